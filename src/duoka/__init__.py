@@ -1,0 +1,1 @@
+"""duoka puts a large language model on the GPUs that a person has."""

@@ -1,0 +1,146 @@
+"""Every error that duoka raises for a user's mistake or a machine's limit.
+
+The tree, with the exit code that the command line returns for each::
+
+    DuokaError                  1   anything below, or an error without a better class
+    ├── UsageError              2   an option, size or combination that can't be understood
+    ├── FleetError              3   a device that doesn't exist, or none at all
+    ├── CheckpointError         4   a checkpoint that is missing, incomplete or damaged
+    ├── ModelError              5   a model that can't be built or traced
+    ├── PlacementError          6   a placement that isn't complete: missing, unknown, doubled
+    ├── InfeasibleError         7   nothing fits: carries the shortfall and the ways out
+    ├── ProofError              8   the plan failed on virtual GPUs, before a weight was read
+    ├── LoadError               9   what was loaded isn't what was expected
+    ├── FormatError            10   a plan or profile file of another version, or damaged
+    └── VirtualDeviceError     11   what a virtual GPU can't do
+
+A message says what went wrong, what was given, and the limit with its unit. `hint` says what to
+do next; the command line prints it on a line of its own. A library never exits: only `cli/`
+turns `exit_code` into the process's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class DuokaError(Exception):
+    """Base of all errors that duoka raises on purpose.
+
+    Parameters
+    ----------
+    message : str
+        What went wrong, what was given, and the limit with its unit.
+    hint : str, optional
+        What the reader can do about it, in one sentence.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class UsageError(DuokaError):
+    """An option, size or combination of options that can't be understood."""
+
+    exit_code = 2
+
+
+class FleetError(DuokaError):
+    """A device that doesn't exist, is named twice, or none at all."""
+
+    exit_code = 3
+
+
+class CheckpointError(DuokaError):
+    """A checkpoint that is missing, incomplete or damaged."""
+
+    exit_code = 4
+
+
+class ModelError(DuokaError):
+    """A model that can't be built or traced."""
+
+    exit_code = 5
+
+
+class PlacementError(DuokaError):
+    """A placement that doesn't name exactly one device for every parameter and buffer.
+
+    Parameters
+    ----------
+    message : str
+        The summary.
+    missing, unknown, doubled : sequence of str
+        All names at fault, each kind complete.
+    """
+
+    exit_code = 6
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        missing: Sequence[str] = (),
+        unknown: Sequence[str] = (),
+        doubled: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.missing = tuple(missing)
+        self.unknown = tuple(unknown)
+        self.doubled = tuple(doubled)
+
+
+class InfeasibleError(DuokaError):
+    """No placement fits the workload on the fleet.
+
+    Parameters
+    ----------
+    message : str
+        What was asked for and what is missing.
+    shortfall_bytes : int
+        How many bytes are missing on the whole fleet, as a lower bound.
+    ways_out : sequence of str
+        What would fit, cheapest first, each with its numbers.
+    """
+
+    exit_code = 7
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        shortfall_bytes: int = 0,
+        ways_out: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.shortfall_bytes = shortfall_bytes
+        self.ways_out = tuple(ways_out)
+
+
+class ProofError(DuokaError):
+    """The plan failed on virtual GPUs, before a weight was read."""
+
+    exit_code = 8
+
+
+class LoadError(DuokaError):
+    """What was loaded isn't what was expected; nothing stays half-loaded."""
+
+    exit_code = 9
+
+
+class FormatError(DuokaError):
+    """A plan or profile file of another version, or damaged."""
+
+    exit_code = 10
+
+
+class VirtualDeviceError(DuokaError):
+    """Something that a virtual GPU can't do, or a backend that already holds its place."""
+
+    exit_code = 11
