@@ -1,0 +1,217 @@
+"""Profile: the blocks of one model in execution order, with what each of them costs.
+
+A profile holds rules, not one measurement. For every kind of block it keeps a *tape*: the
+allocations and frees that one step makes there, in order, each size a polynomial in the batch,
+the query tokens and the key tokens of the step. Replaying the tapes through the allocator's model
+answers any batch, prompt, chunk and number of new tokens without running the model again.
+
+Tapes hold for a *regime*: a phase of generation and a range of sizes in which the model's code
+does the same things. It knows nothing of devices or of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .errors import ModelError, UsageError
+
+Phase = Literal["prefill", "extend", "decode"]
+
+# What a size may depend on: batch b, query tokens q, key tokens k (past and query together).
+MONOMIALS = ("1", "q", "k", "qk", "qq", "b", "bq", "bk", "bqk", "bqq")
+Rule = tuple[float, ...]
+"""Coefficients of `MONOMIALS`, in bytes or FLOPs; trailing zeros may be left out."""
+
+
+def monomials(batch: int, query: int, keys: int) -> tuple[int, ...]:
+    """The values of `MONOMIALS` at one step's sizes."""
+    alone = (1, query, keys, query * keys, query * query)
+    return alone + tuple(batch * value for value in alone)
+
+
+def evaluate(rule: Rule, values: Sequence[int]) -> int:
+    """A rule's value at `monomials(…)`, rounded to the nearest integer."""
+    return round(sum(c * v for c, v in zip(rule, values, strict=False) if c))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ref:
+    """One allocation, seen from a block.
+
+    Parameters
+    ----------
+    origin : {"own", "earlier", "kept", "carried", "input"}
+        Made by this block in this step; by another block in this step (`back` blocks before);
+        by this block in an earlier step (a KV cache); by any block in this step and used far
+        from it (masks, position embeddings; `index` is into `Profile.carried`); or given by the
+        caller (`index` counts the model's inputs).
+    index : int
+        Which one: the number of the allocation in the block's tape, and so on.
+    back : int
+        Only for "earlier": how many blocks before.
+    """
+
+    origin: Literal["own", "earlier", "kept", "carried", "input"]
+    index: int
+    back: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """A tensor that a block takes as an argument: moved when it lies on another device."""
+
+    ref: Ref
+    size: Rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tape:
+    """What one step does in one kind of block.
+
+    Parameters
+    ----------
+    sizes : tuple of Rule
+        Bytes of each allocation, in order, before rounding.
+    events : tuple of (Ref or None)
+        In order: None is the next allocation of `sizes`; a Ref is a free.
+    kept : tuple of int
+        The allocations that outlive the step (the KV cache).
+    reads : tuple of Read
+        The tensors that come in as arguments.
+    flops, moved_bytes : Rule
+        Floating-point operations, and bytes that operations read and write.
+    """
+
+    sizes: tuple[Rule, ...]
+    events: tuple[Ref | None, ...]
+    kept: tuple[int, ...] = ()
+    reads: tuple[Read, ...] = ()
+    flops: Rule = ()
+    moved_bytes: Rule = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regime:
+    """Where one set of tapes holds; all ranges are half-open.
+
+    Parameters
+    ----------
+    phase : {"prefill", "extend", "decode"}
+        The first step; a later step with several query tokens; a step with one.
+    many : bool
+        More than one sequence, with padding.
+    query_start, query_stop, keys_start, keys_stop : int
+        Tokens.
+    """
+
+    phase: Phase
+    many: bool
+    query_start: int
+    query_stop: int
+    keys_start: int
+    keys_stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What blocks of one kind cost.
+
+    Parameters
+    ----------
+    weight_bytes : tuple of int
+        Bytes of each parameter and buffer, in the model's order; tied ones only where they are
+        met first.
+    tapes : tuple of Tape
+        One for each of the profile's regimes.
+    """
+
+    weight_bytes: tuple[int, ...]
+    tapes: tuple[Tape, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Modules that stay whole on one device.
+
+    Parameters
+    ----------
+    modules : tuple of str
+        Names, disjoint; together they hold every parameter and buffer of the block.
+    kind : int
+        Index into `Profile.kinds`.
+    tied_to : int, optional
+        The block that shares a parameter with this one and comes before it.
+    """
+
+    modules: tuple[str, ...]
+    kind: int
+    tied_to: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """All that planning needs to know about a model.
+
+    Parameters
+    ----------
+    key : str
+        Checkpoint, class, dtype, attention and versions that it was traced with.
+    model : str
+        The class's name, for people.
+    dtype : str
+        Type of the weights.
+    blocks : tuple of Block
+        In execution order.
+    kinds : tuple of Kind
+        What they cost.
+    regimes : tuple of Regime
+        Where the tapes hold.
+    carried : tuple of (int, int)
+        Allocations that are used far from where they are made: block, number in its tape.
+    max_context_tokens : int, optional
+        The longest context that the model was made for.
+    """
+
+    key: str
+    model: str
+    dtype: str
+    blocks: tuple[Block, ...]
+    kinds: tuple[Kind, ...]
+    regimes: tuple[Regime, ...]
+    carried: tuple[tuple[int, int], ...] = ()
+    max_context_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.blocks:
+            raise ModelError("the model has no parameters to place")
+        assert all(len(kind.tapes) == len(self.regimes) for kind in self.kinds)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters and buffers, ties counted once."""
+        return sum(sum(self.kinds[block.kind].weight_bytes) for block in self.blocks)
+
+    def regime_of(self, phase: Phase, *, batch: int, query: int, keys: int) -> int:
+        """Index of the regime that holds for a step.
+
+        Raises
+        ------
+        UsageError
+            If the step is larger than any that the profile knows.
+        """
+        for index, regime in enumerate(self.regimes):
+            if (
+                regime.phase == phase
+                and regime.many == (batch > 1)
+                and regime.query_start <= query < regime.query_stop
+                and regime.keys_start <= keys < regime.keys_stop
+            ):
+                return index
+        longest = max(regime.keys_stop for regime in self.regimes) - 1
+        raise UsageError(
+            f"a {phase} step of {query} tokens over {keys}, batch {batch}, is not in the profile "
+            f"of {self.model}, which ends at {longest} tokens",
+            hint="ask for a shorter context",
+        )
