@@ -1,0 +1,45 @@
+# `make demo`, `make test` and `make check` each need nothing but Python and a network:
+# the first one that runs builds .venv, later ones use it again.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.duoka-installed
+JOBS ?= 2
+
+# A Python of your choice: make PYTHON=python3.12 test
+PYTHON ?=
+CANDIDATES := $(if $(PYTHON),$(PYTHON),python3.11 python3.12 python3.13 python3 python)
+
+.PHONY: demo test check clean
+
+demo: $(STAMP)
+	$(BIN)/duoka demo
+
+# One thread per worker: the workers are the parallelism, and sums stay reproducible.
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+clean:
+	rm -rf $(VENV)
+
+# Made again when a dependency changes. A candidate counts when it is new enough and can make
+# virtual environments (Debian ships a Python without ensurepip).
+$(STAMP): pyproject.toml constraints.txt
+	@for python in $(CANDIDATES); do \
+	  if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
+	      >/dev/null 2>&1; then \
+	    echo "making $(VENV) with $$python" && exec $$python -m venv $(VENV); \
+	  fi; \
+	done; \
+	echo "duoka needs Python 3.11 or newer with its venv module; tried: $(CANDIDATES)" >&2; \
+	echo "hint: install one, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; \
+	exit 1
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  -c constraints.txt -e '.[all,dev]'
+	@touch $@

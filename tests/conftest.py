@@ -1,0 +1,28 @@
+"""Fixtures that every test may use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported anywhere: the test workers are the parallelism, and a fixed number of
+# threads keeps the order of additions, so that runs compare bit for bit.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+_DEFAULT_SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The published configs, tokenizers and reference outputs, which the project doesn't contain.
+
+    They lie beside the checkout, or where DUOKA_SHARED says.
+    """
+    root = Path(os.environ.get("DUOKA_SHARED", _DEFAULT_SHARED))
+    if not root.is_dir():
+        pytest.skip(f"no reference data at {root}; set DUOKA_SHARED to its directory")
+    return root
