@@ -102,16 +102,25 @@ class Regime:
         The first step; a later step with several query tokens; a step with one.
     many : bool
         More than one sequence, with padding.
-    query_start, query_stop, keys_start, keys_stop : int
-        Tokens.
+    query, past, keys : tuple of (int, int)
+        Ranges (start, stop) of the tokens that come in, that came before, and of both.
     """
 
     phase: Phase
     many: bool
-    query_start: int
-    query_stop: int
-    keys_start: int
-    keys_stop: int
+    query: tuple[int, int]
+    past: tuple[int, int]
+    keys: tuple[int, int]
+
+    def holds(self, phase: Phase, *, batch: int, query: int, keys: int) -> bool:
+        """Whether the tapes of this regime describe such a step."""
+        return (
+            self.phase == phase
+            and self.many == (batch > 1)
+            and self.query[0] <= query < self.query[1]
+            and self.past[0] <= keys - query < self.past[1]
+            and self.keys[0] <= keys < self.keys[1]
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,14 +211,9 @@ class Profile:
             If the step is larger than any that the profile knows.
         """
         for index, regime in enumerate(self.regimes):
-            if (
-                regime.phase == phase
-                and regime.many == (batch > 1)
-                and regime.query_start <= query < regime.query_stop
-                and regime.keys_start <= keys < regime.keys_stop
-            ):
+            if regime.holds(phase, batch=batch, query=query, keys=keys):
                 return index
-        longest = max(regime.keys_stop for regime in self.regimes) - 1
+        longest = max(regime.keys[1] for regime in self.regimes) - 1
         raise UsageError(
             f"a {phase} step of {query} tokens over {keys}, batch {batch}, is not in the profile "
             f"of {self.model}, which ends at {longest} tokens",

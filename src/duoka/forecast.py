@@ -1,0 +1,203 @@
+"""Forecast: bytes per device by kind, and seconds, of a placement at a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .allocator import rounded_bytes
+from .fleet import Device
+from .profile import Profile, Tape, evaluate
+from .replay import Replay, StageBytes
+from .workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceForecast:
+    """What one device will hold at its peak, in bytes.
+
+    `weight_bytes`, `kv_cache_bytes` and `activation_bytes` add up to `allocated_bytes`, at the
+    moment of its peak. `reserved_bytes` is the peak of what the allocator takes from the device,
+    cached blocks and rounding included; it is what the budget is held against.
+    """
+
+    device: str
+    weight_bytes: int
+    kv_cache_bytes: int
+    activation_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    budget_bytes: int
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Reserved and not allocated: rounding to segments, fragmentation, cached blocks."""
+        return self.reserved_bytes - self.allocated_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """What the budget leaves."""
+        return self.budget_bytes - self.reserved_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Bytes of each device that is used, and the time of one decode step where speeds are known.
+
+    Parameters
+    ----------
+    devices : tuple of DeviceForecast
+        In order of first use.
+    decode_seconds : float, optional
+        Of one step at the end of the context; None where a device's speed is unknown.
+    """
+
+    devices: tuple[DeviceForecast, ...]
+    decode_seconds: float | None = None
+
+
+class Costs:
+    """A profile at one workload, as the search asks for it.
+
+    The chain that is cut into stages is every block but those tied to an earlier one: such a
+    block goes wherever its partner goes, and is counted there.
+
+    Parameters
+    ----------
+    profile : Profile
+    workload : Workload
+        With its prefill chunk and dtype resolved.
+    """
+
+    def __init__(self, profile: Profile, workload: Workload) -> None:
+        self.profile = profile
+        self.workload = workload
+        self.replay = Replay(profile, workload)
+        blocks = profile.blocks
+        self.chain = [index for index, block in enumerate(blocks) if block.tied_to is None]
+        self._attached: dict[int, list[int]] = {index: [] for index in self.chain}
+        for index, block in enumerate(blocks):
+            if block.tied_to is not None:
+                self._attached[_root(profile, index)].append(index)
+        self._unlimited: dict[tuple[int, ...], StageBytes] = {}
+        self._limited: dict[tuple[tuple[int, ...], int], StageBytes | None] = {}
+        self.num_blocks = len(self.chain)
+        self.lower_bound_bytes = self._lower_bounds()
+        self.boundary_bytes = self._boundaries()
+
+    def blocks_of(self, start: int, stop: int) -> tuple[int, ...]:
+        """The blocks of a stage, tied ones included, in execution order."""
+        chain = self.chain[start:stop]
+        return tuple(sorted([*chain, *(tied for index in chain for tied in self._attached[index])]))
+
+    def stage_bytes(self, start: int, stop: int, budget_bytes: int) -> StageBytes | None:
+        """The exact peaks of a stage on a device of this budget; None when it doesn't fit."""
+        blocks = self.blocks_of(start, stop)
+        alike = self._signature(blocks)
+        if alike not in self._unlimited:
+            unlimited = self.replay.run(blocks)
+            assert unlimited is not None, "nothing limits this run"
+            self._unlimited[alike] = unlimited
+        peaks = self._unlimited[alike]
+        if peaks.reserved <= budget_bytes:
+            return peaks
+        if peaks.allocated > budget_bytes:
+            return None
+        # Near its limit an allocator gives cached segments back; replayed, since it depends on it.
+        key = (alike, budget_bytes)
+        if key not in self._limited:
+            self._limited[key] = self.replay.run(blocks, budget_bytes)
+        return self._limited[key]
+
+    def reserved_bytes(self, start: int, stop: int, budget_bytes: int) -> int | None:
+        """Peak of reserved bytes of a stage; None when it doesn't fit the budget."""
+        peaks = self.stage_bytes(start, stop, budget_bytes)
+        return None if peaks is None else peaks.reserved
+
+    def seconds(self, device: Device) -> NDArray[np.float64] | None:
+        """Seconds of one decode step, [start, stop]; None when the device's speeds are unknown.
+
+        A roofline: each block takes the longer of its arithmetic and its memory traffic.
+        """
+        if device.flops_per_second is None or device.memory_bytes_per_second is None:
+            return None
+        last = len(self.replay.steps) - 1
+        values = self.replay.steps[last].values
+        times = []
+        for index in self.chain:
+            tapes = [self.replay.tape(block, last) for block in (index, *self._attached[index])]
+            times.append(
+                sum(
+                    max(
+                        evaluate(tape.flops, values) / device.flops_per_second,
+                        evaluate(tape.moved_bytes, values) / device.memory_bytes_per_second,
+                    )
+                    for tape in tapes
+                )
+            )
+        total = np.concatenate([[0.0], np.cumsum(times)])
+        return total[None, :] - total[:, None]
+
+    def _signature(self, blocks: Sequence[int]) -> tuple[int, ...]:
+        """Equal for stages that cost the same: the kinds in order, and whether the input is here."""
+        kinds = tuple(self.profile.blocks[block].kind for block in blocks)
+        ends_model = blocks[-1] == len(self.profile.blocks) - 1
+        return (*kinds, int(blocks[0] == 0), int(ends_model))
+
+    def _lower_bounds(self) -> NDArray[np.int64]:
+        """Never more than the exact bytes: weights, and the cache with each block's own peak."""
+        blocks = self.profile.blocks
+        num = self.num_blocks
+        weights = np.zeros(num, np.int64)
+        cache = np.zeros(num, np.int64)
+        peaks = np.zeros(num, np.int64)
+        by_kind: dict[int, tuple[int, int]] = {}
+        for position, index in enumerate(self.chain):
+            for block in (index, *self._attached[index]):
+                kind = blocks[block].kind
+                weights[position] += sum(
+                    rounded_bytes(size) for size in self.profile.kinds[kind].weight_bytes
+                )
+                if kind not in by_kind:
+                    by_kind[kind] = self._first_step(block)
+            cache[position], peaks[position] = by_kind[blocks[index].kind]
+        bounds = np.zeros((num + 1, num + 1), np.int64)
+        for start in range(num):
+            filled = np.cumsum(cache[start:])
+            peak = np.maximum.accumulate(filled - cache[start:] + peaks[start:])
+            bounds[start, start + 1 :] = np.cumsum(weights[start:]) + np.maximum(filled, peak)
+        return bounds
+
+    def _first_step(self, block: int) -> tuple[int, int]:
+        """Cache bytes that the first step leaves in a block, and its peak with them, rounded."""
+        tape = self.replay.tape(block, 0)
+        sizes = [rounded_bytes(size) for size in self.replay.sizes(block, 0)]
+        live = peak = count = 0
+        for event in tape.events:
+            if event is None:
+                live += sizes[count]
+                count += 1
+                peak = max(peak, live)
+            elif event.origin == "own":
+                live -= sizes[event.index]
+        return sum(sizes[index] for index in tape.kept), peak
+
+    def _boundaries(self) -> NDArray[np.int64]:
+        """Bytes that one decode step moves to a stage that begins at each block."""
+        last = len(self.replay.steps) - 1
+        values = self.replay.steps[last].values
+        moved = [_read_bytes(self.replay.tape(index, last), values) for index in self.chain]
+        return np.array([*moved, 0], np.int64)
+
+
+def _read_bytes(tape: Tape, values: tuple[int, ...]) -> int:
+    return sum(evaluate(read.size, values) for read in tape.reads)
+
+
+def _root(profile: Profile, index: int) -> int:
+    while (partner := profile.blocks[index].tied_to) is not None:
+        index = partner
+    return index

@@ -1,0 +1,216 @@
+"""The planner: profile, fleet and workload → placement, forecast and why; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from .errors import InfeasibleError, UsageError
+from .fleet import Fleet
+from .forecast import Costs, DeviceForecast, Forecast
+from .placement import Placement
+from .plan import Plan
+from .profile import Profile
+from .search import NoPlacement, Objective, Solution, largest, search
+from .units import format_bytes
+from .workload import Workload
+
+_SMALLEST_CHUNK_TOKENS = 512
+_LARGEST_CHUNK_TOKENS = 8192
+_MOST_GPUS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What the planner is asked, besides the profile."""
+
+    fleet: Fleet
+    workload: Workload
+    objective: Objective = "auto"
+    use_all: bool = False
+
+
+def solve(profile: Profile, question: Question, *, source: str = "") -> Plan:
+    """Find the best placement.
+
+    The fewest devices that hold the workload are used, all of them with `use_all`; among the
+    placements on so many devices the one that is best for the objective is taken, and it is the
+    optimum over all contiguous cuts and all orders of the devices.
+
+    Parameters
+    ----------
+    profile : Profile
+    question : Question
+    source : str
+        The checkpoint's directory, kept in the plan.
+
+    Raises
+    ------
+    InfeasibleError
+        If nothing fits: with the shortfall and what would fit.
+    UsageError
+        If the context is longer than the model was made for.
+    """
+    _check_context(profile, question.workload)
+    shortage: NoPlacement | None = None
+    for workload in _with_chunks(question.workload):
+        try:
+            costs = Costs(profile, workload)
+            return _plan(costs, search_stages(costs, question), question, source)
+        except NoPlacement as none:
+            shortage = none
+    assert shortage is not None, "there is always a chunk to try"
+    raise _infeasible(profile, question, shortage)
+
+
+def search_stages(costs: Costs, question: Question) -> Solution:
+    """The search itself, for the question's fleet and objective."""
+    return search(
+        costs, question.fleet, objective=question.objective, use_all=question.use_all
+    )
+
+
+def _with_chunks(workload: Workload) -> Iterator[Workload]:
+    """The workload with its prefill chunk resolved: the whole prompt first, then smaller chunks."""
+    if workload.prefill_chunk_tokens != "auto":
+        yield workload
+        return
+    yield replace(workload, prefill_chunk_tokens=None)
+    chunk = _LARGEST_CHUNK_TOKENS
+    while chunk >= _SMALLEST_CHUNK_TOKENS:
+        if chunk < workload.prompt_tokens:
+            yield replace(workload, prefill_chunk_tokens=chunk)
+        chunk //= 2
+
+
+def _check_context(profile: Profile, workload: Workload) -> None:
+    limit = profile.max_context_tokens
+    if limit is not None and workload.context_tokens > limit:
+        raise UsageError(
+            f"{workload.prompt_tokens} prompt and {workload.new_tokens} new tokens are "
+            f"{workload.context_tokens}; {profile.model} was made for {limit}",
+            hint=f"ask for a context of at most {limit} tokens",
+        )
+
+
+def _plan(costs: Costs, solution: Solution, question: Question, source: str) -> Plan:
+    profile, fleet = costs.profile, question.fleet
+    device_of: dict[int, str] = {}
+    forecasts = []
+    for stage in solution.stages:
+        device = fleet.devices[stage.device]
+        peaks = costs.stage_bytes(stage.start, stage.stop, device.budget_bytes)
+        assert peaks is not None, "the search returned a stage that doesn't fit"
+        device_of.update(dict.fromkeys(costs.blocks_of(stage.start, stage.stop), device.name))
+        forecasts.append(
+            DeviceForecast(
+                device=device.name,
+                weight_bytes=peaks.weights,
+                kv_cache_bytes=peaks.kv_cache,
+                activation_bytes=peaks.activations,
+                allocated_bytes=peaks.allocated,
+                reserved_bytes=peaks.reserved,
+                budget_bytes=device.budget_bytes,
+            )
+        )
+    entries = tuple(
+        (module, device_of[index])
+        for index, block in enumerate(profile.blocks)
+        for module in block.modules
+    )
+    return Plan(
+        source=source,
+        model=profile.model,
+        fingerprint=profile.key,
+        fleet=fleet,
+        workload=costs.workload,
+        placement=Placement(entries=entries, fingerprint=profile.key),
+        forecast=Forecast(devices=tuple(forecasts), decode_seconds=_seconds(costs, solution, fleet)),
+        objective=solution.objective,
+        value=float(solution.value),
+        bound=float(solution.bound),
+        binding_device=fleet.devices[solution.binding_device].name,
+        why=tuple(_reasons(costs, solution, question)),
+    )
+
+
+def _seconds(costs: Costs, solution: Solution, fleet: Fleet) -> float | None:
+    total = 0.0
+    for stage in solution.stages:
+        seconds = costs.seconds(fleet.devices[stage.device])
+        if seconds is None:
+            return None
+        total += float(seconds[stage.start, stage.stop])
+    return total
+
+
+def _reasons(costs: Costs, solution: Solution, question: Question) -> Iterator[str]:
+    used, given = len(solution.stages), len(question.fleet.devices)
+    if used == 1 and given > 1:
+        name = question.fleet.devices[solution.stages[0].device].name
+        yield f"One GPU suffices: {name} holds all of it, and nothing crosses between GPUs."
+    elif used < given:
+        yield f"{used} of {given} GPUs are needed; no {used - 1} hold the workload."
+    tied = sum(block.tied_to is not None for block in costs.profile.blocks)
+    if tied and used > 1:
+        yield "Tied weights are kept once: the tied module runs on its partner's GPU."
+    chunk = costs.workload.prefill_chunk_tokens
+    if question.workload.prefill_chunk_tokens == "auto" and chunk is not None:
+        yield f"The prompt runs in chunks of {chunk} tokens: whole, it doesn't fit."
+
+
+def _infeasible(profile: Profile, question: Question, shortage: NoPlacement) -> InfeasibleError:
+    budget = sum(device.budget_bytes for device in question.fleet.devices)
+    ways = tuple(_ways_out(profile, question))
+    workload = question.workload
+    return InfeasibleError(
+        f"{profile.model} does not fit: {format_bytes(profile.weight_bytes)} of weights, "
+        f"{workload.context_tokens} tokens, batch {workload.batch}; "
+        f"{len(question.fleet.devices)} device(s) with a budget of {format_bytes(budget)} in all; "
+        f"at least {format_bytes(shortage.shortfall_bytes)} are missing",
+        hint="; or ".join(ways) if ways else "use more or larger GPUs, or a smaller model",
+        shortfall_bytes=shortage.shortfall_bytes,
+        ways_out=ways,
+    )
+
+
+def _fits(profile: Profile, question: Question) -> bool:
+    for workload in _with_chunks(question.workload):
+        try:
+            search_stages(Costs(profile, workload), question)
+        except NoPlacement:
+            continue
+        return True
+    return False
+
+
+def _ways_out(profile: Profile, question: Question) -> Iterator[str]:
+    """What would fit instead, cheapest for quality first."""
+    workload = question.workload
+
+    def with_context(tokens: int) -> Question:
+        new = max(1, min(workload.new_tokens, tokens // 2))
+        shorter = replace(workload, new_tokens=new, prompt_tokens=tokens - new)
+        return replace(question, workload=shorter)
+
+    def try_from(build: Callable[[int], Question], low: int, high: int) -> int | None:
+        return largest(lambda number: _fits(profile, build(number)), low, high)
+
+    tokens = try_from(with_context, 2, workload.context_tokens - 1)
+    if tokens is not None:
+        yield f"a context of {tokens} tokens fits (--context {tokens})"
+    if workload.batch > 1:
+        batch = try_from(
+            lambda number: replace(question, workload=replace(workload, batch=number)),
+            1,
+            workload.batch - 1,
+        )
+        if batch is not None:
+            yield f"a batch of {batch} fits (--batch {batch})"
+    best = max(question.fleet.devices, key=lambda device: device.budget_bytes)
+    for more in range(1, _MOST_GPUS - len(question.fleet.devices) + 1):
+        extra = tuple(replace(best, name=f"{best.name}+{number}") for number in range(more))
+        larger = replace(question.fleet, devices=(*question.fleet.devices, *extra))
+        if _fits(profile, replace(question, fleet=larger)):
+            yield f"{more} more GPU(s) of {format_bytes(best.budget_bytes)} fit it all"
+            return

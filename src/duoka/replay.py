@@ -1,0 +1,262 @@
+"""Replay: the tapes of a stage, run through the allocator's model at one workload.
+
+This is the one function that the planner optimises, the forecast reports and the virtual run is
+held against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .allocator import Allocation, CachingAllocator, OutOfCapacity, rounded_bytes, segment_bytes
+from .profile import Kind, Phase, Profile, Ref, Tape, evaluate, monomials
+from .workload import Workload
+
+# Decode steps are alike but for their length. Past this number, only the first and last ones and
+# those where a cache outgrows its segment are replayed: only there do the reserved bytes change.
+_ALL_DECODE_STEPS = 16
+
+Key = tuple[int, int]
+"""A block and the number of an allocation in its tape; block -1 stands for the model's inputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBytes:
+    """Peaks of one stage on one device, in bytes.
+
+    `weights`, `kv_cache` and `activations` add up to `allocated`, at the moment of its peak.
+    """
+
+    weights: int
+    kv_cache: int
+    activations: int
+    allocated: int
+    reserved: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One call of the model: its phase, sizes and regime."""
+
+    phase: Phase
+    query: int
+    keys: int
+    regime: int
+    values: tuple[int, ...]
+
+
+class Replay:
+    """A profile at one workload.
+
+    Parameters
+    ----------
+    profile : Profile
+    workload : Workload
+        With its prefill chunk resolved.
+
+    Raises
+    ------
+    UsageError
+        If the workload is larger than what the profile knows.
+    """
+
+    def __init__(self, profile: Profile, workload: Workload) -> None:
+        self.profile = profile
+        self.workload = workload
+        self._sizes: dict[tuple[int, int], list[int]] = {}
+        self._foreign_frees: dict[tuple[int, int], tuple[Ref, ...]] = {}
+        self.steps = self._schedule()
+
+    def tape(self, block: int, step: int) -> Tape:
+        """The tape of a block in one of `steps`."""
+        return self._kind(block).tapes[self.steps[step].regime]
+
+    def sizes(self, block: int, step: int) -> list[int]:
+        """Bytes of each allocation that a block makes in one of `steps`."""
+        key = (self.profile.blocks[block].kind, step)
+        if key not in self._sizes:
+            values = self.steps[step].values
+            self._sizes[key] = [evaluate(rule, values) for rule in self.tape(block, step).sizes]
+        return self._sizes[key]
+
+    def run(self, blocks: Sequence[int], capacity_bytes: int | None = None) -> StageBytes | None:
+        """The peaks of a stage; None where it doesn't fit its capacity.
+
+        Parameters
+        ----------
+        blocks : sequence of int
+            The stage's blocks in execution order.
+        capacity_bytes : int, optional
+            The device's budget. When it is reached, cached segments are given back, as CUDA does.
+        """
+        try:
+            return _StageRun(self, blocks, capacity_bytes).run()
+        except OutOfCapacity:
+            return None
+
+    def foreign_frees(self, block: int, step: int) -> tuple[Ref, ...]:
+        """The frees in a block's tape that end what other blocks made."""
+        key = (self.profile.blocks[block].kind, self.steps[step].regime)
+        if key not in self._foreign_frees:
+            self._foreign_frees[key] = tuple(
+                ref
+                for ref in self.tape(block, step).events
+                if ref is not None and ref.origin in ("earlier", "carried", "input")
+            )
+        return self._foreign_frees[key]
+
+    def key_of(self, block: int, ref: Ref) -> Key:
+        """Whose allocation a reference in a block's tape means."""
+        if ref.origin == "own":
+            return block, ref.index
+        if ref.origin == "earlier":
+            return block - ref.back, ref.index
+        if ref.origin == "carried":
+            return self.profile.carried[ref.index]
+        return -1, ref.index
+
+    def _kind(self, block: int) -> Kind:
+        return self.profile.kinds[self.profile.blocks[block].kind]
+
+    def _step(self, phase: Phase, query: int, keys: int) -> Step:
+        batch = self.workload.batch
+        return Step(
+            phase=phase,
+            query=query,
+            keys=keys,
+            regime=self.profile.regime_of(phase, batch=batch, query=query, keys=keys),
+            values=monomials(batch, query, keys),
+        )
+
+    def _schedule(self) -> list[Step]:
+        steps = []
+        for query, past in self.workload.chunks():
+            # A one-token step after others is what decoding does.
+            phase: Phase = "prefill" if not past else "extend" if query > 1 else "decode"
+            query = max(query, 2) if phase == "prefill" else query
+            steps.append(self._step(phase, query, past + query))
+        keys = range(self.workload.prompt_tokens + 1, self.workload.context_tokens)
+        return steps + [self._step("decode", 1, k) for k in self._decode_lengths(keys)]
+
+    def _decode_lengths(self, keys: range) -> Sequence[int]:
+        if len(keys) <= _ALL_DECODE_STEPS:
+            return keys
+        chosen = {*keys[:2], *keys[-2:]}
+        rules = {
+            tape.sizes[index]
+            for kind in self.profile.kinds
+            for regime, tape in zip(self.profile.regimes, kind.tapes, strict=True)
+            if regime.phase == "decode" and regime.many == (self.workload.batch > 1)
+            for index in tape.kept
+        }
+        for rule in rules:
+            classes = [
+                segment_bytes(
+                    rounded_bytes(evaluate(rule, monomials(self.workload.batch, 1, length)))
+                )
+                for length in keys
+            ]
+            chosen.update(
+                length
+                for length, before, after in zip(keys[1:], classes, classes[1:], strict=False)
+                if before != after
+            )
+        return sorted(chosen)
+
+
+class _StageRun:
+    """One replay: the allocator and what is alive on it."""
+
+    def __init__(self, replay: Replay, blocks: Sequence[int], capacity: int | None) -> None:
+        self.replay = replay
+        self.blocks = frozenset(blocks)
+        self.allocator = CachingAllocator(capacity)
+        self.kept: dict[int, list[Allocation]] = {block: [] for block in blocks}
+        self.kept_bytes = 0
+        self.kept_bytes_at_peak = 0
+        self.alive: dict[Key, Allocation] = {}
+
+    def run(self) -> StageBytes:
+        profile = self.replay.profile
+        for block in sorted(self.blocks):
+            for size in profile.kinds[profile.blocks[block].kind].weight_bytes:
+                self.allocator.malloc(size)
+        weights = self.allocator.allocated_bytes
+        for step in range(len(self.replay.steps)):
+            self._run_step(step)
+        peak = self.allocator.max_allocated_bytes
+        return StageBytes(
+            weights=weights,
+            kv_cache=self.kept_bytes_at_peak,
+            activations=peak - weights - self.kept_bytes_at_peak,
+            allocated=peak,
+            reserved=self.allocator.max_reserved_bytes,
+        )
+
+    def _run_step(self, step: int) -> None:
+        for block in range(len(self.replay.profile.blocks)):
+            if block in self.blocks:
+                self._run_block(block, step)
+            else:
+                for ref in self.replay.foreign_frees(block, step):
+                    self._release(self.replay.key_of(block, ref))
+        for key in list(self.alive):
+            self._release(key)
+
+    def _run_block(self, block: int, step: int) -> None:
+        tape = self.replay.tape(block, step)
+        self._move_in(block, tape, step)
+        sizes = self.replay.sizes(block, step)
+        kept_now = frozenset(tape.kept)
+        slots: list[Allocation | None] = list(self.kept[block])
+        born: list[Allocation] = []
+        count = 0
+        for event in tape.events:
+            if event is None:
+                allocation = self._malloc(sizes[count])
+                if count in kept_now:
+                    self._keep(allocation, born)
+                else:
+                    self.alive[block, count] = allocation
+                count += 1
+            elif event.origin == "kept":
+                self._drop(slots, event.index)
+            else:
+                self._release(self.replay.key_of(block, event))
+        self.kept[block] = [slot for slot in slots if slot is not None] + born
+
+    def _move_in(self, block: int, tape: Tape, step: int) -> None:
+        for read in tape.reads:
+            key = self.replay.key_of(block, read.ref)
+            here = key[0] in self.blocks or (key[0] == -1 and 0 in self.blocks)
+            if not here and key not in self.alive:
+                self.alive[key] = self._malloc(
+                    evaluate(read.size, self.replay.steps[step].values)
+                )
+
+    def _malloc(self, num_bytes: int) -> Allocation:
+        allocator = self.allocator
+        allocation = allocator.malloc(num_bytes)
+        if allocator.allocated_bytes == allocator.max_allocated_bytes:
+            self.kept_bytes_at_peak = self.kept_bytes
+        return allocation
+
+    def _keep(self, allocation: Allocation, born: list[Allocation]) -> None:
+        at_peak = self.allocator.allocated_bytes == self.allocator.max_allocated_bytes
+        self.kept_bytes += allocation.size
+        if at_peak:
+            self.kept_bytes_at_peak = self.kept_bytes
+        born.append(allocation)
+
+    def _drop(self, slots: list[Allocation | None], index: int) -> None:
+        allocation = slots[index]
+        assert allocation is not None, "a cache entry is dropped twice"
+        slots[index] = None
+        self.kept_bytes -= allocation.size
+        self.allocator.free(allocation)
+
+    def _release(self, key: Key) -> None:
+        allocation = self.alive.pop(key, None)
+        if allocation is not None:
+            self.allocator.free(allocation)
