@@ -17,7 +17,7 @@ _UNIT_BYTES = {
     "GB": 10**9,
     "TB": 10**12,
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+_SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_bytes(text: str) -> int:

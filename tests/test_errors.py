@@ -1,0 +1,43 @@
+"""Errors are an interface: one tree, a hint, an exit code of its own for each."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+from duoka import errors
+from duoka.errors import DuokaError, InfeasibleError, PlacementError
+
+
+def classes() -> list[type[DuokaError]]:
+    return [
+        value
+        for value in vars(errors).values()
+        if inspect.isclass(value) and issubclass(value, DuokaError)
+    ]
+
+
+def test_each_class_has_an_exit_code_of_its_own() -> None:
+    codes = [cls.exit_code for cls in classes()]
+    assert len(set(codes)) == len(codes)
+    assert all(0 < code < 64 for code in codes)
+
+
+def test_the_tree_in_the_docstring_is_true() -> None:
+    drawn = re.findall(r"(\w+Error)\s+(\d+) ", errors.__doc__ or "")
+    assert {name: int(code) for name, code in drawn} == {
+        cls.__name__: cls.exit_code for cls in classes()
+    }
+
+
+def test_message_and_hint() -> None:
+    error = DuokaError("what happened", hint="do this")
+    assert (str(error), error.hint) == ("what happened", "do this")
+    assert DuokaError("what happened").hint is None
+
+
+def test_data_is_on_the_exception() -> None:
+    placement = PlacementError("x", missing=["a"], unknown=("b",), doubled=["c"], hint="h")
+    assert (placement.missing, placement.unknown, placement.doubled) == (("a",), ("b",), ("c",))
+    infeasible = InfeasibleError("x", shortfall_bytes=3, ways_out=["smaller"])
+    assert (infeasible.shortfall_bytes, infeasible.ways_out) == (3, ("smaller",))

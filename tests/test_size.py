@@ -1,0 +1,83 @@
+"""Small pieces: what one reads at once stays short.
+
+A function's lines are those of its body, from the first statement after the docstring to the
+last, blank lines and comments included; the signature and the docstring are the contract, and
+don't count. Parameters are all but `self` and `cls`, with keyword-only ones. A command of the
+command line has one parameter per option, and a test one per fixture, so there they may be more.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 40
+MAX_PARAMETERS = 6
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def files() -> list[Path]:
+    return sorted(
+        path for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")
+    )
+
+
+def functions(tree: ast.AST) -> Iterator[Function]:
+    for node in ast.walk(tree):
+        if isinstance(node, Function):
+            yield node
+
+
+def body_lines(function: Function) -> int:
+    body = function.body
+    if ast.get_docstring(function, clean=False) is not None:
+        body = body[1:]
+    if not body:
+        return 0
+    assert body[-1].end_lineno is not None
+    return body[-1].end_lineno - body[0].lineno + 1
+
+
+def num_parameters(function: Function) -> int:
+    arguments = function.args
+    names = [
+        argument.arg for argument in arguments.posonlyargs + arguments.args + arguments.kwonlyargs
+    ]
+    if names and names[0] in ("self", "cls"):
+        del names[0]
+    return len(names)
+
+
+def may_have_many_parameters(path: Path) -> bool:
+    parts = path.relative_to(ROOT).parts
+    return parts[0] == "tests" or parts[:3] == ("src", "duoka", "cli")
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_sizes(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    num_lines = len(text.splitlines())
+    faults = [] if num_lines <= MAX_FILE_LINES else [f"the file has {num_lines} lines"]
+    for function in functions(ast.parse(text)):
+        place = f"{function.name} (line {function.lineno})"
+        if body_lines(function) > MAX_FUNCTION_LINES:
+            faults.append(f"{place} has {body_lines(function)} lines")
+        if num_parameters(function) > MAX_PARAMETERS and not may_have_many_parameters(path):
+            faults.append(f"{place} has {num_parameters(function)} parameters")
+    assert not faults, f"{path.relative_to(ROOT)}: " + "; ".join(faults)
+
+
+def test_how_lines_and_parameters_are_counted() -> None:
+    text = (
+        "class C:\n    def f(self, a,\n          *, b=1):\n        '''Doc.\n\n        More.'''\n"
+        "        x = 1\n\n        return x\n    def g(): 'only a docstring'\n"
+    )
+    first, second = functions(ast.parse(text))
+    assert (body_lines(first), num_parameters(first)) == (3, 2)
+    assert (body_lines(second), num_parameters(second)) == (0, 0)
