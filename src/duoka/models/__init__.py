@@ -1,0 +1,9 @@
+"""Models: built on meta from a configuration, their tensors' sources, tokenizers and prompts.
+
+This room knows nothing of planning or hardware. Nothing is registered with transformers on
+import; `build` and `chatglm.register` do that on first use.
+"""
+
+from .build import build, resolve
+
+__all__ = ["build", "resolve"]

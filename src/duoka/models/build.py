@@ -1,0 +1,226 @@
+"""Build a model from its configuration: parameters on meta, buffers real and right.
+
+Any class of transformers, duoka's own families, and code that comes with a checkpoint when the
+caller asks for it. Nothing here reads a weight.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from duoka.errors import ModelError
+
+from . import chatglm
+from .meta import construct
+
+# Where a generating class is looked for when the configuration names none, in this order; for an
+# encoder with a decoder in the reverse of the first two, since its decoder alone answers nothing.
+_CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+_ENCODER_DECODER = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+_IMAGE = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+_REMOTE_CLASSES = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel")
+_FREQUENCIES = re.compile(r"(^|[._])inv_freq$")
+
+
+def build(
+    config: Mapping[str, Any],
+    *,
+    dtype: torch.dtype | None = None,
+    attention: str = "sdpa",
+    trust_remote_code: Path | None = None,
+) -> PreTrainedModel:
+    """Build the model that a ``config.json`` describes, in evaluation mode, without weights.
+
+    Parameters
+    ----------
+    config : mapping
+        The content of ``config.json``.
+    dtype : torch.dtype, optional
+        Of the parameters, where the architecture does not insist on 32 bit; by default the
+        configuration's own, or 32 bit if it states none. Rotary frequencies are 32 bit always.
+    attention : str
+        One of transformers' attention implementations. "sdpa" becomes "eager" for architectures
+        that have nothing else.
+    trust_remote_code : pathlib.Path, optional
+        The directory of the checkpoint whose own model code may be run. By default none is.
+
+    Returns
+    -------
+    transformers.PreTrainedModel
+        Parameters on meta and tied; buffers, persistent or not, on the CPU with their values.
+
+    Raises
+    ------
+    ModelError
+        If the configuration names no architecture that is known here, or is not valid for it.
+    """
+    parsed, model_class = resolve(config, trust_remote_code=trust_remote_code)
+    chosen = dtype or _stated_dtype(parsed)
+    # Asked for by name, sdpa is refused where a class lacks it; by default it is taken if there.
+    implementation = None if attention == "sdpa" else attention
+
+    def make(default: torch.dtype) -> PreTrainedModel:
+        made: PreTrainedModel = model_class._from_config(
+            copy.deepcopy(parsed), dtype=default, attn_implementation=implementation
+        )
+        return made
+
+    try:
+        model = construct(partial(make, chosen))
+        if any(buffer.dtype != torch.float32 for buffer in _frequencies(model).values()):
+            _replace_buffers(model, _frequencies(construct(partial(make, torch.float32))))
+    except Exception as error:
+        raise ModelError(
+            f"{model_class.__name__} could not be built from its configuration: {error}"
+        ) from error
+    _keep_in_32_bit(model, chosen)
+    model.tie_weights()
+    model.eval()
+    return model
+
+
+def resolve(
+    config: Mapping[str, Any], *, trust_remote_code: Path | None = None
+) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
+    """Return the parsed configuration and the model class that a ``config.json`` asks for.
+
+    Raises
+    ------
+    ModelError
+        As `build` does.
+    """
+    chatglm.register()
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise ModelError(f"the configuration's model_type is {model_type!r}, not a name")
+    if "quantization_config" in config:
+        raise ModelError("quantized checkpoints are not supported", hint="use the 16-bit weights")
+    if model_type in CONFIG_MAPPING:
+        parsed = _parse(CONFIG_MAPPING[model_type], config)
+        return parsed, _native_class(parsed)
+    if trust_remote_code is None:
+        raise _unknown(model_type, has_code="auto_map" in config)
+    return _remote(config, trust_remote_code)
+
+
+def _unknown(model_type: str, *, has_code: bool) -> ModelError:
+    nearest = difflib.get_close_matches(model_type, list(CONFIG_MAPPING), n=3)
+    hints = [f"did you mean {' or '.join(map(repr, nearest))}?"] if nearest else []
+    if has_code:
+        hints.append(
+            "the checkpoint brings its own model code, which runs only with --trust-remote-code"
+        )
+    return ModelError(
+        f"model_type {model_type!r} is neither one of duoka's families nor known to "
+        f"transformers {transformers.__version__}",
+        hint="; ".join(hints) or None,
+    )
+
+
+def _parse(config_class: type[PreTrainedConfig], config: Mapping[str, Any]) -> PreTrainedConfig:
+    try:
+        return config_class.from_dict(copy.deepcopy(dict(config)))
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"the configuration is not valid for model_type {config_class.model_type!r}: {error}"
+        ) from error
+
+
+def _native_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Choose the class that the configuration names, unless that is a body without a head."""
+    named = _named_class(config)
+    bare = _mapped(modeling_auto.MODEL_MAPPING, config)
+    if named is not None and named is not bare:
+        return named
+    paired = bool(getattr(config, "is_encoder_decoder", False))
+    for mapping in (
+        *((_ENCODER_DECODER, _CAUSAL) if paired else (_CAUSAL, _ENCODER_DECODER)),
+        _IMAGE,
+    ):
+        found = _mapped(mapping, config)
+        if found is not None:
+            return found
+    if bare is None:
+        raise ModelError(f"transformers has no model class for model_type {config.model_type!r}")
+    return bare
+
+
+def _named_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            expected = found.config_class
+            if expected is not None and isinstance(config, expected):
+                return found
+    return None
+
+
+def _mapped(mapping: Any, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    found = mapping.get(type(config), None)
+    model_class: type[PreTrainedModel] | None = found[0] if isinstance(found, tuple) else found
+    return model_class
+
+
+def _remote(
+    config: Mapping[str, Any], directory: Path
+) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
+    """Load configuration and model class from the code in the checkpoint's directory."""
+    references = config.get("auto_map", {})
+    wanted = next((references[name] for name in _REMOTE_CLASSES if name in references), None)
+    if wanted is None or "AutoConfig" not in references:
+        raise ModelError(
+            f"model_type {config.get('model_type')!r} is unknown, and the checkpoint's auto_map "
+            "names no code for its configuration and model"
+        )
+    try:
+        config_class = get_class_from_dynamic_module(references["AutoConfig"], str(directory))
+        model_class = get_class_from_dynamic_module(wanted, str(directory))
+    except Exception as error:
+        raise ModelError(f"the checkpoint's own code could not be loaded: {error}") from error
+    return _parse(config_class, config), model_class
+
+
+def _stated_dtype(config: PreTrainedConfig) -> torch.dtype:
+    stated = config.dtype or config.get_text_config().dtype
+    if isinstance(stated, str):
+        stated = getattr(torch, stated, None)
+    return stated if isinstance(stated, torch.dtype) else torch.float32
+
+
+def _frequencies(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in model.named_buffers() if _FREQUENCIES.search(name)}
+
+
+def _replace_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    for name, value in values.items():
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._buffers[leaf] = value
+
+
+def _keep_in_32_bit(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give parameters that the architecture keeps in 32 bit that dtype, as transformers does."""
+    patterns = [name.replace("*", ".*") for name in model._get_dtype_plan(dtype)]
+    if not patterns:
+        return
+    kept = re.compile("|".join(patterns))
+    for name, parameter in list(model.named_parameters()):
+        if kept.search(name) and parameter.is_floating_point():
+            owner, _, leaf = name.rpartition(".")
+            wide = nn.Parameter(parameter.data.float(), requires_grad=parameter.requires_grad)
+            model.get_submodule(owner)._parameters[leaf] = wide

@@ -1,0 +1,318 @@
+"""The ChatGLM family: ChatGLM2-6B, ChatGLM3-6B (8K, 32K, 128K), GLM-4-9B and their chat models.
+
+The published code of these models stopped loading with transformers 5, but their arithmetic is
+that of transformers' own `GlmForCausalLM`. What differs is said here: the names in the
+configuration, the names and the layout of the tensors, two ways to reach longer contexts
+(`ChatGLMConfig`), and rotary frequencies that stay in 32 bit whatever the model is cast to.
+
+`register` makes transformers' own ``from_pretrained`` and ``save_pretrained`` read and write the
+published files. Nothing is registered on import.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.cache_utils import Cache
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    WeightConverter,
+    WeightRenaming,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.glm.configuration_glm import GlmConfig
+from transformers.models.glm.modeling_glm import (
+    GlmAttention,
+    GlmDecoderLayer,
+    GlmForCausalLM,
+    GlmModel,
+    GlmPreTrainedModel,
+    GlmRMSNorm,
+    GlmRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+
+from duoka.errors import ModelError
+
+_NEW_NAMES = {
+    "padded_vocab_size": "vocab_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "multi_query_group_num": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "layernorm_epsilon": "rms_norm_eps",
+    "add_qkv_bias": "attention_bias",
+    "seq_length": "max_position_embeddings",
+}
+# What every published checkpoint of these generations has; another value is another architecture.
+_FIXED = {
+    "add_bias_linear": False,
+    "apply_residual_connection_post_layernorm": False,
+    "multi_query_attention": True,
+    "post_layer_norm": True,
+    "rmsnorm": True,
+    "fp32_residual_connection": False,
+}
+_ROPE_THETA = 10_000.0
+# The trained epsilon tells the generations apart: 1e-5 in ChatGLM2 and 3, 1.5625e-7 in GLM-4.
+_GLM4_EPSILON_LIMIT = 1e-6
+
+
+@strict
+class ChatGLMConfig(GlmConfig):
+    """A configuration with ``model_type`` "chatglm", in the published or in transformers' names.
+
+    Two members of the family reach their context by other means than a larger rotary base, and
+    no key of their files says so. They are recognised by facts that fine-tuning and re-saving
+    leave alone: the generation (by the trained RMSNorm epsilon: 1e-5 for ChatGLM2 and 3) together
+    with ``rope_ratio``. GLM-4-9B-chat has the ratio of ChatGLM3-6B-128K, but not its epsilon.
+
+    ========================  ========  ==========  ===========================================
+    model                     epsilon   rope_ratio  how positions are treated
+    ========================  ========  ==========  ===========================================
+    chatglm2-6b, chatglm3-6b  1e-5      1 (absent)  base 10000
+    chatglm2-6b-32k           1e-5      16          positions divided by 16
+    chatglm3-6b-32k           1e-5      50          base 500,000
+    chatglm3-6b-128k          1e-5      500         base 5,000,000; queries scaled by position
+    glm-4-9b-chat (-1m)       1.56e-7   500 (10^4)  base 5,000,000 (10^8)
+    ========================  ========  ==========  ===========================================
+
+    A configuration that states ``rope_parameters`` or ``query_length_scaling`` itself is taken at
+    its word; ``save_pretrained`` always states both.
+
+    Parameters
+    ----------
+    rope_ratio : float
+        The factor on the rotary base, as published.
+    query_length_scaling : bool or None
+        Multiply the query at position p by max(1, ln(p + 65) / ln 2048). None: by the table.
+    """
+
+    model_type = "chatglm"
+
+    rope_ratio: float | int = 1.0
+    query_length_scaling: bool | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Give published names their new ones and decide what the files leave unsaid."""
+        _refuse_other_architectures(kwargs)
+        for old, new in _NEW_NAMES.items():
+            if old in kwargs:
+                setattr(self, new, kwargs.pop(old))
+        is_glm4 = self.rms_norm_eps < _GLM4_EPSILON_LIMIT
+        if self.query_length_scaling is None:
+            self.query_length_scaling = self.rope_ratio == 500 and not is_glm4
+        stated = self.rope_parameters or kwargs.get("rope_scaling") or "rope_theta" in kwargs
+        if not stated:
+            self.rope_parameters = _rope_parameters(self.rope_ratio, is_glm4=is_glm4)
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
+
+
+def _refuse_other_architectures(given: Mapping[str, Any]) -> None:
+    """Raise ModelError for configurations that share the model type and nothing else."""
+    if "position_encoding_2d" in given or "inner_hidden_size" in given:
+        raise ModelError(
+            "this is ChatGLM-6B of the first generation, which is another architecture",
+            hint="ChatGLM2, ChatGLM3 and GLM-4 are supported",
+        )
+    if "vision_config" in given:
+        raise ModelError(
+            "this is GLM-4V-9B, whose vision tower is not supported",
+            hint="the text models glm-4-9b and glm-4-9b-chat are supported",
+        )
+    for name, value in _FIXED.items():
+        if given.get(name, value) != value:
+            raise ModelError(
+                f"{name} is {given[name]!r}; the ChatGLM family is built for {value!r} only"
+            )
+
+
+def _rope_parameters(rope_ratio: float, *, is_glm4: bool) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"rope_type": "default", "partial_rotary_factor": 0.5}
+    if rope_ratio == 16 and not is_glm4:
+        return {**parameters, "rope_type": "linear", "rope_theta": _ROPE_THETA, "factor": 16.0}
+    return {**parameters, "rope_theta": _ROPE_THETA * rope_ratio}
+
+
+class ChatGLMRotaryEmbedding(GlmRotaryEmbedding):
+    """Rotary tables from 32-bit frequencies, and the query scale where the model has one."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
+        """Return cosine, sine: [batch, tokens, rotated]; and perhaps scale: [batch, tokens]."""
+        tables: tuple[Tensor, ...] = super().forward(x, position_ids)
+        if self.config.query_length_scaling:
+            tables += (query_length_scale(position_ids).to(x.dtype),)
+        return tables
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # `half()` would cast the frequencies with everything else; at 2,300 tokens that is an
+        # error of 9e-2 in the logits instead of 2e-2. The tensors follow the device only.
+        exact = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, before in exact.items():
+            after = self._buffers[name]
+            if after is not None and after.dtype != before.dtype:
+                self._buffers[name] = before.to(after.device)
+        return self
+
+
+def query_length_scale(position_ids: Tensor) -> Tensor:
+    """Return what ChatGLM3-6B-128K multiplies the query of each position by, in 32 bit.
+
+    Examples
+    --------
+    >>> query_length_scale(torch.tensor([0, 1983, 2048 * 2048 - 65])).tolist()
+    [1.0, 1.0, 2.0]
+    """
+    return ((position_ids + 65).float().log() / math.log(2048)).clamp(min=1.0)
+
+
+class ChatGLMAttention(GlmAttention):
+    """`GlmAttention` that scales its queries when the position embeddings carry a scale."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, ...] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend; see `GlmAttention`. Position embeddings: cosine, sine and perhaps a scale."""
+        assert position_embeddings is not None
+        assert self.layer_idx is not None
+        cos, sin, *scales = position_embeddings
+        leading = hidden_states.shape[:-1]
+        query, key, value = (
+            project(hidden_states).view(*leading, -1, self.head_dim).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )  # [batch, heads or groups, tokens, head_dim]
+        query, key = apply_rotary_pos_emb(query, key, cos, sin)
+        for scale in scales:
+            query = query * scale[:, None, :, None]
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        dropout = self.attention_dropout if self.training else 0.0
+        mixed, weights = attend(
+            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
+        )  # [batch, tokens, heads, head_dim]
+        return self.o_proj(mixed.reshape(*leading, -1)), weights
+
+
+class ChatGLMDecoderLayer(GlmDecoderLayer):
+    """`GlmDecoderLayer` with `ChatGLMAttention`."""
+
+    def __init__(self, config: ChatGLMConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        if config.query_length_scaling:
+            self.self_attn = ChatGLMAttention(config, layer_idx)
+
+
+class ChatGLMPreTrainedModel(GlmPreTrainedModel):
+    """What both model classes tell transformers about themselves."""
+
+    config: ChatGLMConfig
+    config_class = ChatGLMConfig
+    _no_split_modules = ["ChatGLMDecoderLayer"]  # noqa: RUF012 (transformers' own form)
+    # A buffer that follows from the configuration; published files hold it nevertheless.
+    _keys_to_ignore_on_load_unexpected = [r"rotary_pos_emb\.inv_freq"]  # noqa: RUF012
+
+
+class ChatGLMModel(ChatGLMPreTrainedModel, GlmModel):
+    """The decoder without its head."""
+
+    def __init__(self, config: ChatGLMConfig) -> None:
+        # Not GlmModel's: it would build every layer, to be replaced at once.
+        GlmPreTrainedModel.__init__(self, config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        # padding_idx freezes a row's gradient, and the published models train all of them.
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            ChatGLMDecoderLayer(config, index) for index in range(config.num_hidden_layers)
+        )
+        self.norm = GlmRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = ChatGLMRotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()  # type: ignore[no-untyped-call]
+
+
+class ChatGLMForCausalLM(ChatGLMPreTrainedModel, GlmForCausalLM):
+    """The decoder with its language-model head."""
+
+    def __init__(self, config: ChatGLMConfig) -> None:
+        GlmPreTrainedModel.__init__(self, config)
+        self.model = ChatGLMModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+
+class SplitQueryKeyValue(ConversionOps):
+    """Rows [heads, groups, groups] x head_dim of one tensor to query, key and value."""
+
+    @torch.no_grad()
+    def convert(  # type: ignore[override]
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **kwargs: Any,
+    ) -> dict[str, Tensor]:
+        """Split the only tensor given into one for each target, in their order."""
+        (found,) = input_dict.values()
+        fused = found[0] if isinstance(found, list) else found
+        config = kwargs["config"]
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
+        rows = [count * config.head_dim for count in (heads, groups, groups)]
+        parts = torch.split(fused, rows, dim=0)
+        return {name: part.contiguous() for name, part in zip(target_patterns, parts, strict=True)}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """The way back, for ``save_pretrained``."""
+        return Concatenate(dim=0)
+
+
+def conversions() -> list[WeightRenaming | WeightConverter]:
+    """Return how published names and layouts become those of `GlmForCausalLM`.
+
+    ``mlp.dense_h_to_4h`` holds the gate's rows first, then the up projection's, as
+    ``gate_up_proj`` does; the rotary pairs are interleaved in both. So only names change, apart
+    from the fused query, key and value.
+    """
+    renamed = {
+        "transformer.embedding.word_embeddings": "model.embed_tokens",
+        "transformer.output_layer": "lm_head",
+        "transformer.encoder.final_layernorm": "model.norm",
+        "transformer.encoder.layers": "model.layers",
+        "self_attention.dense": "self_attn.o_proj",
+        "mlp.dense_h_to_4h": "mlp.gate_up_proj",
+        "mlp.dense_4h_to_h": "mlp.down_proj",
+    }
+    fused = WeightConverter(
+        "self_attention.query_key_value",
+        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        [SplitQueryKeyValue()],
+    )
+    return [*(WeightRenaming(old, new) for old, new in renamed.items()), fused]
+
+
+def register() -> None:
+    """Make transformers' Auto classes and loaders know the family. Idempotent."""
+    AutoConfig.register("chatglm", ChatGLMConfig, exist_ok=True)
+    AutoModel.register(ChatGLMConfig, ChatGLMModel, exist_ok=True)
+    AutoModelForCausalLM.register(ChatGLMConfig, ChatGLMForCausalLM, exist_ok=True)
+    register_checkpoint_conversion_mapping("chatglm", conversions(), overwrite=True)

@@ -1,0 +1,113 @@
+"""Construct a module whose parameters have no storage and whose buffers are real.
+
+PyTorch's own ``torch.device("meta")`` puts buffers on meta as well, and they cannot be computed
+afterwards: what a rotary frequency or a mask should hold is known only to the constructor.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from transformers.initialization import no_init_weights
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+# Parameters of this many elements are worth no allocation, even a short one (64 MiB in 16 bit).
+_LARGE = 1 << 25
+_EMPTY = frozenset({torch.empty, torch.empty_strided})
+_FILLED = frozenset({torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
+
+
+class _Lazily(TorchFunctionMode):
+    """Send to meta what is only a place for weights: uninitialised, or large and floating."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("device") is None:
+            if func in _EMPTY:
+                return func(*args, **{**kwargs, "device": "meta"})
+            if func in _FILLED:
+                sketch = func(*args, **{**kwargs, "device": "meta"})
+                if sketch.is_floating_point() and sketch.numel() >= _LARGE:
+                    return sketch
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Replace each parameter by one on meta as it is registered, in this thread only."""
+    thread = threading.get_ident()
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> object:
+        if threading.get_ident() != thread or parameter is None or parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
+
+    # torch's annotation says that a hook returns nothing; its documentation, that it may replace.
+    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def construct(make: Callable[[], _Module]) -> _Module:
+    """Call `make` and return its module: parameters on meta, everything else as constructed.
+
+    Weights are not initialised. Buffers, persistent or not, and tensors that modules keep as plain
+    attributes are on the CPU with the values that the constructor gives them.
+
+    Parameters
+    ----------
+    make : callable
+        Constructs the module; called a second time where the first, quicker way does not do.
+    """
+    stray: list[str] = []
+    with _parameters_on_meta(), no_init_weights():
+        try:
+            with _Lazily():
+                module = make()
+        except Exception:
+            # The code computes with an uninitialised tensor, or it is wrong in any case: the way
+            # without meta tells, and its error is the one to report.
+            module = make()
+        else:
+            stray = list(_stray(module))
+            if stray:
+                module = make()
+    _initialize_owners(module, stray)
+    return module
+
+
+def _stray(module: nn.Module) -> Iterator[str]:
+    """Yield the owners of tensors on meta that are no parameters."""
+    for name, child in module.named_modules():
+        held = [*child._buffers.values(), *vars(child).values()]
+        if any(isinstance(value, Tensor) and value.is_meta for value in held):
+            yield name
+
+
+def _initialize_owners(module: nn.Module, names: list[str]) -> None:
+    """Let transformers' models fill buffers that their constructor leaves uninitialised."""
+    for name in names:
+        path = name.split(".") if name else []
+        for length in range(len(path), -1, -1):
+            ancestor = module.get_submodule(".".join(path[:length]))
+            initialize = getattr(ancestor, "_init_weights", None)
+            if callable(initialize):
+                with torch.no_grad():
+                    initialize(module.get_submodule(name))
+                break

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from duoka.errors import ModelError
+from duoka.models import build, meta
+
+TINY: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    "gemma": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+    "falcon_mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+    "t5": {"d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4, "d_kv": 8},
+    "marian": {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 1},
+    "deepseek_v3": {"hidden_size": 32, "num_hidden_layers": 2, "first_k_dense_replace": 1},
+}
+
+
+def config_of(model_type: str) -> dict[str, Any]:
+    return {"model_type": model_type, "vocab_size": 128, **TINY[model_type]}
+
+
+@pytest.mark.parametrize("model_type", TINY)
+def test_parameters_on_meta_and_buffers_as_transformers_makes_them(model_type: str) -> None:
+    model = build(config_of(model_type), dtype=torch.bfloat16)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    expected = type(model)._from_config(model.config, dtype=torch.bfloat16)
+    buffers = dict(expected.named_buffers())
+    assert dict(model.named_buffers()).keys() == buffers.keys()
+    for name, buffer in model.named_buffers():
+        assert buffer.dtype == buffers[name].dtype, name
+        assert torch.equal(buffer, buffers[name]), name
+    assert [name for name, _ in model.named_parameters()] == [
+        name for name, _ in expected.named_parameters()
+    ]
+
+
+def test_ties_are_kept() -> None:
+    model = build({**config_of("gemma"), "tie_word_embeddings": True})
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_full_size_is_quick(shared_data: Path) -> None:
+    config = json.loads((shared_data / "configs" / "glm-4-9b-chat.json").read_text())
+    build(config)  # imports, once
+    start = time.perf_counter()
+    model = build(config)
+    assert time.perf_counter() - start < 0.5
+    assert sum(parameter.numel() for parameter in model.parameters()) == 9_399_951_360
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert not model.training
+
+
+def test_a_named_architecture_is_built_and_a_body_gets_its_head() -> None:
+    named = build({**config_of("llama"), "architectures": ["LlamaForSequenceClassification"]})
+    assert type(named) is transformers.LlamaForSequenceClassification
+    body = build({**config_of("llama"), "architectures": ["LlamaModel"]})
+    assert type(body) is transformers.LlamaForCausalLM
+    assert type(build(config_of("t5"))) is transformers.T5ForConditionalGeneration
+    assert type(build(config_of("marian"))) is transformers.MarianMTModel
+
+
+def test_another_familys_architecture_is_not_believed() -> None:
+    model = build({**config_of("llama"), "architectures": ["GPT2LMHeadModel", "os", "nn"]})
+    assert type(model) is transformers.LlamaForCausalLM
+
+
+def test_attention() -> None:
+    assert build(config_of("llama"), attention="eager").config._attn_implementation == "eager"
+    stated = {**config_of("llama"), "attn_implementation": "flash_attention_2"}
+    assert build(stated).config._attn_implementation == "sdpa"
+    with pytest.raises(ModelError, match="LlamaForCausalLM"):
+        build(config_of("llama"), attention="telepathy")
+
+
+def test_modules_kept_in_32_bit() -> None:
+    model = build(config_of("t5"), dtype=torch.float16)
+    kept = model.encoder.block[0].layer[1].DenseReluDense.wo.weight
+    assert kept.is_meta
+    assert kept.dtype == torch.float32
+    assert model.shared.weight.dtype == torch.float16
+
+
+def test_unknown_model_type_names_the_nearest() -> None:
+    with pytest.raises(ModelError, match="'chatgml'") as caught:
+        build({"model_type": "chatgml"})
+    assert "'chatglm'" in (caught.value.hint or "")
+    assert caught.value.exit_code == 5
+
+
+@pytest.mark.parametrize("model_type", [None, 3, ["llama"]])
+def test_model_type_must_be_a_name(model_type: object) -> None:
+    with pytest.raises(ModelError, match="model_type"):
+        build({"model_type": model_type})
+
+
+def test_invalid_values_are_reported() -> None:
+    with pytest.raises(ModelError, match="hidden_size"):
+        build({"model_type": "llama", "hidden_size": "large"})
+    with pytest.raises(ModelError, match="quantized"):
+        build({**config_of("llama"), "quantization_config": {"quant_method": "gptq"}})
+
+
+REMOTE_CODE = """
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+class PebbleConfig(PretrainedConfig):
+    model_type = "pebble"
+    def __init__(self, width=8, **kwargs):
+        self.width = width
+        super().__init__(**kwargs)
+
+class PebbleModel(PreTrainedModel):
+    config_class = PebbleConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.lift = nn.Linear(config.width, config.width)
+        table = torch.empty(4, config.width)
+        table[:] = torch.arange(4.0)[:, None]
+        self.register_buffer("table", table, persistent=False)
+        self.post_init()
+    def _init_weights(self, module):
+        pass
+"""
+
+
+def test_remote_code_only_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "c"))
+    monkeypatch.syspath_prepend(str(tmp_path / "c"))
+    directory = tmp_path / "pebble"
+    directory.mkdir()
+    (directory / "code_pebble.py").write_text(REMOTE_CODE)
+    references = {"AutoConfig": "code_pebble.PebbleConfig", "AutoModel": "code_pebble.PebbleModel"}
+    config = {"model_type": "pebble", "width": 6, "auto_map": references}
+    with pytest.raises(ModelError, match="pebble") as caught:
+        build(config)
+    assert "--trust-remote-code" in (caught.value.hint or "")
+    model = build(config, trust_remote_code=directory)
+    assert model.lift.weight.is_meta
+    assert torch.equal(model.table, torch.arange(4.0)[:, None].expand(4, 6))
+    with pytest.raises(ModelError, match="auto_map"):
+        build({"model_type": "pebble"}, trust_remote_code=directory)
+
+
+def test_known_types_never_run_remote_code(tmp_path: Path, reference: Any) -> None:
+    references = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    model = build({**reference.config, "auto_map": references}, trust_remote_code=tmp_path)
+    assert type(model).__name__ == "ChatGLMForCausalLM"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.large = nn.Parameter(torch.zeros(1 << 13, 1 << 13))
+        self.mask = nn.Buffer(torch.ones(1 << 13, 1 << 13).tril(), persistent=False)
+        self.constant = torch.ones(3) / 2
+
+
+def test_construct_any_module() -> None:
+    module = meta.construct(Block)
+    assert module.weight.is_meta
+    assert module.large.is_meta
+    assert module.mask[1, :3].tolist() == [1, 1, 0]
+    assert module.constant.tolist() == [0.5, 0.5, 0.5]
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_construct_reports_the_constructors_own_error() -> None:
+    def fail() -> nn.Module:
+        raise LookupError("no such size")
+
+    with pytest.raises(LookupError, match="no such size"):
+        meta.construct(fail)
+
+
+def test_importing_registers_nothing() -> None:
+    script = (
+        "import duoka.models\n"
+        "from transformers.models.auto.configuration_auto import CONFIG_MAPPING\n"
+        "raise SystemExit('chatglm' in CONFIG_MAPPING)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
