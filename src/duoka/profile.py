@@ -45,7 +45,7 @@ class Ref:
     origin : {"own", "earlier", "kept", "carried", "input"}
         Made by this block in this step; by another block in this step (`back` blocks before);
         by this block in an earlier step (a KV cache); by any block in this step and used far
-        from it (masks, position embeddings; `index` is into `Profile.carried`); or given by the
+        from it (masks, position embeddings; `index` is into `Regime.carried`); or given by the
         caller (`index` counts the model's inputs).
     index : int
         Which one: the number of the allocation in the block's tape, and so on.
@@ -104,6 +104,8 @@ class Regime:
         More than one sequence, with padding.
     query, past, keys : tuple of (int, int)
         Ranges (start, stop) of the tokens that come in, that came before, and of both.
+    carried : tuple of (int, int)
+        Allocations that are used far from where they are made: block, number in its tape.
     """
 
     phase: Phase
@@ -111,6 +113,7 @@ class Regime:
     query: tuple[int, int]
     past: tuple[int, int]
     keys: tuple[int, int]
+    carried: tuple[tuple[int, int], ...] = ()
 
     def holds(self, phase: Phase, *, batch: int, query: int, keys: int) -> bool:
         """Whether the tapes of this regime describe such a step."""
@@ -177,8 +180,6 @@ class Profile:
         What they cost.
     regimes : tuple of Regime
         Where the tapes hold.
-    carried : tuple of (int, int)
-        Allocations that are used far from where they are made: block, number in its tape.
     max_context_tokens : int, optional
         The longest context that the model was made for.
     """
@@ -189,7 +190,6 @@ class Profile:
     blocks: tuple[Block, ...]
     kinds: tuple[Kind, ...]
     regimes: tuple[Regime, ...]
-    carried: tuple[tuple[int, int], ...] = ()
     max_context_tokens: int | None = None
 
     def __post_init__(self) -> None:

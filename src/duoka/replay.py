@@ -106,14 +106,14 @@ class Replay:
             )
         return self._foreign_frees[key]
 
-    def key_of(self, block: int, ref: Ref) -> Key:
+    def key_of(self, block: int, ref: Ref, step: int) -> Key:
         """Whose allocation a reference in a block's tape means."""
         if ref.origin == "own":
             return block, ref.index
         if ref.origin == "earlier":
             return block - ref.back, ref.index
         if ref.origin == "carried":
-            return self.profile.carried[ref.index]
+            return self.profile.regimes[self.steps[step].regime].carried[ref.index]
         return -1, ref.index
 
     def _kind(self, block: int) -> Kind:
@@ -200,7 +200,7 @@ class _StageRun:
                 self._run_block(block, step)
             else:
                 for ref in self.replay.foreign_frees(block, step):
-                    self._release(self.replay.key_of(block, ref))
+                    self._release(self.replay.key_of(block, ref, step))
         for key in list(self.alive):
             self._release(key)
 
@@ -223,12 +223,12 @@ class _StageRun:
             elif event.origin == "kept":
                 self._drop(slots, event.index)
             else:
-                self._release(self.replay.key_of(block, event))
+                self._release(self.replay.key_of(block, event, step))
         self.kept[block] = [slot for slot in slots if slot is not None] + born
 
     def _move_in(self, block: int, tape: Tape, step: int) -> None:
         for read in tape.reads:
-            key = self.replay.key_of(block, read.ref)
+            key = self.replay.key_of(block, read.ref, step)
             here = key[0] in self.blocks or (key[0] == -1 and 0 in self.blocks)
             if not here and key not in self.alive:
                 self.alive[key] = self._malloc(

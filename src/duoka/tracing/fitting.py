@@ -1,0 +1,196 @@
+"""Fitting: tapes recorded at several sizes become one tape with rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from ..profile import MONOMIALS, Phase, Read, Ref, Rule, Tape, monomials
+from .recording import Home, Pass, RawTape, homes_in
+
+
+class Unlike(Exception):
+    """Recorded tapes that no single tape describes: they belong to different regimes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One recorded step and its sizes."""
+
+    phase: Phase
+    batch: int
+    query: int
+    keys: int
+    recorded: Pass
+
+
+def fit(samples: Sequence[Sample]) -> tuple[list[Tape], tuple[tuple[int, int], ...]]:
+    """Turn the samples of one regime into a tape per block, and what is carried.
+
+    Every number must be met exactly at every sample; there are more samples than coefficients,
+    so that the rest of them is a check at sizes that the rule was not made from.
+
+    Raises
+    ------
+    Unlike
+        If the samples differ in structure, or a size is no polynomial.
+    """
+    first = samples[0].recorded
+    if any(sample.recorded.like != first.like for sample in samples):
+        raise Unlike("different blocks are alike")
+    solver = _Solver(samples)
+    carried = sorted({home for sample in samples for home in _carried(sample.recorded)})
+    numbers = {home: index for index, home in enumerate(carried)}
+    tapes: list[Tape] = []
+    for block, like in enumerate(first.like):
+        if like != block:
+            tapes.append(tapes[like])
+            continue
+        raws = [sample.recorded.tapes[block] for sample in samples]
+        resolved = [
+            _resolve(raw, block, sample.recorded.number, numbers)
+            for raw, sample in zip(raws, samples, strict=True)
+        ]
+        tapes.append(_tape(raws, resolved, solver))
+    return tapes, tuple(carried)
+
+
+@dataclass(frozen=True, slots=True)
+class _Resolved:
+    events: tuple[Ref | None, ...]
+    reads: tuple[Ref, ...]
+    read_sizes: tuple[int, ...]
+
+
+def _carried(recorded: Pass) -> set[tuple[int, int]]:
+    """Storages of this step that a block other than the maker's neighbour refers to."""
+    return {
+        (made, index)
+        for block, raw in enumerate(recorded.tapes)
+        if recorded.like[block] == block
+        for number, made, index in homes_in(raw)
+        if number == recorded.number and abs(block - made) > 1
+    }
+
+
+def _resolve(
+    raw: RawTape, block: int, number: int, carried: dict[tuple[int, int], int]
+) -> _Resolved:
+    def ref(home: Home) -> Ref:
+        if home[0] != number:
+            slot = raw.slots.get(home)
+            return Ref(origin="input", index=0) if slot is None else Ref(origin="kept", index=slot)
+        if home[1] == block:
+            return Ref(origin="own", index=home[2])
+        if home[1:] in carried:
+            return Ref(origin="carried", index=carried[home[1:]])
+        return Ref(origin="earlier", index=home[2], back=block - home[1])
+
+    reads: dict[Ref, int] = {}
+    for home, size in raw.reads.items():
+        reads[ref(home)] = reads.get(ref(home), 0) + size
+    return _Resolved(
+        events=tuple(None if home is None else ref(home) for home in raw.events),
+        reads=tuple(reads),
+        read_sizes=tuple(reads.values()),
+    )
+
+
+def _tape(raws: list[RawTape], resolved: list[_Resolved], solver: _Solver) -> Tape:
+    first = resolved[0]
+    for raw, other in zip(raws, resolved, strict=True):
+        if (other.events, other.reads, raw.kept) != (first.events, first.reads, raws[0].kept):
+            raise Unlike("the samples do different things")
+    columns = zip(*(raw.sizes for raw in raws), strict=True)
+    read_columns = zip(*(item.read_sizes for item in resolved), strict=True)
+    return Tape(
+        sizes=tuple(solver.rule(column) for column in columns),
+        events=first.events,
+        kept=raws[0].kept,
+        reads=tuple(
+            Read(ref=ref, size=solver.rule(column))
+            for ref, column in zip(first.reads, read_columns, strict=True)
+        ),
+        flops=solver.rule([raw.flops for raw in raws]),
+        moved_bytes=solver.rule([raw.moved_bytes for raw in raws]),
+    )
+
+
+class _Solver:
+    """Coefficients of the monomials that one phase can tell apart, exactly."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        phase, many = samples[0].phase, samples[0].batch > 1
+        alone = {"prefill": ("1", "q", "qq"), "decode": ("1", "k"), "extend": ("1", "q", "k", "qk")}
+        names = [*alone[phase]]
+        if many:
+            names += [f"b{name}" if name != "1" else "b" for name in alone[phase]]
+        self._places = [MONOMIALS.index(name) for name in names]
+        self._rows = [
+            [monomials(s.batch, s.query, s.keys)[place] for place in self._places] for s in samples
+        ]
+        assert len(self._rows) > len(self._places), "nothing is left to check a rule with"
+        self._inverse, self._chosen = _invert(self._rows, len(self._places))
+        self._known: dict[tuple[int, ...], Rule] = {}
+
+    def rule(self, values: Sequence[int]) -> Rule:
+        """The rule that gives these values at the samples.
+
+        Raises
+        ------
+        Unlike
+            If there is none.
+        """
+        key = tuple(values)
+        if key not in self._known:
+            self._known[key] = self._solve(key)
+        return self._known[key]
+
+    def _solve(self, values: tuple[int, ...]) -> Rule:
+        chosen = [values[index] for index in self._chosen]
+        solution = [
+            sum(weight * value for weight, value in zip(row, chosen, strict=True) if weight)
+            for row in self._inverse
+        ]
+        for row, value in zip(self._rows, values, strict=True):
+            if sum(c * v for c, v in zip(solution, row, strict=True)) != value:
+                raise Unlike("a size is no polynomial of the step's sizes")
+        rule = [0.0] * len(MONOMIALS)
+        for place, coefficient in zip(self._places, solution, strict=True):
+            rule[place] = float(coefficient)
+        while rule and not rule[-1]:
+            rule.pop()
+        return tuple(rule)
+
+
+def _invert(rows: list[list[int]], size: int) -> tuple[list[list[Fraction]], list[int]]:
+    """Gauss-Jordan over fractions on the first rows that are independent."""
+    chosen: list[int] = []
+    basis: list[tuple[int, list[Fraction]]] = []
+    for index, row in enumerate(rows):
+        reduced = [Fraction(value) for value in row]
+        for pivot, other in basis:
+            factor = reduced[pivot]
+            reduced = [a - factor * b for a, b in zip(reduced, other, strict=True)]
+        pivot = next((place for place, value in enumerate(reduced) if value), -1)
+        if pivot >= 0:
+            basis.append((pivot, [value / reduced[pivot] for value in reduced]))
+            chosen.append(index)
+        if len(chosen) == size:
+            break
+    assert len(chosen) == size, "the samples don't determine a rule"
+    matrix = [
+        [Fraction(v) for v in rows[index]] + [Fraction(int(i == j)) for j in range(size)]
+        for i, index in enumerate(chosen)
+    ]
+    for column in range(size):
+        swap = next(r for r in range(column, size) if matrix[r][column])
+        matrix[column], matrix[swap] = matrix[swap], matrix[column]
+        divisor = matrix[column][column]
+        matrix[column] = [value / divisor for value in matrix[column]]
+        for r in range(size):
+            factor = matrix[r][column]
+            if r != column and factor:
+                matrix[r] = [a - factor * b for a, b in zip(matrix[r], matrix[column], strict=True)]
+    return [row[size:] for row in matrix], chosen

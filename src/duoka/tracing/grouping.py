@@ -1,0 +1,292 @@
+"""Blocks by experiment: which modules must stay whole on one device.
+
+Every module that owns parameters or buffers gets a tag, and so does every module that contains
+some: a tensor computed from a parameter carries its owner's tag, and an argument takes the tag of
+the module that it enters, because there dispatch would move it. Where one operation mixes two
+tags, no cut may pass between their owners. A block is the closure of such a group in the order of
+execution; nothing is assumed about names, class lists or registration order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import virtual
+
+_TAG = "_duoka_owner"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The modules and parameters of one block: disjoint names that cover all its owners."""
+
+    names: tuple[str, ...]
+    owners: tuple[str, ...]
+
+
+def find_groups(model: nn.Module, run: Callable[[], None]) -> list[Group]:
+    """Run a model once and derive its blocks, in execution order.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Whole on one virtual GPU without data.
+    run : callable
+        Runs the model's forward pass.
+
+    Returns
+    -------
+    list of Group
+        Every parameter and buffer belongs to exactly one.
+    """
+    experiment = _Experiment(model)
+    with experiment.watching(), virtual.observe(experiment):
+        run()
+    spans = _merge(experiment.spans())
+    order = {owner: index for index, span in enumerate(spans) for owner in span}
+    for owner in experiment.owners:
+        if owner not in order:
+            order[owner] = _nearest(owner, spans)
+    blocks: list[list[str]] = [[] for _ in spans] or [[]]
+    for owner in experiment.owners:
+        blocks[order.get(owner, 0)].append(owner)
+    blocks = _without_empty(model, blocks)
+    return [Group(names=_names(model, block, blocks), owners=tuple(block)) for block in blocks]
+
+
+class _Experiment:
+    """A run with tags: who executes when, and which owners an operation mixes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.owners = [name for name, module in model.named_modules() if _owns(module)]
+        self.containers = {
+            name
+            for name, _ in model.named_modules()
+            if any(owner == name or owner.startswith(f"{name}." if name else "") for owner in self.owners)
+        }
+        self.first: dict[str, int] = {}
+        self.last: dict[str, int] = {}
+        self.parent: dict[str, str] = {}
+        self.stack: list[str] = []
+        self.count = 0
+        self.holders = _holders(model)
+
+    def watching(self) -> _Hooks:
+        return _Hooks(self)
+
+    def allocated(self, gpu: object, storage_id: int, num_bytes: int) -> None:
+        """Sizes don't matter here."""
+
+    def freed(self, gpu: object, storage_id: int) -> None:
+        """Nor does lifetime."""
+
+    def operation(self, func: object, args: Any, kwargs: Any, result: Any) -> None:
+        self.count += 1
+        tags = {tag for tensor in tensors_in((args, kwargs)) for tag in self._tags(tensor)}
+        if not tags:
+            return
+        representative = min(tags)
+        for tag in tags:
+            self._union(representative, tag)
+        for tensor in tensors_in(result):
+            setattr(tensor, _TAG, representative)
+
+    def _tags(self, tensor: torch.Tensor) -> Iterator[str]:
+        holders = self.holders.get(id(tensor))
+        if holders is None:
+            tag = getattr(tensor, _TAG, None)
+            if tag is not None:
+                yield tag
+            return
+        owner = self._holder(holders)
+        self.first.setdefault(owner, self.count)
+        self.last[owner] = self.count
+        if len(holders) == 1:
+            yield owner
+
+    def _holder(self, holders: list[str]) -> str:
+        """Of a tied parameter's owners the one that runs now."""
+        for name in reversed(self.stack):
+            if name in holders:
+                return name
+        return holders[0]
+
+    def enter(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self.stack.append(name)
+        self.count += 1
+        return _retag(args, name), _retag(kwargs, name)
+
+    def leave(self) -> None:
+        self.stack.pop()
+
+    def _find(self, name: str) -> str:
+        while (above := self.parent.get(name, name)) != name:
+            name = above
+        return name
+
+    def _union(self, a: str, b: str) -> None:
+        a, b = self._find(a), self._find(b)
+        if a != b:
+            self.parent[b] = a
+
+    def spans(self) -> list[tuple[int, int, set[str]]]:
+        """Groups of owners with the stretch of execution that they cover."""
+        groups: dict[str, set[str]] = {}
+        for name in self.first:
+            groups.setdefault(self._find(name), set()).add(name)
+        for name in self.containers - set(self.first):
+            first = self._first_inside(name)
+            if first is not None and self._find(name) in groups:
+                groups[self._find(name)].add(first)
+        return [
+            (min(self.first[o] for o in group), max(self.last[o] for o in group), group)
+            for group in groups.values()
+        ]
+
+    def _first_inside(self, name: str) -> str | None:
+        prefix = f"{name}." if name else ""
+        inside = [owner for owner in self.first if owner.startswith(prefix)]
+        return min(inside, key=self.first.__getitem__, default=None)
+
+
+class _Hooks:
+    """Hooks on every module that holds owners, for one run."""
+
+    def __init__(self, experiment: _Experiment) -> None:
+        self.experiment = experiment
+        self.handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def __enter__(self) -> None:
+        experiment = self.experiment
+        for name, module in experiment.model.named_modules():
+            if name not in experiment.containers:
+                continue
+
+            def before(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> tuple[Any, Any]:
+                return experiment.enter(name, args, kwargs)
+
+            def after(_: nn.Module, args: Any, output: Any) -> None:
+                experiment.leave()
+
+            self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self.handles.append(module.register_forward_hook(after, always_call=True))
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def _merge(spans: list[tuple[int, int, set[str]]]) -> list[set[str]]:
+    """Join groups whose stretches overlap: a stage is contiguous."""
+    merged: list[tuple[int, set[str]]] = []
+    for start, stop, owners in sorted(spans, key=lambda span: span[:2]):
+        if merged and start <= merged[-1][0]:
+            last, together = merged[-1]
+            merged[-1] = (max(last, stop), together | owners)
+        else:
+            merged.append((stop, set(owners)))
+    return [owners for _, owners in merged]
+
+
+def _without_empty(model: nn.Module, blocks: list[list[str]]) -> list[list[str]]:
+    """Blocks with parameters; one that has only buffers joins its neighbour."""
+    kept: list[list[str]] = []
+    waiting: list[str] = []
+    for block in blocks:
+        has_parameters = any(
+            next(model.get_submodule(owner).parameters(recurse=False), None) is not None
+            for owner in block
+        )
+        if has_parameters or kept:
+            if has_parameters:
+                kept.append([*waiting, *block])
+                waiting = []
+            else:
+                kept[-1].extend(block)
+        else:
+            waiting.extend(block)
+    if waiting:
+        kept.append(waiting)
+    return kept
+
+
+def _names(model: nn.Module, block: list[str], blocks: list[list[str]]) -> tuple[str, ...]:
+    """The smallest set of modules (or parameters) that holds a block's owners and no others'."""
+    others = {owner for other in blocks if other is not block for owner in other}
+    names: dict[str, None] = {}
+    for owner in block:
+        if _covers_any(owner, others):
+            module = model.get_submodule(owner)
+            prefix = f"{owner}." if owner else ""
+            held = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            names.update(dict.fromkeys(prefix + name for name, _ in held))
+            continue
+        name = owner
+        while name and not _covers_any(name.rpartition(".")[0], others):
+            name = name.rpartition(".")[0]
+        names[name] = None
+    return tuple(name for name in names if not _covered(name, names))
+
+
+def _covers_any(name: str, owners: set[str]) -> bool:
+    return any(not name or owner == name or owner.startswith(name + ".") for owner in owners)
+
+
+def _covered(name: str, names: dict[str, None]) -> bool:
+    return any(name != other and (not other or name.startswith(other + ".")) for other in names)
+
+
+def _nearest(owner: str, spans: list[set[str]]) -> int:
+    """The block of the closest relative, for a module that the run didn't reach."""
+
+    def common(other: str) -> int:
+        pairs = zip(owner.split("."), other.split("."), strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), owner.count("."))
+
+    scores = [max(common(other) for other in span) for span in spans]
+    return scores.index(max(scores)) if scores else 0
+
+
+def _owns(module: nn.Module) -> bool:
+    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return bool(tensors)
+
+
+def _holders(model: nn.Module) -> dict[int, list[str]]:
+    """Parameter or buffer (by identity) → the modules that hold it."""
+    holders: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            holders.setdefault(id(tensor), []).append(name)
+    return holders
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples, lists and dictionaries."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from tensors_in(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from tensors_in(item)
+
+
+def _retag(tree: Any, name: str) -> Any:
+    """The same arguments as new tensor objects with another tag; storage is shared."""
+    if isinstance(tree, torch.Tensor) and not isinstance(tree, nn.Parameter):
+        alias = tree.view_as(tree)
+        setattr(alias, _TAG, name)
+        return alias
+    if type(tree) in (tuple, list):
+        return type(tree)(_retag(item, name) for item in tree)
+    if type(tree) is dict:
+        return {key: _retag(item, name) for key, item in tree.items()}
+    return tree

@@ -1,0 +1,299 @@
+"""Recording: what one step allocates, frees, computes and passes on, block by block.
+
+Blocks that are alike (same modules, same arguments, same predecessor) are run once: a later one
+is replaced by a call that only makes its outputs. What such a block does is known from the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import flop_registry
+
+from .. import virtual
+from .grouping import Group, tensors_in
+
+Home = tuple[int, int, int]
+"""Where a storage was made: the pass, the block, the number of the allocation in it."""
+
+
+@dataclass(slots=True)
+class RawTape:
+    """One pass through one block, with sizes as numbers and homes as references."""
+
+    sizes: list[int] = field(default_factory=list)
+    events: list[Home | None] = field(default_factory=list)
+    reads: dict[Home, int] = field(default_factory=dict)
+    kept: tuple[int, ...] = ()
+    slots: dict[Home, int] = field(default_factory=dict)
+    flops: int = 0
+    moved_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Pass:
+    """One step: a tape for each block that ran, and for each that didn't, the one like it."""
+
+    tapes: list[RawTape]
+    like: list[int]
+    number: int
+
+
+class Recorder:
+    """A listener that sorts events into blocks.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Whole on one virtual GPU without data.
+    groups : list of Group
+        Its blocks in execution order.
+    skip : bool
+        Run alike blocks once.
+    """
+
+    def __init__(self, model: nn.Module, groups: list[Group], *, skip: bool) -> None:
+        self._model = model
+        self._groups = groups
+        self._homes: dict[int, Home] = {}
+        self._slots: list[list[int]] = [[] for _ in groups]
+        self._current = 0
+        self._number = -1
+        self._tapes: list[RawTape] = []
+        self._skipper = _Skipper(model, groups) if skip else None
+        self._patched: list[nn.Module] = []
+
+    def __enter__(self) -> Recorder:
+        for index, group in enumerate(self._groups):
+            for name in group.names:
+                module = _submodule(self._model, name)
+                if module is not None:
+                    self._patch(module, index)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module in self._patched:
+            del module.forward
+
+    def record(self, step: Callable[[], None]) -> Pass:
+        """Run one step and return what it did."""
+        self._number += 1
+        self._current = 0
+        self._tapes = [RawTape() for _ in self._groups]
+        for block, slots in enumerate(self._slots):
+            self._tapes[block].slots = {self._homes[s]: i for i, s in enumerate(slots)}
+        like = list(range(len(self._groups)))
+        if self._skipper is not None:
+            self._skipper.start(like)
+        with virtual.observe(self):
+            step()
+        self._keep()
+        return Pass(tapes=self._tapes, like=like, number=self._number)
+
+    def forget(self) -> None:
+        """Start a new sequence: what the last one kept is gone."""
+        self._homes.clear()
+        self._slots = [[] for _ in self._groups]
+
+    # What the virtual GPU tells a listener.
+
+    def allocated(self, gpu: object, storage_id: int, num_bytes: int) -> None:
+        tape = self._tapes[self._current]
+        self._homes[storage_id] = (self._number, self._current, len(tape.sizes))
+        tape.sizes.append(num_bytes)
+        tape.events.append(None)
+
+    def freed(self, gpu: object, storage_id: int) -> None:
+        home = self._homes.pop(storage_id, None)
+        if home is None:
+            return
+        number, block, _ = home
+        if number == self._number:
+            self._tapes[self._current].events.append(home)
+        else:
+            # A cache entry ends where it was made, even if another block's turn has come.
+            self._tapes[block].events.append(home)
+
+    def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        tape = self._tapes[self._current]
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            tape.flops += int(formula(*args, **kwargs, out_val=result))
+        inputs = list(tensors_in((args, kwargs)))
+        storages = {t.storage_id for t in inputs if isinstance(t, virtual.VirtualTensor)}
+        outputs = [t for t in tensors_in(result) if isinstance(t, virtual.VirtualTensor)]
+        if func._schema.is_mutable or not all(t.storage_id in storages for t in outputs):
+            tape.moved_bytes += sum(t.nbytes for t in inputs) + sum(t.nbytes for t in outputs)
+
+    def _keep(self) -> None:
+        """What is alive after a step outlives it: caches."""
+        number = self._number
+        for block, slots in enumerate(self._slots):
+            self._slots[block] = [s for s in slots if s in self._homes]
+        for storage, (made, block, index) in sorted(self._homes.items(), key=lambda kv: kv[1]):
+            if made == number and index < len(self._tapes[block].sizes):
+                self._slots[block].append(storage)
+                self._tapes[block].kept += (index,)
+
+    def _patch(self, module: nn.Module, block: int) -> None:
+        forward = module.forward
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            self._current = block
+            self._read(block, args, kwargs)
+            if self._skipper is None:
+                return forward(*args, **kwargs)
+            return self._skipper.call(self, block, forward, args, kwargs)
+
+        module.forward = recorded
+        self._patched.append(module)
+
+    def _read(self, block: int, args: Any, kwargs: Any) -> None:
+        reads = self._tapes[block].reads
+        seen: set[int] = set()
+        for tensor in tensors_in((args, kwargs)):
+            if not isinstance(tensor, virtual.VirtualTensor) or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            home = self._homes.get(tensor.storage_id)
+            if home is not None and home[1] != block:
+                reads[home] = reads.get(home, 0) + tensor.nbytes
+
+    def adopt(self, tensor: virtual.VirtualTensor, block: int, index: int) -> None:
+        """Count a stand-in's output as what the block that it stands for would have made."""
+        self._homes[tensor.storage_id] = (self._number, block, index)
+
+    def home_of(self, tensor: virtual.VirtualTensor) -> Home | None:
+        """Where a tensor's storage was made."""
+        return self._homes.get(tensor.storage_id)
+
+
+class _Skipper:
+    """Recognises blocks that would do what an earlier one did, and stands in for them."""
+
+    def __init__(self, model: nn.Module, groups: list[Group]) -> None:
+        self._signatures: list[Any] = []
+        for group in groups:
+            module = _submodule(model, group.names[0]) if len(group.names) == 1 else None
+            self._signatures.append(None if module is None else signature(module))
+        self._seen: dict[Any, tuple[int, Any]] = {}
+        self._like: list[int] = []
+
+    def start(self, like: list[int]) -> None:
+        self._seen = {}
+        self._like = like
+
+    def call(
+        self, recorder: Recorder, block: int, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        own = self._signatures[block]
+        if own is None or block == 0:
+            return forward(*args, **kwargs)
+        inputs = _describe((args, kwargs), recorder, block, {})
+        key = (own, self._signatures[block - 1], inputs)
+        if key in self._seen:
+            first, output = self._seen[key]
+            self._like[block] = first
+            return _stand_in(output, recorder, block, (args, kwargs))
+        result = forward(*args, **kwargs)
+        arguments = {
+            id(tensor): position for position, tensor in enumerate(tensors_in((args, kwargs)))
+        }
+        output = _describe(result, recorder, block, arguments)
+        if _can_stand_in(output):
+            self._seen[key] = (block, output)
+        return result
+
+
+def signature(module: nn.Module) -> Any:
+    """What a module does, but for its weights and its number: hashable."""
+    own = []
+    for name, value in sorted(vars(module).items()):
+        if name in _NOT_COMPARED or any(part in name for part in _NUMBERS):
+            continue
+        if isinstance(value, (str, int, float, bool, type(None), torch.dtype, torch.Size)):
+            own.append((name, value))
+        elif isinstance(value, (tuple, list)) and all(
+            isinstance(item, (str, int, float)) for item in value
+        ):
+            own.append((name, tuple(value)))
+        elif callable(value):
+            own.append((name, getattr(value, "__qualname__", type(value).__qualname__)))
+    tensors = tuple(
+        (name, tuple(t.shape), t.dtype)
+        for name, t in (
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        )
+    )
+    children = tuple((name, signature(child)) for name, child in module.named_children())
+    return (type(module), tuple(own), tensors, children)
+
+
+_NOT_COMPARED = frozenset({"_parameters", "_buffers", "_modules", "forward"})
+_NUMBERS = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx")
+
+
+def _describe(tree: Any, recorder: Recorder, block: int, arguments: dict[int, int]) -> Any:
+    """A hashable picture of nested values: shapes, types and how far back tensors were made."""
+    if isinstance(tree, virtual.VirtualTensor):
+        if id(tree) in arguments:
+            return ("argument", arguments[id(tree)])
+        home = recorder.home_of(tree)
+        age = None if home is None else (block - home[1] if block - home[1] < 2 else home[1:])
+        index = None if home is None else home[2]
+        return ("tensor", tuple(tree.shape), tree.dtype, age, index)
+    if isinstance(tree, torch.Tensor):
+        return ("cpu", tuple(tree.shape), tree.dtype)
+    if type(tree) in (tuple, list):
+        return (type(tree), tuple(_describe(item, recorder, block, arguments) for item in tree))
+    if type(tree) is dict:
+        return (
+            dict,
+            tuple((k, _describe(v, recorder, block, arguments)) for k, v in tree.items()),
+        )
+    if tree is None or isinstance(tree, (str, int, float, bool)):
+        return ("value", tree)
+    return ("object", id(tree))
+
+
+def _can_stand_in(picture: Any) -> bool:
+    kind = picture[0]
+    if kind == "tensor":
+        return picture[3] == 0
+    if kind in (tuple, list):
+        return all(_can_stand_in(item) for item in picture[1])
+    return kind in ("argument", "value")
+
+
+def _stand_in(picture: Any, recorder: Recorder, block: int, call: Any) -> Any:
+    kind = picture[0]
+    if kind == "tensor":
+        _, shape, dtype, _, index = picture
+        device = next(t for t in tensors_in(call) if isinstance(t, virtual.VirtualTensor)).device
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        recorder.adopt(tensor, block, index)
+        return tensor
+    if kind in (tuple, list):
+        return kind(_stand_in(item, recorder, block, call) for item in picture[1])
+    if kind == "argument":
+        return list(tensors_in(call))[picture[1]]
+    return picture[1]
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module | None:
+    """The module of that name; None when the name is a parameter's."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def homes_in(raw: RawTape) -> Iterator[Home]:
+    """All references of a tape."""
+    yield from (home for home in raw.events if home is not None)
+    yield from raw.reads

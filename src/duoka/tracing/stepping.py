@@ -1,0 +1,79 @@
+"""Steps: calling a causal language model as transformers' `generate` calls it.
+
+Tracing and proving can't use `generate` itself, which needs the values of logits to go on. They
+make the same forward calls with the same arguments instead: the prompt (or its chunks), then
+one token at a time over the cache; each step ends in the copy of the last logits that sampling
+starts from.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from ..workload import Workload
+
+
+class Stepper:
+    """One sequence of steps over one cache.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A causal language model of transformers, on whatever devices it lies.
+    batch : int
+        More than one comes with padding on the left, as prompts of different lengths have it.
+    device : torch.device
+        Where the caller's inputs are made: the device of the first module.
+    """
+
+    def __init__(self, model: torch.nn.Module, batch: int, device: torch.device) -> None:
+        self.model = model
+        self.batch = batch
+        self.device = device
+        self.past = 0
+        self.cache: Any = DynamicCache(config=model.config)
+        self._accepted = frozenset(inspect.signature(model.forward).parameters)
+
+    def step(self, query: int) -> None:
+        """Run the model over `query` more tokens."""
+        keys = self.past + query
+        outputs = self.model(**self._inputs(query, keys))
+        logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=self.device)
+        cache = next((outputs[name] for name in _CACHES if outputs.get(name) is not None), None)
+        self.cache = self.cache if cache is None else cache
+        del outputs
+        torch.argmax(logits, dim=-1)
+        self.past = keys
+
+    def run(self, workload: Workload, *, decode_steps: int) -> None:
+        """Run a workload's prefill, and some decode steps."""
+        for query, _ in workload.chunks():
+            self.step(query)
+        for _ in range(decode_steps):
+            self.step(1)
+
+    def _inputs(self, query: int, keys: int) -> dict[str, Any]:
+        ids = torch.ones((self.batch, query), dtype=torch.long, device=self.device)
+        mask = torch.ones((self.batch, keys), dtype=torch.long, device=self.device)
+        if self.batch > 1:
+            mask[:-1, :1] = 0
+        positions = torch.arange(self.past, keys, device=self.device)
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": positions.unsqueeze(0).expand(self.batch, -1),
+            "use_cache": True,
+            "logits_to_keep": 1,
+            "return_dict": True,
+        }
+        inputs[next((name for name in _CACHES if name in self._accepted), "past_key_values")] = (
+            self.cache
+        )
+        return {name: value for name, value in inputs.items() if name in self._accepted}
+
+
+_CACHES = ("past_key_values", "cache_params", "state")

@@ -1,0 +1,187 @@
+"""From a model to its profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import virtual
+from ..dispatch import place
+from ..errors import ModelError
+from ..placement import Placement
+from ..profile import Block, Kind, Phase, Profile, Regime, Tape
+from .fitting import Sample, Unlike, fit
+from .grouping import Group, find_groups
+from .recording import Recorder
+from .stepping import Stepper
+
+_ENDLESS = 2**40
+_LONGEST_TOKENS = 2**17
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is traced, besides the model itself."""
+
+    key: str
+    max_context_tokens: int | None = None
+
+
+def trace(model: nn.Module, subject: Subject) -> Profile:
+    """Run a causal language model without data and record what it costs.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        As `models.build` makes it: parameters on meta. It is taken to a virtual GPU and is of no
+        use afterwards.
+    subject : Subject
+        The profile's key, and the longest context to know.
+
+    Raises
+    ------
+    ModelError
+        If the model's code can't run without data.
+    """
+    with virtual.gpus([None], data="meta"), torch.no_grad():
+        place(model, Placement(entries=(("", "vgpu:0"),)))
+        device = torch.device("vgpu:0")
+        groups = find_groups(model, lambda: Stepper(model, 1, device).step(8))
+        tracer = _Tracer(model, groups, device, subject.max_context_tokens or _LONGEST_TOKENS)
+        regimes, tapes = tracer.regimes()
+        return _profile(model, groups, subject, regimes, tapes)
+
+
+class _Tracer:
+    """Records runs and fits regimes, over smaller and smaller ranges where one doesn't do."""
+
+    def __init__(
+        self, model: nn.Module, groups: list[Group], device: torch.device, longest: int
+    ) -> None:
+        self.model = model
+        self.groups = groups
+        self.device = device
+        self.longest = max(longest, 64)
+        self.skip = True
+
+    def regimes(self) -> tuple[list[Regime], list[list[Tape]]]:
+        """All regimes, each with a tape per block."""
+        found: list[tuple[Regime, list[Tape]]] = []
+        for many in (False, True):
+            for start, stop in self._ranges():
+                found.extend(self._cell(many, start, stop))
+        return [regime for regime, _ in found], [tapes for _, tapes in found]
+
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        """Ranges of tokens between which the model's code may change its ways."""
+        config = getattr(self.model, "config", None)
+        texts = [config, getattr(config, "text_config", None)]
+        windows = {
+            value
+            for part in texts
+            if part is not None
+            for name, value in vars(part).items()
+            if ("window" in name or "chunk" in name) and isinstance(value, int)
+            and not isinstance(value, bool) and 8 < value < self.longest
+        }
+        edges = [0, *sorted(windows), self.longest + 1]
+        yield from pairwise(edges)
+
+    def _cell(self, many: bool, start: int, stop: int) -> Iterator[tuple[Regime, list[Tape]]]:
+        samples = list(self._samples(many, start, stop))
+        for phase in ("prefill", "extend", "decode"):
+            chosen = [sample for sample in samples if sample.phase == phase]
+            regime = self._regime(chosen[0].phase, many, start, stop)
+            try:
+                tapes, carried = fit(chosen)
+            except Unlike as unlike:
+                raise ModelError(f"{type(self.model).__name__}: {phase}: {unlike}") from None
+            yield Regime(
+                phase=regime.phase, many=many, query=regime.query, past=regime.past,
+                keys=regime.keys, carried=carried,
+            ), tapes
+
+    def _regime(self, phase: Phase, many: bool, start: int, stop: int) -> Regime:
+        whole = (0, _ENDLESS)
+        return Regime(phase=phase, many=many, query=whole, past=whole, keys=(start, stop))
+
+    def _samples(self, many: bool, start: int, stop: int) -> Iterator[Sample]:
+        for batch, past, query in _points(many, start, stop):
+            yield from self._run(batch, past, query)
+
+    def _run(self, batch: int, past: int, query: int) -> Iterator[Sample]:
+        recorder = Recorder(self.model, self.groups, skip=self.skip)
+        stepper = Stepper(self.model, batch, self.device)
+        with recorder:
+            for phase, tokens in (("prefill", past), ("extend", query), ("decode", 1)):
+                recorded = recorder.record(lambda tokens=tokens: stepper.step(tokens))
+                yield Sample(phase, batch, tokens, stepper.past, recorded)  # type: ignore[arg-type]
+
+
+def _points(many: bool, start: int, stop: int) -> list[tuple[int, int, int]]:
+    """(batch, past, query) of the runs: more than any phase has coefficients."""
+    low, span = max(start, 2), stop - max(start, 2) - 1
+    past = [low + span * part // 16 for part in (1, 3, 6, 8)]
+    query = [2 + span * part // 16 for part in (1, 2, 3, 5)]
+    pairs = [(past[0], query[0]), (past[1], query[3]), (past[2], query[1]), (past[3], query[2]),
+             (past[2], query[3])]
+    if not many:
+        return [(1, p, q) for p, q in pairs]
+    return [(batch, p, q) for batch in (2, 3) for p, q in pairs] + [(5, past[0], query[2])]
+
+
+def _profile(
+    model: nn.Module,
+    groups: Sequence[Group],
+    subject: Subject,
+    regimes: list[Regime],
+    tapes: list[list[Tape]],
+) -> Profile:
+    weights, ties = _weights(model, groups)
+    kinds: dict[Kind, int] = {}
+    blocks = []
+    for index, group in enumerate(groups):
+        kind = Kind(
+            weight_bytes=weights[index], tapes=tuple(by_block[index] for by_block in tapes)
+        )
+        number = kinds.setdefault(kind, len(kinds))
+        blocks.append(Block(modules=group.names, kind=number, tied_to=ties.get(index)))
+    return Profile(
+        key=subject.key,
+        model=type(model).__name__,
+        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        blocks=tuple(blocks),
+        kinds=tuple(kinds),
+        regimes=tuple(regimes),
+        max_context_tokens=subject.max_context_tokens,
+    )
+
+
+def _weights(
+    model: nn.Module, groups: Sequence[Group]
+) -> tuple[list[tuple[int, ...]], dict[int, int]]:
+    """Bytes of each block's tensors, and for each tied block the one that it shares with."""
+    block_of = {owner: index for index, group in enumerate(groups) for owner in group.owners}
+    sizes: list[list[int]] = [[] for _ in groups]
+    ties: dict[int, int] = {}
+    met: dict[int, int] = {}
+    held: Callable[[nn.Module], Iterator[Any]] = _held
+    for name, module in model.named_modules():
+        for tensor in held(module):
+            block = block_of[name]
+            first = met.setdefault(id(tensor), block)
+            if first == block:
+                sizes[block].append(tensor.nbytes)
+            else:
+                ties[max(first, block)] = min(first, block)
+    return [tuple(item) for item in sizes], ties
+
+
+def _held(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
