@@ -1,0 +1,101 @@
+"""The documentation is true: its commands are run, and what they print is compared.
+
+A block after the comment ``<!-- run -->`` is run: in ``console`` blocks every line that begins
+with ``$``, in ``python`` blocks all of it. They run one after the other in a directory where
+``glm-4-9b-chat`` and ``chatglm3-6b`` hold the published configs and indices, and no weights. What a
+console block shows must be printed, line by line; a line of ``…`` stands for anything, and so do
+digits after a ``~``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [
+    "README.md",
+    "README.zh-CN.md",
+    *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")),
+]
+_BLOCK = re.compile(r"<!-- run -->\n+```(console|python)\n(.*?)```", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One command of a page, and what the page shows as its output."""
+
+    arguments: list[str]
+    shown: str
+
+
+def commands(page: str) -> list[Command]:
+    found = []
+    for language, text in _BLOCK.findall((ROOT / page).read_text(encoding="utf-8")):
+        if language == "python":
+            found.append(Command(arguments=[sys.executable, "-c", text], shown=""))
+            continue
+        for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+            line, _, shown = part.replace("\\\n", " ").partition("\n")
+            found.append(Command(arguments=["bash", "-c", line], shown=shown))
+    return found
+
+
+def pattern(shown: str) -> str:
+    """A regular expression for what a page shows."""
+    lines = []
+    for line in shown.rstrip().splitlines():
+        if line.strip() == "…":
+            lines.append(r"(?:.*\n)*?")
+        else:
+            words = [re.escape(word) for word in line.split()]
+            lines.append(r"\s*" + r"\s+".join(words) + r"\s*\n")
+    return "".join(lines)
+
+
+@pytest.fixture
+def workplace(shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, index in (
+        ("chatglm3-6b", "pytorch_model.bin.index.json"),
+        ("glm-4-9b-chat", "model.safetensors.index.json"),
+    ):
+        (tmp_path / name).mkdir()
+        shutil.copy(shared_data / "configs" / f"{name}.json", tmp_path / name / "config.json")
+        shutil.copy(shared_data / "indices" / f"{name}.{index}", tmp_path / name / index)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("COLUMNS", "96")
+    monkeypatch.setenv("NO_COLOR", "1")
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
+def test_commands(page: str, workplace: Path) -> None:
+    for command in commands(page):
+        done = subprocess.run(
+            command.arguments, capture_output=True, text=True, check=False, cwd=workplace
+        )
+        what = f"{page}: {command.arguments[-1]}\n{done.stdout}{done.stderr}"
+        assert done.returncode == 0, what
+        assert re.search(pattern(command.shown), done.stdout + done.stderr), what
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)", text):
+        if "://" not in target:
+            assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+
+
+def test_both_readmes_show_the_same_commands() -> None:
+    english, chinese = commands("README.md"), commands("README.zh-CN.md")
+    assert english == chinese
