@@ -1,0 +1,134 @@
+"""Registration of the ``vgpu`` device with torch: once per process, on first use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from ..errors import VirtualDeviceError
+from . import factories, operators, tensor, transfers, vgpu
+from .state import World, set_process_world, use_world
+from .threads import arm
+
+NAME = "vgpu"
+TESTED_TORCH = ("2.11", "2.13")
+_NEEDED = (
+    "torch.utils.backend_registration._setup_privateuseone_for_python_backend",
+    "torch.Tensor._make_wrapper_subclass",
+    "torch._C._set_only_lift_cpu_tensors",
+    "torch._C._set_multithreading_enabled",
+    "torch._C._dispatch_has_kernel_for_dispatch_key",
+    "torch._C._disabled_torch_function_impl",
+    "torch._C._get_privateuse1_backend_name",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor",
+)
+_lock = threading.Lock()
+_registered = False
+
+
+def set_gpus(capacities_bytes: Sequence[int | None], *, data: str = "cpu") -> World:
+    """Configure the virtual GPUs of this process.
+
+    Parameters
+    ----------
+    capacities_bytes : sequence of int or None
+        What each GPU may reserve; None for no limit.
+    data : str
+        What holds the numbers: "cpu", "meta" (nothing does), or "cuda:N" for one real GPU.
+
+    Returns
+    -------
+    World
+        The GPUs, with their memory statistics.
+
+    Raises
+    ------
+    VirtualDeviceError
+        If torch isn't a version that this works with, or another backend holds the place.
+
+    Examples
+    --------
+    >>> world = set_gpus([2**30, None])
+    >>> x = torch.ones(2, 3, device="vgpu:1")
+    >>> (x @ x.T).sum().item(), world.memory_allocated(1)
+    (12.0, 512)
+    """
+    register()
+    world = _world(capacities_bytes, data)
+    set_process_world(world)
+    return world
+
+
+@contextmanager
+def gpus(capacities_bytes: Sequence[int | None], *, data: str = "cpu") -> Iterator[World]:
+    """Use other virtual GPUs in this thread, for a scope; the process's own stay as they are.
+
+    Examples
+    --------
+    >>> with gpus([None], data="meta") as world:
+    ...     weights = torch.empty(2**40, dtype=torch.bfloat16, device="vgpu:0")
+    >>> world.memory_allocated(0) == 2**41
+    True
+    """
+    register()
+    with use_world(_world(capacities_bytes, data)) as world:
+        yield world
+
+
+def _world(capacities_bytes: Sequence[int | None], data: str) -> World:
+    if data not in ("cpu", "meta") and torch.device(data).type != "cuda":
+        raise VirtualDeviceError(
+            f"virtual GPUs can't keep their data on {data!r}", hint="use cpu, meta or cuda:N"
+        )
+    for capacity in capacities_bytes:
+        if capacity is not None and capacity <= 0:
+            raise VirtualDeviceError(f"a virtual GPU can't have a capacity of {capacity} bytes")
+    return World(capacities_bytes, data)
+
+
+def register() -> None:
+    """Give torch the ``vgpu`` device, if it hasn't it yet, and arm the calling thread."""
+    global _registered
+    with _lock:
+        if not _registered:
+            _check_torch()
+            _register()
+            _registered = True
+    arm()
+
+
+def _check_torch() -> None:
+    missing = [name for name in _NEEDED if not _exists(name)]
+    if missing:
+        raise VirtualDeviceError(
+            f"torch {torch.__version__} lacks {', '.join(missing)}, which virtual GPUs need",
+            hint=f"virtual GPUs are tested with torch {' and '.join(TESTED_TORCH)}",
+        )
+    holder = torch._C._get_privateuse1_backend_name()
+    if holder != "privateuseone":
+        raise VirtualDeviceError(
+            f"the backend {holder!r} holds torch's one place for additional devices",
+            hint="start a process without it to use virtual GPUs",
+        )
+
+
+def _exists(path: str) -> bool:
+    found: object = torch
+    for part in path.split(".")[1:]:
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return True
+
+
+def _register() -> None:
+    # Imported here because torch doesn't import it by itself and it belongs to no public API.
+    from torch.utils import backend_registration
+
+    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=vgpu)
+    tensor.install_operators(operators.run)
+    transfers.install()
+    factories.install()

@@ -1,0 +1,95 @@
+"""One ATen call on virtual tensors: arguments unwrapped, devices judged, results wrapped.
+
+Every operator's handler goes through here. On a GPU with meta data, `values` decides what is
+computed and what is only shaped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import faults, values
+from .state import Gpu
+from .tensor import VirtualTensor, place
+
+
+class Plain:
+    """The arguments of a call with backing tensors in place of virtual ones."""
+
+    __slots__ = ("args", "gpu", "kwargs", "mixed")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.gpu: Gpu | None = None
+        self.mixed = False
+        self.args = [self._plain(value) for value in args]
+        self.kwargs = {name: self._plain(value) for name, value in kwargs.items()}
+
+    def _plain(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is VirtualTensor:
+            gpu = value.block.gpu
+            if self.gpu is not gpu:
+                if self.gpu is None:
+                    self.gpu = gpu
+                else:
+                    self.mixed = True
+            return value.backing if value.block.unknown is None else values.current(value)
+        if kind is list or kind is tuple:
+            # Sizes, dimensions and strides are by far the most frequent lists.
+            if value and type(value[0]) is not int:
+                return [self._plain(item) for item in value]
+            return value
+        if isinstance(value, torch.Tensor):
+            self.mixed = True
+        return value
+
+
+def unwrap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plain, Gpu]:
+    """Unwrap a call's arguments and judge their devices.
+
+    Raises
+    ------
+    RuntimeError
+        If the call mixes devices in a way that CUDA refuses.
+    """
+    plain = Plain(args, kwargs)
+    gpu = plain.gpu
+    assert gpu is not None, f"{func} was called without a virtual tensor"
+    if plain.mixed:
+        faults.check_devices(func, args, kwargs)
+        if gpu.data_device.type != "cpu":
+            _bring_cpu_operands(plain, gpu)
+    return plain, gpu
+
+
+def execute(func: Any, plain: Plain, gpu: Gpu) -> Any:
+    """Compute on the backing tensors."""
+    if gpu.meta:
+        return values.execute(func, plain.args, plain.kwargs)
+    return func(*plain.args, **plain.kwargs)
+
+
+def wrap_results(out: Any, gpu: Gpu) -> Any:
+    """Wrap what a call returned; results that share memory with what exists aren't charged."""
+    if isinstance(out, torch.Tensor):
+        return place(out, gpu)
+    if isinstance(out, (list, tuple)):
+        return type(out)([wrap_results(item, gpu) for item in out])
+    return out
+
+
+def _bring_cpu_operands(plain: Plain, gpu: Gpu) -> None:
+    """Put admitted CPU operands (scalars, indices) where the data is; real CUDA takes scalars."""
+    if gpu.meta:
+        return
+    plain.args = [_brought(value, gpu) for value in plain.args]
+
+
+def _brought(value: Any, gpu: Gpu) -> Any:
+    if isinstance(value, list):
+        return [_brought(item, gpu) for item in value]
+    if isinstance(value, torch.Tensor) and value.device != gpu.data_device and value.dim() > 0:
+        return value.to(gpu.data_device)
+    return value

@@ -1,0 +1,101 @@
+"""New tensors on a virtual GPU: what torch asks of a backend that holds memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import values
+from .operators import run
+from .state import Gpu
+from .tensor import VirtualTensor, place
+from .threads import arm, thread
+from .transfers import gpu_of
+
+_libraries: list[torch.library.Library] = []
+
+
+def _data_device(gpu: Gpu, dtype: torch.dtype, size: Sequence[int]) -> torch.device:
+    if not gpu.meta:
+        return gpu.data_device
+    num_elements = 1
+    for length in size:
+        num_elements *= length
+    return torch.device("cpu" if values.keeps_values(dtype, num_elements) else "meta")
+
+
+def empty(
+    size: Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    memory_format: torch.memory_format | None = None,
+) -> VirtualTensor:
+    """Implement ``aten::empty.memory_format``."""
+    gpu = _ready(device)
+    dtype = dtype or torch.get_default_dtype()
+    data = torch.empty(
+        size,
+        dtype=dtype,
+        layout=layout or torch.strided,
+        device=_data_device(gpu, dtype, size),
+        memory_format=memory_format or torch.contiguous_format,
+    )
+    return place(data, gpu)
+
+
+def empty_strided(
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> VirtualTensor:
+    """Implement ``aten::empty_strided``."""
+    gpu = _ready(device)
+    dtype = dtype or torch.get_default_dtype()
+    data = torch.empty_strided(
+        size, stride, dtype=dtype, device=_data_device(gpu, dtype, size)
+    )
+    return place(data, gpu)
+
+
+def _ready(device: torch.device | None) -> Gpu:
+    if not thread.armed:
+        arm()
+    return gpu_of(device)
+
+
+def _fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run what reaches the backend without passing the tensor class.
+
+    Torch turns Python dispatch off while it builds a tensor from Python data; and a factory has no
+    tensor to look at.
+    """
+    if _has_virtual(args) or _has_virtual(tuple(kwargs.values())):
+        return run(func, args, kwargs)
+    gpu = _ready(kwargs.pop("device", None))
+    kwargs.pop("pin_memory", None)
+    return place(func(*args, device=gpu.data_device, **kwargs), gpu)
+
+
+def _has_virtual(values_: tuple[Any, ...]) -> bool:
+    return any(
+        isinstance(value, VirtualTensor)
+        or (isinstance(value, (list, tuple)) and _has_virtual(tuple(value)))
+        for value in values_
+    )
+
+
+def install() -> None:
+    """Register the factories for the backend's dispatch key, for the life of the process."""
+    aten = torch.library.Library("aten", "IMPL")
+    aten.impl("empty.memory_format", empty, "PrivateUse1")
+    aten.impl("empty_strided", empty_strided, "PrivateUse1")
+    everything = torch.library.Library("_", "IMPL")
+    everything.fallback(_fallback, "PrivateUse1")
+    _libraries.extend((aten, everything))

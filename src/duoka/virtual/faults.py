@@ -1,0 +1,129 @@
+"""Where tensors of several devices meet: what CUDA admits, and the errors where it doesn't.
+
+This is the one place that judges devices. Operators come here only when not every tensor of a call
+is on one and the same GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .tensor import VirtualTensor
+
+_INDEXING = frozenset({"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"})
+_INDEXING |= {"_unsafe_index_put"}
+_TWO_DEVICES = frozenset({"cat", "stack", "where"})
+_ADMITS_CPU_SCALARS = frozenset({"where", "fill", "fill_", "masked_fill", "masked_fill_"})
+_ADMITS_CPU_SCALARS |= {"index_fill", "index_fill_"}
+_OWN_WORDS = {
+    "masked_fill": "mask",
+    "masked_fill_": "mask",
+    "masked_select": "mask",
+    "index_fill": "index",
+    "index_fill_": "index",
+    "index_add": "source",
+    "index_add_": "source",
+}
+
+
+def check_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let a call pass whose tensors are on several devices, if CUDA would, or raise as CUDA does.
+
+    Raises
+    ------
+    RuntimeError
+        With the text that CUDA has for this kind of operation.
+    """
+    name = func._schema.name.removeprefix("aten::")
+    tensors = list(_named_tensors(func, args, kwargs))
+    if name in _INDEXING:
+        _check_indexing(tensors)
+        return
+    scalars_pass = torch.Tag.pointwise in func.tags or name in _ADMITS_CPU_SCALARS
+    scalars_pass = scalars_pass or name.startswith("_foreach")
+    written = {
+        argument.name
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    judged = [
+        (argument, tensor)
+        for argument, tensor in tensors
+        if not (scalars_pass and _is_cpu_scalar(tensor) and argument not in written)
+    ]
+    _, first = judged[0]
+    for argument, tensor in judged[1:]:
+        if not _together(first, tensor):
+            raise RuntimeError(_text(func, name, argument, first, tensor))
+
+
+def _check_indexing(tensors: list[tuple[str, torch.Tensor]]) -> None:
+    _, self = tensors[0]
+    for argument, tensor in tensors[1:]:
+        if argument == "indices":
+            if not _together(self, tensor) and tensor.device.type != "cpu":
+                raise RuntimeError(
+                    "indices should be either on cpu or on the same device as the indexed tensor "
+                    f"({self.device})"
+                )
+        elif not _together(self, tensor) and not _is_cpu_scalar(tensor):
+            raise RuntimeError(_two_devices(self, tensor))
+
+
+def _text(
+    func: Any, name: str, argument: str, first: torch.Tensor, tensor: torch.Tensor
+) -> str:
+    if name in _OWN_WORDS and argument == _OWN_WORDS[name]:
+        return (
+            f"{name}: expected self and {argument} to be on the same device, but got {argument} "
+            f"on {tensor.device} and self on {first.device}"
+        )
+    if torch.Tag.pointwise in func.tags or name in _TWO_DEVICES:
+        return _two_devices(first, tensor)
+    return (
+        f"Expected all tensors to be on the same device, but got {argument} is on "
+        f"{tensor.device}{_world_note(first, tensor)}, different from other tensors on "
+        f"{first.device} (when checking argument in method wrapper_vgpu_{name})"
+    )
+
+
+def _two_devices(first: torch.Tensor, tensor: torch.Tensor) -> str:
+    return (
+        "Expected all tensors to be on the same device, but found at least two devices, "
+        f"{first.device} and {tensor.device}{_world_note(first, tensor)}!"
+    )
+
+
+def _world_note(first: torch.Tensor, tensor: torch.Tensor) -> str:
+    return " (of another world)" if first.device == tensor.device else ""
+
+
+def _together(first: torch.Tensor, tensor: torch.Tensor) -> bool:
+    if isinstance(first, VirtualTensor) and isinstance(tensor, VirtualTensor):
+        return first.gpu is tensor.gpu
+    return first.device == tensor.device
+
+
+def _is_cpu_scalar(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 0 and tensor.device.type == "cpu"
+
+
+def _named_tensors(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        yield from _tensors_in(argument.name, value)
+    for name, value in kwargs.items():
+        yield from _tensors_in(name, value)
+
+
+def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            if isinstance(item, torch.Tensor):
+                yield name, item

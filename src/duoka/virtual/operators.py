@@ -1,0 +1,173 @@
+"""How each ATen operator runs on virtual tensors.
+
+An operator's handler is chosen once, from its schema: composite ones are taken apart (as on CUDA),
+views share their block, writes return what they wrote to, the rest makes new tensors. The few that
+need more bring a handler of their own (`transfers`, `attention`, `kernels`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import calls, values
+from .state import Gpu, thread
+from .tensor import VirtualTensor, place, resync, wrap
+from .threads import arm
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+handlers: dict[Any, Handler] = {}
+"""The handler of every operator seen so far, and of those that have their own."""
+
+_taken_apart: set[Any] = set()
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one ATen operator on virtual tensors."""
+    handler = handlers.get(func)
+    if handler is None:
+        handler = handlers[func] = _choose(func)
+    state = thread
+    if not state.armed:
+        arm()
+    result = handler(func, args, kwargs)
+    listener = state.listener
+    if listener is not None and func not in _taken_apart:
+        listener.operation(func, args, kwargs, result)
+    return result
+
+
+def make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make new tensors: the handler of operators that neither view nor write."""
+    plain, gpu = calls.unwrap(func, args, kwargs)
+    return calls.wrap_results(calls.execute(func, plain, gpu), gpu)
+
+
+def _choose(func: Any) -> Handler:
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        _taken_apart.add(func)
+        return _take_apart
+    schema = func._schema
+    if any(_writes(argument) for argument in schema.arguments):
+        return _Write(func)
+    aliases = [value.alias_info is not None for value in schema.returns]
+    return _view if aliases and all(aliases) else make
+
+
+def _writes(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
+def _take_apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a composite operator as its parts; only inference mode lets one come this far."""
+    return func.decompose(*args, **kwargs)
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    plain, _ = calls.unwrap(func, args, kwargs)
+    block = args[0].block
+    out = func(*plain.args, **plain.kwargs)
+    if isinstance(out, torch.Tensor):
+        # A kernel that returns its argument would tie the geometry of two tensors together.
+        return wrap(out.detach() if out is plain.args[0] else out, block)
+    return type(out)([wrap(item, block) for item in out])
+
+
+class _Write:
+    """The handler of an operator that writes into arguments."""
+
+    def __init__(self, func: Any) -> None:
+        arguments = func._schema.arguments
+        self._written = [
+            (None if argument.kwarg_only else place, argument.name)
+            for place, argument in enumerate(arguments)
+            if _writes(argument)
+        ]
+        self._reshapes = torch.Tag.inplace_view in func.tags or any(
+            argument.is_out for argument in arguments
+        )
+        self._returned = [self._source(value, arguments) for value in func._schema.returns]
+
+    @staticmethod
+    def _source(value: Any, arguments: Any) -> tuple[int | None, str] | None:
+        """Find the argument that a returned value is, by the schema's alias sets."""
+        if value.alias_info is None:
+            return None
+        for position, argument in enumerate(arguments):
+            if _writes(argument) and argument.alias_info.before_set & value.alias_info.before_set:
+                return (None if argument.kwarg_only else position), argument.name
+        return None
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        plain, gpu = calls.unwrap(func, args, kwargs)
+        if gpu.meta:
+            plain = self._forget_written(func, plain, args, kwargs)
+            out = values.execute(func, plain.args, plain.kwargs, writes=True)
+        else:
+            out = func(*plain.args, **plain.kwargs)
+        if self._reshapes:
+            for tensor in self._written_tensors(args, kwargs):
+                _follow(tensor, gpu)
+        if len(self._returned) == 1:
+            return self._result(self._returned[0], out, args, kwargs, gpu)
+        if not self._returned:
+            return None
+        return tuple(
+            self._result(source, item, args, kwargs, gpu)
+            for source, item in zip(self._returned, out, strict=True)
+        )
+
+    @staticmethod
+    def _result(
+        source: tuple[int | None, str] | None,
+        out: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        gpu: Gpu,
+    ) -> Any:
+        return calls.wrap_results(out, gpu) if source is None else _argument(source, args, kwargs)
+
+    def _written_tensors(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[VirtualTensor]:
+        tensors = []
+        for source in self._written:
+            value = _argument(source, args, kwargs)
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(item, VirtualTensor):
+                    tensors.append(item)
+        return tensors
+
+    def _forget_written(
+        self, func: Any, plain: calls.Plain, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> calls.Plain:
+        """Values that nobody knows were written: what was known there no longer is."""
+        _, num_unknown = values.count(plain.args, plain.kwargs)
+        if not num_unknown:
+            return plain
+        for tensor in self._written_tensors(args, kwargs):
+            values.forget(tensor)
+        return calls.unwrap(func, args, kwargs)[0]
+
+
+def _argument(
+    source: tuple[int | None, str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    position, name = source
+    if position is not None and position < len(args):
+        return args[position]
+    return kwargs.get(name)
+
+
+def _follow(tensor: VirtualTensor, gpu: Gpu) -> None:
+    backing = tensor.backing
+    if tensor.shape != backing.shape or tensor.stride() != backing.stride():
+        resync(tensor)
+        if gpu.meta and tensor.storage_bytes > values.KNOWN_LIMIT_BYTES:
+            values.forget(tensor)
+
+
+__all__ = ["handlers", "make", "place", "run"]

@@ -1,0 +1,59 @@
+"""What a virtual tensor looks like outside: printed, and in a file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import VirtualDeviceError
+
+if TYPE_CHECKING:
+    from .tensor import VirtualTensor
+
+
+def reduce_tensor(tensor: VirtualTensor) -> Any:
+    """Pickle a tensor as its CPU copy and the name of its device.
+
+    The form is torch's own for devices that Python can't give a storage to; ``weights_only`` lets
+    it pass, and ``map_location`` works. Tensors that share memory share it in the file.
+    """
+    backing = tensor.backing.detach()
+    if backing.is_meta:
+        raise VirtualDeviceError(
+            f"a tensor of shape {tuple(tensor.shape)} on {tensor.device} has no numbers to save: "
+            "its GPU holds meta data",
+            hint='use virtual GPUs with data="cpu"',
+        )
+    rebuild: Any = torch._utils._rebuild_device_tensor_from_cpu_tensor
+    state = (backing.cpu(), tensor.dtype, str(tensor.device), tensor.requires_grad)
+    if isinstance(tensor, torch.nn.Parameter):
+        inner = _Reduced(rebuild, (*state[:3], False))
+        return torch._utils._rebuild_parameter, (inner, tensor.requires_grad, {})
+    return rebuild, state
+
+
+class _Reduced:
+    """An object that pickles as a call."""
+
+    def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        self._call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+def text_of(tensor: VirtualTensor) -> str:
+    """Print a tensor as torch prints one on a device."""
+    backing = tensor.backing.detach()
+    notes = [f"device='{tensor.device}'"]
+    if backing.is_meta:
+        notes.append("no data")
+    if tensor.grad_fn is not None:
+        notes.append(f"grad_fn=<{type(tensor.grad_fn).__name__}>")
+    elif tensor.requires_grad:
+        notes.append("requires_grad=True")
+    text = repr(backing.cpu() if backing.is_cuda else backing).replace("device='meta', ", "")
+    text = f"{text[:-1]}, {', '.join(notes)})"
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    return f"Parameter containing:\n{text}" if is_parameter else text

@@ -1,0 +1,381 @@
+"""Worlds of virtual GPUs, the storage blocks on them, and who listens.
+
+A world is a few GPUs, each with an allocator and something that holds the data. One world belongs
+to the process (`set_gpus`); a scope in one thread may have another (`gpus`). A block is one
+storage on one GPU: tensors and their views share it, and its memory is given back when the last of
+them is gone. This module knows nothing of operators.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from ..allocator import Allocation, CachingAllocator, OutOfCapacity
+from ..errors import VirtualDeviceError
+from ..units import format_bytes
+
+UNLIMITED_BYTES = 2**50
+"""What `mem_get_info` reports as the memory of a GPU without a capacity."""
+
+_block_ids = itertools.count(1)
+
+
+class Listener(Protocol):
+    """Who hears every allocation, free and operation of one thread."""
+
+    def allocated(self, gpu: Gpu, storage_id: int, num_bytes: int) -> None:
+        """Hear that a storage of `num_bytes` (not rounded) was allocated."""
+
+    def freed(self, gpu: Gpu, storage_id: int) -> None:
+        """Hear that a storage was given back."""
+
+    def operation(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """Hear that an ATen operation ended; tensors are `VirtualTensor`s."""
+
+
+class _ThreadState(threading.local):
+    """What belongs to one thread. Class attributes are every new thread's defaults."""
+
+    armed: bool = False
+    world: World | None = None
+    listener: Listener | None = None
+    current_index: int = 0
+
+
+thread = _ThreadState()
+
+
+class Gpu:
+    """One virtual GPU.
+
+    Attributes
+    ----------
+    index : int
+        Its place in its world.
+    allocator : CachingAllocator
+        Its memory.
+    data : str
+        What holds the numbers: "cpu", "meta" (nothing does) or "cuda:N".
+    device : torch.device
+        Its name in torch.
+    world : World
+        The world that it is part of.
+    """
+
+    __slots__ = (
+        "_lock", "_pending", "allocator", "data", "data_device", "device", "index", "meta", "world",
+    )  # fmt: skip
+
+    def __init__(self, index: int, capacity_bytes: int | None, data: str, world: World) -> None:
+        self.index = index
+        self.allocator = CachingAllocator(capacity_bytes)
+        self.data = data
+        self.data_device = torch.device(data)
+        self.meta = data == "meta"
+        self.device = torch.device("vgpu", index)
+        self.world = world
+        self._lock = threading.Lock()
+        self._pending: deque[Allocation] = deque()
+
+    def __repr__(self) -> str:
+        return f"Gpu(index={self.index}, data={self.data!r})"
+
+    def malloc(self, num_bytes: int) -> Allocation | None:
+        """Allocate; nothing for an empty tensor, as CUDA does.
+
+        Raises
+        ------
+        torch.OutOfMemoryError
+            If the GPU can't reserve what is asked for.
+        """
+        if num_bytes == 0:
+            return None
+        with self._lock:
+            self._free_pending()
+            try:
+                return self.allocator.malloc(num_bytes)
+            except OutOfCapacity as error:
+                failure = error
+        raise torch.OutOfMemoryError(self._out_of_memory_text(failure))
+
+    def free(self, allocation: Allocation) -> None:
+        """Give memory back.
+
+        The garbage collector may call this at any point, also while this thread is inside the
+        allocator: then the block waits for the next one who takes the lock.
+        """
+        self._pending.append(allocation)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._free_pending()
+            finally:
+                self._lock.release()
+
+    def charge(self, num_bytes: int) -> None:
+        """Take memory for the time of one kernel: its peak counts, nothing stays."""
+        allocation = self.malloc(num_bytes)
+        if allocation is None:
+            return
+        storage_id = next(_block_ids)
+        listener = thread.listener
+        if listener is not None:
+            listener.allocated(self, storage_id, num_bytes)
+            listener.freed(self, storage_id)
+        self.free(allocation)
+
+    def settle(self) -> CachingAllocator:
+        """Return the allocator with every free that waits done."""
+        with self._lock:
+            self._free_pending()
+        return self.allocator
+
+    def empty_cache(self) -> None:
+        """Give wholly free segments back."""
+        with self._lock:
+            self._free_pending()
+            self.allocator.empty_cache()
+
+    def _free_pending(self) -> None:
+        while self._pending:
+            self.allocator.free(self._pending.popleft())
+
+    def _out_of_memory_text(self, failure: OutOfCapacity) -> str:
+        capacity = failure.capacity_bytes or 0
+        free = max(0, capacity - failure.reserved_bytes)
+        idle = failure.reserved_bytes - failure.allocated_bytes
+        return (
+            f"vgpu out of memory. Tried to allocate {format_bytes(failure.requested_bytes)}. "
+            f"GPU {self.index} has a total capacity of {format_bytes(capacity)} of which "
+            f"{format_bytes(free)} is free. This process has "
+            f"{format_bytes(failure.reserved_bytes)} memory in use. Of the allocated memory "
+            f"{format_bytes(failure.allocated_bytes)} is allocated by PyTorch, and "
+            f"{format_bytes(idle)} is reserved by PyTorch but unallocated."
+        )
+
+
+class Block:
+    """One storage on one GPU, charged to its allocator as long as a tensor uses it.
+
+    `unknown` becomes the meta storage that takes over when a value that nobody knows is written
+    into a storage whose values were known (see `values`).
+    """
+
+    __slots__ = (
+        "__weakref__", "_allocation", "_key", "_unknown_key", "gpu", "id", "num_bytes", "storage",
+        "unknown",
+    )  # fmt: skip
+
+    def __init__(self, gpu: Gpu, storage: torch.UntypedStorage) -> None:
+        # First what __del__ reads: the GPU may refuse.
+        self._allocation: Allocation | None = None
+        self._key = self._unknown_key = 0
+        self.num_bytes = storage.nbytes()
+        self._allocation = gpu.malloc(self.num_bytes)
+        self.gpu = gpu
+        self.id = next(_block_ids)
+        self.storage = storage
+        self.unknown: torch.Tensor | None = None
+        self._key = storage._cdata
+        blocks_by_storage[self._key] = weakref.ref(self)
+        listener = thread.listener
+        if listener is not None and self._allocation is not None:
+            listener.allocated(gpu, self.id, self.num_bytes)
+
+    def __del__(self) -> None:
+        blocks_by_storage.pop(self._key, None)
+        blocks_by_storage.pop(self._unknown_key, None)
+        if self._allocation is not None:
+            self._release()
+
+    def recharge(self) -> None:
+        """Follow a storage that was resized: the new size is taken before the old is freed."""
+        num_bytes = self.storage.nbytes()
+        if num_bytes == self.num_bytes:
+            return
+        allocation = self.gpu.malloc(num_bytes)
+        if self._allocation is not None:
+            self._release()
+        self._allocation, self.num_bytes, self.id = allocation, num_bytes, next(_block_ids)
+        if thread.listener is not None and allocation is not None:
+            thread.listener.allocated(self.gpu, self.id, num_bytes)
+
+    def forget(self) -> None:
+        """Let a meta storage take over from one whose values are no longer known."""
+        self.unknown = torch.empty(self.num_bytes, dtype=torch.uint8, device="meta")
+        self._unknown_key = self.unknown.untyped_storage()._cdata
+        blocks_by_storage[self._unknown_key] = weakref.ref(self)
+
+    @property
+    def address(self) -> int:
+        """A stand-in for a pointer: unique among what is allocated now, zero when empty."""
+        if self._allocation is None:
+            return 0
+        return ((self.gpu.index + 1) << 44) + self._allocation.address
+
+    def _release(self) -> None:
+        assert self._allocation is not None
+        self.gpu.free(self._allocation)
+        listener = thread.listener
+        if listener is not None:
+            listener.freed(self.gpu, self.id)
+
+
+blocks_by_storage: dict[int, weakref.ref[Block]] = {}
+"""The block of every live backing storage, by the storage's identity.
+
+An operator whose result shares memory with an argument, whatever its schema says, is found here.
+"""
+
+
+class World:
+    """A few virtual GPUs that know each other.
+
+    Parameters
+    ----------
+    capacities_bytes : sequence of int or None
+        What each GPU may reserve; None for no limit.
+    data : str
+        What holds the numbers.
+    """
+
+    def __init__(self, capacities_bytes: Sequence[int | None], data: str) -> None:
+        self.gpus = [
+            Gpu(index, capacity, data, self) for index, capacity in enumerate(capacities_bytes)
+        ]
+
+    def gpu(self, index: int) -> Gpu:
+        """Return one GPU by its index.
+
+        Raises
+        ------
+        RuntimeError
+            If there is no such GPU: torch's own kind of error for a wrong index.
+        """
+        if not 0 <= index < len(self.gpus):
+            raise RuntimeError(
+                f"vgpu error: invalid device ordinal {index}: there are {len(self.gpus)} "
+                "virtual GPUs (see duoka.virtual.set_gpus)"
+            )
+        return self.gpus[index]
+
+    def memory_allocated(self, index: int) -> int:
+        """Bytes in use by tensors."""
+        return self.gpu(index).settle().allocated_bytes
+
+    def max_memory_allocated(self, index: int) -> int:
+        """Peak of the bytes in use."""
+        return self.gpu(index).settle().max_allocated_bytes
+
+    def memory_reserved(self, index: int) -> int:
+        """Bytes taken from the device."""
+        return self.gpu(index).settle().reserved_bytes
+
+    def max_memory_reserved(self, index: int) -> int:
+        """Peak of the bytes taken from the device."""
+        return self.gpu(index).settle().max_reserved_bytes
+
+    def reset_peak_memory_stats(self, index: int) -> None:
+        """Start the peaks again from what is in use now."""
+        self.gpu(index).settle().reset_peak()
+
+    def mem_get_info(self, index: int) -> tuple[int, int]:
+        """Free and total bytes of the device; cached memory isn't free."""
+        allocator = self.gpu(index).settle()
+        total = allocator.capacity_bytes
+        if total is None:
+            total = UNLIMITED_BYTES
+        return max(0, total - allocator.reserved_bytes), total
+
+    def empty_cache(self) -> None:
+        """Give every wholly free segment of every GPU back."""
+        for gpu in self.gpus:
+            gpu.empty_cache()
+
+
+class _Process:
+    """The process-wide world."""
+
+    world: World | None = None
+
+
+def set_process_world(world: World) -> None:
+    """Make a world the one that every thread without its own uses."""
+    _Process.world = world
+
+
+def active_world() -> World:
+    """Return the world that factories in this thread use.
+
+    Raises
+    ------
+    VirtualDeviceError
+        If nobody has configured one.
+    """
+    world = thread.world or _Process.world
+    if world is None:
+        raise VirtualDeviceError(
+            "there are no virtual GPUs", hint="call duoka.virtual.set_gpus([...]) first"
+        )
+    return world
+
+
+def num_gpus() -> int:
+    """Count the GPUs of the active world: none when there is no world."""
+    world = thread.world or _Process.world
+    return 0 if world is None else len(world.gpus)
+
+
+@contextmanager
+def use_world(world: World) -> Iterator[World]:
+    """Let factories in this thread use `world` inside the scope."""
+    previous, thread.world = thread.world, world
+    try:
+        yield world
+    finally:
+        thread.world = previous
+
+
+class _Both:
+    """Two listeners, the outer scope's first."""
+
+    def __init__(self, outer: Listener, inner: Listener) -> None:
+        self._listeners = (outer, inner)
+
+    def allocated(self, gpu: Gpu, storage_id: int, num_bytes: int) -> None:
+        for listener in self._listeners:
+            listener.allocated(gpu, storage_id, num_bytes)
+
+    def freed(self, gpu: Gpu, storage_id: int) -> None:
+        for listener in self._listeners:
+            listener.freed(gpu, storage_id)
+
+    def operation(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        for listener in self._listeners:
+            listener.operation(func, args, kwargs, result)
+
+
+@contextmanager
+def observe(listener: Listener) -> Iterator[None]:
+    """Let `listener` hear what this thread does on virtual GPUs, inside the scope.
+
+    Scopes nest: the outer listener goes on hearing. A free is heard in the thread in which it
+    happens.
+    """
+    outer = thread.listener
+    thread.listener = listener if outer is None else _Both(outer, listener)
+    try:
+        yield
+    finally:
+        thread.listener = outer

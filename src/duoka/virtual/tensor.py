@@ -1,0 +1,214 @@
+"""A tensor on a virtual GPU: torch's view of it outside, the backing tensor inside."""
+
+from __future__ import annotations
+
+import copy as copy_module
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import pickling
+from .state import Block, Gpu, blocks_by_storage
+
+_make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise AssertionError("no operators installed: the backend isn't registered")
+
+
+def install_operators(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Say who runs the operations of virtual tensors (tensors know nothing of operators)."""
+    global _run
+    _run = run
+
+
+class VirtualTensor(torch.Tensor):
+    """A tensor on a virtual GPU.
+
+    Made by operations and factories (``torch.empty(2, device="vgpu:0")``), never called.
+
+    Attributes
+    ----------
+    backing : torch.Tensor
+        The numbers (CPU or CUDA), or only the geometry (meta).
+    block : Block
+        The storage, shared with the tensor's views.
+    """
+
+    backing: torch.Tensor
+    block: Block
+
+    # Subclass handling in Python would only cost time: everything happens in __torch_dispatch__.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+    @property
+    def gpu(self) -> Gpu:
+        """The GPU that the tensor lives on."""
+        return self.block.gpu
+
+    @property
+    def storage_id(self) -> int:
+        """The number of the tensor's storage, as listeners hear it."""
+        return self.block.id
+
+    @property
+    def storage_bytes(self) -> int:
+        """The bytes of the tensor's whole storage, not rounded."""
+        return self.block.num_bytes
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The tensor without its history, as in torch."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        assert isinstance(value, VirtualTensor), "torch accepts only its own kind of tensor"
+        self.backing = value.backing.detach()
+        self.block = value.block
+
+    def tolist(self) -> Any:
+        """Read the values, as in torch."""
+        return self.cpu().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refuse with CUDA's error, unless forced."""
+        if force:
+            return self.detach().cpu().resolve_conj().resolve_neg().numpy()
+        raise TypeError(
+            f"can't convert {self.device} device type tensor to numpy. "
+            "Use Tensor.cpu() to copy the tensor to host memory first."
+        )
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy()
+
+    def data_ptr(self) -> int:
+        """A stand-in for the pointer: tensors that share memory have the same."""
+        address = self.block.address
+        return address + self.storage_offset() * self.element_size() if address else 0
+
+    def untyped_storage(self) -> VirtualStorage:  # type: ignore[override]
+        """The storage, as far as its identity and size."""
+        return VirtualStorage(self.block)
+
+    def pin_memory(self, device: Any = None) -> torch.Tensor:
+        """Refuse with CUDA's error: only CPU tensors are pinned."""
+        raise RuntimeError(f"cannot pin a tensor on {self.device}: only dense CPU tensors can be")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return pickling.text_of(self)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return pickling.reduce_tensor(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VirtualTensor:
+        return _deepcopy(self, memo)
+
+    # torch asks for these two when a module moves: it then swaps tensors in place, which keeps
+    # ties and the optimizer's references, as a move to CUDA does.
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["backing"], self.block
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any
+    ) -> VirtualTensor:
+        return wrap(inner["backing"], context)
+
+
+class VirtualStorage:
+    """The identity and size of a storage on a virtual GPU: what code that looks for ties reads."""
+
+    def __init__(self, block: Block) -> None:
+        self._block = block
+        self.device = block.gpu.device
+
+    @property
+    def _cdata(self) -> int:
+        return self._block.id
+
+    def data_ptr(self) -> int:
+        """A stand-in for the pointer."""
+        return self._block.address
+
+    def nbytes(self) -> int:
+        """The size in bytes."""
+        return self._block.num_bytes
+
+    def size(self) -> int:
+        """The size in bytes."""
+        return self._block.num_bytes
+
+    def __len__(self) -> int:
+        return self._block.num_bytes
+
+
+def wrap(backing: torch.Tensor, block: Block) -> VirtualTensor:
+    """Show a backing tensor as a tensor on the GPU of its block."""
+    tensor: VirtualTensor = _make(
+        VirtualTensor,
+        backing.shape,
+        strides=backing.stride(),
+        storage_offset=backing.storage_offset(),
+        dtype=backing.dtype,
+        device=block.gpu.device,
+    )
+    tensor.backing = backing
+    tensor.block = block
+    return tensor
+
+
+def place(backing: torch.Tensor, gpu: Gpu) -> VirtualTensor:
+    """Wrap the result of an operation: charged, unless it shares the memory of what exists."""
+    storage = backing.untyped_storage()
+    known = blocks_by_storage.get(storage._cdata)
+    block = known() if known is not None else None
+    if block is None or block.gpu is not gpu:
+        block = Block(gpu, storage)
+    return wrap(backing, block)
+
+
+def resync(tensor: VirtualTensor) -> None:
+    """Follow a backing tensor whose geometry was changed in place."""
+    tensor.block.recharge()
+    torch.Tensor.data.__set__(tensor, wrap(tensor.backing, tensor.block))  # type: ignore[attr-defined]
+
+
+def _deepcopy(tensor: VirtualTensor, memo: dict[int, Any]) -> VirtualTensor:
+    if id(tensor) in memo:
+        known: VirtualTensor = memo[id(tensor)]
+        return known
+    if not tensor.is_leaf:
+        raise RuntimeError(
+            "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
+            "protocol at the moment."
+        )
+    block: Block | None = memo.get(id(tensor.block))
+    if block is None:
+        block = Block(tensor.gpu, tensor.block.storage.clone())
+        memo[id(tensor.block)] = block
+    data = torch.empty(0, dtype=tensor.dtype, device=tensor.backing.device)
+    data.set_(block.storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+    copy = wrap(data, block)
+    memo[id(tensor)] = copy
+    copy.requires_grad_(tensor.requires_grad)
+    if tensor.grad is not None:
+        copy.grad = copy_module.deepcopy(tensor.grad, memo)
+    for name, value in vars(tensor).items():
+        if name not in ("backing", "block"):
+            setattr(copy, name, copy_module.deepcopy(value, memo))
+    return copy

@@ -1,0 +1,19 @@
+"""What every thread needs before it can use virtual GPUs.
+
+Both switches are torch's own and belong to one thread. ``torch.tensor(..., device="vgpu:0")`` works
+only when new data is lifted to a device after it was built on the CPU; and backward must run in
+the calling thread, because a device guard written in Python knows one device only.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .state import thread
+
+
+def arm() -> None:
+    """Set the switches for this thread; they stay."""
+    torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
+    torch._C._set_multithreading_enabled(False)  # type: ignore[attr-defined]
+    thread.armed = True

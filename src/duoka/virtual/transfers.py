@@ -1,0 +1,144 @@
+"""Operators that cross devices or name one: copies, and factories that look at a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import VirtualDeviceError
+from . import calls, values
+from .operators import handlers
+from .state import Gpu, active_world, thread
+from .tensor import VirtualTensor, place, resync
+
+_aten = torch.ops.aten
+_LIKE = (
+    _aten.empty_like.default,
+    _aten.zeros_like.default,
+    _aten.ones_like.default,
+    _aten.full_like.default,
+    _aten.rand_like.default,
+    _aten.randn_like.default,
+    _aten.randint_like.default,
+    _aten.randint_like.low_dtype,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+    _aten.new_zeros.default,
+    _aten.new_ones.default,
+    _aten.new_full.default,
+)
+
+
+def gpu_of(device: torch.device | None, near: Gpu | None = None) -> Gpu:
+    """Find the GPU that a device names: among the siblings of `near`, or in the active world."""
+    world = active_world() if near is None else near.world
+    if device is None:
+        return world.gpu(thread.current_index) if near is None else near
+    return world.gpu(thread.current_index if device.index is None else device.index)
+
+
+def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor: VirtualTensor = args[0]
+    plain, gpu = calls.unwrap(func, args, kwargs)
+    backing = plain.args[0]
+    options = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
+    device = kwargs.get("device")
+    if device is not None and device.type != "vgpu":
+        if backing.is_meta and device.type != "meta":
+            raise values.unknown_value(f"a copy of {tuple(tensor.shape)} to {device}")
+        return func(backing, device=device, **options)
+    target = gpu_of(device, gpu)
+    return place(func(backing, **options), target)
+
+
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Copy between any two devices, as on CUDA; the destination's dtype holds."""
+    target, source = args[0], args[1]
+    to, origin = _backing(target), _backing(source)
+    if isinstance(target, VirtualTensor):
+        if origin.is_meta and not target.gpu.meta:
+            raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+        if origin.is_meta and not to.is_meta:
+            values.forget(target)
+            to = target.backing
+        if to.is_meta and not origin.is_meta:
+            origin = values.without_values(origin)
+    elif origin.is_meta and not to.is_meta:
+        raise values.unknown_value(f"a copy of {tuple(source.shape)} to {target.device}")
+    func(to, origin, *args[2:], **kwargs)
+    return target
+
+
+def _backing(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, VirtualTensor):
+        return tensor
+    return tensor.backing if tensor.block.unknown is None else values.current(tensor)
+
+
+def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    plain, gpu = calls.unwrap(func, args, kwargs)
+    options = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
+    device = kwargs.get("device")
+    if device is not None and device.type != "vgpu":
+        return func(*plain.args, device=device, **options)
+    target = gpu_of(device, gpu)
+    if not target.meta:
+        return place(func(*plain.args, device=target.data_device, **options), target)
+    shaped = func(*plain.args, device="meta", **_without_generator(options))
+    if values.keeps_values(shaped.dtype, shaped.numel()):
+        return place(func(*plain.args, device="cpu", **options), target)
+    return place(shaped, target)
+
+
+def _without_generator(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key != "generator"}
+
+
+def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1] if len(args) > 1 else None
+    if not isinstance(target, VirtualTensor) or not isinstance(source, VirtualTensor):
+        raise VirtualDeviceError(
+            "set_ on a virtual GPU takes another virtual tensor, not a storage",
+            hint="assign .data, or copy_ into the tensor",
+        )
+    func(target.backing, source.backing, *args[2:], **kwargs)
+    target.block = source.block
+    resync(target)
+    return target
+
+
+def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    backing = _backing(args[0])
+    if backing.is_meta:
+        raise values.unknown_value("a read of a value")
+    return func(backing)
+
+
+def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return False
+
+
+def _pin(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise VirtualDeviceError(
+        "virtual GPUs have no pinned memory", hint="leave pin_memory out; non_blocking=True works"
+    )
+
+
+def _record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    return None
+
+
+def install() -> None:
+    """Register the handlers of this module."""
+    handlers[_aten._to_copy.default] = _to_copy
+    handlers[_aten.copy_.default] = _copy
+    for like in _LIKE:
+        handlers[like] = _like
+    for overload in ("source_Tensor", "source_Tensor_storage_offset", "source_Storage"):
+        handlers[getattr(_aten.set_, overload)] = _set
+    handlers[_aten.set_.source_Storage_storage_offset] = _set
+    handlers[_aten._local_scalar_dense.default] = _read
+    handlers[_aten.is_pinned.default] = _is_pinned
+    handlers[_aten._pin_memory.default] = _pin
+    handlers[_aten.record_stream.default] = _record_stream

@@ -1,0 +1,226 @@
+"""Which values are known on a GPU with meta data.
+
+Model code reads values: masks, positions, lengths. So small integer and boolean tensors, and what
+is computed from known values alone, keep their numbers (in host memory) beside weights that have
+none. A tensor is *known* when its backing is a CPU tensor, *unknown* when it is a meta tensor.
+Where a known one meets an unknown one, the result is unknown.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import VirtualDeviceError
+
+if TYPE_CHECKING:
+    from .tensor import VirtualTensor
+
+_TORCH_FOLDER = str(Path(torch.__file__).parent)
+_OWN_FOLDER = str(Path(__file__).parent)
+
+KNOWN_LIMIT_BYTES = 2**20
+"""The largest tensor whose values are kept on a GPU with meta data."""
+
+_aten = torch.ops.aten
+# Their result's shape comes from values, or they return a value: no meta kernel can answer.
+_NEEDS_VALUES = frozenset(
+    {
+        _aten.nonzero.default,
+        _aten.masked_select.default,
+        _aten._unique2.default,
+        _aten.unique_dim.default,
+        _aten.unique_consecutive.default,
+        _aten.repeat_interleave.Tensor,
+        _aten.bincount.default,
+        _aten.equal.default,
+        _aten._local_scalar_dense.default,
+        _aten.histc.default,
+    }
+)
+# Operators whose result may be larger than their operands: shaped first, then computed.
+_GROW = frozenset({"repeat", "constant_pad_nd", "tile", "one_hot", "_pad_enum"})
+_MASKED_WRITES = frozenset({"index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"})
+_INDEXING = _MASKED_WRITES | {"index", "_unsafe_index"}
+
+
+class UnknownValueError(VirtualDeviceError):
+    """Code read a value that nobody knows, because the GPU holds meta data.
+
+    Attributes
+    ----------
+    file, line
+        Where the code stands that read it.
+    """
+
+    def __init__(self, message: str, *, file: str, line: int) -> None:
+        super().__init__(
+            f"{message} ({file}:{line})",
+            hint='run this part on virtual GPUs with data="cpu", which compute real numbers',
+        )
+        self.file = file
+        self.line = line
+
+
+def unknown_value(what: str) -> UnknownValueError:
+    """Build the error for a read that can't be answered, at the line of the code that reads."""
+    file, line = caller()
+    return UnknownValueError(
+        f"{what} depends on values that a virtual GPU with meta data doesn't have",
+        file=file,
+        line=line,
+    )
+
+
+def caller() -> tuple[str, int]:
+    """Return file and line of the innermost code that is neither torch's nor ours."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_TORCH_FOLDER, _OWN_FOLDER, "<frozen")):
+            return file, frame.f_lineno
+        frame = frame.f_back
+    return "unknown", 0
+
+
+def keeps_values(dtype: torch.dtype, num_elements: int) -> bool:
+    """Say whether a new tensor on a meta GPU keeps its numbers."""
+    if num_elements * dtype.itemsize > KNOWN_LIMIT_BYTES:
+        return False
+    return num_elements == 1 or not (dtype.is_floating_point or dtype.is_complex)
+
+
+def current(tensor: VirtualTensor) -> torch.Tensor:
+    """Return the backing tensor of a storage whose values were overwritten by unknown ones."""
+    unknown = tensor.block.unknown
+    assert unknown is not None
+    if not tensor.backing.is_meta:
+        tensor.backing = _over(unknown, tensor.backing)
+    return tensor.backing
+
+
+def forget(tensor: VirtualTensor) -> None:
+    """Turn a known tensor, and everything that shares its memory, into an unknown one."""
+    if tensor.block.unknown is None and not tensor.backing.is_meta:
+        tensor.block.forget()
+        current(tensor)
+
+
+def execute(func: Any, args: list[Any], kwargs: dict[str, Any], *, writes: bool = False) -> Any:
+    """Run a call whose arguments are known, unknown or both.
+
+    Raises
+    ------
+    UnknownValueError
+        If the call needs values that nobody knows.
+    """
+    num_known, num_unknown = count(args, kwargs)
+    if num_unknown == 0:
+        return func(*args, **kwargs) if writes else _evaluate(func, args, kwargs)
+    if func in _NEEDS_VALUES:
+        raise unknown_value(str(func))
+    name = func._schema.name[6:]
+    if name in _MASKED_WRITES and _has_unknown_mask(args[1]):
+        # Which elements are written is unknown, the shape is not.
+        return args[0] if writes else torch.empty_like(args[0], device="meta")
+    if name in _INDEXING:
+        args = [args[0], _positions(args[1]), *args[2:]]
+    if num_known or name in _INDEXING:
+        args = [without_values(value) for value in args]
+        kwargs = {key: without_values(value) for key, value in kwargs.items()}
+    try:
+        return func(*args, **kwargs)
+    except NotImplementedError as error:
+        if name in _INDEXING:
+            raise unknown_value(f"{func} with a mask") from error
+        raise VirtualDeviceError(
+            f"{func} can't run on a virtual GPU with meta data: PyTorch has no shape rule for it",
+            hint='use virtual GPUs with data="cpu", or another implementation of this layer',
+        ) from error
+
+
+def count(args: list[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
+    """Count the known and the unknown tensors of a call."""
+    num_known = num_unknown = 0
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor):
+            if value.is_meta:
+                num_unknown += 1
+            else:
+                num_known += 1
+        elif type(value) is list and not (value and type(value[0]) is int):
+            inner_known, inner_unknown = count(value, {})
+            num_known += inner_known
+            num_unknown += inner_unknown
+    return num_known, num_unknown
+
+
+def _evaluate(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Compute a call whose operands are all known, unless the result would be too large."""
+    if func in _NEEDS_VALUES or func.is_view or _is_small(func, args):
+        return func(*args, **kwargs)
+    try:
+        shaped = func(
+            *[without_values(value) for value in args],
+            **{key: without_values(value) for key, value in kwargs.items()},
+        )
+    except (NotImplementedError, RuntimeError):
+        return func(*args, **kwargs)
+    num_bytes = sum(
+        tensor.numel() * tensor.element_size()
+        for tensor in (shaped if isinstance(shaped, (list, tuple)) else (shaped,))
+        if isinstance(tensor, torch.Tensor)
+    )
+    return shaped if num_bytes > KNOWN_LIMIT_BYTES else func(*args, **kwargs)
+
+
+def _is_small(func: Any, args: list[Any]) -> bool:
+    """Bound the result by the product of the operands' sizes: true of broadcasts and products."""
+    if func._schema.name[6:] in _GROW:
+        return False
+    bound = 8
+    for value in args:
+        for item in value if type(value) is list else (value,):
+            if isinstance(item, torch.Tensor):
+                bound *= max(1, item.numel())
+    return bound <= KNOWN_LIMIT_BYTES
+
+
+def without_values(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.is_meta:
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if type(value) is list:
+        return [without_values(item) for item in value]
+    return value
+
+
+def _over(storage_of: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """Show the same geometry over a meta storage."""
+    shown = torch.empty(0, dtype=view.dtype, device="meta")
+    storage = storage_of.untyped_storage()
+    shown.set_(storage, view.storage_offset(), view.shape, view.stride())  # type: ignore[call-overload]
+    return shown
+
+
+def _has_unknown_mask(indices: list[torch.Tensor | None]) -> bool:
+    return any(
+        index is not None and index.is_meta and index.dtype in (torch.bool, torch.uint8)
+        for index in indices
+    )
+
+
+def _positions(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Turn known masks into the positions that they select: those have a shape."""
+    positions: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8) and not index.is_meta:
+            positions.extend(index.nonzero(as_tuple=True))
+        else:
+            positions.append(index)
+    return positions

@@ -1,0 +1,178 @@
+"""The module ``torch.vgpu``: what torch and its users ask of a device's module.
+
+Devices are given as an index, a string, a `torch.device`, or None for the current one.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from .state import active_world, num_gpus, thread
+
+
+
+def _index(device: Any = None) -> int:
+    if device is None:
+        return thread.current_index
+    if isinstance(device, int):
+        return device
+    device = torch.device(device)
+    if device.type != "vgpu":
+        raise ValueError(f"expected a vgpu device, but got: {device}")
+    return thread.current_index if device.index is None else int(device.index)
+
+
+def is_available() -> bool:
+    """Say whether this thread has virtual GPUs."""
+    return num_gpus() > 0
+
+
+def is_initialized() -> bool:
+    """Nothing needs a start."""
+    return True
+
+
+def init() -> None:
+    """Nothing needs a start."""
+
+
+def _lazy_init() -> None:
+    pass
+
+
+def _is_in_bad_fork() -> bool:
+    return False
+
+
+def device_count() -> int:
+    """Count the GPUs of this thread's world."""
+    return num_gpus()
+
+
+def current_device() -> int:
+    """Return the index of this thread's current device."""
+    return thread.current_index
+
+
+def set_device(device: Any) -> None:
+    """Make a device this thread's current one."""
+    index = _index(device)
+    active_world().gpu(index)
+    thread.current_index = index
+
+
+class device:  # noqa: N801  (torch's own name for it)
+    """A scope in which a device is the current one."""
+
+    def __init__(self, device: Any) -> None:
+        self._index = _index(device)
+        self._previous = 0
+
+    def __enter__(self) -> None:
+        self._previous = thread.current_index
+        if self._index >= 0:
+            thread.current_index = self._index
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        thread.current_index = self._previous
+
+
+def _exchange_device(index: int) -> int:
+    previous = thread.current_index
+    if index >= 0:
+        thread.current_index = index
+    return previous
+
+
+_maybe_exchange_device = _exchange_device
+
+
+def synchronize(device: Any = None) -> None:
+    """Wait for nothing: operations end before they return."""
+    active_world().gpu(_index(device))
+
+
+def get_device_name(device: Any = None) -> str:
+    """Name a device."""
+    gpu = active_world().gpu(_index(device))
+    return f"duoka virtual GPU ({gpu.data} data)"
+
+
+def get_device_capability(device: Any = None) -> tuple[int, int]:
+    """Return the compute capability whose kernels the virtual GPU charges for."""
+    return 8, 0
+
+
+def memory_allocated(device: Any = None) -> int:
+    """Bytes in use by tensors."""
+    return active_world().memory_allocated(_index(device))
+
+
+def max_memory_allocated(device: Any = None) -> int:
+    """Peak of the bytes in use."""
+    return active_world().max_memory_allocated(_index(device))
+
+
+def memory_reserved(device: Any = None) -> int:
+    """Bytes that the allocator holds."""
+    return active_world().memory_reserved(_index(device))
+
+
+def max_memory_reserved(device: Any = None) -> int:
+    """Peak of the bytes that the allocator holds."""
+    return active_world().max_memory_reserved(_index(device))
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    """Start the peaks again."""
+    active_world().reset_peak_memory_stats(_index(device))
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """Free and total bytes."""
+    return active_world().mem_get_info(_index(device))
+
+
+def empty_cache() -> None:
+    """Give wholly free segments back."""
+    active_world().empty_cache()
+
+
+# Random numbers come from the CPU's generator, so that a seed gives the CPU's numbers.
+def manual_seed(seed: int) -> None:
+    """Seed the generator."""
+    torch.default_generator.manual_seed(seed)
+
+
+def manual_seed_all(seed: int) -> None:
+    """Do nothing: `torch.manual_seed` has seeded the CPU's generator already."""
+
+
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    """Return the generator's state."""
+    return torch.get_rng_state()
+
+
+def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
+    """Set the generator's state."""
+    torch.set_rng_state(new_state)
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    """Return the dtypes of ``torch.autocast("vgpu")``."""
+    return [torch.float16, torch.bfloat16]
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    """Say whether bfloat16 works."""
+    return True
+
+
