@@ -1,0 +1,199 @@
+"""Programme: the dynamic programme over cuts of a run of blocks and orders of devices.
+
+A state is the next block, how many devices of each group are used after it, and the group of the
+first of them. Identical devices are counted, not told apart. It knows costs as numbers only:
+not what they stand for, and not which of them are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import UsageError
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Used: TypeAlias = tuple[int, ...]
+"""How many devices of each group are used."""
+
+# Sets of equally many devices. More than this takes minutes; 16 devices that all differ have
+# 12,870 at most.
+MAX_SETS = 1 << 14
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """The blocks from `start` up to, not with, `stop`, on the fleet's device of that index."""
+
+    start: int
+    stop: int
+    device: int
+
+
+Stages: TypeAlias = tuple[Stage, ...]
+
+
+class Programme:
+    """The placements of least cost, under the costs given.
+
+    Parameters
+    ----------
+    tables : sequence of [num_blocks + 1, num_blocks + 1]
+        For each group, the cost of a stage by start and stop; infinite where it can't be.
+    groups : sequence of tuple of int
+        The devices of each group: identical ones, in the user's order.
+    transfers : [groups, groups, num_blocks + 1], optional
+        Cost of the cut before each block, from a device of one group to one of another.
+    slowest : bool
+        A placement costs as much as its dearest part, instead of all parts together.
+    num_stages : range
+        How many stages are allowed.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Floats],
+        groups: Sequence[tuple[int, ...]],
+        *,
+        transfers: Floats | None = None,
+        slowest: bool,
+        num_stages: range,
+    ) -> None:
+        self._join = np.maximum if slowest else np.add
+        self._groups = groups
+        self._transfers = transfers
+        self._num_stages = num_stages
+        self._num_blocks = tables[0].shape[0] - 1
+        # Kept by start and length: the long stages, which fit nowhere, are left out.
+        starts, stops = np.nonzero(np.any([np.isfinite(table) for table in tables], axis=0))
+        self._longest = max(1, int((stops - starts).max(initial=0)))
+        self._bands = [_band(table, self._longest) for table in tables]
+        end = np.full(self._num_blocks + 1, np.inf)
+        end[-1] = -np.inf if slowest else 0.0
+        # One layer for each number of stages: devices used → group of the first stage (-1 when
+        # it doesn't matter) → least cost of the blocks from each one to the end.
+        self._layers: list[dict[Used, dict[int, Floats]]] = [{(0,) * len(groups): {-1: end}}]
+
+    def fewest(self) -> tuple[Stages, float] | None:
+        """The best placement among those of as few stages as can be, and its cost."""
+        return next(self._best_by_number(), None)
+
+    def best(self) -> tuple[Stages, float] | None:
+        """The best placement of any allowed number of stages, and its cost."""
+        return min(self._best_by_number(), key=lambda found: found[1], default=None)
+
+    def _best_by_number(self) -> Iterator[tuple[Stages, float]]:
+        for num_stages in range(1, self._num_stages.stop):
+            if num_stages > 1:
+                self._extend(num_stages - 1)
+            if num_stages in self._num_stages:
+                cost, used = self._finish()
+                if cost < np.inf:
+                    yield self._trace(used), cost
+
+    def _extend(self, num_stages: int) -> None:
+        """Put one more stage before every suffix of the last layer."""
+        _refuse_too_many(self._groups, num_stages)
+        layer: dict[Used, dict[int, Floats]] = {}
+        after = np.full(self._num_blocks + self._longest - 1, np.inf)
+        windows = np.lib.stride_tricks.sliding_window_view(after, self._longest)
+        for rest, suffixes in self._layers[-1].items():
+            for group, used in self._with_one_more(rest):
+                after[: self._num_blocks] = self._after(group, suffixes)[1:]
+                cost = np.full(self._num_blocks + 1, np.inf)
+                np.min(self._join(self._bands[group], windows), axis=1, out=cost[:-1])
+                if cost.min() == np.inf:
+                    continue
+                firsts = layer.setdefault(used, {})
+                first = -1 if self._transfers is None else group
+                firsts[first] = np.minimum(firsts[first], cost) if first in firsts else cost
+        self._layers.append(layer)
+
+    def _finish(self) -> tuple[float, Used]:
+        """Put the first stage before the last layer: the least cost, and the devices in use."""
+        best: tuple[float, list[int], Used] = (np.inf, [], ())
+        for rest, suffixes in self._layers[-1].items():
+            for group, used in self._with_one_more(rest):
+                cost, _ = self._first_stage(group, suffixes, 0)
+                # Of equally good sets of devices the one that the user named first.
+                devices = sorted(
+                    device
+                    for members, count in zip(self._groups, used, strict=True)
+                    for device in members[:count]
+                )
+                best = min(best, (cost, devices, used))
+        return best[0], best[2]
+
+    def _with_one_more(self, used: Used) -> Iterator[tuple[int, Used]]:
+        for group, members in enumerate(self._groups):
+            if used[group] < len(members):
+                yield group, (*used[:group], used[group] + 1, *used[group + 1 :])
+
+    def _after(self, group: int, suffixes: dict[int, Floats]) -> Floats:
+        """Least cost of what comes after a stage of `group`, by block, transfers included."""
+        if -1 in suffixes or self._transfers is None:
+            return suffixes[-1]
+        least = np.full(self._num_blocks + 1, np.inf)
+        for first, suffix in suffixes.items():
+            np.minimum(least, self._join(self._transfers[group, first], suffix), out=least)
+        return least
+
+    def _first_stage(
+        self, group: int, suffixes: dict[int, Floats], start: int
+    ) -> tuple[float, int]:
+        """Least cost from `start` on when `group` has the first stage, and where that stops."""
+        after = self._after(group, suffixes)[start + 1 : start + 1 + self._longest]
+        costs = self._join(self._bands[group][start, : len(after)], after)
+        index = int(costs.argmin())
+        return float(costs[index]), start + 1 + index
+
+    def _trace(self, used: Used) -> Stages:
+        """Walk the best placement on these devices from the first block to the last."""
+        stages: list[Stage] = []
+        left, start, before = list(used), 0, -1
+        while start < self._num_blocks:
+            choices = []
+            layer = self._layers[sum(left) - 1]
+            for group, members in enumerate(self._groups):
+                rest = (*left[:group], left[group] - 1, *left[group + 1 :])
+                if rest not in layer:
+                    continue
+                cost, stop = self._first_stage(group, layer[rest], start)
+                if self._transfers is not None and stages:
+                    cost = float(self._join(self._transfers[before, group, start], cost))
+                # Of equally good devices the one that the user named first.
+                choices.append((cost, members[used[group] - left[group]], stop, group))
+            _, device, stop, before = min(choices)
+            left[before] -= 1
+            stages.append(Stage(start=start, stop=stop, device=device))
+            start = stop
+        return tuple(stages)
+
+
+def _band(table: Floats, longest: int) -> Floats:
+    """From [start, stop] to [start, length - 1], without the start behind the last block."""
+    num_blocks = table.shape[0] - 1
+    padded = np.concatenate([table, np.full((num_blocks + 1, longest), np.inf)], axis=1)
+    columns = np.arange(1, longest + 1)[None, :] + np.arange(num_blocks)[:, None]
+    return np.take_along_axis(padded[:-1], columns, axis=1)
+
+
+def _refuse_too_many(groups: Sequence[tuple[int, ...]], num_devices: int) -> None:
+    """Refuse before the work when there are too many sets of so many devices."""
+    num_sets = [1]
+    for members in groups:
+        terms = [0] * (len(num_sets) + len(members))
+        for size, count in enumerate(num_sets):
+            for more in range(len(members) + 1):
+                terms[size + more] += count
+        num_sets = terms
+    if num_sets[num_devices] > MAX_SETS:
+        raise UsageError(
+            f"{sum(map(len, groups))} devices of {len(groups)} different kinds give "
+            f"{num_sets[num_devices]} sets of {num_devices}; at most {MAX_SETS} can be searched",
+            hint="name fewer devices, or give similar ones equal budgets",
+        )
