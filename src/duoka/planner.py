@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from .errors import InfeasibleError, UsageError
 from .fleet import Fleet
 from .forecast import Costs, DeviceForecast, Forecast
 from .placement import Placement
-from .plan import Plan
+from .plans import Plan
 from .profile import Profile
-from .search import NoPlacement, Objective, Solution, largest, search
+from .search import NoPlacement, Objective, Solution, fits, largest, search
 from .units import format_bytes
 from .workload import Workload
 
@@ -26,7 +27,7 @@ class Question:
 
     fleet: Fleet
     workload: Workload
-    objective: Objective = "auto"
+    objective: Objective | Literal["auto"] = "auto"
     use_all: bool = False
 
 
@@ -56,18 +57,14 @@ def solve(profile: Profile, question: Question, *, source: str = "") -> Plan:
     for workload in _with_chunks(question.workload):
         try:
             costs = Costs(profile, workload)
-            return _plan(costs, search_stages(costs, question), question, source)
+            solution = search(
+                costs, question.fleet, objective=question.objective, use_all=question.use_all
+            )
+            return _plan(costs, solution, question, source)
         except NoPlacement as none:
             shortage = none
     assert shortage is not None, "there is always a chunk to try"
     raise _infeasible(profile, question, shortage)
-
-
-def search_stages(costs: Costs, question: Question) -> Solution:
-    """The search itself, for the question's fleet and objective."""
-    return search(
-        costs, question.fleet, objective=question.objective, use_all=question.use_all
-    )
 
 
 def _with_chunks(workload: Workload) -> Iterator[Workload]:
@@ -121,10 +118,10 @@ def _plan(costs: Costs, solution: Solution, question: Question, source: str) -> 
     return Plan(
         source=source,
         model=profile.model,
-        fingerprint=profile.key,
+        fingerprint=profile.fingerprint,
         fleet=fleet,
         workload=costs.workload,
-        placement=Placement(entries=entries, fingerprint=profile.key),
+        placement=Placement(entries=entries, fingerprint=profile.fingerprint),
         forecast=Forecast(devices=tuple(forecasts), decode_seconds=_seconds(costs, solution, fleet)),
         objective=solution.objective,
         value=float(solution.value),
@@ -161,27 +158,25 @@ def _reasons(costs: Costs, solution: Solution, question: Question) -> Iterator[s
 
 def _infeasible(profile: Profile, question: Question, shortage: NoPlacement) -> InfeasibleError:
     budget = sum(device.budget_bytes for device in question.fleet.devices)
+    shortfall = shortage.shortfall()
     ways = tuple(_ways_out(profile, question))
     workload = question.workload
     return InfeasibleError(
         f"{profile.model} does not fit: {format_bytes(profile.weight_bytes)} of weights, "
         f"{workload.context_tokens} tokens, batch {workload.batch}; "
         f"{len(question.fleet.devices)} device(s) with a budget of {format_bytes(budget)} in all; "
-        f"at least {format_bytes(shortage.shortfall_bytes)} are missing",
+        f"at least {format_bytes(shortfall.shortfall_bytes)} are missing",
         hint="; or ".join(ways) if ways else "use more or larger GPUs, or a smaller model",
-        shortfall_bytes=shortage.shortfall_bytes,
+        shortfall_bytes=shortfall.shortfall_bytes,
         ways_out=ways,
     )
 
 
 def _fits(profile: Profile, question: Question) -> bool:
-    for workload in _with_chunks(question.workload):
-        try:
-            search_stages(Costs(profile, workload), question)
-        except NoPlacement:
-            continue
-        return True
-    return False
+    return any(
+        fits(Costs(profile, workload), question.fleet, use_all=question.use_all)
+        for workload in _with_chunks(question.workload)
+    )
 
 
 def _ways_out(profile: Profile, question: Question) -> Iterator[str]:

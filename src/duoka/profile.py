@@ -168,8 +168,8 @@ class Profile:
 
     Parameters
     ----------
-    key : str
-        Checkpoint, class, dtype, attention and versions that it was traced with.
+    fingerprint : str
+        Of the checkpoint or model.
     model : str
         The class's name, for people.
     dtype : str
@@ -184,7 +184,7 @@ class Profile:
         The longest context that the model was made for.
     """
 
-    key: str
+    fingerprint: str
     model: str
     dtype: str
     blocks: tuple[Block, ...]

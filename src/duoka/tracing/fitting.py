@@ -122,6 +122,12 @@ class _Solver:
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         phase, many = samples[0].phase, samples[0].batch > 1
+        if len(samples) == 1:
+            # One call of a module: every rule is a constant, and there is nothing to check.
+            self._places, self._rows = [0], [[1]]
+            self._inverse, self._chosen = _invert(self._rows, 1)
+            self._known: dict[tuple[int, ...], Rule] = {}
+            return
         alone = {"prefill": ("1", "q", "qq"), "decode": ("1", "k"), "extend": ("1", "q", "k", "qk")}
         names = [*alone[phase]]
         if many:
@@ -132,7 +138,7 @@ class _Solver:
         ]
         assert len(self._rows) > len(self._places), "nothing is left to check a rule with"
         self._inverse, self._chosen = _invert(self._rows, len(self._places))
-        self._known: dict[tuple[int, ...], Rule] = {}
+        self._known = {}
 
     def rule(self, values: Sequence[int]) -> Rule:
         """The rule that gives these values at the samples.

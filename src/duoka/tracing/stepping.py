@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from ..workload import Workload
 
@@ -56,6 +57,24 @@ class Stepper:
         for _ in range(decode_steps):
             self.step(1)
 
+    def lengthen(self, tokens: int) -> None:
+        """Let the cache hold that many more tokens, without computing them one by one.
+
+        A plain cache is made longer; one with a layout of its own is filled in a few steps.
+        """
+        layers = getattr(self.cache, "layers", [])
+        if layers and all(type(layer) is DynamicLayer for layer in layers):
+            for layer in layers:
+                if layer.keys is not None:
+                    layer.keys = _longer(layer.keys, tokens)
+                    layer.values = _longer(layer.values, tokens)
+            self.past += tokens
+            return
+        while tokens:
+            query = min(tokens, _LENGTHEN_TOKENS)
+            self.step(query)
+            tokens -= query
+
     def _inputs(self, query: int, keys: int) -> dict[str, Any]:
         ids = torch.ones((self.batch, query), dtype=torch.long, device=self.device)
         mask = torch.ones((self.batch, keys), dtype=torch.long, device=self.device)
@@ -76,4 +95,11 @@ class Stepper:
         return {name: value for name, value in inputs.items() if name in self._accepted}
 
 
+_LENGTHEN_TOKENS = 128
 _CACHES = ("past_key_values", "cache_params", "state")
+
+
+def _longer(states: torch.Tensor, tokens: int) -> torch.Tensor:
+    """[batch, heads, tokens, head_dim] with more tokens, on the same device."""
+    batch, heads, length, width = states.shape
+    return states.new_empty((batch, heads, length + tokens, width))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -28,7 +28,7 @@ _LONGEST_TOKENS = 2**17
 class Subject:
     """What is traced, besides the model itself."""
 
-    key: str
+    fingerprint: str
     max_context_tokens: int | None = None
 
 
@@ -41,7 +41,7 @@ def trace(model: nn.Module, subject: Subject) -> Profile:
         As `models.build` makes it: parameters on meta. It is taken to a virtual GPU and is of no
         use afterwards.
     subject : Subject
-        The profile's key, and the longest context to know.
+        The model's fingerprint, and the longest context to know.
 
     Raises
     ------
@@ -55,6 +55,55 @@ def trace(model: nn.Module, subject: Subject) -> Profile:
         tracer = _Tracer(model, groups, device, subject.max_context_tokens or _LONGEST_TOKENS)
         regimes, tapes = tracer.regimes()
         return _profile(model, groups, subject, regimes, tapes)
+
+
+def trace_call(
+    model: nn.Module, subject: Subject, inputs: Mapping[str, Any] | Sequence[Any]
+) -> Profile:
+    """Run any module once on example inputs and record what that call costs.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Parameters on meta. It is of no use afterwards.
+    subject : Subject
+    inputs : mapping or sequence
+        Keyword or positional arguments of the call; tensors may lie anywhere.
+
+    Returns
+    -------
+    Profile
+        Its tapes hold for this call alone, whatever workload is asked about.
+    """
+    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+    with virtual.gpus([None], data="meta"), torch.no_grad():
+        place(model, Placement(entries=(("", "vgpu:0"),)))
+
+        def call() -> None:
+            model(*moved(args, "vgpu:0"), **moved(kwargs, "vgpu:0"))
+
+        groups = find_groups(model, call)
+        with Recorder(model, groups, skip=False) as recorder:
+            recorded = recorder.record(call)
+        sample = Sample("prefill", 1, 0, 0, recorded)
+        tapes, carried = fit([sample])
+        whole = (0, _ENDLESS)
+        regimes = [
+            Regime(phase="prefill", many=many, query=whole, past=whole, keys=whole, carried=carried)
+            for many in (False, True)
+        ]
+        return _profile(model, groups, subject, regimes, [tapes, tapes])
+
+
+def moved(tree: Any, device: str) -> Any:
+    """Nested arguments with every tensor on a device."""
+    if isinstance(tree, torch.Tensor):
+        return tree.to(device)
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(moved(item, device) for item in tree)
+    if isinstance(tree, Mapping):
+        return {key: moved(item, device) for key, item in tree.items()}
+    return tree
 
 
 class _Tracer:
@@ -152,7 +201,7 @@ def _profile(
         number = kinds.setdefault(kind, len(kinds))
         blocks.append(Block(modules=group.names, kind=number, tied_to=ties.get(index)))
     return Profile(
-        key=subject.key,
+        fingerprint=subject.fingerprint,
         model=type(model).__name__,
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
         blocks=tuple(blocks),
@@ -170,15 +219,14 @@ def _weights(
     sizes: list[list[int]] = [[] for _ in groups]
     ties: dict[int, int] = {}
     met: dict[int, int] = {}
-    held: Callable[[nn.Module], Iterator[Any]] = _held
     for name, module in model.named_modules():
-        for tensor in held(module):
+        for tensor in _held(module):
             block = block_of[name]
-            first = met.setdefault(id(tensor), block)
-            if first == block:
+            if id(tensor) not in met:
+                met[id(tensor)] = block
                 sizes[block].append(tensor.nbytes)
-            else:
-                ties[max(first, block)] = min(first, block)
+            elif met[id(tensor)] != block:
+                ties[max(met[id(tensor)], block)] = min(met[id(tensor)], block)
     return [tuple(item) for item in sizes], ties
 
 

@@ -1,0 +1,227 @@
+"""The front door: plan a model, load a plan, spread a model."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+
+from . import checker, devices, loader, models, profiles
+from . import dispatch as dispatching
+from .checkpoint import Checkpoint
+from .errors import CheckpointError, FormatError, UsageError
+from .fleet import Fleet
+from .placement import Placement
+from .plans import Plan
+from .planner import Question, solve
+from .profile import Profile
+from .search import Objective
+from .tracing import Subject, trace, trace_call
+from .workload import Workload
+
+Model = TypeVar("Model", bound=nn.Module)
+Progress = Callable[[int, int], None]
+
+
+def plan(
+    model: str | os.PathLike[str] | Checkpoint | nn.Module,
+    fleet: Fleet | str,
+    workload: Workload | None = None,
+    *,
+    use_all: bool = False,
+    objective: Objective | Literal["auto"] = "auto",
+    inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    trust_remote_code: bool = False,
+) -> Plan:
+    """Find where every module goes.
+
+    Parameters
+    ----------
+    model : path, Checkpoint or torch.nn.Module
+        A directory with a published checkpoint, a model of transformers, or any module together
+        with example `inputs`.
+    fleet : Fleet or str
+        The devices that may be used; a text is read by `Fleet.parse`.
+    workload : Workload, optional
+        What the model will be asked to do; by default `Workload()`.
+    use_all : bool
+        Use every device, instead of as few as hold the workload.
+    objective : {"auto", "headroom", "latency", "throughput"}
+        What to optimise.
+    inputs : mapping or tuple, optional
+        Arguments of one call of the module. The plan is then for such a call; a workload can't
+        be given as well.
+    trust_remote_code : bool
+        Run model code that comes with the checkpoint.
+
+    Raises
+    ------
+    InfeasibleError
+        If nothing fits: with the shortfall and what would fit.
+
+    Examples
+    --------
+    >>> layers = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    >>> plan(layers, "virtual:2x2MiB", inputs=(torch.zeros(1, 512),)).device_map
+    {'0': 'vgpu:0', '1': 'vgpu:1'}
+    """
+    fleet = Fleet.parse(fleet) if isinstance(fleet, str) else fleet
+    if inputs is not None and (workload is not None or not isinstance(model, nn.Module)):
+        raise UsageError(
+            "example inputs are for a module, and are its workload",
+            hint="give either inputs or a workload",
+        )
+    asked = workload or Workload()
+    source = ""
+    if isinstance(model, nn.Module):
+        profile = profile_module(model, inputs)
+        asked = asked if inputs is None else Workload(prompt_tokens=1, new_tokens=1)
+    else:
+        checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
+        source = str(checkpoint.path)
+        profile = profile_checkpoint(checkpoint, asked, trust_remote_code=trust_remote_code)
+    asked = asked.resolved(dtype=profile.dtype)  # type: ignore[arg-type]
+    question = Question(fleet=fleet, workload=asked, use_all=use_all, objective=objective)
+    return solve(profile, question, source=source)
+
+
+def profile_checkpoint(
+    checkpoint: Checkpoint, workload: Workload, *, trust_remote_code: bool = False
+) -> Profile:
+    """The profile of a checkpoint: from the cache, or traced and kept there."""
+    dtype = dtype_of(checkpoint, workload)
+    key = profiles.profile_key(checkpoint.fingerprint, dtype)
+    profile = profiles.read_profile(key)
+    if profile is None:
+        model = _build(checkpoint, dtype, trust_remote_code=trust_remote_code)
+        subject = Subject(
+            fingerprint=checkpoint.fingerprint, max_context_tokens=checkpoint.max_context_tokens
+        )
+        profile = trace(model, subject)
+        profiles.write_profile(key, profile)
+    return profile
+
+
+def profile_module(
+    model: nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...] | None
+) -> Profile:
+    """The profile of a model that is given as an object; the object isn't touched."""
+    subject = Subject(fingerprint=fingerprint_module(model))
+    bare = without_data(model)
+    if inputs is not None:
+        return trace_call(bare, subject, inputs)
+    if not hasattr(model, "config"):
+        raise UsageError(
+            f"{type(model).__name__} is no model of transformers",
+            hint="give example inputs as well: plan(model, fleet, inputs=(x,))",
+        )
+    return trace(bare, subject)
+
+
+def load(plan: Plan, *, progress: Progress | None = None, trust_remote_code: bool = False) -> Any:
+    """Prove a plan, then load the model onto its devices.
+
+    Parameters
+    ----------
+    plan : Plan
+    progress : callable, optional
+        Called with (bytes done, bytes in all) while the weights are read.
+    trust_remote_code : bool
+        Run model code that comes with the checkpoint.
+
+    Returns
+    -------
+    transformers.PreTrainedModel
+        In evaluation mode, spread as the plan says; `generate` works as ever.
+
+    Raises
+    ------
+    ProofError
+        If the plan fails on virtual GPUs; nothing has been read then.
+    FormatError
+        If the plan was made for another checkpoint.
+    LoadError
+        If what is in the files isn't what the model expects; nothing stays loaded then.
+    """
+    checkpoint = Checkpoint.open(plan.source) if plan.source else None
+    if checkpoint is None or not checkpoint.has_weights:
+        raise CheckpointError(
+            f"{plan.source or 'the plan'} has no weights to load",
+            hint="plan for a directory that holds the weight files",
+        )
+    if checkpoint.fingerprint != plan.fingerprint:
+        raise FormatError(
+            f"the plan was made for another checkpoint than {plan.source} holds now",
+            hint="make the plan again",
+        )
+    devices.materialise(plan.fleet)
+    dtype = plan.workload.dtype
+    checker.prove(plan, _build(checkpoint, dtype, trust_remote_code=trust_remote_code))
+    model = _build(checkpoint, dtype, trust_remote_code=trust_remote_code)
+    loader.load_weights(model, checkpoint, plan.placement, progress=progress)
+    return dispatching.dispatch(model, plan.placement)
+
+
+def dispatch(model: Model, placement: Placement | Plan | Mapping[str, str]) -> Model:
+    """Spread a model over devices; the same object comes back.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    placement : Placement, Plan or mapping
+        A mapping goes from module names to torch's device names.
+
+    Raises
+    ------
+    PlacementError
+        If a parameter or buffer has no device, or a name is unknown; nothing has been moved then.
+    """
+    if isinstance(placement, Plan):
+        devices.materialise(placement.fleet)
+        placement = placement.placement
+    elif isinstance(placement, Mapping):
+        placement = Placement(entries=tuple(placement.items()))
+    return dispatching.dispatch(model, placement)
+
+
+def dtype_of(checkpoint: Checkpoint, workload: Workload) -> str:
+    """The weights' type: asked for, or the checkpoint's own."""
+    return workload.dtype if workload.dtype != "auto" else checkpoint.default_dtype or "float32"
+
+
+def fingerprint_module(model: nn.Module) -> str:
+    """Equal for models of equal class, configuration and tensor names, shapes and types."""
+    digest = hashlib.sha256(type(model).__qualname__.encode())
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "to_json_string"):
+        digest.update(config.to_json_string(use_diff=False).encode())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+    return digest.hexdigest()
+
+
+def without_data(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters have shapes and no data; buffers keep theirs."""
+    memo: dict[int, Any] = {
+        id(parameter): nn.Parameter(
+            torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+        )
+        for parameter in model.parameters()
+    }
+    with torch.no_grad():
+        return copy.deepcopy(model, memo)
+
+
+def _build(checkpoint: Checkpoint, dtype: str, *, trust_remote_code: bool) -> nn.Module:
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    return models.build(
+        checkpoint.config,
+        dtype=getattr(torch, dtype),
+        trust_remote_code=folder if trust_remote_code else None,
+    )
+

@@ -1,0 +1,115 @@
+"""The proof: a plan, run at its workload on virtual GPUs without data, before a weight is read."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from . import virtual
+from .dispatch import dispatch
+from .errors import ProofError
+from .placement import Placement
+from .plans import Plan
+from .tracing import Stepper
+from .workload import Workload
+
+_DECODE_STEPS = 2
+_PACKAGE = Path(__file__).parent
+_LIBRARY = Path(torch.__file__).parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Peaks that a virtual GPU measured, in bytes."""
+
+    device: str
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+def prove(plan: Plan, model: nn.Module) -> tuple[Measured, ...]:
+    """Run a plan on virtual GPUs that have its devices' budgets.
+
+    Parameters
+    ----------
+    plan : Plan
+    model : torch.nn.Module
+        As `models.build` makes it. It is taken to virtual GPUs and of no use afterwards.
+
+    Returns
+    -------
+    tuple of Measured
+        One for each device of the plan.
+
+    Raises
+    ------
+    ProofError
+        If an operation mixes devices or a device overflows: with the place in the code.
+    PlacementError
+        If the placement isn't complete for this model.
+    """
+    names = plan.devices
+    virtual_name = {name: f"vgpu:{index}" for index, name in enumerate(names)}
+    budgets = {device.name: device.budget_bytes for device in plan.fleet.devices}
+    entries = tuple((module, virtual_name[name]) for module, name in plan.placement.entries)
+    with virtual.gpus([budgets[name] for name in names], data="meta") as world, torch.no_grad():
+        try:
+            dispatch(model, Placement(entries=entries), empty=True)
+            _run(model, plan.workload)
+        except torch.OutOfMemoryError as error:
+            raise ProofError(
+                f"the plan overflows{_where(error)}: {_renamed(str(error), names)}",
+                hint="make the plan again; if it comes out the same, report it as a defect",
+            ) from error
+        except RuntimeError as error:
+            raise ProofError(
+                f"the model fails on {len(names)} device(s){_where(error)}: "
+                f"{_renamed(str(error), names)}",
+                hint="this model's code can't be split there; put it on one GPU (--gpus)",
+            ) from error
+        return tuple(
+            Measured(
+                device=name,
+                allocated_bytes=world.max_memory_allocated(index),
+                reserved_bytes=world.max_memory_reserved(index),
+            )
+            for index, name in enumerate(names)
+        )
+
+
+def _run(model: nn.Module, workload: Workload) -> None:
+    """The prompt, the first decode steps, and the last ones at the end of the context."""
+    stepper = Stepper(model, workload.batch, torch.device("vgpu:0"))
+    num_decodes = workload.new_tokens - 1
+    stepper.run(workload, decode_steps=min(num_decodes, _DECODE_STEPS))
+    left = num_decodes - 2 * _DECODE_STEPS
+    if left > 0:
+        stepper.lengthen(left)
+    for _ in range(min(max(num_decodes - _DECODE_STEPS, 0), _DECODE_STEPS)):
+        stepper.step(1)
+
+
+def _where(error: BaseException) -> str:
+    """File, line and text of the model's code in which an error arose."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not Path(frame.filename).is_relative_to(_PACKAGE)
+        and not Path(frame.filename).is_relative_to(_LIBRARY)
+    ]
+    if not frames:
+        return ""
+    last = frames[-1]
+    return f" at {last.filename}:{last.lineno} ({last.line})"
+
+
+def _renamed(message: str, names: tuple[str, ...]) -> str:
+    """The message with the plan's devices in place of the virtual ones it was proved on."""
+    for index, name in reversed(list(enumerate(names))):
+        message = message.replace(f"vgpu:{index}", name)
+    return message
+
