@@ -114,7 +114,8 @@ def _placed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         tensor.grad = grad
         return tensor
     parameter = nn.Parameter(data, requires_grad=tensor.requires_grad)
-    parameter.__dict__.update(tensor.__dict__)
+    for mark, value in tensor.__dict__.items():
+        parameter.__dict__.setdefault(mark, value)  # what is there already belongs to the data
     parameter.grad = grad
     return parameter
 

@@ -1,0 +1,397 @@
+"""A model over several virtual GPUs is the model on one, and stays an ordinary one."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    GlmConfig,
+    GlmForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from duoka import virtual
+from duoka.dispatch import dispatch, tensor_names, undispatch
+from duoka.errors import ModelError, PlacementError
+from duoka.placement import Placement
+
+NUM_LAYERS = 4
+
+
+# transformers has renamed gradient checkpointing; peft uses the old name.
+pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning")
+
+
+@pytest.fixture(autouse=True)
+def _three_gpus() -> None:
+    virtual.set_gpus([None, None, None])  # for every thread
+
+
+def glm() -> GlmForCausalLM:
+    torch.manual_seed(0)
+    config = GlmConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    return GlmForCausalLM(config).eval()
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=97, n_embd=32, n_layer=NUM_LAYERS, n_head=4, n_positions=64, eos_token_id=1
+    )
+    return GPT2LMHeadModel(config).eval()
+
+
+def t5() -> T5ForConditionalGeneration:
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=97,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config).eval()
+
+
+def placement(*groups: tuple[str, str]) -> Placement:
+    """Entries from (device, names separated by blanks)."""
+    entries = tuple((name, device) for device, names in groups for name in names.split())
+    return Placement(entries=entries)
+
+
+GLM = placement(
+    ("vgpu:0", "model.embed_tokens model.rotary_emb model.layers.0"),
+    ("vgpu:1", "model.layers.1 model.layers.2"),
+    ("vgpu:2", "model.layers.3 model.norm lm_head"),
+)
+GPT2 = placement(
+    ("vgpu:0", "transformer.wte transformer.wpe transformer.h.0"),
+    ("vgpu:1", "transformer.h.1 transformer.h.2"),
+    ("vgpu:2", "transformer.h.3 transformer.ln_f"),
+    ("vgpu:0", "lm_head"),  # tied: back to its partner's device
+)
+T5 = placement(
+    ("vgpu:0", "shared encoder.embed_tokens encoder.block.0"),
+    ("vgpu:1", "encoder.block.1 encoder.final_layer_norm"),
+    ("vgpu:0", "decoder.embed_tokens decoder.block.0"),
+    ("vgpu:2", "decoder.block.1 decoder.final_layer_norm"),
+    ("vgpu:0", "lm_head"),
+)
+
+
+def both(model: PreTrainedModel, spread: Placement) -> tuple[PreTrainedModel, PreTrainedModel]:
+    one = dispatch(copy.deepcopy(model), Placement(entries=(("", "vgpu:0"),)))
+    return one, dispatch(model, spread)
+
+
+def tokens(batch: int = 2, length: int = 9) -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(2, 97, (batch, length), generator=generator).to("vgpu:0")
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def train_step(model: PreTrainedModel, **inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    model.train()
+    model.zero_grad()
+    torch.manual_seed(1)
+    loss = model(**inputs).loss
+    loss.backward()
+    return loss.detach().cpu(), gradients(model)
+
+
+def assert_same_training(
+    one: PreTrainedModel, many: PreTrainedModel, **inputs: Tensor
+) -> dict[str, Tensor]:
+    (loss, grads), (other_loss, other_grads) = train_step(one, **inputs), train_step(many, **inputs)
+    torch.testing.assert_close(loss, other_loss, rtol=0, atol=0)
+    torch.testing.assert_close(grads, other_grads, rtol=0, atol=1e-7)
+    return grads
+
+
+FAMILIES = [(glm, GLM), (gpt2, GPT2)]
+
+
+@pytest.mark.parametrize(("make", "spread"), FAMILIES, ids=["glm", "gpt2"])
+class TestSameAsOneDevice:
+    def test_logits(self, make: Any, spread: Placement) -> None:
+        one, many = both(make(), spread)
+        logits = many(tokens()).logits
+        assert str(logits.device) == spread.device_of("lm_head.weight")
+        torch.testing.assert_close(logits.cpu(), one(tokens()).logits.cpu(), rtol=0, atol=0)
+
+    def test_logits_in_inference_mode(self, make: Any, spread: Placement) -> None:
+        one, many = both(make(), spread)
+        with torch.inference_mode():
+            torch.testing.assert_close(
+                many(tokens()).logits.cpu(), one(tokens()).logits.cpu(), rtol=0, atol=0
+            )
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"do_sample": False},
+            {"do_sample": True, "temperature": 1e-5, "top_p": 0.8},
+            {"do_sample": False, "num_beams": 3},
+            {"do_sample": False, "cache_implementation": "static"},
+            {"do_sample": True, "temperature": 0.9},
+        ],
+        ids=["greedy", "cold", "beams", "static", "sampling"],
+    )
+    def test_generation(self, make: Any, spread: Placement, options: dict[str, Any]) -> None:
+        answers = []
+        for model in both(make(), spread):
+            torch.manual_seed(3)
+            answers.append(model.generate(tokens(), max_new_tokens=6, **options).tolist())
+        assert answers[0] == answers[1]
+
+    def test_a_padded_batch(self, make: Any, spread: Placement) -> None:
+        one, many = both(make(), spread)
+        ids, mask = tokens(), torch.ones(2, 9, dtype=torch.long, device="vgpu:0")
+        mask[0, :4] = 0
+        options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
+        assert many.generate(ids, **options).tolist() == one.generate(ids, **options).tolist()
+
+    def test_loss_and_gradients(self, make: Any, spread: Placement) -> None:
+        one, many = both(make(), spread)
+        grads = assert_same_training(one, many, input_ids=tokens(), labels=tokens())
+        assert set(grads) == {name for name, _ in many.named_parameters()}
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_gradient_checkpointing(self, make: Any, spread: Placement, reentrant: bool) -> None:
+        one, many = both(make(), spread)
+        many.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        many.enable_input_require_grads()
+        grads = assert_same_training(one, many, input_ids=tokens(), labels=tokens())
+        assert set(grads) == {name for name, _ in many.named_parameters()}
+
+    def test_a_copy_of_the_model_is_dispatched_too(self, make: Any, spread: Placement) -> None:
+        model = dispatch(make(), spread)
+        twin = copy.deepcopy(model)
+        ids = tokens()
+        assert twin(ids).logits.tolist() == model(ids).logits.tolist()
+        undispatch(twin)
+        assert not any(m._forward_pre_hooks or m._forward_hooks for m in twin.modules())
+        assert model(ids).logits.shape == (2, 9, 97)
+
+    def test_saved_and_read_again(self, make: Any, spread: Placement, tmp_path: Path) -> None:
+        reference = make()
+        model = dispatch(make(), spread)
+        model.save_pretrained(tmp_path)
+        read = type(model).from_pretrained(tmp_path)
+        expected = dict(tensor_names(reference))
+        for name, tensor in tensor_names(read):
+            assert torch.equal(tensor, expected[name]), name
+        assert list(model.state_dict()) == list(reference.state_dict())
+
+
+class TestEncoderDecoder:
+    def test_logits_and_gradients(self) -> None:
+        one, many = both(t5(), T5)
+        inputs = {"input_ids": tokens(), "labels": tokens(length=5)}
+        for model in (one, many):
+            model.config.dropout_rate = 0.0
+        many.gradient_checkpointing_enable({"use_reentrant": True})
+        many.enable_input_require_grads()
+        for model in (one, many):
+            for module in model.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.0
+        grads = assert_same_training(one, many, **inputs)
+        assert set(grads) == {name for name, _ in many.named_parameters()}
+
+    @pytest.mark.parametrize("beams", [1, 3])
+    def test_generation(self, beams: int) -> None:
+        one, many = both(t5(), T5)
+        options = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams}
+        ids = tokens()
+        assert many.generate(ids, **options).tolist() == one.generate(ids, **options).tolist()
+        assert "_old_forward" not in many.encoder.__dict__  # no hook of accelerate's came in
+
+
+def test_inputs_may_come_from_another_device() -> None:
+    one, many = both(glm(), GLM)
+    expected = one(tokens()).logits.tolist()
+    assert many(tokens().cpu()).logits.tolist() == expected
+    assert many(tokens().to("vgpu:2")).logits.tolist() == expected
+
+
+def test_the_cache_lives_where_its_layer_lives() -> None:
+    model = dispatch(glm(), GLM)
+    cache = model(tokens(), use_cache=True).past_key_values
+    devices = [str(layer.keys.device) for layer in cache.layers]
+    assert devices == [GLM.device_of(f"model.layers.{i}") for i in range(NUM_LAYERS)]
+
+
+def test_lora_trains_the_same() -> None:
+    peft = pytest.importorskip("peft")
+    results = []
+    for model in both(glm(), GLM):
+        torch.manual_seed(5)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+        adapted = peft.get_peft_model(model, config)
+        assert {str(p.device) for n, p in adapted.named_parameters() if "layers.3" in n} == {
+            str(model.model.layers[3].mlp.down_proj.base_layer.weight.device)
+        }
+        results.append(train_step(adapted, input_ids=tokens(), labels=tokens()))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-7)
+    assert results[0][1]
+
+
+def test_generation_in_a_worker_thread() -> None:
+    one, many = both(glm(), GLM)
+    answers: list[Any] = []
+
+    def work() -> None:
+        answers.append(many.generate(tokens(), max_new_tokens=5, do_sample=False).tolist())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert answers == [one.generate(tokens(), max_new_tokens=5, do_sample=False).tolist()]
+
+
+def test_the_stage_is_the_current_device_and_the_callers_comes_back() -> None:
+    model = dispatch(glm(), GLM)
+    backend = torch.get_device_module("vgpu")
+    seen: list[int] = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda *_: seen.append(backend.current_device()))
+    backend.set_device(1)
+    try:
+        model(tokens())
+        assert backend.current_device() == 1
+        model.model.norm.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(tokens())
+        assert backend.current_device() == 1
+    finally:
+        backend.set_device(0)
+    assert seen[:NUM_LAYERS] == [0, 1, 1, 2]
+
+
+def test_hidden_states_are_freed_as_on_one_device() -> None:
+    def peaks(spread: Placement) -> list[int]:
+        with virtual.gpus([None, None]) as world, torch.no_grad():
+            model = dispatch(glm(), spread)
+            ids = torch.ones(1, 1000, dtype=torch.long, device="vgpu:0")
+            before = [world.memory_allocated(i) for i in (0, 1)]
+            for index in (0, 1):
+                world.reset_peak_memory_stats(index)
+            model.model(ids, use_cache=False)
+            return [world.max_memory_allocated(i) - before[i] for i in (0, 1)]
+
+    here = "model.embed_tokens model.rotary_emb model.layers.0"
+    rest = "model.layers.2 model.layers.3 model.norm lm_head"
+    split = peaks(placement(("vgpu:0", here), ("vgpu:1", f"model.layers.1 {rest}")))
+    alone = peaks(Placement(entries=(("", "vgpu:1"), ("lm_head", "vgpu:0"))))
+    # The second stage holds what the one device holds, and its own copies of what came in:
+    # nothing grows with the number of layers.
+    hidden_bytes = 1000 * 32 * 4
+    assert split[1] <= alone[1] + hidden_bytes
+
+
+def test_a_value_changed_between_layers_is_never_stale() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, hidden: Tensor, bias: Tensor) -> Tensor:
+            return hidden * self.weight + bias
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            bias = torch.zeros_like(hidden)
+            for block in self.blocks:
+                hidden = block(hidden, bias)
+                bias += 1
+            return hidden
+
+    model = Model()
+    dispatch(
+        model,
+        placement(("vgpu:0", "blocks.0"), ("vgpu:1", "blocks.1 blocks.2 blocks.3")),
+    )
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            assert model(torch.zeros(2, device="vgpu:0")).tolist() == [6.0, 6.0]
+
+
+def test_dispatching_again_replaces_the_placement() -> None:
+    model = dispatch(glm(), GLM)
+    expected = model(tokens()).logits.tolist()
+    hooks = sum(len(m._forward_pre_hooks) for m in model.modules())
+    dispatch(model, GLM)
+    assert sum(len(m._forward_pre_hooks) for m in model.modules()) == hooks
+    dispatch(model, Placement(entries=(("", "vgpu:2"),)))
+    assert not any(m._forward_pre_hooks for m in model.modules())
+    assert model(tokens().to("vgpu:2")).logits.tolist() == expected
+
+
+def test_undispatch_leaves_an_ordinary_model() -> None:
+    model = dispatch(t5(), T5)
+    plain = t5()
+    undispatch(model)
+    undispatch(model)  # nothing to do
+    assert set(model.__dict__) == set(plain.__dict__)
+    assert set(model.encoder.__dict__) == set(plain.encoder.__dict__)
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+def test_transformers_sees_several_devices() -> None:
+    model = dispatch(glm(), GLM)
+    assert {str(device) for device in model.hf_device_map.values()} == {
+        "vgpu:0",
+        "vgpu:1",
+        "vgpu:2",
+    }
+    assert str(model.device) == "vgpu:0"
+
+
+def test_a_refused_model_is_as_before() -> None:
+    model = dispatch(glm(), GLM)
+    with pytest.raises(PlacementError):
+        dispatch(model, placement(("vgpu:0", "model")))
+    assert model(tokens()).logits.shape == (2, 9, 97)
+    with torch.device("meta"):
+        empty = glm()
+    with pytest.raises(ModelError, match="have no data"):
+        dispatch(empty, GLM)
+
+
+def test_an_empty_model_runs_on_gpus_without_data() -> None:
+    with torch.device("meta"):
+        model = glm()
+    with virtual.gpus([None] * 3, data="meta"):
+        dispatch(model, GLM, empty=True)
+        logits = model(torch.ones(1, 4, dtype=torch.long, device="vgpu:0")).logits
+        assert str(logits.device) == "vgpu:2"
