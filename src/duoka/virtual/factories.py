@@ -70,6 +70,15 @@ def _ready(device: torch.device | None) -> Gpu:
     return gpu_of(device)
 
 
+def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
+    """Implement ``aten::copy_`` for tensors under construction.
+
+    In a thread that isn't armed yet, `torch.tensor` turns Python dispatch off, so that the copy to
+    the device comes here.
+    """
+    return run(torch.ops.aten.copy_.default, (target, source, non_blocking), {})
+
+
 def _fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run what reaches the backend without passing the tensor class.
 
@@ -96,6 +105,7 @@ def install() -> None:
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("empty.memory_format", empty, "PrivateUse1")
     aten.impl("empty_strided", empty_strided, "PrivateUse1")
+    aten.impl("copy_", _copy, "PrivateUse1")
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_fallback, "PrivateUse1")
     _libraries.extend((aten, everything))

@@ -121,17 +121,23 @@ class Gpu:
             finally:
                 self._lock.release()
 
-    def charge(self, num_bytes: int) -> None:
+    def charge(self, *sizes_bytes: int) -> None:
         """Take memory for the time of one kernel: its peak counts, nothing stays."""
-        allocation = self.malloc(num_bytes)
-        if allocation is None:
-            return
-        storage_id = next(_block_ids)
+        taken = []
         listener = thread.listener
-        if listener is not None:
-            listener.allocated(self, storage_id, num_bytes)
-            listener.freed(self, storage_id)
-        self.free(allocation)
+        try:
+            for num_bytes in sizes_bytes:
+                allocation = self.malloc(num_bytes)
+                if allocation is not None:
+                    storage_id = next(_block_ids)
+                    taken.append((allocation, storage_id))
+                    if listener is not None:
+                        listener.allocated(self, storage_id, num_bytes)
+        finally:
+            for allocation, storage_id in taken:
+                if listener is not None:
+                    listener.freed(self, storage_id)
+                self.free(allocation)
 
     def settle(self) -> CachingAllocator:
         """Return the allocator with every free that waits done."""

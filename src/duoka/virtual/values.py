@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
 _OWN_FOLDER = str(Path(__file__).parent)
 
-KNOWN_LIMIT_BYTES = 2**20
+KNOWN_LIMIT_BYTES = 16 * 2**20
 """The largest tensor whose values are kept on a GPU with meta data."""
 
 _aten = torch.ops.aten

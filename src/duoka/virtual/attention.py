@@ -1,0 +1,173 @@
+"""Fused attention: which kernel CUDA would choose, and what goes into it.
+
+The choice follows the published conditions of PyTorch's fused kernels (documentation of
+`torch.nn.functional.scaled_dot_product_attention` and `torch.backends.cuda.SDPAParams`) for a GPU
+of compute capability 8.x. The kernels themselves are in `attention_kernels`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional
+
+from . import attention_kernels
+from .operators import handlers
+
+Kernel = Literal["flash", "efficient", "math"]
+
+_aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+_FLASH_HEAD_LIMIT = 256
+_FLASH_HEAD_MULTIPLE = 8
+_MASK_MULTIPLE = 8
+_libraries: list[torch.library.Library] = []
+
+
+def choose_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> Kernel:
+    """Choose the kernel that CUDA would.
+
+    Parameters
+    ----------
+    query, key, value : torch.Tensor
+        ``[batch, heads, tokens, head_dim]``.
+    mask : torch.Tensor, optional
+        Boolean or additive.
+    is_causal, enable_gqa : bool
+        As given to `scaled_dot_product_attention`.
+    """
+    if not _fusible(query, key, value):
+        return "math"
+    grouped = query.shape[1] != key.shape[1] or key.shape[1] != value.shape[1]
+    if torch.backends.cuda.flash_sdp_enabled() and _fits_flash(query, key, value, mask):
+        square = not is_causal or query.shape[2] == key.shape[2]
+        heads_fit = not grouped or (enable_gqa and query.shape[1] % key.shape[1] == 0)
+        if square and heads_fit:
+            return "flash"
+    if torch.backends.cuda.mem_efficient_sdp_enabled() and not grouped:
+        multiple = 8 if query.dtype in _HALF else 4
+        aligned = query.shape[3] % multiple == 0 and value.shape[3] % multiple == 0
+        if aligned and query.dtype != torch.float64:
+            return "efficient"
+    return "math"
+
+
+def _fusible(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    tensors = (query, key, value)
+    return (
+        all(tensor.dim() == 4 and tensor.numel() > 0 for tensor in tensors)
+        and all(tensor.dtype == query.dtype for tensor in tensors)
+        and all(tensor.shape[0] == query.shape[0] for tensor in tensors)
+        and all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in tensors)
+        and query.shape[3] == key.shape[3]
+        and query.is_floating_point()
+    )
+
+
+def _fits_flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> bool:
+    return (
+        mask is None
+        and query.dtype in _HALF
+        and query.shape[3] == value.shape[3] <= _FLASH_HEAD_LIMIT
+    )
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Implement ``aten::scaled_dot_product_attention`` for virtual GPUs."""
+    kernel = choose_kernel(
+        query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa
+    )
+    if kernel == "flash":
+        return _flash(query, key, value, dropout_p, is_causal, scale)
+    if kernel == "efficient":
+        return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    return _aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )[0]
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Any:
+    head_dim = query.shape[3]
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    padding = -head_dim % _FLASH_HEAD_MULTIPLE
+    if padding:
+        query, key, value = (functional.pad(tensor, (0, padding)) for tensor in (query, key, value))
+    out = _aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout_p, is_causal, False, scale=scale
+    )[0]
+    return out[..., :head_dim] if padding else out
+
+
+def _efficient(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Any:
+    bias = None if mask is None else _bias(mask, query, key)
+    needs_grad = torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in (query, key, value)
+    )
+    return _aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Make the mask what the kernel reads: additive, in rows aligned to 8 elements."""
+    if mask.dtype == torch.bool:
+        additive = torch.zeros_like(mask, dtype=query.dtype)
+        mask = additive.masked_fill_(mask.logical_not(), -math.inf)
+    strides = mask.stride()
+    if strides[-1] != 1 or any(stride % _MASK_MULTIPLE for stride in strides[:-1]):
+        length = mask.shape[-1]
+        # A full multiple is added to an aligned length too: the kernel's own rule.
+        padded = functional.pad(mask, (0, _MASK_MULTIPLE - length % _MASK_MULTIPLE))
+        mask = padded[..., :length]
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def _attend_below(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Attend in inference mode, where the operator arrives whole."""
+    return attend(*args, **kwargs)
+
+
+def install() -> None:
+    """Register fused attention with torch, for the life of the process."""
+    attention_kernels.install()
+    handlers[_aten.scaled_dot_product_attention.default] = _attend_below
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("scaled_dot_product_attention", attend, "AutogradPrivateUse1")
+    _libraries.append(library)

@@ -1,0 +1,179 @@
+"""The numbers of fused attention, on backing tensors: forward and backward.
+
+Where it can, PyTorch's own fused CPU kernel computes them; it knows neither dropout nor gradients
+of the bias, which are computed here by their definition. Nothing here is charged to a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn import functional
+
+_aten = torch.ops.aten
+
+
+@dataclass(slots=True)
+class Inputs:
+    """What one call of fused attention computes with.
+
+    Attributes
+    ----------
+    query, key, value : torch.Tensor
+        ``[batch, heads, tokens, head_dim]``; fewer key than query heads are shared by groups.
+    bias : torch.Tensor, optional
+        Added to the scores, ``[batch, heads, query tokens, key tokens]``.
+    dropout, is_causal, scale
+        As in `torch.nn.functional.scaled_dot_product_attention`.
+    seed : torch.Tensor
+        Which attention weights dropout drops: backward must drop the same.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    bias: torch.Tensor | None = None
+    dropout: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    seed: torch.Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int64))
+
+    def __post_init__(self) -> None:
+        if self.scale is None:
+            self.scale = 1 / math.sqrt(self.query.shape[3])
+        if self.is_meta:
+            self.seed = self.seed.to("meta")
+        elif self.dropout and not self.seed.any():
+            self.seed = torch.randint(1, 2**62, (2,))
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether there are only shapes."""
+        return self.query.is_meta or self.key.is_meta or self.value.is_meta
+
+    @property
+    def num_groups(self) -> int:
+        """How many query heads share a key head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    def shared(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values with a head for every query head."""
+        if self.num_groups == 1:
+            return self.key, self.value
+        return (
+            self.key.repeat_interleave(self.num_groups, 1),
+            self.value.repeat_interleave(self.num_groups, 1),
+        )
+
+
+def attend(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the output and the logsumexp of every row of scores (fp32)."""
+    query = inputs.query
+    batch, heads, tokens, _ = query.shape
+    if inputs.is_meta:
+        shape = (batch, tokens, heads, inputs.value.shape[3])
+        out = torch.empty(shape, dtype=query.dtype, device="meta").transpose(1, 2)
+        return out, torch.empty(shape[0], heads, tokens, device="meta")
+    if inputs.dropout:
+        return _attend_by_definition(inputs)
+    padded, head_dim = _equal_heads(inputs)
+    out, rows = _aten._scaled_dot_product_flash_attention_for_cpu(
+        *padded, 0.0, inputs.is_causal, attn_mask=inputs.bias, scale=inputs.scale
+    )
+    if out.shape[3] != head_dim:
+        out = out[..., :head_dim].transpose(1, 2).contiguous().transpose(1, 2)
+    return out, rows
+
+
+def differentiate(
+    inputs: Inputs,
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    needs_bias: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
+    """Compute the gradients of query, key, value and (if needed) bias."""
+    if inputs.is_meta:
+        bias_grad = torch.empty_like(inputs.bias) if needs_bias and inputs.bias is not None else None
+        return inputs.query, inputs.key, inputs.value, bias_grad
+    if inputs.dropout or needs_bias:
+        return _differentiate_by_definition(inputs, grad)
+    padded, head_dim = _equal_heads(inputs)
+    width = padded[0].shape[3]
+    rows = rows.transpose(1, 2).contiguous().transpose(1, 2)
+    query_grad, key_grad, value_grad = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        _widened(grad, width), *padded, _widened(out, width), rows, 0.0, inputs.is_causal,
+        attn_mask=inputs.bias, scale=inputs.scale,
+    )  # fmt: skip
+    query_dim = inputs.query.shape[3]
+    return (
+        query_grad[..., :query_dim],
+        _summed(inputs, key_grad[..., :query_dim]),
+        _summed(inputs, value_grad[..., :head_dim]),
+        None,
+    )
+
+
+def _equal_heads(inputs: Inputs) -> tuple[tuple[torch.Tensor, ...], int]:
+    """Pad heads to one size, which the CPU's kernel wants: zeros change no score."""
+    key, value = inputs.shared()
+    width = max(inputs.query.shape[3], value.shape[3])
+    return tuple(_widened(item, width) for item in (inputs.query, key, value)), value.shape[3]
+
+
+def _widened(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    missing = width - tensor.shape[3]
+    return functional.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _summed(inputs: Inputs, grad: torch.Tensor) -> torch.Tensor:
+    """Sum the gradient of a shared head over the query heads that share it."""
+    if inputs.num_groups == 1:
+        return grad
+    return grad.unflatten(1, (inputs.key.shape[1], inputs.num_groups)).sum(2)
+
+
+def _weights(inputs: Inputs, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute scores, attention weights, and the factor that dropout gives to each (fp32)."""
+    assert inputs.scale is not None
+    scores = inputs.query.float() @ key.float().transpose(2, 3) * inputs.scale
+    if inputs.is_causal:
+        hidden = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    if inputs.bias is not None:
+        scores = scores + inputs.bias.float()
+    generator = torch.Generator().manual_seed(int(inputs.seed[0]))
+    kept = torch.rand(scores.shape, generator=generator) >= inputs.dropout
+    return scores, scores.softmax(-1), kept / (1 - inputs.dropout)
+
+
+def _attend_by_definition(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    key, value = inputs.shared()
+    scores, weights, kept = _weights(inputs, key)
+    out = (weights * kept @ value.float()).to(inputs.query.dtype)
+    return out.transpose(1, 2).contiguous().transpose(1, 2), scores.logsumexp(-1)
+
+
+def _differentiate_by_definition(
+    inputs: Inputs, grad: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    assert inputs.scale is not None
+    key, value = inputs.shared()
+    _, weights, kept = _weights(inputs, key)
+    grad = grad.float()
+    value_grad = (weights * kept).transpose(2, 3) @ grad
+    weight_grad = grad @ value.float().transpose(2, 3) * kept
+    score_grad = weights * (weight_grad - (weight_grad * weights).sum(-1, keepdim=True))
+    query_grad = score_grad @ key.float() * inputs.scale
+    key_grad = score_grad.transpose(2, 3) @ inputs.query.float() * inputs.scale
+    bias_grad = score_grad.to(inputs.bias.dtype) if inputs.bias is not None else None
+    dtype = inputs.query.dtype
+    return (
+        query_grad.to(dtype),
+        _summed(inputs, key_grad).to(dtype),
+        _summed(inputs, value_grad).to(dtype),
+        bias_grad,
+    )

@@ -1,0 +1,109 @@
+"""``torch.autocast("vgpu")``: which operators run in the lower precision, which in fp32.
+
+The lists are those of the documentation of automatic mixed precision for CUDA. Casts aren't kept
+between calls (torch's own cache can't be reached from Python), so a weight is cast at every use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_KEY = "AutocastPrivateUse1"
+_LOWER = (
+    "_convolution", "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul",
+    "conv1d", "conv1d.padding", "conv2d", "conv2d.padding", "conv3d", "conv3d.padding",
+    "conv_tbc", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input",
+    "convolution", "einsum", "gru_cell", "linalg_multi_dot", "linalg_vecdot", "linear", "lstm_cell",
+    "matmul", "mm", "mv", "prelu", "rnn_relu_cell", "rnn_tanh_cell",
+    "scaled_dot_product_attention",
+)  # fmt: skip
+_FULL = (
+    "acos", "asin", "binary_cross_entropy_with_logits", "cdist", "cosh", "cosine_embedding_loss",
+    "cosine_similarity", "cumprod", "cumsum", "dist", "erfinv", "exp", "expm1", "group_norm",
+    "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss", "layer_norm", "log", "log10",
+    "log1p", "log2", "log_softmax.int", "logsumexp", "margin_ranking_loss", "mse_loss",
+    "multi_margin_loss", "multilabel_margin_loss", "native_layer_norm", "nll_loss", "nll_loss2d",
+    "norm.Scalar", "norm.ScalarOpt_dim", "pdist", "poisson_nll_loss", "pow.Scalar",
+    "pow.Tensor_Scalar", "pow.Tensor_Tensor", "prod", "prod.dim_int", "reciprocal", "renorm",
+    "rsqrt", "sinh", "smooth_l1_loss", "soft_margin_loss", "softmax.int", "softplus", "sum",
+    "sum.dim_IntList", "tan", "triplet_margin_loss",
+)  # fmt: skip
+_WIDEST = (
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put",
+    "scatter_add", "tensordot", "vdot",
+)  # fmt: skip
+_libraries: list[torch.library.Library] = []
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _is_castable(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.device.type == "vgpu"
+        and value.is_floating_point()
+        and value.dtype != torch.float64
+    )
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_cast(item, dtype) for item in value]
+    return value.to(dtype) if _is_castable(value) else value
+
+
+def _castables(values: Any) -> list[torch.Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            found.extend(_castables(value))
+        elif _is_castable(value):
+            found.append(value)
+    return found
+
+
+def _widest(args: tuple[Any, ...]) -> torch.dtype:
+    dtype = torch.get_autocast_dtype("vgpu")
+    for tensor in _castables(args):
+        if tensor.dtype == torch.float32:
+            dtype = torch.float32
+    return dtype
+
+
+def _casting(name: str, policy: str) -> Any:
+    operator = _overload(name)
+    sets_dtype = any(argument.name == "dtype" for argument in operator._schema.arguments)
+    excluded = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))  # type: ignore[attr-defined]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if policy == "lower":
+            dtype = torch.get_autocast_dtype("vgpu")
+        else:
+            dtype = torch.float32 if policy == "full" else _widest(args)
+        with torch._C._ExcludeDispatchKeyGuard(excluded):  # type: ignore[attr-defined]
+            if policy == "full" and sets_dtype and _castables(args[:1]):
+                if kwargs.get("dtype") is None:
+                    kwargs["dtype"] = dtype
+                return operator(*args, **kwargs)
+            return operator(
+                *[_cast(value, dtype) for value in args],
+                **{key: _cast(value, dtype) for key, value in kwargs.items()},
+            )
+
+    return run
+
+
+def install() -> None:
+    """Register the policies with torch, for the life of the process."""
+    rest = torch.library.Library("_", "IMPL")
+    rest.fallback(torch.library.fallthrough_kernel, _KEY)
+    aten = torch.library.Library("aten", "IMPL")
+    for names, policy in ((_LOWER, "lower"), (_FULL, "full"), (_WIDEST, "widest")):
+        for name in names:
+            aten.impl(name, _casting(name, policy), _KEY)
+    _libraries.extend((rest, aten))
