@@ -99,6 +99,9 @@ def attend(
     kernel = choose_kernel(
         query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa
     )
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        additive = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = additive.masked_fill_(attn_mask.logical_not(), -math.inf)
     if kernel == "flash":
         return _flash(query, key, value, dropout_p, is_causal, scale)
     if kernel == "efficient":
@@ -146,10 +149,7 @@ def _efficient(
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Make the mask what the kernel reads: additive, in rows aligned to 8 elements."""
-    if mask.dtype == torch.bool:
-        additive = torch.zeros_like(mask, dtype=query.dtype)
-        mask = additive.masked_fill_(mask.logical_not(), -math.inf)
+    """Make the mask what the kernel reads: rows aligned to 8 elements, one for every head."""
     strides = mask.stride()
     if strides[-1] != 1 or any(stride % _MASK_MULTIPLE for stride in strides[:-1]):
         length = mask.shape[-1]

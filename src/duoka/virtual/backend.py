@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from ..errors import VirtualDeviceError
-from . import attention, autocast, factories, operators, tensor, transfers, vgpu
+from . import attention, autocast, factories, kernels, operators, tensor, transfers, vgpu
 from .state import World, set_process_world, use_world
 from .threads import arm
 
@@ -132,5 +132,6 @@ def _register() -> None:
     tensor.install_operators(operators.run)
     transfers.install()
     factories.install()
+    kernels.install()
     attention.install()
     autocast.install()

@@ -39,7 +39,6 @@ _NEEDS_VALUES = frozenset(
         _aten.bincount.default,
         _aten.equal.default,
         _aten._local_scalar_dense.default,
-        _aten.histc.default,
     }
 )
 # Operators whose result may be larger than their operands: shaped first, then computed.

@@ -1,0 +1,136 @@
+"""Tiny models of many transformers families, for tests that hold duoka against all of them.
+
+A family is a `model_type`. Its configuration is the class's own default with the sizes below put
+in wherever it has a field of that name; what no rule can know stands in `_SPECIAL`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import inspect
+import io
+import warnings
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+
+FAST = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "phi",
+    "phi3", "gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "bloom", "falcon", "mpt", "opt",
+    "codegen", "cohere", "cohere2", "olmo", "olmo2", "stablelm", "starcoder2", "persimmon",
+    "biogpt", "xglm", "granite", "helium", "smollm3", "nemotron", "apertus", "arcee", "exaone4",
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "granitemoe", "gpt_oss", "phimoe",
+    "mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "rwkv", "recurrent_gemma", "t5", "bart",
+    "mbart", "m2m_100", "pegasus", "switch_transformers",
+)  # fmt: skip
+"""The tier that runs on every commit: dense, mixture of experts, state space, encoder-decoder."""
+
+VOCABULARY = 99
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32, "d_model": 32, "n_embd": 32, "dim": 32, "embed_dim": 32, "model_dim": 32,
+    "n_embed": 32, "word_embed_proj_dim": 32, "embedding_size": 32, "emb_dim": 32,
+    "intermediate_size": 48, "ffn_hidden_size": 48, "ffn_dim": 48, "d_ff": 48, "n_inner": 48,
+    "dim_ff": 48, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16, "expert_ffn_hidden_size": 16, "ffn_size": 48,
+    "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "encoder_layers": 2,
+    "decoder_layers": 2, "num_decoder_layers": 2, "num_encoder_layers": 2,
+    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4, "num_encoder_attention_heads": 4,
+    "num_decoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "d_kv": 8,
+    "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+    "v_head_dim": 8, "rotary_dim": 4, "sliding_window": 16, "max_position_embeddings": 64,
+    "n_positions": 64, "n_ctx": 64, "max_seq_len": 64, "context_length": 64,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
+    "state_size": 4, "ssm_state_size": 4, "mamba_d_state": 4, "conv_kernel": 4, "lru_width": 32,
+    "attention_hidden_size": 32, "time_step_rank": 4, "mamba_dt_rank": 4, "chunk_size": 8,
+    "mamba_chunk_size": 8, "attention_window_size": 8,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
+}  # fmt: skip
+_NO_DROPOUT = ("dropout", "drop", "pdrop")
+
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+    "recurrent_gemma": {"num_hidden_layers": 3, "num_key_value_heads": 1},
+    "deepseek_v3": {"num_key_value_heads": 4},
+    "t5": {"decoder_start_token_id": 0},
+    "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+}
+
+
+def families(names: Any = None) -> dict[str, tuple[type[PreTrainedModel], PretrainedConfig]]:
+    """Return model class and tiny configuration of each family, by `model_type`."""
+    return {name: (_model_class(name), _configuration(name)) for name in names or all_names()}
+
+
+def all_names() -> list[str]:
+    """Name every family that transformers has a causal or a sequence-to-sequence class for."""
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES})
+
+
+def build(name: str, *, seed: int = 0) -> PreTrainedModel:
+    """Build a family's tiny model with random weights, in eval mode."""
+    model_class, config = _model_class(name), _configuration(name)
+    torch.manual_seed(seed)
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        model = model_class(copy.deepcopy(config))
+    _spread(model)
+    return model.eval()
+
+
+def inputs(model: PreTrainedModel, *, num_tokens: int = 7, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Make a small batch of inputs, on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, VOCABULARY, (2, num_tokens), generator=generator)
+    batch = {"input_ids": tokens}
+    if model.config.is_encoder_decoder:
+        batch["decoder_input_ids"] = torch.randint(3, VOCABULARY, (2, 5), generator=generator)
+    return batch
+
+
+def _spread(model: PreTrainedModel) -> None:
+    """Make random weights larger: with transformers' own, every token scores the same."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
+
+
+def _model_class(name: str) -> type[PreTrainedModel]:
+    names = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    chosen = names.get(name) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
+    module = importlib.import_module("transformers")
+    return getattr(module, chosen if isinstance(chosen, str) else chosen[0])
+
+
+def _configuration(name: str) -> PretrainedConfig:
+    config_class = CONFIG_MAPPING[name]
+    return config_class(**_fields(config_class, _SPECIAL.get(name, {})))
+
+
+def _fields(config_class: type[PretrainedConfig], special: dict[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for field, parameter in inspect.signature(config_class.__init__).parameters.items():
+        if field in _SIZES:
+            fields[field] = _SIZES[field]
+        elif isinstance(parameter.default, float) and field.endswith(_NO_DROPOUT):
+            fields[field] = 0.0
+    return {**fields, **special}
+
+
+__all__ = ["FAST", "VOCABULARY", "all_names", "build", "families", "inputs"]
