@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Before torch is imported anywhere: the test workers are the parallelism, and a fixed number of
 # threads keeps the order of additions, so that runs compare bit for bit.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Time limits per example say more about the machine's load than about the code.
+settings.register_profile(
+    "duoka", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("duoka")
 
 _DEFAULT_SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -26,3 +34,12 @@ def shared_data() -> Path:
     if not root.is_dir():
         pytest.skip(f"no reference data at {root}; set DUOKA_SHARED to its directory")
     return root
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Profiles are cached in a directory of this test run, not in the user's."""
+    directory = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DUOKA_CACHE", str(directory))
+        yield directory
