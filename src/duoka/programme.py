@@ -86,14 +86,26 @@ class Programme:
         """The best placement of any allowed number of stages, and its cost."""
         return min(self._best_by_number(), key=lambda found: found[1], default=None)
 
+    def walk(self) -> tuple[Stages, float] | None:
+        """The placement of the last number of stages that seems best after revisions.
+
+        Every choice takes the revised cost of its stage into account, but not what revisions
+        make of the stages after it.
+        """
+        cost, used = self._finish()
+        stages = self._trace(used) if cost < np.inf else ()
+        return (stages, cost) if stages else None
+
+    def revise(self, group: int, start: int, stop: int, cost: float) -> None:
+        """Change the cost of one stage for later walks."""
+        self._bands[group][start, stop - start - 1] = cost
+
     def _best_by_number(self) -> Iterator[tuple[Stages, float]]:
         for num_stages in range(1, self._num_stages.stop):
             if num_stages > 1:
                 self._extend(num_stages - 1)
-            if num_stages in self._num_stages:
-                cost, used = self._finish()
-                if cost < np.inf:
-                    yield self._trace(used), cost
+            if num_stages in self._num_stages and (found := self.walk()) is not None:
+                yield found
 
     def _extend(self, num_stages: int) -> None:
         """Put one more stage before every suffix of the last layer."""
@@ -152,7 +164,7 @@ class Programme:
         return float(costs[index]), start + 1 + index
 
     def _trace(self, used: Used) -> Stages:
-        """Walk the best placement on these devices from the first block to the last."""
+        """Walk the best placement on these devices; empty if revisions have closed the way."""
         stages: list[Stage] = []
         left, start, before = list(used), 0, -1
         while start < self._num_blocks:
@@ -167,7 +179,9 @@ class Programme:
                     cost = float(self._join(self._transfers[before, group, start], cost))
                 # Of equally good devices the one that the user named first.
                 choices.append((cost, members[used[group] - left[group]], stop, group))
-            _, device, stop, before = min(choices)
+            cost, device, stop, before = min(choices, default=(np.inf, 0, 0, 0))
+            if cost == np.inf:
+                return ()
             left[before] -= 1
             stages.append(Stage(start=start, stop=stop, device=device))
             start = stop

@@ -41,6 +41,7 @@ __all__ = [
 
 Objective = Literal["headroom", "latency", "throughput"]
 
+_WALKS = 16
 # How often a more even placement among the optimal ones is looked for.
 _TIE_ROUNDS = 8
 # Part of the latency: placements that differ by less count as equally fast.
@@ -308,9 +309,23 @@ class _Problem:
 
     def optimum(self) -> tuple[Stages, float]:
         """A placement with exact costs that nothing with as few devices beats, and its cost."""
-        while (found := self._programme().fewest()) is not None:
-            if self._settle(found[0]):
+        best: tuple[float, Stages] = (math.inf, ())
+        while (found := (programme := self._programme()).fewest()) is not None:
+            stages, bound = found
+            if self._settle(stages):
                 return found
+            # The programme is dear: once it has run, most that it would find next is found by
+            # walking again over the costs that are known by then.
+            for _ in range(_WALKS):
+                self._revise(programme, stages)
+                if (again := programme.walk()) is None:
+                    break
+                stages = again[0]
+                if self._settle(stages):
+                    best = min(best, (self.judge(stages)[0], stages), key=lambda pair: pair[0])
+                    break
+            if best[0] <= bound:
+                return best[1], bound
         raise NoPlacement(self)
 
     def fits(self) -> bool:
@@ -382,6 +397,15 @@ class _Problem:
             return np.where(fits, self.memory.bytes[budget] - budget, np.inf)
         assert group.seconds is not None
         return np.where(fits, group.seconds, np.inf)
+
+    def _revise(self, programme: Programme, stages: Stages) -> None:
+        """Tell the programme what the stages turned out to cost."""
+        for stage in stages:
+            budget = self._group_of[stage.device].budget_bytes
+            for group in self._groups:
+                if group.budget_bytes == budget:
+                    cost = self._costs(group)[stage.start, stage.stop]
+                    programme.revise(group.index, stage.start, stage.stop, float(cost))
 
     def _pressure(self, group: _Group) -> Floats:
         """How hard each stage presses on its budget: the more the less it leaves free."""
