@@ -44,7 +44,8 @@ _SIZES: dict[str, Any] = {
     "shared_expert_intermediate_size": 16, "expert_ffn_hidden_size": 16, "ffn_size": 48,
     "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "encoder_layers": 2,
     "decoder_layers": 2, "num_decoder_layers": 2, "num_encoder_layers": 2,
-    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "decoder_attention_heads": 4,
+    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4,
+    "decoder_attention_heads": 4,
     "encoder_attention_heads": 4, "num_encoder_attention_heads": 4,
     "num_decoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "d_kv": 8,
     "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
@@ -60,7 +61,12 @@ _SIZES: dict[str, Any] = {
 _NO_DROPOUT = ("dropout", "drop", "pdrop")
 
 _SPECIAL: dict[str, dict[str, Any]] = {
-    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1},
+    "bamba": {
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 1,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
@@ -78,7 +84,8 @@ def families(names: Any = None) -> dict[str, tuple[type[PreTrainedModel], Pretra
 
 def all_names() -> list[str]:
     """Name every family that transformers has a causal or a sequence-to-sequence class for."""
-    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES})
+    causal, paired = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    return sorted({*causal, *paired})
 
 
 def build(name: str, *, seed: int = 0) -> PreTrainedModel:
@@ -92,7 +99,9 @@ def build(name: str, *, seed: int = 0) -> PreTrainedModel:
     return model.eval()
 
 
-def inputs(model: PreTrainedModel, *, num_tokens: int = 7, seed: int = 1) -> dict[str, torch.Tensor]:
+def inputs(
+    model: PreTrainedModel, *, num_tokens: int = 7, seed: int = 1
+) -> dict[str, torch.Tensor]:
     """Make a small batch of inputs, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(3, VOCABULARY, (2, num_tokens), generator=generator)

@@ -8,6 +8,7 @@ of compute capability 8.x. The kernels themselves are in `attention_kernels`.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -84,67 +85,75 @@ def _fits_flash(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `scaled_dot_product_attention` is given beside its three tensors, in torch's order."""
+
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any
 ) -> Any:
-    """Implement ``aten::scaled_dot_product_attention`` for virtual GPUs."""
+    """Implement ``aten::scaled_dot_product_attention`` for virtual GPUs; see `Options`."""
+    options = Options(*rest, **named)
+    mask = options.attn_mask
     kernel = choose_kernel(
-        query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa
+        query, key, value, mask, is_causal=options.is_causal, enable_gqa=options.enable_gqa
     )
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        additive = torch.zeros_like(attn_mask, dtype=query.dtype)
-        attn_mask = additive.masked_fill_(attn_mask.logical_not(), -math.inf)
+    if mask is not None and mask.dtype == torch.bool:
+        additive = torch.zeros_like(mask, dtype=query.dtype)
+        mask = additive.masked_fill_(mask.logical_not(), -math.inf)
+    options = replace(options, attn_mask=mask)
     if kernel == "flash":
-        return _flash(query, key, value, dropout_p, is_causal, scale)
+        return _flash(query, key, value, options)
     if kernel == "efficient":
-        return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        return _efficient(query, key, value, options)
     return _aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        query,
+        key,
+        value,
+        mask,
+        options.dropout_p,
+        options.is_causal,
+        None,
+        scale=options.scale,
+        enable_gqa=options.enable_gqa,
     )[0]
 
 
-def _flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> Any:
+def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options) -> Any:
     head_dim = query.shape[3]
-    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    scale = 1 / math.sqrt(head_dim) if options.scale is None else options.scale
     padding = -head_dim % _FLASH_HEAD_MULTIPLE
     if padding:
         query, key, value = (functional.pad(tensor, (0, padding)) for tensor in (query, key, value))
     out = _aten._scaled_dot_product_flash_attention(
-        query, key, value, dropout_p, is_causal, False, scale=scale
+        query, key, value, options.dropout_p, options.is_causal, False, scale=scale
     )[0]
     return out[..., :head_dim] if padding else out
 
 
 def _efficient(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
 ) -> Any:
-    bias = None if mask is None else _bias(mask, query, key)
+    bias = None if options.attn_mask is None else _bias(options.attn_mask, query, key)
     needs_grad = torch.is_grad_enabled() and any(
         tensor.requires_grad for tensor in (query, key, value)
     )
     return _aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
+        query,
+        key,
+        value,
+        bias,
+        needs_grad,
+        options.dropout_p,
+        options.is_causal,
+        scale=options.scale,
     )[0]
 
 

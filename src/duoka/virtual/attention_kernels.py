@@ -31,7 +31,9 @@ def _flash(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if query.is_cuda:
         return calls.wrap_results(func(*plain.args, **plain.kwargs), gpu)
     inputs = Inputs(
-        *plain.args[:3],
+        query,
+        key,
+        plain.args[2],
         dropout=plain.args[3] if len(args) > 3 else 0.0,
         is_causal=len(args) > 4 and bool(args[4]),
         scale=kwargs.get("scale"),

@@ -83,7 +83,7 @@ def attend(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         *padded, 0.0, inputs.is_causal, attn_mask=inputs.bias, scale=inputs.scale
     )
     if out.shape[3] != head_dim:
-        out = out[..., :head_dim].transpose(1, 2).contiguous().transpose(1, 2)
+        out = _by_tokens(out[..., :head_dim])
     return out, rows
 
 
@@ -97,7 +97,9 @@ def differentiate(
 ) -> tuple[torch.Tensor | None, ...]:
     """Compute the gradients of query, key, value and (if needed) bias."""
     if inputs.is_meta:
-        bias_grad = torch.empty_like(inputs.bias) if needs_bias and inputs.bias is not None else None
+        bias_grad = (
+            torch.empty_like(inputs.bias) if needs_bias and inputs.bias is not None else None
+        )
         return inputs.query, inputs.key, inputs.value, bias_grad
     if inputs.dropout or needs_bias:
         return _differentiate_by_definition(inputs, grad)
@@ -117,6 +119,11 @@ def differentiate(
     )
 
 
+def _by_tokens(out: torch.Tensor) -> torch.Tensor:
+    """Lay an output out as the fused kernels do: all heads of a token side by side."""
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def _equal_heads(inputs: Inputs) -> tuple[tuple[torch.Tensor, ...], int]:
     """Pad heads to one size, which the CPU's kernel wants: zeros change no score."""
     key, value = inputs.shared()
@@ -133,7 +140,8 @@ def _summed(inputs: Inputs, grad: torch.Tensor) -> torch.Tensor:
     """Sum the gradient of a shared head over the query heads that share it."""
     if inputs.num_groups == 1:
         return grad
-    return grad.unflatten(1, (inputs.key.shape[1], inputs.num_groups)).sum(2)
+    shared: torch.Tensor = grad.unflatten(1, (inputs.key.shape[1], inputs.num_groups))
+    return shared.sum(2)
 
 
 def _weights(inputs: Inputs, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -154,7 +162,7 @@ def _attend_by_definition(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     key, value = inputs.shared()
     scores, weights, kept = _weights(inputs, key)
     out = (weights * kept @ value.float()).to(inputs.query.dtype)
-    return out.transpose(1, 2).contiguous().transpose(1, 2), scores.logsumexp(-1)
+    return _by_tokens(out), scores.logsumexp(-1)
 
 
 def _differentiate_by_definition(

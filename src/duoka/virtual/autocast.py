@@ -78,14 +78,14 @@ def _widest(args: tuple[Any, ...]) -> torch.dtype:
 def _casting(name: str, policy: str) -> Any:
     operator = _overload(name)
     sets_dtype = any(argument.name == "dtype" for argument in operator._schema.arguments)
-    excluded = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))  # type: ignore[attr-defined]
+    excluded = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if policy == "lower":
             dtype = torch.get_autocast_dtype("vgpu")
         else:
             dtype = torch.float32 if policy == "full" else _widest(args)
-        with torch._C._ExcludeDispatchKeyGuard(excluded):  # type: ignore[attr-defined]
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
             if policy == "full" and sets_dtype and _castables(args[:1]):
                 if kwargs.get("dtype") is None:
                     kwargs["dtype"] = dtype

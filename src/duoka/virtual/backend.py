@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from ..errors import VirtualDeviceError
+from duoka.errors import VirtualDeviceError
+
 from . import attention, autocast, factories, kernels, operators, tensor, transfers, vgpu
 from .state import World, set_process_world, use_world
 from .threads import arm

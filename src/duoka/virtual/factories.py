@@ -9,9 +9,9 @@ import torch
 
 from . import values
 from .operators import run
-from .state import Gpu
+from .state import Gpu, thread
 from .tensor import VirtualTensor, place
-from .threads import arm, thread
+from .threads import arm
 from .transfers import gpu_of
 
 _libraries: list[torch.library.Library] = []
@@ -58,9 +58,7 @@ def empty_strided(
     """Implement ``aten::empty_strided``."""
     gpu = _ready(device)
     dtype = dtype or torch.get_default_dtype()
-    data = torch.empty_strided(
-        size, stride, dtype=dtype, device=_data_device(gpu, dtype, size)
-    )
+    data = torch.empty_strided(size, stride, dtype=dtype, device=_data_device(gpu, dtype, size))
     return place(data, gpu)
 
 

@@ -73,9 +73,7 @@ def _check_indexing(tensors: list[tuple[str, torch.Tensor]]) -> None:
             raise RuntimeError(_two_devices(self, tensor))
 
 
-def _text(
-    func: Any, name: str, argument: str, first: torch.Tensor, tensor: torch.Tensor
-) -> str:
+def _text(func: Any, name: str, argument: str, first: torch.Tensor, tensor: torch.Tensor) -> str:
     if name in _OWN_WORDS and argument == _OWN_WORDS[name]:
         return (
             f"{name}: expected self and {argument} to be on the same device, but got {argument} "

@@ -30,7 +30,7 @@ def _histc(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute a softmax of fp16 numbers in fp32 in one step, as on CUDA."""
-    tensor, dim, half_to_float = args
+    _, dim, half_to_float = args
     if not half_to_float:
         return make(func, args, kwargs)
     plain, gpu = calls.unwrap(func, args, kwargs)

@@ -153,9 +153,7 @@ class _Write:
         return calls.unwrap(func, args, kwargs)[0]
 
 
-def _argument(
-    source: tuple[int | None, str], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _argument(source: tuple[int | None, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     position, name = source
     if position is not None and position < len(args):
         return args[position]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import VirtualDeviceError
+from duoka.errors import VirtualDeviceError
 
 if TYPE_CHECKING:
     from .tensor import VirtualTensor

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ..allocator import Allocation, CachingAllocator, OutOfCapacity
-from ..errors import VirtualDeviceError
-from ..units import format_bytes
+from duoka.allocator import Allocation, CachingAllocator, OutOfCapacity
+from duoka.errors import VirtualDeviceError
+from duoka.units import format_bytes
 
 UNLIMITED_BYTES = 2**50
 """What `mem_get_info` reports as the memory of a GPU without a capacity."""

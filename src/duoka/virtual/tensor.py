@@ -11,17 +11,23 @@ import torch
 from . import pickling
 from .state import Block, Gpu, blocks_by_storage
 
-_make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+_make = torch.Tensor._make_wrapper_subclass
+
+
+Runner = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise AssertionError("no operators installed: the backend isn't registered")
 
 
-def install_operators(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+_runner: Runner = _run
+
+
+def install_operators(run: Runner) -> None:
     """Say who runs the operations of virtual tensors (tensors know nothing of operators)."""
-    global _run
-    _run = run
+    global _runner
+    _runner = run
 
 
 class VirtualTensor(torch.Tensor):
@@ -44,14 +50,14 @@ class VirtualTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return _run(func, args, kwargs or {})
+        return _runner(func, args, kwargs or {})
 
     @property
     def gpu(self) -> Gpu:
@@ -99,7 +105,7 @@ class VirtualTensor(torch.Tensor):
     def data_ptr(self) -> int:
         """A stand-in for the pointer: tensors that share memory have the same."""
         address = self.block.address
-        return address + self.storage_offset() * self.element_size() if address else 0
+        return address + int(self.storage_offset()) * self.element_size() if address else 0
 
     def untyped_storage(self) -> VirtualStorage:  # type: ignore[override]
         """The storage, as far as its identity and size."""
@@ -109,7 +115,7 @@ class VirtualTensor(torch.Tensor):
         """Refuse with CUDA's error: only CPU tensors are pinned."""
         raise RuntimeError(f"cannot pin a tensor on {self.device}: only dense CPU tensors can be")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return pickling.text_of(self)
 
     def __reduce_ex__(self, proto: Any) -> Any:
@@ -202,7 +208,7 @@ def _deepcopy(tensor: VirtualTensor, memo: dict[int, Any]) -> VirtualTensor:
         block = Block(tensor.gpu, tensor.block.storage.clone())
         memo[id(tensor.block)] = block
     data = torch.empty(0, dtype=tensor.dtype, device=tensor.backing.device)
-    data.set_(block.storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+    data.set_(block.storage, tensor.storage_offset(), tensor.shape, tensor.stride())
     copy = wrap(data, block)
     memo[id(tensor)] = copy
     copy.requires_grad_(tensor.requires_grad)

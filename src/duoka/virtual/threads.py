@@ -14,6 +14,6 @@ from .state import thread
 
 def arm() -> None:
     """Set the switches for this thread; they stay."""
-    torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
-    torch._C._set_multithreading_enabled(False)  # type: ignore[attr-defined]
+    torch._C._set_only_lift_cpu_tensors(True)
+    torch._C._set_multithreading_enabled(False)
     thread.armed = True

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from ..errors import VirtualDeviceError
+from duoka.errors import VirtualDeviceError
+
 from . import calls, values
 from .operators import handlers
 from .state import Gpu, active_world, thread

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import VirtualDeviceError
+from duoka.errors import VirtualDeviceError
 
 if TYPE_CHECKING:
     from .tensor import VirtualTensor
@@ -190,6 +190,7 @@ def _is_small(func: Any, args: list[Any]) -> bool:
 
 
 def without_values(value: Any) -> Any:
+    """Return an argument with every tensor in it on meta."""
     if isinstance(value, torch.Tensor):
         if value.is_meta:
             return value
@@ -203,7 +204,7 @@ def _over(storage_of: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     """Show the same geometry over a meta storage."""
     shown = torch.empty(0, dtype=view.dtype, device="meta")
     storage = storage_of.untyped_storage()
-    shown.set_(storage, view.storage_offset(), view.shape, view.stride())  # type: ignore[call-overload]
+    shown.set_(storage, view.storage_offset(), view.shape, view.stride())
     return shown
 
 

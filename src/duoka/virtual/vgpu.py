@@ -13,7 +13,6 @@ import torch
 from .state import active_world, num_gpus, thread
 
 
-
 def _index(device: Any = None) -> int:
     if device is None:
         return thread.current_index
@@ -174,5 +173,3 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 def is_bf16_supported(including_emulation: bool = True) -> bool:
     """Say whether bfloat16 works."""
     return True
-
-
