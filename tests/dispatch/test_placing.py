@@ -91,9 +91,9 @@ def test_an_incomplete_placement_names_all_that_is_missing_and_moves_nothing() -
     assert caught.value.missing == (
         "norm.weight",
         "norm.bias",
-        "head.weight",
         "norm.scale",
         "norm.angles",
+        "head.weight",
     )
     assert caught.value.unknown == ("ghost",)
     assert {tensor.device.type for _, tensor in tensor_names(model)} == {"cpu"}

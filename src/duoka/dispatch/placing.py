@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from duoka.errors import ModelError, PlacementError
 from duoka.placement import Placement
 
 
-def tensor_names(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def tensor_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All parameters and buffers, persistent or not, each under every name it has."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
@@ -36,32 +36,61 @@ def place(model: nn.Module, placement: Placement) -> None:
 def devices_by_name(model: nn.Module, placement: Placement) -> dict[str, torch.device]:
     """The device of every parameter and buffer under each of its names.
 
+    Returns
+    -------
+    dict of str to torch.device
+        In the order in which memory is taken: entry by entry of the placement, and within one
+        module by module. A forecast that counts in this order meets the allocator's own numbers.
+
     Raises
     ------
     PlacementError
         If a name has no device, an entry names nothing, or a tied tensor has several devices.
     """
-    tensors = dict(tensor_names(model))
+    tensors = {name: table[key] for name, (table, key) in _slots(model).items()}
     placement.check(tensors)
-    by_text = {text: torch.device(text) for text in placement.devices}
-    devices: dict[str, torch.device] = {}
+    ranks = {entry: rank for rank, (entry, _) in enumerate(placement.entries)}
+    by_rank = [torch.device(text) for _, text in placement.entries]
+    # One object for each device, so that it can be compared by identity.
+    interned = {device: device for device in by_rank}
+    ranked = sorted((_rank(ranks, name), place) for place, name in enumerate(tensors))
+    names = list(tensors)
+    devices = {names[place]: interned[by_rank[rank]] for rank, place in ranked}
+    _refuse_split(tensors, devices)
+    return devices
+
+
+def _rank(ranks: Mapping[str, int], name: str) -> int:
+    """The place of the entry that a name belongs to: the longest one that contains it."""
+    while name not in ranks:
+        name = name.rpartition(".")[0]
+    return ranks[name]
+
+
+def _refuse_split(tensors: Mapping[str, Tensor], devices: Mapping[str, torch.device]) -> None:
     names_of: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
-        text = placement.device_of(name)
-        assert text is not None  # check() has refused a placement that misses a name
-        devices[name] = by_text[text]
         names_of.setdefault(id(tensor), []).append(name)
     split = [names for names in names_of.values() if len({devices[name] for name in names}) > 1]
     if split:
+        listed = (", ".join(f"{name} on {devices[name]}" for name in names) for names in split)
         raise PlacementError(
-            "tied parameters are placed on several devices: "
-            + "; ".join(
-                ", ".join(f"{name} on {devices[name]}" for name in names) for names in split
-            ),
+            f"tied parameters are placed on several devices: {'; '.join(listed)}",
             hint="a tied parameter runs on one device: give all its names the same",
             doubled=[name for names in split for name in names],
         )
-    return devices
+
+
+def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    """Where each parameter and buffer is kept, by name: a module's table and its key there."""
+    slots: dict[str, tuple[dict[str, Any], str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for key, tensor in table.items():
+                if tensor is not None:
+                    slots[f"{prefix}.{key}" if prefix else key] = (table, key)
+    return slots
 
 
 def refuse_meta(model: nn.Module) -> None:
@@ -82,23 +111,36 @@ def refuse_meta(model: nn.Module) -> None:
 
 
 def move_tensors(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
-    """Put every parameter and buffer on the device of its name."""
+    """Put every parameter and buffer on the device of its name, in the order of the names."""
+    slots = _slots(model)
     # An id stands for one tensor here: only tensors of the model as it was are looked up, and each
-    # of them lives until its last place in the model is filled anew.
-    placed: dict[int, torch.Tensor] = {}
-    for prefix, module in model.named_modules():
-        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for table in tables:
-            for key, tensor in table.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in placed:
-                    name = f"{prefix}.{key}" if prefix else key
-                    placed[id(tensor)] = _placed(tensor, devices[name])
-                table[key] = placed[id(tensor)]
+    # of them lives until its last slot is filled anew. So no slot may come twice.
+    placed: dict[int, Tensor] = {}
+    done: set[tuple[int, str]] = set()
+    for name, device in devices.items():
+        table, key = slots[name]
+        if (id(table), key) in done:
+            continue
+        done.add((id(table), key))
+        tensor = table[key]
+        if id(tensor) not in placed:
+            placed[id(tensor)] = _placed(tensor, device)
+        table[key] = placed[id(tensor)]
 
 
-def _placed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+class Snapshot:
+    """The parameters and buffers of a model as objects, to put back when loading fails."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [(table, key, table[key]) for table, key in _slots(model).values()]
+
+    def restore(self) -> None:
+        """Make the model hold what it held."""
+        for table, key, tensor in self._held:
+            table[key] = tensor
+
+
+def _placed(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
         return tensor
     data = _data_on(tensor.detach(), device)
@@ -106,7 +148,7 @@ def _placed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return data
     grad = None if tensor.grad is None else tensor.grad.to(device)
     # Only plain tensors can exchange their contents; a subclass keeps its own in Python.
-    if type(tensor.data) is type(data) is torch.Tensor and torch._has_compatible_shallow_copy_type(
+    if type(tensor.data) is type(data) is Tensor and torch._has_compatible_shallow_copy_type(
         tensor.data, data
     ):
         tensor.grad = None
@@ -120,7 +162,7 @@ def _placed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return parameter
 
 
-def _data_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _data_on(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.is_meta:
         return torch.empty_like(tensor, device=device)
     return tensor.to(device)

@@ -1,0 +1,8 @@
+"""Loader: tensors go from the files straight to their devices, each once.
+
+This room knows nothing of how a placement was found, and leaves movers to `dispatch`.
+"""
+
+from .load import Progress, load_weights
+
+__all__ = ["Progress", "load_weights"]

@@ -1,0 +1,282 @@
+"""Load a model's weights onto the devices of a placement, complete or not at all."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from duoka.checkpoint import Checkpoint
+from duoka.dispatch.placing import Snapshot, devices_by_name, move_tensors, tensor_names
+from duoka.errors import LoadError
+from duoka.models.conversion import (
+    Custom,
+    Piece,
+    Recipe,
+    initialize_derived,
+    plan_tensors,
+)
+from duoka.placement import Placement
+
+from .sources import Reader, Source, list_sources
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done so far, and the bytes there are."""
+
+# A copy that changes type or layout passes through a buffer of the tensor's size, on the host or
+# on the device; so such copies are made in pieces of this size.
+_CHUNK_BYTES = 32 * 2**20
+
+
+def load_weights(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    placement: Placement,
+    *,
+    progress: Progress | None = None,
+) -> None:
+    """Fill a model that was built without weights, each tensor on its device.
+
+    Memory is taken once for every parameter, in the order of the placement; then every tensor is
+    read once from its file and copied into its place. When anything fails, and when the user
+    interrupts, the model is as it was before and no memory on the devices is held.
+
+    Parameters
+    ----------
+    model : nn.Module
+        With its parameters on meta and its buffers real, as `duoka.models.build` makes it.
+    checkpoint : Checkpoint
+        Its weights are read.
+    placement : Placement
+        A device for every parameter and buffer.
+    progress : callable, optional
+        Called with the bytes done so far and the bytes there are.
+
+    Raises
+    ------
+    PlacementError
+        If the placement isn't complete.
+    LoadError
+        If the checkpoint and the model don't have the same tensors, a file is damaged, or memory
+        on a device doesn't suffice.
+    """
+    _refuse_loaded(model)
+    devices = devices_by_name(model, placement)
+    sources = list_sources(checkpoint)
+    recipe = plan_tensors(model, {name: source.shape for name, source in sources.items()})
+    _refuse_differences(model, recipe, sources)
+    with _all_or_nothing(model, devices):
+        _fill(model, devices, recipe, sources, progress)
+    if checkpoint.generation_config is not None and hasattr(model, "generation_config"):
+        generation = GenerationConfig.from_dict(checkpoint.generation_config)
+        model.__dict__["generation_config"] = generation
+    model.eval()
+
+
+def _refuse_loaded(model: nn.Module) -> None:
+    loaded = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+    if loaded:
+        raise LoadError(
+            f"the model has weights already, {loaded[0]!r} for one",
+            hint="build the model anew to load it again",
+        )
+
+
+# ── loaded == expected ──
+
+
+def _refuse_differences(model: nn.Module, recipe: Recipe, sources: Mapping[str, Source]) -> None:
+    """Compare what will be loaded with what the model has, and name every difference."""
+    tensors = dict(tensor_names(model))
+    uncast = [
+        f"{piece.target} ({tensors[piece.target].dtype} from {sources[piece.source].dtype})"
+        for piece in recipe.pieces
+        if not _casts(sources[piece.source].dtype, tensors[piece.target].dtype)
+    ]
+    mismatched = [
+        f"{name} ({list(stored)} in the file, {list(built)} in the model)"
+        for name, stored, built in recipe.mismatched
+    ]
+    faults = [
+        f"{len(found)} {text}: {', '.join(found)}"
+        for found, text in (
+            (recipe.missing, "tensors of the model are missing from it"),
+            (recipe.unexpected, "tensors in it have no place in the model"),
+            (mismatched, "tensors have another shape"),
+            (uncast, "tensors can't be converted to the model's type"),
+        )
+        if found
+    ]
+    if faults:
+        raise LoadError(
+            f"the checkpoint is not the model's: {'; '.join(faults)}",
+            hint="config.json and the weights must be of the same model",
+        )
+
+
+def _casts(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether numbers of one type mean the same in the other; quantized ones need scales."""
+    if source == target:
+        return True
+    if source.is_floating_point and target.is_floating_point:
+        return source.itemsize > 1
+    return not (
+        source.is_floating_point or target.is_floating_point or torch.bool in (source, target)
+    )
+
+
+def _refuse_gaps(expected: Mapping[str, Tensor], filled: Mapping[str, int]) -> None:
+    wrong = [
+        f"{name} ({filled.get(name, 0)} of {tensor.numel()} elements)"
+        for name, tensor in expected.items()
+        if filled.get(name, 0) != tensor.numel()
+    ]
+    if wrong:
+        raise LoadError(f"{len(wrong)} tensors were not filled exactly once: {', '.join(wrong)}")
+
+
+# ── copying ──
+
+
+def _fill(
+    model: nn.Module,
+    devices: Mapping[str, torch.device],
+    recipe: Recipe,
+    sources: Mapping[str, Source],
+    progress: Progress | None,
+) -> None:
+    try:
+        move_tensors(model, devices)
+    except torch.OutOfMemoryError as error:
+        raise LoadError(
+            f"the weights don't fit: {error}",
+            hint="something else uses the memory that the plan counted on",
+        ) from error
+    filler = _Filler(dict(tensor_names(model)), sources, progress)
+    with Reader() as reader, torch.no_grad():
+        filler.fill(reader, recipe)
+    initialize_derived(model, recipe)
+    _refuse_gaps(_expected(model, recipe), filler.filled)
+
+
+def _expected(model: nn.Module, recipe: Recipe) -> dict[str, Tensor]:
+    """Each parameter and persistent buffer under its first name, but those that are computed."""
+    parameters = dict(model.named_parameters())
+    stated = model.state_dict(keep_vars=True)
+    buffers = {name: value for name, value in model.named_buffers() if name in stated}
+    targets = {piece.target for piece in recipe.pieces}
+    targets |= {name for custom in recipe.customs for name in custom.targets}
+    computed = {name for name in buffers if name not in targets} | set(recipe.derived)
+    return {n: value for n, value in {**parameters, **buffers}.items() if n not in computed}
+
+
+class _Filler:
+    """Copies what a recipe names into the model's tensors, and counts what it fills."""
+
+    def __init__(
+        self,
+        targets: Mapping[str, Tensor],
+        sources: Mapping[str, Source],
+        progress: Progress | None,
+    ) -> None:
+        self.filled: dict[str, int] = {}
+        self._targets = targets
+        self._sources = sources
+        self._progress = progress
+        self._done_bytes = self._total_bytes = 0
+
+    def fill(self, reader: Reader, recipe: Recipe) -> None:
+        """Read each source once, file by file, and copy its pieces into their places."""
+        pieces_of: dict[str, list[Piece]] = {}
+        for piece in recipe.pieces:
+            pieces_of.setdefault(piece.source, []).append(piece)
+        whole = [name for custom in recipe.customs for name in custom.sources]
+        self._total_bytes = sum(self._num_bytes(name) for name in (*pieces_of, *whole))
+        self._report()
+        for name in self._in_file_order(pieces_of):
+            tensor = reader.read(self._sources[name])
+            for piece in pieces_of[name]:
+                target = self._targets[piece.target]
+                source = piece.orient(tensor[piece.source_slices])
+                self._copy(piece.target, piece.place(target), source)
+            self._report(name)
+        for custom in recipe.customs:
+            self._convert(reader, custom)
+
+    def _in_file_order(self, names: Iterable[str]) -> list[str]:
+        """Files one after another, and within each the order in which it lists its tensors."""
+        places = {name: place for place, name in enumerate(self._sources)}
+        return sorted(names, key=lambda name: (self._sources[name].file, places[name]))
+
+    def _convert(self, reader: Reader, custom: Custom) -> None:
+        tensors = {
+            name: reader.read(self._sources[name]) for name in self._in_file_order(custom.sources)
+        }
+        for name, value in custom.convert(tensors).items():
+            self._copy(name, self._targets[name], value)
+        self._report(*custom.sources)
+
+    def _copy(self, name: str, target: Tensor, source: Tensor) -> None:
+        if target.shape != source.shape:
+            raise LoadError(f"{name}: {list(source.shape)} doesn't fit into {list(target.shape)}")
+        copy_in_chunks(target, source)
+        self.filled[name] = self.filled.get(name, 0) + target.numel()
+
+    def _num_bytes(self, name: str) -> int:
+        source = self._sources[name]
+        return prod(source.shape) * source.dtype.itemsize
+
+    def _report(self, *names: str) -> None:
+        self._done_bytes += sum(self._num_bytes(name) for name in names)
+        if self._progress is not None:
+            self._progress(self._done_bytes, self._total_bytes)
+
+
+def copy_in_chunks(target: Tensor, source: Tensor) -> None:
+    """Copy a tensor into another of its shape with little memory on the way."""
+    size = target.numel() * max(target.element_size(), source.element_size())
+    as_it_is = source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()
+    if as_it_is or size <= _CHUNK_BYTES or target.ndim == 0:
+        target.copy_(source)
+    elif len(target) == 1:
+        copy_in_chunks(target[0], source[0])
+    else:
+        rows = max(1, _CHUNK_BYTES * len(target) // size)
+        for start in range(0, len(target), rows):
+            copy_in_chunks(target[start : start + rows], source[start : start + rows])
+
+
+# ── complete or not at all ──
+
+
+@contextmanager
+def _all_or_nothing(model: nn.Module, devices: Mapping[str, torch.device]) -> Iterator[None]:
+    before = Snapshot(model)
+    try:
+        yield
+    except BaseException as error:  # an interrupt must not leave half a model on the devices
+        before.restore()
+        _forget_locals(error)
+        _empty_caches(devices.values())
+        raise
+    _empty_caches(devices.values())
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Free the tensors that the frames of an error refer to: who handles it may keep it long."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+
+
+def _empty_caches(devices: Iterable[torch.device]) -> None:
+    """Give back what conversions took on the way."""
+    for kind in sorted({device.type for device in devices} - {"cpu", "meta"}):
+        backend: Any = torch.get_device_module(kind)
+        backend.empty_cache()

@@ -1,0 +1,170 @@
+"""Sources: the tensors of a checkpoint's files, described first, then read one by one.
+
+What is read is mapped from the file and not copied: its pages belong to the file and the system
+takes them back when it needs memory. Only ``.bin`` files older than PyTorch 1.6 can't be mapped;
+of those one is in memory at a time. Pickles are read with ``weights_only``.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from duoka.checkpoint import Checkpoint
+from duoka.errors import LoadError
+
+_DAMAGED = "the download may be incomplete: fetch it again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One tensor of a file.
+
+    Parameters
+    ----------
+    name : str
+        In the checkpoint.
+    dtype : torch.dtype
+    shape : tuple of int
+    file : Path
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: Path
+
+
+def list_sources(checkpoint: Checkpoint) -> dict[str, Source]:
+    """Describe every tensor of a checkpoint, by name; no weight is read.
+
+    Raises
+    ------
+    LoadError
+        If there are no weights, or a file holds something else than tensors.
+    """
+    if not checkpoint.has_weights:
+        raise LoadError(
+            f"{checkpoint.path} has no weights to load",
+            hint="it can be planned; to run it, fetch the weight files too",
+        )
+    if checkpoint.format == "safetensors":
+        return {source.name: source for source in _safetensors_sources(checkpoint)}
+    sources: dict[str, Source] = {}
+    for file in checkpoint.files:
+        for name, tensor in _load_pickle(file, map_location="meta").items():
+            if name in sources:
+                raise LoadError(f"the tensor {name!r} stands in {sources[name].file} and {file}")
+            sources[name] = Source(
+                name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), file=file
+            )
+    return sources
+
+
+def _safetensors_sources(checkpoint: Checkpoint) -> Iterator[Source]:
+    for name, tensor in (checkpoint.tensors or {}).items():
+        assert tensor.file is not None
+        assert tensor.shape is not None
+        dtype = getattr(torch, str(tensor.dtype), None)
+        if not isinstance(dtype, torch.dtype):
+            raise LoadError(f"{name!r} is stored as {tensor.dtype}, which torch doesn't have")
+        yield Source(name=name, dtype=dtype, shape=tensor.shape, file=tensor.file)
+
+
+class Reader:
+    """Reads tensors; one file is open at a time."""
+
+    def __init__(self) -> None:
+        self._file: Path | None = None
+        self._tensors: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close()
+
+    def read(self, source: Source) -> Tensor:
+        """Map one tensor; it stays readable after its file was closed.
+
+        Raises
+        ------
+        LoadError
+            If the file can't be read, or doesn't hold what it was said to hold.
+        """
+        if self._file != source.file:
+            self._close()
+            self._tensors = _open(source.file)
+            self._file = source.file
+        with _damage_told(source.file):
+            if isinstance(self._tensors, dict):
+                tensor: Tensor = self._tensors[source.name]
+            else:
+                tensor = self._tensors.get_tensor(source.name)
+        if tensor.dtype != source.dtype or tuple(tensor.shape) != source.shape:
+            raise LoadError(f"{source.file} changed while it was read: {source.name!r} is another")
+        return tensor
+
+    def _close(self) -> None:
+        self._file = self._tensors = None
+
+
+def _open(file: Path) -> Any:
+    if file.suffix != ".safetensors":
+        return _load_pickle(file, map_location="cpu")
+    with _damage_told(file):
+        return safe_open(file, framework="pt", device="cpu")
+
+
+def _load_pickle(file: Path, *, map_location: str) -> dict[str, Tensor]:
+    with _damage_told(file):
+        loaded = _torch_load(file, map_location)
+    if not isinstance(loaded, dict):
+        raise LoadError(f"{file} holds {type(loaded).__name__}, not a dict of tensors")
+    strange = [str(name) for name, value in loaded.items() if not _is_entry(name, value)]
+    if strange:
+        raise LoadError(
+            f"{file} holds {len(strange)} entries that are no tensors: {', '.join(strange)}"
+        )
+    return loaded
+
+
+def _torch_load(file: Path, map_location: str) -> Any:
+    mapped = zipfile.is_zipfile(file)  # the format since PyTorch 1.6
+    return torch.load(file, map_location=map_location, weights_only=True, mmap=mapped)
+
+
+def _is_entry(name: object, value: object) -> bool:
+    return isinstance(name, str) and isinstance(value, Tensor)
+
+
+@contextmanager
+def _damage_told(file: Path) -> Iterator[None]:
+    """Turn what the libraries raise on a damaged file into one error that names it."""
+    try:
+        yield
+    except (
+        SafetensorError,
+        pickle.UnpicklingError,
+        OSError,
+        RuntimeError,
+        EOFError,
+        KeyError,
+        ValueError,
+    ) as error:
+        raise LoadError(f"{file} can't be read: {error}", hint=_DAMAGED) from error
