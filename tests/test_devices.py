@@ -1,0 +1,121 @@
+"""torch's view of a fleet: virtual GPUs made, real ones looked for, memory of any kind."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from duoka import virtual
+from duoka.devices import cuda_fleet, materialise, memory, reset_peaks, synchronize
+from duoka.errors import FleetError
+from duoka.fleet import Device, Fleet
+
+MIB = 2**20
+
+
+def test_virtual_gpus_have_the_budgets_of_the_fleet() -> None:
+    materialise(Fleet.parse("virtual:64MiB,32MiB"))
+    capacities = [gpu.allocator.capacity_bytes for gpu in virtual.active_world().gpus]
+    assert capacities == [64 * MIB, 32 * MIB]
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(33 * MIB, dtype=torch.uint8, device="vgpu:1")
+
+
+def test_the_same_virtual_gpus_stay() -> None:
+    materialise(Fleet.parse("virtual:64MiB"))
+    world = virtual.active_world()
+    materialise(Fleet.parse("virtual:64MiB"))
+    assert virtual.active_world() is world
+    materialise(Fleet.parse("virtual:64MiB"), data="meta")
+    assert virtual.active_world() is not world
+
+
+def test_a_gap_in_the_numbers_holds_nothing() -> None:
+    materialise(Fleet(devices=(Device(name="vgpu:1", budget_bytes=8 * MIB),)))
+    torch.empty(1, device="vgpu:1")
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1, device="vgpu:0")
+
+
+def test_memory_of_a_virtual_gpu() -> None:
+    materialise(Fleet.parse("virtual:64MiB,63MiB"))
+    tensor = torch.empty(3 * MIB, dtype=torch.uint8, device="vgpu:1")
+    del tensor
+    now = memory("vgpu:1")
+    assert now is not None
+    assert (now.allocated_bytes, now.peak_allocated_bytes) == (0, 3 * MIB)
+    assert (now.reserved_bytes, now.peak_reserved_bytes) == (20 * MIB, 20 * MIB)
+    reset_peaks("vgpu:1")
+    now = memory(torch.device("vgpu:1"))
+    assert now is not None
+    assert (now.peak_allocated_bytes, now.peak_reserved_bytes) == (0, 20 * MIB)
+    synchronize("vgpu:1")
+
+
+def test_the_cpu_has_no_allocator_to_ask() -> None:
+    assert memory("cpu") is None
+    assert memory("meta") is None
+    reset_peaks("cpu")
+    synchronize("cpu")
+
+
+def test_without_cuda_the_hint_is_virtual_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(FleetError, match="no CUDA GPU") as caught:
+        cuda_fleet()
+    assert "virtual:" in str(caught.value.hint)
+    with pytest.raises(FleetError, match="cuda:0 is not there for torch: it sees no CUDA GPU"):
+        materialise(Fleet.parse("24GiB"))
+
+
+def test_devices_of_other_kinds_are_refused() -> None:
+    with pytest.raises(FleetError, match="npu:0"):
+        materialise(Fleet(devices=(Device(name="npu:0", budget_bytes=1),)))
+    materialise(Fleet(devices=(Device(name="cpu", budget_bytes=1),)))
+
+
+class _Cuda:
+    """Two GPUs as torch reports them, the second one full."""
+
+    free_bytes = (20_000 * MIB, 100 * MIB)
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        answers: dict[str, Any] = {
+            "is_available": lambda: True,
+            "device_count": lambda: 2,
+            "get_device_properties": lambda i: SimpleNamespace(name=f"RTX {i}", uuid=f"ab-{i}"),
+            "mem_get_info": lambda i: (self.free_bytes[i], 24_000 * MIB),
+            "memory_reserved": lambda i: 30 * MIB,
+            "memory_allocated": lambda i: 10 * MIB,
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+
+
+def test_the_gpus_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    _Cuda(monkeypatch)
+    fleet = cuda_fleet(reserve_bytes=512 * MIB)
+    expected = Device(
+        name="cuda:0", budget_bytes=(20_000 + 20 - 512) * MIB, product="RTX 0", uuid="GPU-ab-0"
+    )
+    assert fleet.devices == (expected,)
+    assert cuda_fleet(reserve_bytes=0).names == ("cuda:0", "cuda:1")
+    with pytest.raises(FleetError, match="no GPU has more than"):
+        cuda_fleet(reserve_bytes=21_000 * MIB)
+    with pytest.raises(FleetError, match="cuda:2 is not there for torch: it sees 2"):
+        materialise(Fleet.parse("1GiB,1GiB,1GiB"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_real_gpu() -> None:
+    fleet = cuda_fleet()
+    materialise(fleet)
+    tensor = torch.empty(3 * MIB, dtype=torch.uint8, device=fleet.names[0])
+    synchronize(fleet.names[0])
+    now = memory(fleet.names[0])
+    assert now is not None
+    assert now.peak_allocated_bytes >= tensor.nbytes
