@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .errors import UsageError
+from duoka.errors import UsageError
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Used: TypeAlias = tuple[int, ...]

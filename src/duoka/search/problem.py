@@ -1,0 +1,241 @@
+"""Problem: one search, with what it knows so far; bounds are made exact until one wins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from duoka.errors import UsageError
+from duoka.fleet import Fleet
+
+from .costs import Memory, StageCosts
+from .groups import Group, group_devices, link_seconds
+from .programme import Floats, Programme, Stage, Stages
+
+Objective = Literal["headroom", "latency", "throughput"]
+
+_WALKS = 16
+# How often a more even placement among the optimal ones is looked for.
+_TIE_ROUNDS = 8
+# Part of the latency: placements that differ by less count as equally fast.
+_TIE_TOLERANCE = 2.0**-26
+# Costs of ties are rounded to whole numbers of this size, whose sums are exact in any order.
+_LATENCY_UNITS = 2.0**50
+_PRESSURE_UNITS = 2.0**18
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortfall:
+    """How far the nearest placement is from fitting.
+
+    Parameters
+    ----------
+    shortfall_bytes : int
+        The least total, over all placements, of what the stages' lower bounds exceed their
+        devices' budgets by; a stage that is known not to fit in spite of its bound misses at
+        least one byte. No placement can miss less.
+    stages : tuple of Stage
+        A placement that attains it.
+    blocks : tuple of int
+        The blocks that fit no device, each on its own.
+    """
+
+    shortfall_bytes: int
+    stages: Stages
+    blocks: tuple[int, ...]
+
+
+class NoPlacement(Exception):
+    """Nothing fits. The planner turns it into an `InfeasibleError` with the ways out."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__("no placement fits the fleet")
+        self._problem = problem
+
+    def shortfall(self) -> Shortfall:
+        """Say by how much; computed on demand, because a search for ways out fails often."""
+        return self._problem.shortfall()
+
+
+class Problem:
+    """One search: its groups of devices, its objective, and what is known of memory so far."""
+
+    def __init__(
+        self, costs: StageCosts, fleet: Fleet, objective: Objective, use_all: bool
+    ) -> None:
+        num_devices = len(fleet.devices)
+        if use_all and num_devices > costs.num_blocks:
+            raise UsageError(
+                f"{num_devices} devices are to be used, and the model has only "
+                f"{costs.num_blocks} blocks to place",
+                hint="name fewer devices, or let duoka use as few as it needs",
+            )
+        most = min(num_devices, costs.num_blocks)
+        self.objective: Objective = objective
+        self._num_stages = range(most if use_all else 1, most + 1)
+        timed = objective != "headroom"
+        links = link_seconds(costs, fleet) if timed and fleet.links else None
+        self._groups = group_devices(costs, fleet, links=links, timed=timed)
+        self._group_of = {device: group for group in self._groups for device in group.devices}
+        self._links: Floats | None = None
+        if links is not None:
+            senders = [group.devices[0] for group in self._groups]
+            receivers = [group.devices[-1] for group in self._groups]
+            self._links = links[np.ix_(senders, receivers)]
+        self.memory = Memory(costs, [group.budget_bytes for group in self._groups])
+
+    def optimum(self) -> tuple[Stages, float]:
+        """A placement with exact costs that nothing with as few devices beats, and its cost."""
+        best: tuple[float, Stages] = (math.inf, ())
+        while (found := (programme := self._programme()).fewest()) is not None:
+            stages, bound = found
+            if self._settle(stages):
+                return found
+            # The programme is dear: once it has run, most that it would find next is found by
+            # walking again over the costs that are known by then.
+            for _ in range(_WALKS):
+                self._revise(programme, stages)
+                if (again := programme.walk()) is None:
+                    break
+                stages = again[0]
+                if self._settle(stages):
+                    best = min(best, (self.judge(stages)[0], stages), key=lambda pair: pair[0])
+                    break
+            if best[0] <= bound:
+                return best[1], bound
+        raise NoPlacement(self)
+
+    def fits(self) -> bool:
+        """Whether any placement fits. Tried are those of most headroom under the bounds."""
+        while (found := self._programme().best()) is not None:
+            self._settle(found[0])
+            if math.isfinite(self.judge(found[0])[0]):
+                return True
+        return False
+
+    def most_even(self, stages: Stages, bound: float) -> Stages:
+        """Of the placements as good as `stages`, one that leaves memory free evenly."""
+        tolerance = _TIE_TOLERANCE * bound if self.objective == "latency" else 0.0
+        candidates = [stages]
+        for _ in range(_TIE_ROUNDS):
+            found = self._tie_programme(bound, len(stages)).fewest()
+            assert found is not None, "the optimum itself is a candidate"
+            if self._settle(found[0]):
+                return found[0]
+            candidates.append(found[0])
+        # Another may be more even still, but these are known.
+        return min(
+            (each for each in candidates if self.judge(each)[0] <= bound + tolerance),
+            key=lambda each: sum(
+                self._pressure(self._group_of[stage.device])[stage.start, stage.stop]
+                for stage in each
+            ),
+        )
+
+    def judge(self, stages: Stages) -> tuple[float, int]:
+        """The cost of a placement as far as known, and the device with its dearest part."""
+        parts: list[tuple[float, int]] = []
+        before: Stage | None = None
+        for stage in stages:
+            group = self._group_of[stage.device]
+            if before is not None and self._links is not None:
+                sender = self._group_of[before.device]
+                seconds = self._links[sender.index, group.index, stage.start]
+                parts.append((float(seconds), before.device))
+            parts.append((float(self._costs(group)[stage.start, stage.stop]), stage.device))
+            before = stage
+        cost, device = max(parts, key=lambda part: part[0])
+        return (sum(part for part, _ in parts) if self.objective == "latency" else cost), device
+
+    def shortfall(self) -> Shortfall:
+        """How far the nearest placement is from fitting."""
+        missing = [
+            np.maximum(self.memory.bytes[budget] - budget, np.where(self.memory.fits[budget], 0, 1))
+            for budget in (group.budget_bytes for group in self._groups)
+        ]
+        found = self._run(missing, slowest=False, num_stages=self._num_stages).best()
+        assert found is not None, "there is always a placement that doesn't fit"
+        fits = np.any([np.diagonal(fits, 1) for fits in self.memory.fits.values()], axis=0)
+        return Shortfall(
+            shortfall_bytes=int(found[1]),
+            stages=found[0],
+            blocks=tuple(int(block) for block in np.flatnonzero(~fits)),
+        )
+
+    def _settle(self, stages: Stages) -> bool:
+        return self.memory.settle(
+            [(s.start, s.stop, self._group_of[s.device].budget_bytes) for s in stages]
+        )
+
+    def _costs(self, group: Group) -> Floats:
+        """What the objective makes of each stage on a device of the group, as far as known."""
+        fits, budget = self.memory.fits[group.budget_bytes], group.budget_bytes
+        if self.objective == "headroom":
+            return np.where(fits, self.memory.bytes[budget] - budget, np.inf)
+        assert group.seconds is not None
+        return np.where(fits, group.seconds, np.inf)
+
+    def _revise(self, programme: Programme, stages: Stages) -> None:
+        """Tell the programme what the stages turned out to cost."""
+        for stage in stages:
+            budget = self._group_of[stage.device].budget_bytes
+            for group in self._groups:
+                if group.budget_bytes == budget:
+                    cost = self._costs(group)[stage.start, stage.stop]
+                    programme.revise(group.index, stage.start, stage.stop, float(cost))
+
+    def _pressure(self, group: Group) -> Floats:
+        """How hard each stage presses on its budget: the more the less it leaves free."""
+        unit = max(each.budget_bytes for each in self._groups) / 1024
+        headroom = np.maximum(group.budget_bytes - self.memory.bytes[group.budget_bytes], 0)
+        return np.asarray(np.rint(_PRESSURE_UNITS / (1 + headroom / unit)))
+
+    def _programme(self) -> Programme:
+        tables = [self._costs(group) for group in self._groups]
+        return self._run(
+            tables,
+            transfers=self._links,
+            slowest=self.objective != "latency",
+            num_stages=self._num_stages,
+        )
+
+    def _tie_programme(self, bound: float, num_stages: int) -> Programme:
+        """The pressure as the cost, among the placements that attain the bound."""
+        links, tables = self._links, [self._costs(group) for group in self._groups]
+        if self.objective == "latency":
+            # Small enough that all pressures together stay within the tolerance.
+            scale = _LATENCY_UNITS / (bound or 1.0)
+            tables = [np.rint(table * scale) for table in tables]
+            links = None if links is None else np.rint(links * scale)
+        else:
+            tables = [np.where(table <= bound, 0.0, np.inf) for table in tables]
+            links = None if links is None else np.where(links <= bound, 0.0, np.inf)
+        return self._run(
+            [
+                table + self._pressure(group)
+                for table, group in zip(tables, self._groups, strict=True)
+            ],
+            transfers=links,
+            slowest=False,
+            num_stages=range(num_stages, num_stages + 1),
+        )
+
+    def _run(
+        self,
+        tables: Sequence[Floats],
+        *,
+        transfers: Floats | None = None,
+        slowest: bool,
+        num_stages: range,
+    ) -> Programme:
+        return Programme(
+            tables,
+            [group.devices for group in self._groups],
+            transfers=transfers,
+            slowest=slowest,
+            num_stages=num_stages,
+        )
