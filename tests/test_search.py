@@ -26,6 +26,7 @@ class Costs:
     exact: dict[int, np.ndarray]  # by budget; -1 where it doesn't fit
     lower_bound_bytes: np.ndarray
     boundary_bytes: np.ndarray
+    alike: np.ndarray
     speed_seconds: dict[float | None, np.ndarray | None]
     asked: list[tuple[int, int, int]] = field(default_factory=list)
 
@@ -126,10 +127,16 @@ def make_case(rng: random.Random) -> Case:
     bound = np.abs(sizes[None, :] - sizes[:, None])
     if rng.random() < 0.3:  # no rule at all
         bound = noise.integers(0, 40, shape)
+    alike = np.arange(bound.size).reshape(shape)
+    if rng.random() < 0.5:
+        alike = noise.integers(0, rng.choice((2, 10)), shape)
+    _, first, number = np.unique(alike, return_index=True, return_inverse=True)
+    bound = bound.ravel()[first][number].reshape(shape)
     exact = {}
     for size in {device.budget_bytes for device in devices}:
         gap = noise.integers(0, rng.choice((1, 3, 10)), shape)
-        exact[size] = np.where(noise.random(shape) < rng.choice((0, 0.1)), -1, bound + gap)
+        reserved_bytes = np.where(noise.random(shape) < rng.choice((0, 0.1)), -1, bound + gap)
+        exact[size] = reserved_bytes.ravel()[first][number].reshape(shape)
     names = [device.name for device in devices]
     links = tuple(
         Link(
@@ -146,6 +153,7 @@ def make_case(rng: random.Random) -> Case:
     costs = Costs(
         exact=exact,
         lower_bound_bytes=bound,
+        alike=alike,
         boundary_bytes=noise.integers(0, 5, num_blocks + 1),
         speed_seconds={s: noise.integers(0, 20, shape).astype(float) for s in speeds},
     )

@@ -86,6 +86,7 @@ class Costs:
         self._limited: dict[tuple[tuple[int, ...], int], StageBytes | None] = {}
         self.num_blocks = len(self.chain)
         self.lower_bound_bytes = self._lower_bounds()
+        self.alike = self._alike()
         self.boundary_bytes = self._boundaries()
 
     def blocks_of(self, start: int, stop: int) -> tuple[int, ...]:
@@ -146,6 +147,25 @@ class Costs:
         kinds = tuple(self.profile.blocks[block].kind for block in blocks)
         ends_model = blocks[-1] == len(self.profile.blocks) - 1
         return (*kinds, int(blocks[0] == 0), int(ends_model))
+
+    def _alike(self) -> NDArray[np.int64]:
+        """[start, stop]: equal numbers only where the signatures are equal.
+
+        A stage's number stands for its first block's place and the blocks up to its last one.
+        """
+        last = len(self.profile.blocks) - 1
+        blocks = [
+            (self.profile.blocks[index].kind, tuple(self._attached[index]), index == last)
+            for index in self.chain
+        ]
+        numbers: dict[tuple[int, tuple[int, tuple[int, ...], bool]], int] = {}
+        alike = np.zeros((self.num_blocks + 1, self.num_blocks + 1), np.int64)
+        for start in range(self.num_blocks):
+            number = int(start == 0)
+            for stop in range(start + 1, self.num_blocks + 1):
+                number = numbers.setdefault((number, blocks[stop - 1]), len(numbers) + 2)
+                alike[start, stop] = number
+        return alike
 
     def _lower_bounds(self) -> NDArray[np.int64]:
         """Never more than the exact bytes: weights, and the cache with each block's own peak."""

@@ -25,6 +25,14 @@ class StageCosts(Protocol):
         """[num_blocks + 1, num_blocks + 1], by start and stop: at most what is reserved."""
 
     @property
+    def alike(self) -> npt.NDArray[np.int64]:
+        """[num_blocks + 1, num_blocks + 1]: stages of equal numbers reserve equal bytes.
+
+        A model repeats its layers, so one exact answer is an answer for many stages. Unique
+        numbers are right when nothing is known.
+        """
+
+    @property
     def boundary_bytes(self) -> npt.NDArray[np.int64]:
         """[num_blocks + 1]: bytes that one decode step sends over the cut before each block."""
 
@@ -43,10 +51,11 @@ class Memory:
         stages = np.triu(np.ones(shape, dtype=bool), 1)
         bound = np.where(stages, costs.lower_bound_bytes, np.inf)
         self._costs = costs
+        self._alike = np.where(stages, costs.alike, -1)
+        self._exact = {budget: np.zeros(shape, dtype=bool) for budget in budgets}
         self.num_evaluations = 0
         self.bytes = {budget: bound.copy() for budget in budgets}
         self.fits = {budget: bound <= budget for budget in budgets}
-        self._exact = {budget: np.zeros(shape, dtype=bool) for budget in budgets}
 
     def settle(self, stages: Sequence[tuple[int, int, int]]) -> bool:
         """Make (start, stop, budget) exact, the tightest first, up to one that doesn't fit.
@@ -59,13 +68,14 @@ class Memory:
         ):
             if self._exact[budget][start, stop]:
                 continue
-            self._exact[budget][start, stop] = True
             self.num_evaluations += 1
+            alike = self._alike == self._alike[start, stop]
+            self._exact[budget][alike] = True
             reserved = self._costs.reserved_bytes(start, stop, budget)
             if reserved is None or reserved > budget:
-                self.fits[budget][start, stop] = False
+                self.fits[budget][alike] = False
                 return False
-            assert reserved >= self.bytes[budget][start, stop], "the lower bound is none"
-            as_thought &= bool(reserved == self.bytes[budget][start, stop])
-            self.bytes[budget][start, stop] = reserved
+            assert reserved >= self.bytes[budget][alike].max(), "the lower bound is none"
+            as_thought &= bool(reserved == self.bytes[budget][alike].min())
+            self.bytes[budget][alike] = reserved
         return as_thought

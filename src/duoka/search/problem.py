@@ -98,7 +98,7 @@ class Problem:
             # The programme is dear: once it has run, most that it would find next is found by
             # walking again over the costs that are known by then.
             for _ in range(_WALKS):
-                self._revise(programme, stages)
+                programme.revise([self._costs(group) for group in self._groups])
                 if (again := programme.walk()) is None:
                     break
                 stages = again[0]
@@ -178,15 +178,6 @@ class Problem:
             return np.where(fits, self.memory.bytes[budget] - budget, np.inf)
         assert group.seconds is not None
         return np.where(fits, group.seconds, np.inf)
-
-    def _revise(self, programme: Programme, stages: Stages) -> None:
-        """Tell the programme what the stages turned out to cost."""
-        for stage in stages:
-            budget = self._group_of[stage.device].budget_bytes
-            for group in self._groups:
-                if group.budget_bytes == budget:
-                    cost = self._costs(group)[stage.start, stage.stop]
-                    programme.revise(group.index, stage.start, stage.stop, float(cost))
 
     def _pressure(self, group: Group) -> Floats:
         """How hard each stage presses on its budget: the more the less it leaves free."""

@@ -96,9 +96,9 @@ class Programme:
         stages = self._trace(used) if cost < np.inf else ()
         return (stages, cost) if stages else None
 
-    def revise(self, group: int, start: int, stop: int, cost: float) -> None:
-        """Change the cost of one stage for later walks."""
-        self._bands[group][start, stop - start - 1] = cost
+    def revise(self, tables: Sequence[Floats]) -> None:
+        """Change the costs of stages for later walks; none becomes possible that wasn't."""
+        self._bands = [_band(table, self._longest) for table in tables]
 
     def _best_by_number(self) -> Iterator[tuple[Stages, float]]:
         for num_stages in range(1, self._num_stages.stop):
