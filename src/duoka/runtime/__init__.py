@@ -1,0 +1,12 @@
+"""Runtime: answers from a loaded model, whole or as a stream, and conversations.
+
+It stands on transformers' `generate`, which also works without it. It knows nothing of planning,
+loading or terminals; of a plan it takes the workload, whose limits it keeps.
+"""
+
+from .chat import Conversation
+from .generation import Answer, Generator
+from .sampling import Sampling
+from .streaming import Stream
+
+__all__ = ["Answer", "Conversation", "Generator", "Sampling", "Stream"]
