@@ -10,7 +10,7 @@ import torch
 
 from duoka.errors import VirtualDeviceError
 
-from . import attention, autocast, factories, kernels, operators, tensor, transfers, vgpu
+from . import attention, autocast, factories, kernels, operators, pickling, tensor, transfers, vgpu
 from .state import World, set_process_world, use_world
 from .threads import arm
 
@@ -132,6 +132,7 @@ def _register() -> None:
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=vgpu)
     tensor.install_operators(operators.run)
     transfers.install()
+    pickling.install()
     factories.install()
     kernels.install()
     attention.install()

@@ -67,6 +67,14 @@ def _take_apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch.is_inference_mode_enabled() and not args[0].is_inference():
+        # A view of a normal tensor is a normal tensor, also in inference mode.
+        with torch.inference_mode(False):
+            return _wrapped_view(func, args, kwargs)
+    return _wrapped_view(func, args, kwargs)
+
+
+def _wrapped_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plain, _ = calls.unwrap(func, args, kwargs)
     block = args[0].block
     out = func(*plain.args, **plain.kwargs)

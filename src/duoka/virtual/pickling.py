@@ -33,6 +33,36 @@ def reduce_tensor(tensor: VirtualTensor) -> Any:
     return rebuild, state
 
 
+class RestoredStorage(torch.UntypedStorage):
+    """A storage from a file that is to become memory of a virtual GPU.
+
+    It still lies on the host, says the device that it is meant for, and is taken over when torch
+    makes a tensor of it (``aten::set_``, in `transfers`).
+    """
+
+    meant_for: torch.device
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the storage is meant for."""
+        return self.meant_for
+
+
+def _restore(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+    if not location.startswith("vgpu"):
+        return None
+    # The class is exchanged, not the object: the bytes aren't copied.
+    storage.__class__ = RestoredStorage
+    assert isinstance(storage, RestoredStorage)
+    storage.meant_for = torch.device(location)
+    return storage
+
+
+def install() -> None:
+    """Teach `torch.load` what ``map_location="vgpu:0"`` means."""
+    torch.serialization.register_package(5, lambda storage: None, _restore)
+
+
 class _Reduced:
     """An object that pickles as a call."""
 

@@ -10,6 +10,7 @@ import torch
 
 from . import pickling
 from .state import Block, Gpu, blocks_by_storage
+from .threads import arm
 
 _make = torch.Tensor._make_wrapper_subclass
 
@@ -85,6 +86,20 @@ class VirtualTensor(torch.Tensor):
         assert isinstance(value, VirtualTensor), "torch accepts only its own kind of tensor"
         self.backing = value.backing.detach()
         self.block = value.block
+
+    @property
+    def is_nested(self) -> bool:
+        """False. Torch asks it first in backward, in the thread whose switches then matter."""
+        arm()
+        return False
+
+    def new_tensor(self, data: Any, **options: Any) -> torch.Tensor:
+        """Make a tensor of data on this tensor's device (torch alone would take GPU 0)."""
+        options = {"dtype": self.dtype, "device": self.device, **options}
+        return torch.tensor(data, **options)
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.item() if self.dim() == 0 else repr(self), format_spec)
 
     def tolist(self) -> Any:
         """Read the values, as in torch."""
@@ -175,6 +190,11 @@ def wrap(backing: torch.Tensor, block: Block) -> VirtualTensor:
     )
     tensor.backing = backing
     tensor.block = block
+    # Conjugation and negation are marks that torch resolves: it must see them outside too.
+    if backing.is_conj():
+        torch._C._set_conj(tensor, True)
+    if backing.is_neg():
+        torch._C._set_neg(tensor, True)
     return tensor
 
 

@@ -13,7 +13,9 @@ from .state import thread
 
 
 def arm() -> None:
-    """Set the switches for this thread; they stay."""
+    """Set the switches for this thread, unless they are set; they stay."""
+    if thread.armed:
+        return
     torch._C._set_only_lift_cpu_tensors(True)
     torch._C._set_multithreading_enabled(False)
     thread.armed = True

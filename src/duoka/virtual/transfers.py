@@ -10,6 +10,7 @@ from duoka.errors import VirtualDeviceError
 
 from . import calls, values
 from .operators import handlers
+from .pickling import RestoredStorage
 from .state import Gpu, active_world, thread
 from .tensor import VirtualTensor, place, resync
 
@@ -98,6 +99,9 @@ def _without_generator(options: dict[str, Any]) -> dict[str, Any]:
 
 def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1] if len(args) > 1 else None
+    if isinstance(source, RestoredStorage):
+        _take_over(target, source, args[2:])
+        return target
     if not isinstance(target, VirtualTensor) or not isinstance(source, VirtualTensor):
         raise VirtualDeviceError(
             "set_ on a virtual GPU takes another virtual tensor, not a storage",
@@ -107,6 +111,20 @@ def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target.block = source.block
     resync(target)
     return target
+
+
+def _take_over(target: VirtualTensor, source: RestoredStorage, geometry: tuple[Any, ...]) -> None:
+    """Make a tensor of a storage that `torch.load` read for a virtual GPU."""
+    gpu = target.gpu
+    backing = torch.empty(0, dtype=target.dtype)
+    backing.set_(source, *geometry)
+    if not gpu.meta:
+        backing = backing.to(gpu.data_device)
+    elif not values.keeps_values(backing.dtype, backing.numel()):
+        backing = values.without_values(backing)
+    placed = place(backing, gpu)
+    target.backing, target.block = placed.backing, placed.block
+    resync(target)
 
 
 def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,179 @@
+"""The rules of CUDA's caching allocator, one by one, and what holds after any history."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from duoka.allocator import (
+    Allocation,
+    CachingAllocator,
+    OutOfCapacity,
+    rounded_bytes,
+    segment_bytes,
+)
+
+KIB = 2**10
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("requested", "rounded"), [(1, 512), (512, 512), (513, 1024), (MIB, MIB), (MIB + 1, MIB + 512)]
+)
+def test_requests_are_rounded_to_512_bytes(requested: int, rounded: int) -> None:
+    assert rounded_bytes(requested) == rounded
+
+
+@pytest.mark.parametrize(
+    ("rounded", "segment"),
+    [
+        (512, 2 * MIB),
+        (MIB, 2 * MIB),
+        (MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (10 * MIB + 512, 12 * MIB),
+        (100 * MIB, 100 * MIB),
+    ],
+)
+def test_segments_come_in_three_sizes(rounded: int, segment: int) -> None:
+    assert segment_bytes(rounded) == segment
+    allocator = CachingAllocator()
+    allocator.malloc(rounded)
+    assert allocator.reserved_bytes == segment
+    assert allocator.allocated_bytes == rounded
+
+
+def test_small_requests_share_a_segment() -> None:
+    allocator = CachingAllocator()
+    for _ in range(4):
+        allocator.malloc(512 * KIB)
+    assert allocator.reserved_bytes == 2 * MIB
+    allocator.malloc(1)
+    assert allocator.reserved_bytes == 4 * MIB
+
+
+def test_small_and_large_requests_never_share() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.malloc(5 * MIB))
+    allocator.malloc(1)
+    assert allocator.reserved_bytes == 22 * MIB
+
+
+def test_the_smallest_free_block_that_fits_is_taken() -> None:
+    allocator = CachingAllocator()
+    wide = allocator.malloc(40 * MIB)
+    narrow = allocator.malloc(30 * MIB)
+    allocator.free(wide)
+    allocator.free(narrow)
+    assert allocator.malloc(30 * MIB) is narrow
+    assert allocator.reserved_bytes == 70 * MIB
+
+
+def test_a_large_block_is_split_only_when_more_than_a_mebibyte_remains() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.malloc(20 * MIB))
+    whole = allocator.malloc(19 * MIB)
+    assert whole.size == 20 * MIB
+    assert allocator.allocated_bytes == 20 * MIB
+    allocator.free(whole)
+    part = allocator.malloc(19 * MIB - 512)
+    assert part.size == 19 * MIB - 512
+
+
+def test_neighbours_merge_when_freed() -> None:
+    allocator = CachingAllocator()
+    parts = [allocator.malloc(5 * MIB) for _ in range(4)]
+    assert allocator.reserved_bytes == 20 * MIB
+    for place in (1, 3, 0, 2):
+        allocator.free(parts[place])
+    allocator.malloc(20 * MIB)
+    assert allocator.reserved_bytes == 20 * MIB
+
+
+def test_wholly_free_segments_are_given_back_when_the_device_is_full() -> None:
+    allocator = CachingAllocator(64 * MIB)
+    first = allocator.malloc(32 * MIB)
+    allocator.malloc(20 * MIB)
+    allocator.free(first)
+    allocator.malloc(40 * MIB)
+    assert allocator.reserved_bytes == 60 * MIB
+    assert allocator.max_reserved_bytes == 60 * MIB
+
+
+def test_past_the_capacity_a_request_is_refused_with_its_numbers() -> None:
+    allocator = CachingAllocator(64 * MIB)
+    allocator.malloc(30 * MIB)
+    with pytest.raises(OutOfCapacity) as refused:
+        allocator.malloc(40 * MIB)
+    assert refused.value.requested_bytes == 40 * MIB
+    assert refused.value.capacity_bytes == 64 * MIB
+    assert refused.value.allocated_bytes == refused.value.reserved_bytes == 30 * MIB
+    assert allocator.allocated_bytes == 30 * MIB
+
+
+def test_capacity_is_judged_on_reserved_bytes() -> None:
+    allocator = CachingAllocator(3 * MIB)
+    allocator.malloc(MIB)
+    allocator.malloc(MIB)
+    with pytest.raises(OutOfCapacity):
+        allocator.malloc(1)
+
+
+def test_peaks_start_again_from_what_is_in_use() -> None:
+    allocator = CachingAllocator()
+    kept = allocator.malloc(MIB)
+    allocator.free(allocator.malloc(50 * MIB))
+    allocator.empty_cache()
+    allocator.reset_peak()
+    assert allocator.max_allocated_bytes == kept.size == MIB
+    assert allocator.max_reserved_bytes == allocator.reserved_bytes == 2 * MIB
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[int]:
+    """Steps: a positive number is a request of so many bytes, a negative one frees a block."""
+    return draw(
+        st.lists(
+            st.one_of(
+                st.integers(1, 3 * MIB), st.integers(1, 60 * MIB), st.integers(-50, -1)
+            ),
+            max_size=60,
+        )
+    )
+
+
+@given(histories(), st.one_of(st.none(), st.integers(MIB, 200 * MIB)))
+def test_after_any_history_the_books_balance(steps: list[int], capacity: int | None) -> None:
+    allocator = CachingAllocator(capacity)
+    live: list[tuple[Allocation, int]] = []
+    for step in steps:
+        if step > 0:
+            try:
+                live.append((allocator.malloc(step), step))
+            except OutOfCapacity:
+                assert capacity is not None
+        elif live:
+            allocator.free(live.pop(-step % len(live))[0])
+        _check(allocator, live, capacity)
+    for block, _ in live:
+        allocator.free(block)
+    assert allocator.allocated_bytes == 0
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 0
+
+
+def _check(
+    allocator: CachingAllocator, live: list[tuple[Allocation, int]], capacity: int | None
+) -> None:
+    assert allocator.allocated_bytes == sum(block.size for block, _ in live)
+    assert allocator.allocated_bytes <= allocator.reserved_bytes <= allocator.max_reserved_bytes
+    assert allocator.allocated_bytes <= allocator.max_allocated_bytes
+    assert capacity is None or allocator.reserved_bytes <= capacity
+    spans = sorted((block.address, block.address + block.size) for block, _ in live)
+    for (_, stop), (start, _) in zip(spans, spans[1:], strict=False):
+        assert stop <= start
+    for block, requested in live:
+        assert requested <= block.size
+        assert block.size - rounded_bytes(requested) <= MIB
