@@ -43,5 +43,7 @@ def __getattr__(name: str) -> Any:
     if name in _NEED_TORCH:
         from . import api
 
-        return getattr(api, name)
+        # Importing the room `dispatch` has put the module under this name; the function wins.
+        globals().update({public: getattr(api, public) for public in _NEED_TORCH})
+        return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
