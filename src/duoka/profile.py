@@ -19,6 +19,9 @@ from .errors import ModelError, UsageError
 
 Phase = Literal["prefill", "extend", "decode"]
 
+# Fused attention copies a mask whose rows don't begin on a multiple of so many elements.
+ALIGNED_TOKENS = 8
+
 # What a size may depend on: batch b, query tokens q, key tokens k (past and query together).
 MONOMIALS = ("1", "q", "k", "qk", "qq", "b", "bq", "bk", "bqk", "bqq")
 Rule = tuple[float, ...]
@@ -104,6 +107,8 @@ class Regime:
         More than one sequence, with padding.
     query, past, keys : tuple of (int, int)
         Ranges (start, stop) of the tokens that come in, that came before, and of both.
+    aligned : bool, optional
+        Whether `keys` is a multiple of `ALIGNED_TOKENS`, where that makes a difference.
     carried : tuple of (int, int)
         Allocations that are used far from where they are made: block, number in its tape.
     """
@@ -113,6 +118,7 @@ class Regime:
     query: tuple[int, int]
     past: tuple[int, int]
     keys: tuple[int, int]
+    aligned: bool | None = None
     carried: tuple[tuple[int, int], ...] = ()
 
     def holds(self, phase: Phase, *, batch: int, query: int, keys: int) -> bool:
@@ -123,6 +129,7 @@ class Regime:
             and self.query[0] <= query < self.query[1]
             and self.past[0] <= keys - query < self.past[1]
             and self.keys[0] <= keys < self.keys[1]
+            and self.aligned in (None, keys % ALIGNED_TOKENS == 0)
         )
 
 

@@ -6,16 +6,32 @@ held against.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .allocator import Allocation, CachingAllocator, OutOfCapacity, rounded_bytes, segment_bytes
+from .allocator import (
+    SMALL_REQUEST_BYTES,
+    Allocation,
+    CachingAllocator,
+    OutOfCapacity,
+    rounded_bytes,
+    segment_bytes,
+)
 from .profile import Kind, Phase, Profile, Ref, Tape, evaluate, monomials
 from .workload import Workload
 
 # Decode steps are alike but for their length. Past this number, only the first and last ones and
 # those where a cache outgrows its segment are replayed: only there do the reserved bytes change.
 _ALL_DECODE_STEPS = 16
+
+# From the third of alike blocks on, small transients find the freed blocks of their predecessors
+# and change nothing; only large ones and what is kept is replayed there.
+_STEADY = 2
+
+_MALLOC, _KEEP, _RELEASE, _DROP, _RELEASE_FAR = range(5)
+Event = tuple[int, int, int]
+"""A code with two numbers: allocate (number, bytes), keep (number, bytes), release (blocks back,
+number), drop (slot, 0), release far (block, number)."""
 
 Key = tuple[int, int]
 """A block and the number of an allocation in its tape; block -1 stands for the model's inputs."""
@@ -65,6 +81,7 @@ class Replay:
         self.profile = profile
         self.workload = workload
         self._sizes: dict[tuple[int, int], list[int]] = {}
+        self._events: dict[tuple[int, int, bool], list[Event]] = {}
         self._foreign_frees: dict[tuple[int, int], tuple[Ref, ...]] = {}
         self.steps = self._schedule()
 
@@ -79,6 +96,13 @@ class Replay:
             values = self.steps[step].values
             self._sizes[key] = [evaluate(rule, values) for rule in self.tape(block, step).sizes]
         return self._sizes[key]
+
+    def events(self, block: int, step: int, *, steady: bool) -> list[Event]:
+        """What a block does in one of `steps`, with sizes in bytes."""
+        key = (self.profile.blocks[block].kind, step, steady)
+        if key not in self._events:
+            self._events[key] = list(self._compile(block, step, steady=steady))
+        return self._events[key]
 
     def run(self, blocks: Sequence[int], capacity_bytes: int | None = None) -> StageBytes | None:
         """The peaks of a stage; None where it doesn't fit its capacity.
@@ -115,6 +139,28 @@ class Replay:
         if ref.origin == "carried":
             return self.profile.regimes[self.steps[step].regime].carried[ref.index]
         return -1, ref.index
+
+    def _compile(self, block: int, step: int, *, steady: bool) -> Iterator[Event]:
+        tape, sizes = self.tape(block, step), self.sizes(block, step)
+        kept = frozenset(tape.kept)
+        left_out: set[int] = set()
+        count = 0
+        for ref in tape.events:
+            if ref is None:
+                if count in kept:
+                    yield _KEEP, count, sizes[count]
+                elif steady and rounded_bytes(sizes[count]) <= SMALL_REQUEST_BYTES:
+                    left_out.add(count)
+                else:
+                    yield _MALLOC, count, sizes[count]
+                count += 1
+            elif ref.origin == "kept":
+                yield _DROP, ref.index, 0
+            elif ref.origin in ("own", "earlier"):
+                if ref.back or ref.index not in left_out:
+                    yield _RELEASE, ref.back, ref.index
+            else:
+                yield _RELEASE_FAR, *self.key_of(block, ref, step)
 
     def _kind(self, block: int) -> Kind:
         return self.profile.kinds[self.profile.blocks[block].kind]
@@ -195,45 +241,47 @@ class _StageRun:
         )
 
     def _run_step(self, step: int) -> None:
-        for block in range(len(self.replay.profile.blocks)):
+        replay = self.replay
+        blocks = replay.profile.blocks
+        alike = 0
+        for block in range(len(blocks)):
+            follows = block - 1 in self.blocks and blocks[block - 1].kind == blocks[block].kind
+            alike = alike + 1 if follows else 0
             if block in self.blocks:
-                self._run_block(block, step)
+                self._run_block(block, step, steady=alike >= _STEADY)
             else:
-                for ref in self.replay.foreign_frees(block, step):
-                    self._release(self.replay.key_of(block, ref, step))
+                for ref in replay.foreign_frees(block, step):
+                    self._release(replay.key_of(block, ref, step))
         for key in list(self.alive):
             self._release(key)
 
-    def _run_block(self, block: int, step: int) -> None:
-        tape = self.replay.tape(block, step)
-        self._move_in(block, tape, step)
-        sizes = self.replay.sizes(block, step)
-        kept_now = frozenset(tape.kept)
+    def _run_block(self, block: int, step: int, *, steady: bool) -> None:
+        self._move_in(block, step)
+        replay, alive = self.replay, self.alive
+        malloc, free = self._malloc, self.allocator.free
         slots: list[Allocation | None] = list(self.kept[block])
         born: list[Allocation] = []
-        count = 0
-        for event in tape.events:
-            if event is None:
-                allocation = self._malloc(sizes[count])
-                if count in kept_now:
-                    self._keep(allocation, born)
-                else:
-                    self.alive[block, count] = allocation
-                count += 1
-            elif event.origin == "kept":
-                self._drop(slots, event.index)
+        for code, number, other in replay.events(block, step, steady=steady):
+            if code == _MALLOC:
+                alive[block, number] = malloc(other)
+            elif code == _RELEASE:
+                allocation = alive.pop((block - number, other), None)
+                if allocation is not None:
+                    free(allocation)
+            elif code == _KEEP:
+                born.append(self._keep(other))
+            elif code == _DROP:
+                self._drop(slots, number)
             else:
-                self._release(self.replay.key_of(block, event, step))
+                self._release((number, other))
         self.kept[block] = [slot for slot in slots if slot is not None] + born
 
-    def _move_in(self, block: int, tape: Tape, step: int) -> None:
-        for read in tape.reads:
+    def _move_in(self, block: int, step: int) -> None:
+        for read in self.replay.tape(block, step).reads:
             key = self.replay.key_of(block, read.ref, step)
             here = key[0] in self.blocks or (key[0] == -1 and 0 in self.blocks)
             if not here and key not in self.alive:
-                self.alive[key] = self._malloc(
-                    evaluate(read.size, self.replay.steps[step].values)
-                )
+                self.alive[key] = self._malloc(evaluate(read.size, self.replay.steps[step].values))
 
     def _malloc(self, num_bytes: int) -> Allocation:
         allocator = self.allocator
@@ -242,12 +290,12 @@ class _StageRun:
             self.kept_bytes_at_peak = self.kept_bytes
         return allocation
 
-    def _keep(self, allocation: Allocation, born: list[Allocation]) -> None:
-        at_peak = self.allocator.allocated_bytes == self.allocator.max_allocated_bytes
+    def _keep(self, num_bytes: int) -> Allocation:
+        allocation = self.allocator.malloc(num_bytes)
         self.kept_bytes += allocation.size
-        if at_peak:
+        if self.allocator.allocated_bytes == self.allocator.max_allocated_bytes:
             self.kept_bytes_at_peak = self.kept_bytes
-        born.append(allocation)
+        return allocation
 
     def _drop(self, slots: list[Allocation | None], index: int) -> None:
         allocation = slots[index]

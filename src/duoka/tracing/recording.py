@@ -6,7 +6,7 @@ is replaced by a call that only makes its outputs. What such a block does is kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +56,7 @@ class Recorder:
         Run alike blocks once.
     """
 
-    def __init__(self, model: nn.Module, groups: list[Group], *, skip: bool) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[Group], *, skip: bool) -> None:
         self._model = model
         self._groups = groups
         self._homes: dict[int, Home] = {}
@@ -95,7 +95,7 @@ class Recorder:
         return Pass(tapes=self._tapes, like=like, number=self._number)
 
     def forget(self) -> None:
-        """Start a new sequence: what the last one kept is gone."""
+        """Start a new sequence: what the last one kept doesn't count."""
         self._homes.clear()
         self._slots = [[] for _ in self._groups]
 
@@ -175,7 +175,7 @@ class Recorder:
 class _Skipper:
     """Recognises blocks that would do what an earlier one did, and stands in for them."""
 
-    def __init__(self, model: nn.Module, groups: list[Group]) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[Group]) -> None:
         self._signatures: list[Any] = []
         for group in groups:
             module = _submodule(model, group.names[0]) if len(group.names) == 1 else None

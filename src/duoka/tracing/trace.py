@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from .. import virtual
 from ..dispatch import place
 from ..errors import ModelError
 from ..placement import Placement
-from ..profile import Block, Kind, Phase, Profile, Regime, Tape
+from ..profile import ALIGNED_TOKENS, Block, Kind, Phase, Profile, Regime, Tape
 from .fitting import Sample, Unlike, fit
 from .grouping import Group, find_groups
 from .recording import Recorder
@@ -22,6 +23,8 @@ from .stepping import Stepper
 
 _ENDLESS = 2**40
 _LONGEST_TOKENS = 2**17
+_SHORTEST_TOKENS = 256
+_PHASES: tuple[Phase, ...] = ("prefill", "extend", "decode")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,73 +118,94 @@ class _Tracer:
         self.model = model
         self.groups = groups
         self.device = device
-        self.longest = max(longest, 64)
+        self.longest = max(longest, 4 * _SHORTEST_TOKENS)
         self.skip = True
 
     def regimes(self) -> tuple[list[Regime], list[list[Tape]]]:
         """All regimes, each with a tape per block."""
-        found: list[tuple[Regime, list[Tape]]] = []
-        for many in (False, True):
-            for start, stop in self._ranges():
-                found.extend(self._cell(many, start, stop))
+        try:
+            found = [
+                pair
+                for many in (False, True)
+                for start, stop in self._ranges()
+                for pair in self._cell(many, start, stop)
+            ]
+        except Unlike as unlike:
+            raise ModelError(f"{type(self.model).__name__} can't be traced: {unlike}") from None
         return [regime for regime, _ in found], [tapes for _, tapes in found]
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
         """Ranges of tokens between which the model's code may change its ways."""
         config = getattr(self.model, "config", None)
-        texts = [config, getattr(config, "text_config", None)]
+        parts = [part for part in (config, getattr(config, "text_config", None)) if part]
         windows = {
             value
-            for part in texts
-            if part is not None
+            for part in parts
             for name, value in vars(part).items()
-            if ("window" in name or "chunk" in name) and isinstance(value, int)
-            and not isinstance(value, bool) and 8 < value < self.longest
+            if ("window" in name or "chunk" in name)
+            and type(value) is int
+            and _SHORTEST_TOKENS <= value <= self.longest - _SHORTEST_TOKENS
         }
-        edges = [0, *sorted(windows), self.longest + 1]
-        yield from pairwise(edges)
+        yield from pairwise([0, *sorted(windows), self.longest + 1])
 
     def _cell(self, many: bool, start: int, stop: int) -> Iterator[tuple[Regime, list[Tape]]]:
-        samples = list(self._samples(many, start, stop))
-        for phase in ("prefill", "extend", "decode"):
-            chosen = [sample for sample in samples if sample.phase == phase]
-            regime = self._regime(chosen[0].phase, many, start, stop)
+        """The regimes of one range, for one sequence or several."""
+        runs = list(_runs(many, start, stop))
+        samples = self._record(runs)
+        aligned = self._record([run.aligned() for run in runs[:1]])
+        for phase in _PHASES:
+            whole = (0, _ENDLESS)
+            regime = Regime(phase=phase, many=many, query=whole, past=whole, keys=(start, stop))
             try:
-                tapes, carried = fit(chosen)
-            except Unlike as unlike:
-                raise ModelError(f"{type(self.model).__name__}: {phase}: {unlike}") from None
-            yield Regime(
-                phase=regime.phase, many=many, query=regime.query, past=regime.past,
-                keys=regime.keys, carried=carried,
-            ), tapes
+                yield _fitted(regime, [*samples, *aligned])
+            except Unlike:
+                yield _fitted(replace(regime, aligned=False), samples)
+                if len(aligned) < len(samples):
+                    aligned += self._record([run.aligned() for run in runs[1:]])
+                yield _fitted(replace(regime, aligned=True), aligned)
 
-    def _regime(self, phase: Phase, many: bool, start: int, stop: int) -> Regime:
-        whole = (0, _ENDLESS)
-        return Regime(phase=phase, many=many, query=whole, past=whole, keys=(start, stop))
-
-    def _samples(self, many: bool, start: int, stop: int) -> Iterator[Sample]:
-        for batch, past, query in _points(many, start, stop):
-            yield from self._run(batch, past, query)
-
-    def _run(self, batch: int, past: int, query: int) -> Iterator[Sample]:
-        recorder = Recorder(self.model, self.groups, skip=self.skip)
-        stepper = Stepper(self.model, batch, self.device)
-        with recorder:
-            for phase, tokens in (("prefill", past), ("extend", query), ("decode", 1)):
-                recorded = recorder.record(lambda tokens=tokens: stepper.step(tokens))
-                yield Sample(phase, batch, tokens, stepper.past, recorded)  # type: ignore[arg-type]
+    def _record(self, runs: Sequence[_Run]) -> list[Sample]:
+        samples = []
+        with Recorder(self.model, self.groups, skip=self.skip) as recorder:
+            for run in runs:
+                stepper = Stepper(self.model, run.batch, self.device)
+                recorder.forget()
+                for phase, tokens in run.steps:
+                    recorded = recorder.record(partial(stepper.step, tokens))
+                    samples.append(Sample(phase, run.batch, tokens, stepper.past, recorded))
+        return samples
 
 
-def _points(many: bool, start: int, stop: int) -> list[tuple[int, int, int]]:
-    """(batch, past, query) of the runs: more than any phase has coefficients."""
-    low, span = max(start, 2), stop - max(start, 2) - 1
-    past = [low + span * part // 16 for part in (1, 3, 6, 8)]
-    query = [2 + span * part // 16 for part in (1, 2, 3, 5)]
-    pairs = [(past[0], query[0]), (past[1], query[3]), (past[2], query[1]), (past[3], query[2]),
-             (past[2], query[3])]
-    if not many:
-        return [(1, p, q) for p, q in pairs]
-    return [(batch, p, q) for batch in (2, 3) for p, q in pairs] + [(5, past[0], query[2])]
+def _fitted(regime: Regime, samples: Sequence[Sample]) -> tuple[Regime, list[Tape]]:
+    tapes, carried = fit([sample for sample in samples if sample.phase == regime.phase])
+    return replace(regime, carried=carried), tapes
+
+
+class _Run(NamedTuple):
+    """Steps over one cache: phases with their query tokens."""
+
+    batch: int
+    steps: tuple[tuple[Phase, int], ...]
+
+    def aligned(self) -> _Run:
+        """The same run at multiples of `ALIGNED_TOKENS`."""
+        (phase, tokens), *rest = self.steps
+        return _Run(self.batch, ((phase, tokens + ALIGNED_TOKENS - 1), *rest))
+
+
+def _runs(many: bool, start: int, stop: int) -> Iterator[_Run]:
+    """The runs to record: for each phase more samples than its rules have coefficients.
+
+    No length is a multiple of `ALIGNED_TOKENS`.
+    """
+    unit = ALIGNED_TOKENS
+    low = start + unit - start % unit + 1
+    step = max((stop - low) // 20 // unit, 1) * unit
+    for batch in (2, 3) if many else (1,):
+        for past, queries in ((0, (1, 3)), (2, (2,)), (5, (3,)), (7, (1,))):
+            steps: list[tuple[Phase, int]] = [("prefill", low + past * step)]
+            steps += [("extend", tokens * step) for tokens in queries]
+            yield _Run(batch, (*steps, ("decode", 1)))
 
 
 def _profile(
