@@ -86,6 +86,21 @@ def test_attention() -> None:
         build(config_of("llama"), attention="telepathy")
 
 
+def test_a_composite_configuration_is_not_taken_for_its_text_part() -> None:
+    text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
+    config = {"model_type": "llama4", "text_config": {**text, "intermediate_size_mlp": 48}}
+    model = build({**config, "vision_config": {"num_hidden_layers": 1}})
+    assert type(model) is transformers.Llama4ForConditionalGeneration
+
+
+def test_infinities_as_transformers_writes_them() -> None:
+    limits = [0.0, {"__float__": "Infinity"}]
+    config = {"model_type": "mamba2", "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 8}
+    model = build({**config, "head_dim": 8, "time_step_limit": limits})
+    assert list(model.config.time_step_limit) == [0.0, float("inf")]
+    assert limits == [0.0, {"__float__": "Infinity"}], "the caller's own stays as it is"
+
+
 def test_modules_kept_in_32_bit() -> None:
     model = build(config_of("t5"), dtype=torch.float16)
     kept = model.encoder.block[0].layer[1].DenseReluDense.wo.weight

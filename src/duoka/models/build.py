@@ -133,13 +133,22 @@ def _unknown(model_type: str, *, has_code: bool) -> ModelError:
 
 def _parse(config_class: type[PreTrainedConfig], config: Mapping[str, Any]) -> PreTrainedConfig:
     try:
-        return config_class.from_dict(copy.deepcopy(dict(config)))
+        return config_class.from_dict(_decode(dict(config)))
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(
             f"the configuration is not valid for model_type {config_class.model_type!r}: {error}"
         ) from error
+
+
+def _decode(value: Any) -> Any:
+    """Copy a JSON value; transformers writes infinities as an object, and reads them so."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _decode(item) for name, item in value.items()}
+    return [_decode(item) for item in value] if isinstance(value, list) else value
 
 
 def _native_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -164,17 +173,23 @@ def _native_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 def _named_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     for name in config.architectures or ():
         found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, PreTrainedModel):
-            expected = found.config_class
-            if expected is not None and isinstance(config, expected):
-                return found
+        if not isinstance(found, type) or not issubclass(found, PreTrainedModel):
+            continue
+        if _accepts(found, config):
+            return found
     return None
 
 
 def _mapped(mapping: Any, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     found = mapping.get(type(config), None)
     model_class: type[PreTrainedModel] | None = found[0] if isinstance(found, tuple) else found
-    return model_class
+    return model_class if model_class is not None and _accepts(model_class, config) else None
+
+
+def _accepts(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
+    """Whether the class takes this configuration, and not only the text part of it."""
+    expected = model_class.config_class
+    return expected is None or isinstance(config, expected)
 
 
 def _remote(

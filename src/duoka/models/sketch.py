@@ -55,12 +55,14 @@ class Part:
         if axis is not None:
             shift = origin[axis][0] - self.at[dim][0]
             origin = _with(origin, axis, (low + shift, high + shift))
-        return replace(self, origin=origin, at=_with(self.at, dim, (low - start, high - start)))
+        at = _with(self.at, dim, (low - start, high - start))
+        return Part(self.source, self.shape, origin, at, self.axes)
 
     def shift(self, dim: int, by: int) -> Part:
         """Return the part moved along `dim`."""
         start, stop = self.at[dim]
-        return replace(self, at=_with(self.at, dim, (start + by, stop + by)))
+        at = _with(self.at, dim, (start + by, stop + by))
+        return Part(self.source, self.shape, self.origin, at, self.axes)
 
 
 def _with(box: Box, dim: int, extent: tuple[int, int]) -> Box:
