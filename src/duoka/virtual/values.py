@@ -17,6 +17,8 @@ import torch
 
 from duoka.errors import VirtualDeviceError
 
+from . import shapes
+
 if TYPE_CHECKING:
     from .tensor import VirtualTensor
 
@@ -132,7 +134,7 @@ def execute(func: Any, args: list[Any], kwargs: dict[str, Any], *, writes: bool 
         args = [without_values(value) for value in args]
         kwargs = {key: without_values(value) for key, value in kwargs.items()}
     try:
-        return func(*args, **kwargs)
+        return func(*args, **kwargs) if writes else shapes.infer(func, args, kwargs)
     except NotImplementedError as error:
         if name in _INDEXING:
             raise unknown_value(f"{func} with a mask") from error
@@ -163,9 +165,10 @@ def _evaluate(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     if func in _NEEDS_VALUES or func.is_view or _is_small(func, args):
         return func(*args, **kwargs)
     try:
-        shaped = func(
-            *[without_values(value) for value in args],
-            **{key: without_values(value) for key, value in kwargs.items()},
+        shaped = shapes.infer(
+            func,
+            [without_values(value) for value in args],
+            {key: without_values(value) for key, value in kwargs.items()},
         )
     except (NotImplementedError, RuntimeError):
         return func(*args, **kwargs)
