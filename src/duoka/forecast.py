@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .allocator import rounded_bytes
+from .allocator import SMALL_REQUEST_BYTES, rounded_bytes
 from .fleet import Device
 from .profile import Profile, Tape, evaluate
 from .replay import Replay, StageBytes
@@ -140,10 +140,10 @@ class Costs:
                 )
             )
         total = np.concatenate([[0.0], np.cumsum(times)])
-        return total[None, :] - total[:, None]
+        return np.asarray(total[None, :] - total[:, None], np.float64)
 
     def _signature(self, blocks: Sequence[int]) -> tuple[int, ...]:
-        """Equal for stages that cost the same: the kinds in order, and whether the input is here."""
+        """Equal for stages that cost the same: kinds in order, and whether the input is here."""
         kinds = tuple(self.profile.blocks[block].kind for block in blocks)
         ends_model = blocks[-1] == len(self.profile.blocks) - 1
         return (*kinds, int(blocks[0] == 0), int(ends_model))
@@ -168,42 +168,64 @@ class Costs:
         return alike
 
     def _lower_bounds(self) -> NDArray[np.int64]:
-        """Never more than the exact bytes: weights, and the cache with each block's own peak."""
-        blocks = self.profile.blocks
-        num = self.num_blocks
-        weights = np.zeros(num, np.int64)
-        cache = np.zeros(num, np.int64)
-        peaks = np.zeros(num, np.int64)
-        by_kind: dict[int, tuple[int, int]] = {}
-        for position, index in enumerate(self.chain):
-            for block in (index, *self._attached[index]):
-                kind = blocks[block].kind
-                weights[position] += sum(
-                    rounded_bytes(size) for size in self.profile.kinds[kind].weight_bytes
-                )
-                if kind not in by_kind:
-                    by_kind[kind] = self._first_step(block)
-            cache[position], peaks[position] = by_kind[blocks[index].kind]
-        bounds = np.zeros((num + 1, num + 1), np.int64)
-        for start in range(num):
-            filled = np.cumsum(cache[start:])
-            peak = np.maximum.accumulate(filled - cache[start:] + peaks[start:])
-            bounds[start, start + 1 :] = np.cumsum(weights[start:]) + np.maximum(filled, peak)
-        return bounds
+        """Never more than the exact bytes: what is allocated at the peak of each step's blocks.
 
-    def _first_step(self, block: int) -> tuple[int, int]:
-        """Cache bytes that the first step leaves in a block, and its peak with them, rounded."""
-        tape = self.replay.tape(block, 0)
-        sizes = [rounded_bytes(size) for size in self.replay.sizes(block, 0)]
-        live = peak = count = 0
-        for event in tape.events:
-            if event is None:
-                live += sizes[count]
-                count += 1
-                peak = max(peak, live)
-            elif event.origin == "own":
-                live -= sizes[event.index]
-        return sum(sizes[index] for index in tape.kept), peak
+        Left out are small transients, tensors that go far and what is moved in. While a step is
+        in one block, the caches of those before it have grown and those behind it haven't.
+        """
+        num = self.num_blocks
+        kinds = [self.profile.blocks[index].kind for index in self.chain]
+        block_of = dict(zip(kinds, self.chain, strict=True))
+        steps = {kind: list(self._cache_and_peaks(block)) for kind, block in block_of.items()}
+        weights = np.zeros(num + 1, np.int64)
+        for position, index in enumerate(self.chain):
+            weights[position + 1] = sum(
+                rounded_bytes(size)
+                for block in (index, *self._attached[index])
+                for size in self.profile.kinds[self.profile.blocks[block].kind].weight_bytes
+            )
+        bounds = np.zeros((num + 1, num + 1), np.int64)
+        ahead = np.triu(np.ones((num, num), np.bool_))
+        for step in range(len(self.replay.steps)):
+            before, after, peaks = np.array([steps[kind][step] for kind in kinds]).T
+            grown = np.concatenate([[0], np.cumsum(after)])
+            to_grow = np.concatenate([[0], np.cumsum(before)])
+            own = np.where(
+                ahead, (grown[:-1] - to_grow[1:] + peaks)[None, :], np.iinfo(np.int64).min
+            )
+            most = np.maximum.accumulate(own, axis=1)
+            bytes_now = most + to_grow[None, 1:] - grown[:-1, None]
+            np.maximum(bounds[:-1, 1:], np.where(ahead, bytes_now, 0), out=bounds[:-1, 1:])
+        total = np.cumsum(weights)
+        return bounds + np.triu(total[None, :] - total[:, None])
+
+    def _cache_and_peaks(self, block: int) -> Iterator[tuple[int, int, int]]:
+        """For each step the cache bytes of a block before and after it, and its peak with them."""
+        cache: list[int] = []
+        for step in range(len(self.replay.steps)):
+            tape = self.replay.tape(block, step)
+            sizes = [rounded_bytes(size) for size in self.replay.sizes(block, step)]
+            kept = frozenset(tape.kept)
+            before = live = peak = sum(cache)
+            born: list[int] = []
+            dropped: set[int] = set()
+            count = 0
+            for event in tape.events:
+                if event is None:
+                    if count in kept:
+                        born.append(sizes[count])
+                        live += sizes[count]
+                    elif sizes[count] > SMALL_REQUEST_BYTES:
+                        live += sizes[count]
+                    peak = max(peak, live)
+                    count += 1
+                elif event.origin == "kept":
+                    dropped.add(event.index)
+                    live -= cache[event.index]
+                elif event.origin == "own" and sizes[event.index] > SMALL_REQUEST_BYTES:
+                    live -= sizes[event.index]
+            cache = [size for slot, size in enumerate(cache) if slot not in dropped] + born
+            yield before, sum(cache), peak
 
     def _boundaries(self) -> NDArray[np.int64]:
         """Bytes that one decode step moves to a stage that begins at each block."""
