@@ -152,6 +152,35 @@ def test_casting_leaves_rotary_frequencies_in_32_bit(
     assert torch.equal(half.model.rotary_emb.original_inv_freq, exact)
 
 
+@pytest.mark.parametrize("name", ["chatglm2-6b", "chatglm2-6b-32k"])
+def test_frequencies_survive_meta_and_to_empty(shared_data: Path, name: str) -> None:
+    rotary = build(published_config(shared_data, name)).model.rotary_emb
+    exact = rotary.inv_freq.clone()
+    rotary.to_empty(device="cpu")
+    assert torch.equal(rotary.inv_freq, exact)
+    rotary.to("meta").half()
+    assert rotary.inv_freq.is_meta
+    assert rotary.inv_freq.dtype == torch.float32
+    rotary.to_empty(device="cpu")
+    assert torch.equal(rotary.inv_freq, exact)
+    assert torch.equal(rotary.original_inv_freq, exact)
+
+
+def test_an_auto_map_raises_no_question(reference: Any, tmp_path: Path) -> None:
+    chatglm.register()
+    auto_map = {
+        "AutoConfig": "configuration_chatglm.ChatGLMConfig",
+        "AutoModelForCausalLM": "modeling_chatglm.ChatGLMForConditionalGeneration",
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**reference.config, "auto_map": auto_map}))
+    (tmp_path / "model.safetensors").symlink_to(reference.directory / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(model) is chatglm.ChatGLMForCausalLM
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert type(again) is chatglm.ChatGLMForCausalLM
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_published_configurations(shared_data: Path, name: str) -> None:
     config = published_config(shared_data, name)

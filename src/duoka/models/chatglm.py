@@ -27,6 +27,7 @@ from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.glm.configuration_glm import GlmConfig
 from transformers.models.glm.modeling_glm import (
@@ -155,14 +156,24 @@ class ChatGLMRotaryEmbedding(GlmRotaryEmbedding):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # `half()` would cast the frequencies with everything else; at 2,300 tokens that is an
-        # error of 9e-2 in the logits instead of 2e-2. The tensors follow the device only.
-        exact = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        # error of 9e-2 in the logits instead of 2e-2. `to_empty()` would leave them undefined.
+        # So they follow the device and nothing else.
+        before = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, before in exact.items():
-            after = self._buffers[name]
-            if after is not None and after.dtype != before.dtype:
-                self._buffers[name] = before.to(after.device)
+        for name, after in self._buffers.items():
+            exact = before[name]
+            if exact is not None and after is not None:
+                if exact.is_meta and not after.is_meta:
+                    exact = self._frequencies()
+                self._buffers[name] = exact.to(after.device)
         return self
+
+    def _frequencies(self) -> Tensor:
+        compute = self.compute_default_rope_parameters
+        if self.rope_type != "default":
+            compute = ROPE_INIT_FUNCTIONS[str(self.rope_type)]
+        frequencies: Tensor = compute(self.config)[0]
+        return frequencies
 
 
 def query_length_scale(position_ids: Tensor) -> Tensor:
