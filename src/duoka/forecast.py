@@ -21,7 +21,8 @@ class DeviceForecast:
 
     `weight_bytes`, `kv_cache_bytes` and `activation_bytes` add up to `allocated_bytes`, at the
     moment of its peak. `reserved_bytes` is the peak of what the allocator takes from the device,
-    cached blocks and rounding included; it is what the budget is held against.
+    cached blocks and rounding included; it never exceeds the budget, since cached memory is given
+    back before that. `needed_bytes` is how little the device could do with.
     """
 
     device: str
@@ -30,6 +31,7 @@ class DeviceForecast:
     activation_bytes: int
     allocated_bytes: int
     reserved_bytes: int
+    needed_bytes: int
     budget_bytes: int
 
     @property
@@ -39,8 +41,8 @@ class DeviceForecast:
 
     @property
     def free_bytes(self) -> int:
-        """What the budget leaves."""
-        return self.budget_bytes - self.reserved_bytes
+        """What the budget leaves beside what is needed."""
+        return self.budget_bytes - self.needed_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,9 @@ class Forecast:
 class Costs:
     """A profile at one workload, as the search asks for it.
 
+    What is optimised is how little memory each stage can do with. What PyTorch's allocator will
+    hold beyond that, cached and fragmented, depends on the budget and is told by `stage_bytes`.
+
     The chain that is cut into stages is every block but those tied to an earlier one: such a
     block goes wherever its partner goes, and is counted there.
 
@@ -75,18 +80,17 @@ class Costs:
     def __init__(self, profile: Profile, workload: Workload) -> None:
         self.profile = profile
         self.workload = workload
-        self.replay = Replay(profile, workload)
+        self._brief = Replay(profile, workload, brief=True)
         blocks = profile.blocks
         self.chain = [index for index, block in enumerate(blocks) if block.tied_to is None]
         self._attached: dict[int, list[int]] = {index: [] for index in self.chain}
         for index, block in enumerate(blocks):
             if block.tied_to is not None:
                 self._attached[_root(profile, index)].append(index)
-        self._unlimited: dict[tuple[int, ...], StageBytes] = {}
-        self._limited: dict[tuple[tuple[int, ...], int], StageBytes | None] = {}
+        self._needed: dict[tuple[int, ...], int] = {}
+        self._refused: set[tuple[tuple[int, ...], int]] = set()
         self.num_blocks = len(self.chain)
         self.lower_bound_bytes = self._lower_bounds()
-        self.alike = self._alike()
         self.boundary_bytes = self._boundaries()
 
     def blocks_of(self, start: int, stop: int) -> tuple[int, ...]:
@@ -94,29 +98,28 @@ class Costs:
         chain = self.chain[start:stop]
         return tuple(sorted([*chain, *(tied for index in chain for tied in self._attached[index])]))
 
-    def stage_bytes(self, start: int, stop: int, budget_bytes: int) -> StageBytes | None:
-        """The exact peaks of a stage on a device of this budget; None when it doesn't fit."""
+    def reserved_bytes(self, start: int, stop: int, budget_bytes: int) -> int | None:
+        """How little memory a stage can do with; None when it doesn't fit the budget."""
         blocks = self.blocks_of(start, stop)
         alike = self._signature(blocks)
-        if alike not in self._unlimited:
-            unlimited = self.replay.run(blocks)
-            assert unlimited is not None, "nothing limits this run"
-            self._unlimited[alike] = unlimited
-        peaks = self._unlimited[alike]
-        if peaks.reserved <= budget_bytes:
-            return peaks
-        if peaks.allocated > budget_bytes:
-            return None
-        # Near its limit an allocator gives cached segments back; replayed, since it depends on it.
-        key = (alike, budget_bytes)
-        if key not in self._limited:
-            self._limited[key] = self.replay.run(blocks, budget_bytes)
-        return self._limited[key]
+        if alike not in self._needed:
+            peaks = self._brief.run(blocks)
+            assert peaks is not None, "nothing limits this run"
+            self._needed[alike] = peaks.reserved
+        needed = self._needed[alike]
+        return None if needed > budget_bytes or (alike, budget_bytes) in self._refused else needed
 
-    def reserved_bytes(self, start: int, stop: int, budget_bytes: int) -> int | None:
-        """Peak of reserved bytes of a stage; None when it doesn't fit the budget."""
-        peaks = self.stage_bytes(start, stop, budget_bytes)
-        return None if peaks is None else peaks.reserved
+    def stage_bytes(self, start: int, stop: int, budget_bytes: int) -> StageBytes | None:
+        """The peaks of a stage on a device of this budget, all steps replayed.
+
+        None when fragmentation overflows the budget although less memory would do; from then on
+        `reserved_bytes` knows that this stage doesn't fit.
+        """
+        blocks = self.blocks_of(start, stop)
+        peaks = Replay(self.profile, self.workload).run(blocks, budget_bytes)
+        if peaks is None:
+            self._refused.add((self._signature(blocks), budget_bytes))
+        return peaks
 
     def seconds(self, device: Device) -> NDArray[np.float64] | None:
         """Seconds of one decode step, [start, stop]; None when the device's speeds are unknown.
@@ -125,11 +128,11 @@ class Costs:
         """
         if device.flops_per_second is None or device.memory_bytes_per_second is None:
             return None
-        last = len(self.replay.steps) - 1
-        values = self.replay.steps[last].values
+        last = len(self._brief.steps) - 1
+        values = self._brief.steps[last].values
         times = []
         for index in self.chain:
-            tapes = [self.replay.tape(block, last) for block in (index, *self._attached[index])]
+            tapes = [self._brief.tape(block, last) for block in (index, *self._attached[index])]
             times.append(
                 sum(
                     max(
@@ -168,70 +171,59 @@ class Costs:
         return alike
 
     def _lower_bounds(self) -> NDArray[np.int64]:
-        """Never more than the exact bytes: what is allocated at the peak of each step's blocks.
-
-        Left out are small transients, tensors that go far and what is moved in. While a step is
-        in one block, the caches of those before it have grown and those behind it haven't.
-        """
-        num = self.num_blocks
-        kinds = [self.profile.blocks[index].kind for index in self.chain]
-        block_of = dict(zip(kinds, self.chain, strict=True))
-        steps = {kind: list(self._cache_and_peaks(block)) for kind, block in block_of.items()}
-        weights = np.zeros(num + 1, np.int64)
-        for position, index in enumerate(self.chain):
-            weights[position + 1] = sum(
-                rounded_bytes(size)
-                for block in (index, *self._attached[index])
-                for size in self.profile.kinds[self.profile.blocks[block].kind].weight_bytes
-            )
+        """Never more than the exact bytes: weights, and the cache with each block's own peak."""
+        blocks, num = self.profile.blocks, self.num_blocks
+        weights = np.array(
+            [
+                sum(
+                    rounded_bytes(size)
+                    for block in (index, *self._attached[index])
+                    for size in self.profile.kinds[blocks[block].kind].weight_bytes
+                )
+                for index in self.chain
+            ],
+            np.int64,
+        )
+        by_kind = {blocks[i].kind: list(self._peaks(i)) for i in self.chain}
+        # [chain, steps, (cache before, cache after, peak with its cache)]
+        steps = np.array([by_kind[blocks[index].kind] for index in self.chain], np.int64)
         bounds = np.zeros((num + 1, num + 1), np.int64)
-        ahead = np.triu(np.ones((num, num), np.bool_))
-        for step in range(len(self.replay.steps)):
-            before, after, peaks = np.array([steps[kind][step] for kind in kinds]).T
-            grown = np.concatenate([[0], np.cumsum(after)])
-            to_grow = np.concatenate([[0], np.cumsum(before)])
-            own = np.where(
-                ahead, (grown[:-1] - to_grow[1:] + peaks)[None, :], np.iinfo(np.int64).min
-            )
-            most = np.maximum.accumulate(own, axis=1)
-            bytes_now = most + to_grow[None, 1:] - grown[:-1, None]
-            np.maximum(bounds[:-1, 1:], np.where(ahead, bytes_now, 0), out=bounds[:-1, 1:])
-        total = np.cumsum(weights)
-        return bounds + np.triu(total[None, :] - total[:, None])
+        for start in range(num):
+            before, after, peak = np.moveaxis(steps[start:], 2, 0)
+            # While block m runs, the blocks before it are through with the step, those after not.
+            ahead = np.cumsum(after - before, axis=0) - (after - before) - before + peak
+            high = np.maximum.accumulate(ahead, axis=0) + np.cumsum(before, axis=0)
+            bounds[start, start + 1 :] = np.cumsum(weights[start:]) + high.max(axis=1)
+        return bounds
 
-    def _cache_and_peaks(self, block: int) -> Iterator[tuple[int, int, int]]:
-        """For each step the cache bytes of a block before and after it, and its peak with them."""
-        cache: list[int] = []
-        for step in range(len(self.replay.steps)):
-            tape = self.replay.tape(block, step)
-            sizes = [rounded_bytes(size) for size in self.replay.sizes(block, step)]
-            kept = frozenset(tape.kept)
-            before = live = peak = sum(cache)
-            born: list[int] = []
-            dropped: set[int] = set()
+    def _peaks(self, block: int) -> Iterator[tuple[int, int, int]]:
+        """For each step: a block's cache before and after it, and its peak with its cache."""
+        slots: list[int] = []
+        for step in range(len(self._brief.steps)):
+            tape = self._brief.tape(block, step)
+            sizes = [rounded_bytes(size) for size in self._brief.sizes(block, step)]
+            before = live = peak = sum(slots)
+            gone: set[int] = set()
             count = 0
             for event in tape.events:
                 if event is None:
-                    if count in kept:
-                        born.append(sizes[count])
-                        live += sizes[count]
-                    elif sizes[count] > SMALL_REQUEST_BYTES:
-                        live += sizes[count]
-                    peak = max(peak, live)
+                    live += sizes[count]
                     count += 1
-                elif event.origin == "kept":
-                    dropped.add(event.index)
-                    live -= cache[event.index]
-                elif event.origin == "own" and sizes[event.index] > SMALL_REQUEST_BYTES:
+                    peak = max(peak, live)
+                elif event.origin == "own":
                     live -= sizes[event.index]
-            cache = [size for slot, size in enumerate(cache) if slot not in dropped] + born
-            yield before, sum(cache), peak
+                elif event.origin == "kept":
+                    live -= slots[event.index]
+                    gone.add(event.index)
+            slots = [slot for index, slot in enumerate(slots) if index not in gone]
+            slots += [sizes[index] for index in tape.kept]
+            yield before, sum(slots), peak
 
     def _boundaries(self) -> NDArray[np.int64]:
         """Bytes that one decode step moves to a stage that begins at each block."""
-        last = len(self.replay.steps) - 1
-        values = self.replay.steps[last].values
-        moved = [_read_bytes(self.replay.tape(index, last), values) for index in self.chain]
+        last = len(self._brief.steps) - 1
+        values = self._brief.steps[last].values
+        moved = [_read_bytes(self._brief.tape(index, last), values) for index in self.chain]
         return np.array([*moved, 0], np.int64)
 
 
