@@ -110,6 +110,22 @@ def oracle(case: Case, objective: Objective) -> tuple[int, float] | None:
     return best
 
 
+def make_links(rng: random.Random, names: list[str]) -> tuple[Link, ...]:
+    links = tuple(
+        Link(
+            source=source,
+            target=target,
+            bytes_per_second=rng.choice((1.0, 0.5)),
+            latency_seconds=rng.choice((0, 0, 3)),
+        )
+        for source, target in itertools.permutations(names, 2)
+        if rng.random() < 0.8
+    )
+    if rng.random() < 0.3:  # a uniform machine
+        return tuple(replace(link, bytes_per_second=1.0, latency_seconds=1) for link in links)
+    return links
+
+
 def make_case(rng: random.Random) -> Case:
     """A small case; whole seconds, so that sums are exact in any order."""
     num_blocks, num_devices = rng.randint(1, 7), rng.randint(1, 4)
@@ -139,19 +155,6 @@ def make_case(rng: random.Random) -> Case:
         gap = noise.integers(0, rng.choice((1, 3, 10)), shape)
         reserved_bytes = np.where(noise.random(shape) < rng.choice((0, 0.1)), -1, bound + gap)
         exact[size] = reserved_bytes.ravel()[first][number].reshape(shape)
-    names = [device.name for device in devices]
-    links = tuple(
-        Link(
-            source=source,
-            target=target,
-            bytes_per_second=rng.choice((1.0, 0.5)),
-            latency_seconds=rng.choice((0, 0, 3)),
-        )
-        for source, target in itertools.permutations(names, 2)
-        if rng.random() < 0.8
-    )
-    if rng.random() < 0.3:  # a uniform machine
-        links = tuple(replace(link, bytes_per_second=1.0, latency_seconds=1) for link in links)
     costs = Costs(
         exact=exact,
         lower_bound_bytes=bound,
@@ -159,7 +162,8 @@ def make_case(rng: random.Random) -> Case:
         boundary_bytes=noise.integers(0, 5, num_blocks + 1),
         speed_seconds={s: noise.integers(0, 20, shape).astype(float) for s in speeds},
     )
-    fleet = Fleet(devices=devices, links=links if rng.random() < 0.6 else ())
+    links = make_links(rng, [device.name for device in devices]) if rng.random() < 0.6 else ()
+    fleet = Fleet(devices=devices, links=links)
     return Case(costs, fleet, use_all=rng.random() < 0.3 and num_devices <= num_blocks)
 
 
