@@ -99,6 +99,10 @@ class CachingAllocator:
     ----------
     capacity_bytes : int, optional
         The most that may be reserved. Without it nothing is refused.
+    frugal : bool
+        Give every wholly free segment back before a new one is taken, and not only when the
+        capacity is reached. PyTorch doesn't do that; its peak tells how little memory a run can
+        do with.
 
     Attributes
     ----------
@@ -118,8 +122,9 @@ class CachingAllocator:
     (0, 2097152)
     """
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
+    def __init__(self, capacity_bytes: int | None = None, *, frugal: bool = False) -> None:
         self.capacity_bytes = capacity_bytes
+        self.frugal = frugal
         self.allocated_bytes = 0
         self.reserved_bytes = 0
         self.max_allocated_bytes = 0
@@ -184,6 +189,8 @@ class CachingAllocator:
         self.max_reserved_bytes = self.reserved_bytes
 
     def _reserve(self, size: int, small: bool) -> Allocation | None:
+        if self.frugal:
+            self.empty_cache()
         segment = segment_bytes(size)
         if self.capacity_bytes is not None and self.reserved_bytes + segment > self.capacity_bytes:
             return None

@@ -91,6 +91,7 @@ class Costs:
         self._refused: set[tuple[tuple[int, ...], int]] = set()
         self.num_blocks = len(self.chain)
         self.lower_bound_bytes = self._lower_bounds()
+        self.alike = self._alike()
         self.boundary_bytes = self._boundaries()
 
     def blocks_of(self, start: int, stop: int) -> tuple[int, ...]:
@@ -171,53 +172,64 @@ class Costs:
         return alike
 
     def _lower_bounds(self) -> NDArray[np.int64]:
-        """Never more than the exact bytes: weights, and the cache with each block's own peak."""
-        blocks, num = self.profile.blocks, self.num_blocks
-        weights = np.array(
-            [
-                sum(
-                    rounded_bytes(size)
-                    for block in (index, *self._attached[index])
-                    for size in self.profile.kinds[blocks[block].kind].weight_bytes
-                )
-                for index in self.chain
-            ],
-            np.int64,
-        )
-        by_kind = {blocks[i].kind: list(self._peaks(i)) for i in self.chain}
-        # [chain, steps, (cache before, cache after, peak with its cache)]
-        steps = np.array([by_kind[blocks[index].kind] for index in self.chain], np.int64)
-        bounds = np.zeros((num + 1, num + 1), np.int64)
-        for start in range(num):
-            before, after, peak = np.moveaxis(steps[start:], 2, 0)
-            # While block m runs, the blocks before it are through with the step, those after not.
-            ahead = np.cumsum(after - before, axis=0) - (after - before) - before + peak
-            high = np.maximum.accumulate(ahead, axis=0) + np.cumsum(before, axis=0)
-            bounds[start, start + 1 :] = np.cumsum(weights[start:]) + high.max(axis=1)
-        return bounds
+        """Never more than the exact bytes: what is allocated at the peak of each step's blocks.
 
-    def _peaks(self, block: int) -> Iterator[tuple[int, int, int]]:
-        """For each step: a block's cache before and after it, and its peak with its cache."""
-        slots: list[int] = []
+        Left out are small transients, tensors that go far and what is moved in. While a step is
+        in one block, the caches of those before it have grown and those behind it haven't.
+        """
+        num = self.num_blocks
+        kinds = [self.profile.blocks[index].kind for index in self.chain]
+        block_of = dict(zip(kinds, self.chain, strict=True))
+        steps = {kind: list(self._cache_and_peaks(block)) for kind, block in block_of.items()}
+        weights = np.zeros(num + 1, np.int64)
+        for position, index in enumerate(self.chain):
+            weights[position + 1] = sum(
+                rounded_bytes(size)
+                for block in (index, *self._attached[index])
+                for size in self.profile.kinds[self.profile.blocks[block].kind].weight_bytes
+            )
+        bounds = np.zeros((num + 1, num + 1), np.int64)
+        ahead = np.triu(np.ones((num, num), np.bool_))
+        for step in range(len(self._brief.steps)):
+            before, after, peaks = np.array([steps[kind][step] for kind in kinds]).T
+            grown = np.concatenate([[0], np.cumsum(after)])
+            to_grow = np.concatenate([[0], np.cumsum(before)])
+            own = np.where(
+                ahead, (grown[:-1] - to_grow[1:] + peaks)[None, :], np.iinfo(np.int64).min
+            )
+            most = np.maximum.accumulate(own, axis=1)
+            bytes_now = most + to_grow[None, 1:] - grown[:-1, None]
+            np.maximum(bounds[:-1, 1:], np.where(ahead, bytes_now, 0), out=bounds[:-1, 1:])
+        total = np.cumsum(weights)
+        return bounds + np.triu(total[None, :] - total[:, None])
+
+    def _cache_and_peaks(self, block: int) -> Iterator[tuple[int, int, int]]:
+        """For each step the cache bytes of a block before and after it, and its peak with them."""
+        cache: list[int] = []
         for step in range(len(self._brief.steps)):
             tape = self._brief.tape(block, step)
             sizes = [rounded_bytes(size) for size in self._brief.sizes(block, step)]
-            before = live = peak = sum(slots)
-            gone: set[int] = set()
+            kept = frozenset(tape.kept)
+            before = live = peak = sum(cache)
+            born: list[int] = []
+            dropped: set[int] = set()
             count = 0
             for event in tape.events:
                 if event is None:
-                    live += sizes[count]
-                    count += 1
+                    if count in kept:
+                        born.append(sizes[count])
+                        live += sizes[count]
+                    elif sizes[count] > SMALL_REQUEST_BYTES:
+                        live += sizes[count]
                     peak = max(peak, live)
-                elif event.origin == "own":
-                    live -= sizes[event.index]
+                    count += 1
                 elif event.origin == "kept":
-                    live -= slots[event.index]
-                    gone.add(event.index)
-            slots = [slot for index, slot in enumerate(slots) if index not in gone]
-            slots += [sizes[index] for index in tape.kept]
-            yield before, sum(slots), peak
+                    dropped.add(event.index)
+                    live -= cache[event.index]
+                elif event.origin == "own" and sizes[event.index] > SMALL_REQUEST_BYTES:
+                    live -= sizes[event.index]
+            cache = [size for slot, size in enumerate(cache) if slot not in dropped] + born
+            yield before, sum(cache), peak
 
     def _boundaries(self) -> NDArray[np.int64]:
         """Bytes that one decode step moves to a stage that begins at each block."""

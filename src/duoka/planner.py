@@ -12,6 +12,7 @@ from .forecast import Costs, DeviceForecast, Forecast
 from .placement import Placement
 from .plans import Plan
 from .profile import Profile
+from .replay import StageBytes
 from .search import NoPlacement, Objective, Solution, fits, largest, search
 from .units import format_bytes
 from .workload import Workload
@@ -57,14 +58,28 @@ def solve(profile: Profile, question: Question, *, source: str = "") -> Plan:
     for workload in _with_chunks(question.workload):
         try:
             costs = Costs(profile, workload)
-            solution = search(
-                costs, question.fleet, objective=question.objective, use_all=question.use_all
-            )
-            return _plan(costs, solution, question, source)
+            return _plan(costs, *_search(costs, question), question, source)
         except NoPlacement as none:
             shortage = none
     assert shortage is not None, "there is always a chunk to try"
     raise _infeasible(profile, question, shortage)
+
+
+def _search(costs: Costs, question: Question) -> tuple[Solution, list[StageBytes]]:
+    """The optimum, and its stages replayed in full; one that fragments too much is ruled out."""
+    while True:
+        solution = search(
+            costs, question.fleet, objective=question.objective, use_all=question.use_all
+        )
+        peaks = [
+            costs.stage_bytes(
+                stage.start, stage.stop, question.fleet.devices[stage.device].budget_bytes
+            )
+            for stage in solution.stages
+        ]
+        known = [each for each in peaks if each is not None]
+        if len(known) == len(peaks):
+            return solution, known
 
 
 def _with_chunks(workload: Workload) -> Iterator[Workload]:
@@ -90,14 +105,20 @@ def _check_context(profile: Profile, workload: Workload) -> None:
         )
 
 
-def _plan(costs: Costs, solution: Solution, question: Question, source: str) -> Plan:
+def _plan(
+    costs: Costs,
+    solution: Solution,
+    stage_peaks: list[StageBytes],
+    question: Question,
+    source: str,
+) -> Plan:
     profile, fleet = costs.profile, question.fleet
     device_of: dict[int, str] = {}
     forecasts = []
-    for stage in solution.stages:
+    for stage, peaks in zip(solution.stages, stage_peaks, strict=True):
         device = fleet.devices[stage.device]
-        peaks = costs.stage_bytes(stage.start, stage.stop, device.budget_bytes)
-        assert peaks is not None, "the search returned a stage that doesn't fit"
+        needed = costs.reserved_bytes(stage.start, stage.stop, device.budget_bytes)
+        assert needed is not None, "the search returned a stage that doesn't fit"
         device_of.update(dict.fromkeys(costs.blocks_of(stage.start, stage.stop), device.name))
         forecasts.append(
             DeviceForecast(
@@ -107,6 +128,7 @@ def _plan(costs: Costs, solution: Solution, question: Question, source: str) -> 
                 activation_bytes=peaks.activations,
                 allocated_bytes=peaks.allocated,
                 reserved_bytes=peaks.reserved,
+                needed_bytes=needed,
                 budget_bytes=device.budget_bytes,
             )
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .allocator import (
     SMALL_REQUEST_BYTES,
@@ -19,6 +20,8 @@ from .allocator import (
 )
 from .profile import Kind, Phase, Profile, Ref, Tape, evaluate, monomials
 from .workload import Workload
+
+T = TypeVar("T")
 
 # Decode steps are alike but for their length. Past this number, only the first and last ones and
 # those where a cache outgrows its segment are replayed: only there do the reserved bytes change.
@@ -41,7 +44,8 @@ Key = tuple[int, int]
 class StageBytes:
     """Peaks of one stage on one device, in bytes.
 
-    `weights`, `kv_cache` and `activations` add up to `allocated`, at the moment of its peak.
+    `weights`, `kv_cache` and `activations` add up to `allocated`, at the moment of its peak;
+    `reserved` is the peak of what the allocator takes from the device.
     """
 
     weights: int
@@ -70,6 +74,10 @@ class Replay:
     profile : Profile
     workload : Workload
         With its prefill chunk resolved.
+    brief : bool
+        Leave out steps between the first and the last ones of a phase, and give cached memory
+        back before more is taken: quick, and the least that a stage can do with. Otherwise
+        every step counts that changes what PyTorch's allocator holds.
 
     Raises
     ------
@@ -77,9 +85,10 @@ class Replay:
         If the workload is larger than what the profile knows.
     """
 
-    def __init__(self, profile: Profile, workload: Workload) -> None:
+    def __init__(self, profile: Profile, workload: Workload, *, brief: bool = False) -> None:
         self.profile = profile
         self.workload = workload
+        self.brief = brief
         self._sizes: dict[tuple[int, int], list[int]] = {}
         self._events: dict[tuple[int, int, bool], list[Event]] = {}
         self._foreign_frees: dict[tuple[int, int], tuple[Ref, ...]] = {}
@@ -177,7 +186,7 @@ class Replay:
 
     def _schedule(self) -> list[Step]:
         steps = []
-        for query, past in self.workload.chunks():
+        for query, past in _ends(self.workload.chunks()) if self.brief else self.workload.chunks():
             # A one-token step after others is what decoding does.
             phase: Phase = "prefill" if not past else "extend" if query > 1 else "decode"
             query = max(query, 2) if phase == "prefill" else query
@@ -186,9 +195,11 @@ class Replay:
         return steps + [self._step("decode", 1, k) for k in self._decode_lengths(keys)]
 
     def _decode_lengths(self, keys: range) -> Sequence[int]:
+        if self.brief:
+            return _ends(keys)
         if len(keys) <= _ALL_DECODE_STEPS:
             return keys
-        chosen = {*keys[:2], *keys[-2:]}
+        chosen = {*_ends(keys)}
         rules = {
             tape.sizes[index]
             for kind in self.profile.kinds
@@ -217,7 +228,7 @@ class _StageRun:
     def __init__(self, replay: Replay, blocks: Sequence[int], capacity: int | None) -> None:
         self.replay = replay
         self.blocks = frozenset(blocks)
-        self.allocator = CachingAllocator(capacity)
+        self.allocator = CachingAllocator(capacity, frugal=replay.brief)
         self.kept: dict[int, list[Allocation]] = {block: [] for block in blocks}
         self.kept_bytes = 0
         self.kept_bytes_at_peak = 0
@@ -308,3 +319,8 @@ class _StageRun:
         allocation = self.alive.pop(key, None)
         if allocation is not None:
             self.allocator.free(allocation)
+
+
+def _ends(items: Sequence[T]) -> Sequence[T]:
+    """The first two and the last two."""
+    return items if len(items) <= 4 else [*items[:2], *items[-2:]]
