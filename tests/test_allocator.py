@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -136,9 +138,7 @@ def histories(draw: st.DrawFn) -> list[int]:
     """Steps: a positive number is a request of so many bytes, a negative one frees a block."""
     return draw(
         st.lists(
-            st.one_of(
-                st.integers(1, 3 * MIB), st.integers(1, 60 * MIB), st.integers(-50, -1)
-            ),
+            st.one_of(st.integers(1, 3 * MIB), st.integers(1, 60 * MIB), st.integers(-50, -1)),
             max_size=60,
         )
     )
@@ -172,7 +172,7 @@ def _check(
     assert allocator.allocated_bytes <= allocator.max_allocated_bytes
     assert capacity is None or allocator.reserved_bytes <= capacity
     spans = sorted((block.address, block.address + block.size) for block, _ in live)
-    for (_, stop), (start, _) in zip(spans, spans[1:], strict=False):
+    for (_, stop), (start, _) in pairwise(spans):
         assert stop <= start
     for block, requested in live:
         assert requested <= block.size

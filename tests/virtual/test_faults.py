@@ -1,4 +1,4 @@
-"""Devices that meet: refused where CUDA refuses, with its kind of error, admitted where it admits."""
+"""Devices that meet: refused where CUDA refuses, with its kind of error, else admitted."""
 
 from __future__ import annotations
 

@@ -77,7 +77,8 @@ def _widest(args: tuple[Any, ...]) -> torch.dtype:
 
 def _casting(name: str, policy: str) -> Any:
     operator = _overload(name)
-    sets_dtype = any(argument.name == "dtype" for argument in operator._schema.arguments)
+    names = [argument.name for argument in operator._schema.arguments]
+    dtype_place = names.index("dtype") if policy == "full" and "dtype" in names else None
     excluded = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -86,16 +87,26 @@ def _casting(name: str, policy: str) -> Any:
         else:
             dtype = torch.float32 if policy == "full" else _widest(args)
         with torch._C._ExcludeDispatchKeyGuard(excluded):
-            if policy == "full" and sets_dtype and _castables(args[:1]):
-                if kwargs.get("dtype") is None:
-                    kwargs["dtype"] = dtype
-                return operator(*args, **kwargs)
+            if dtype_place is not None and _is_castable(args[0]):
+                # The operator makes its result in fp32 itself, unless the caller says otherwise.
+                return operator(*_with_dtype(args, kwargs, dtype_place, dtype), **kwargs)
             return operator(
                 *[_cast(value, dtype) for value in args],
                 **{key: _cast(value, dtype) for key, value in kwargs.items()},
             )
 
     return run
+
+
+def _with_dtype(
+    args: tuple[Any, ...], kwargs: dict[str, Any], place: int, dtype: torch.dtype
+) -> list[Any]:
+    values = list(args)
+    if place < len(values):
+        values[place] = values[place] or dtype
+    else:
+        kwargs["dtype"] = kwargs.get("dtype") or dtype
+    return values
 
 
 def install() -> None:

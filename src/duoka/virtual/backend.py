@@ -10,7 +10,18 @@ import torch
 
 from duoka.errors import VirtualDeviceError
 
-from . import attention, autocast, factories, kernels, operators, pickling, tensor, transfers, vgpu
+from . import (
+    attention,
+    autocast,
+    factories,
+    kernels,
+    operators,
+    pickling,
+    recurrent,
+    tensor,
+    transfers,
+    vgpu,
+)
 from .state import World, set_process_world, use_world
 from .threads import arm
 
@@ -135,5 +146,6 @@ def _register() -> None:
     pickling.install()
     factories.install()
     kernels.install()
+    recurrent.install()
     attention.install()
     autocast.install()

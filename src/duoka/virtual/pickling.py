@@ -43,12 +43,12 @@ class RestoredStorage(torch.UntypedStorage):
     meant_for: torch.device
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         """The device that the storage is meant for."""
         return self.meant_for
 
 
-def _restore(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+def _restore(storage: Any, location: str) -> Any:
     if not location.startswith("vgpu"):
         return None
     # The class is exchanged, not the object: the bytes aren't copied.

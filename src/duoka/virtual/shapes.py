@@ -15,7 +15,7 @@ _MOST_CALLS = 2**14
 
 _results: dict[Any, Any] = {}
 _direct: set[Any] = set()
-"""Operators whose results may share memory with an operand (``_unsafe_view``), or are no tensors."""
+"""Operators whose results may share an operand's memory (``_unsafe_view``), or are no tensors."""
 
 
 class _Uncountable(Exception):

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from duoka.errors import VirtualDeviceError
+
 from . import pickling
 from .state import Block, Gpu, blocks_by_storage
 from .threads import arm
@@ -88,12 +90,12 @@ class VirtualTensor(torch.Tensor):
         self.block = value.block
 
     @property
-    def is_nested(self) -> bool:
+    def is_nested(self) -> bool:  # type: ignore[override]
         """False. Torch asks it first in backward, in the thread whose switches then matter."""
         arm()
         return False
 
-    def new_tensor(self, data: Any, **options: Any) -> torch.Tensor:
+    def new_tensor(self, data: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]
         """Make a tensor of data on this tensor's device (torch alone would take GPU 0)."""
         options = {"dtype": self.dtype, "device": self.device, **options}
         return torch.tensor(data, **options)
@@ -126,6 +128,27 @@ class VirtualTensor(torch.Tensor):
         """The storage, as far as its identity and size."""
         return VirtualStorage(self.block)
 
+    def _typed_storage(self) -> Any:
+        raise VirtualDeviceError(
+            "a virtual GPU's storage has no address in this process",
+            hint="use untyped_storage() for its identity and size, or cpu() for its content",
+        )
+
+    def storage(self) -> Any:
+        """Refuse: see `untyped_storage`."""
+        return self._typed_storage()
+
+    def share_memory_(self) -> VirtualTensor:
+        """Do nothing, as for a tensor on CUDA."""
+        return self
+
+    def is_shared(self) -> bool:
+        """Say yes, as a tensor on CUDA does."""
+        return True
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise BufferError(f"a tensor on {self.device} can't be exported: it has no address")
+
     def pin_memory(self, device: Any = None) -> torch.Tensor:
         """Refuse with CUDA's error: only CPU tensors are pinned."""
         raise RuntimeError(f"cannot pin a tensor on {self.device}: only dense CPU tensors can be")
@@ -139,16 +162,20 @@ class VirtualTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtualTensor:
         return _deepcopy(self, memo)
 
-    # torch asks for these two when a module moves: it then swaps tensors in place, which keeps
-    # ties and the optimizer's references, as a move to CUDA does.
+    # A module that moves asks whether its tensors have these two, and then swaps tensors in place,
+    # which keeps ties and the optimizer's references, as a move to CUDA does. Savers look for the
+    # memory inside; only compilers want to put a tensor together again.
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["backing"], self.block
+        return ["backing"], None
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any
     ) -> VirtualTensor:
-        return wrap(inner["backing"], context)
+        raise VirtualDeviceError(
+            "torch.compile and torch.export can't see through virtual GPUs",
+            hint="run the model without compiling it",
+        )
 
 
 class VirtualStorage:
@@ -200,6 +227,11 @@ def wrap(backing: torch.Tensor, block: Block) -> VirtualTensor:
 
 def place(backing: torch.Tensor, gpu: Gpu) -> VirtualTensor:
     """Wrap the result of an operation: charged, unless it shares the memory of what exists."""
+    if backing.layout is not torch.strided or backing.is_quantized:
+        raise VirtualDeviceError(
+            f"virtual GPUs hold dense tensors, not {backing.layout} of {backing.dtype}",
+            hint="keep sparse and quantized tensors on the CPU",
+        )
     storage = backing.untyped_storage()
     known = blocks_by_storage.get(storage._cdata)
     block = known() if known is not None else None

@@ -1,0 +1,115 @@
+"""CUDA's fused cells of recurrent networks, which the CPU lacks: LSTM and GRU.
+
+The workspace is what CUDA's kernels keep for backward: the gates' activations (LSTM, ``4 * hidden``
+columns) or what the gradient needs (GRU, ``5 * hidden``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import calls
+from .operators import Handler, handlers
+from .state import Gpu
+from .tensor import place
+
+_aten = torch.ops.aten
+
+
+def _lstm(
+    inputs: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor, *biases: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    gates = _summed(inputs, hidden, *biases)
+    enter, keep, new, leave = gates.chunk(4, 1)
+    enter, keep, new, leave = enter.sigmoid(), keep.sigmoid(), new.tanh(), leave.sigmoid()
+    next_cell = keep * cell + enter * new
+    return leave * next_cell.tanh(), next_cell, torch.cat([enter, keep, new, leave], 1)
+
+
+def _lstm_backward(
+    hidden_grad: torch.Tensor | None,
+    cell_grad: torch.Tensor | None,
+    cell: torch.Tensor,
+    next_cell: torch.Tensor,
+    workspace: torch.Tensor,
+    has_bias: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    enter, keep, new, leave = workspace.chunk(4, 1)
+    squashed = next_cell.tanh()
+    total = torch.zeros_like(next_cell) if cell_grad is None else cell_grad
+    leave_grad = torch.zeros_like(leave)
+    if hidden_grad is not None:
+        total = total + hidden_grad * leave * (1 - squashed * squashed)
+        leave_grad = hidden_grad * squashed * leave * (1 - leave)
+    gates_grad = torch.cat(
+        [
+            total * new * enter * (1 - enter),
+            total * cell * keep * (1 - keep),
+            total * enter * (1 - new * new),
+            leave_grad,
+        ],
+        1,
+    )
+    return gates_grad, total * keep, gates_grad.sum(0) if has_bias else None
+
+
+def _gru(
+    inputs: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor, *biases: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    input_bias, hidden_bias = biases if biases else (None, None)
+    from_input = inputs if input_bias is None else inputs + input_bias
+    from_hidden = hidden if hidden_bias is None else hidden + hidden_bias
+    input_reset, input_update, input_new = from_input.chunk(3, 1)
+    hidden_reset, hidden_update, hidden_new = from_hidden.chunk(3, 1)
+    reset = (input_reset + hidden_reset).sigmoid()
+    update = (input_update + hidden_update).sigmoid()
+    new = (input_new + reset * hidden_new).tanh()
+    workspace = torch.cat([reset, update, new, state, hidden_new], 1)
+    return new + update * (state - new), workspace
+
+
+def _gru_backward(
+    grad: torch.Tensor, workspace: torch.Tensor, has_bias: bool
+) -> tuple[torch.Tensor | None, ...]:
+    reset, update, new, state, hidden_new = workspace.chunk(5, 1)
+    update_grad = grad * (state - new) * update * (1 - update)
+    new_grad = grad * (1 - update) * (1 - new * new)
+    reset_grad = new_grad * hidden_new * reset * (1 - reset)
+    input_grad = torch.cat([reset_grad, update_grad, new_grad], 1)
+    hidden_grad = torch.cat([reset_grad, update_grad, new_grad * reset], 1)
+    biases = (input_grad.sum(0), hidden_grad.sum(0)) if has_bias else (None, None)
+    return input_grad, hidden_grad, grad * update, *biases
+
+
+def _summed(*terms: torch.Tensor | None) -> torch.Tensor:
+    total = terms[0]
+    assert total is not None
+    for term in terms[1:]:
+        total = total if term is None else total + term
+    return total
+
+
+def _computing(compute: Any) -> Handler:
+    """Make the handler that computes on backing tensors, or leaves it to a real GPU's kernel."""
+
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        plain, gpu = calls.unwrap(func, args, kwargs)
+        if gpu.data_device.type == "cuda":
+            return calls.wrap_results(func(*plain.args), gpu)
+        return tuple(_placed(item, gpu) for item in compute(*plain.args))
+
+    return handle
+
+
+def _placed(result: torch.Tensor | None, gpu: Gpu) -> Any:
+    return None if result is None else place(result, gpu)
+
+
+def install() -> None:
+    """Register the handlers of this module."""
+    handlers[_aten._thnn_fused_lstm_cell.default] = _computing(_lstm)
+    handlers[_aten._thnn_fused_lstm_cell_backward_impl.default] = _computing(_lstm_backward)
+    handlers[_aten._thnn_fused_gru_cell.default] = _computing(_gru)
+    handlers[_aten._thnn_fused_gru_cell_backward.default] = _computing(_gru_backward)
