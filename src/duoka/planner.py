@@ -226,7 +226,8 @@ def _ways_out(profile: Profile, question: Question) -> Iterator[str]:
             yield f"a batch of {batch} fits (--batch {batch})"
     best = max(question.fleet.devices, key=lambda device: device.budget_bytes)
     for more in range(1, _MOST_GPUS - len(question.fleet.devices) + 1):
-        extra = tuple(replace(best, name=f"{best.name}+{number}") for number in range(more))
+        kind = best.name.partition(":")[0]
+        extra = tuple(replace(best, name=f"{kind}:{_MOST_GPUS + n}") for n in range(more))
         larger = replace(question.fleet, devices=(*question.fleet.devices, *extra))
         if _fits(profile, replace(question, fleet=larger)):
             yield f"{more} more GPU(s) of {format_bytes(best.budget_bytes)} fit it all"
