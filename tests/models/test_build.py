@@ -93,6 +93,11 @@ def test_a_composite_configuration_is_not_taken_for_its_text_part() -> None:
     assert type(model) is transformers.Llama4ForConditionalGeneration
 
 
+def test_a_type_that_borrows_another_familys_class() -> None:
+    config = {**config_of("llama"), "model_type": "internlm3", "head_dim": 8}
+    assert isinstance(build(config), transformers.PreTrainedModel)
+
+
 def test_infinities_as_transformers_writes_them() -> None:
     limits = [0.0, {"__float__": "Infinity"}]
     config = {"model_type": "mamba2", "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 8}

@@ -175,7 +175,7 @@ def _named_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
         found = getattr(transformers, name, None)
         if not isinstance(found, type) or not issubclass(found, PreTrainedModel):
             continue
-        if _accepts(found, config):
+        if found.config_class is not None and isinstance(config, found.config_class):
             return found
     return None
 
@@ -183,13 +183,10 @@ def _named_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 def _mapped(mapping: Any, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     found = mapping.get(type(config), None)
     model_class: type[PreTrainedModel] | None = found[0] if isinstance(found, tuple) else found
-    return model_class if model_class is not None and _accepts(model_class, config) else None
-
-
-def _accepts(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
-    """Whether the class takes this configuration, and not only the text part of it."""
-    expected = model_class.config_class
-    return expected is None or isinstance(config, expected)
+    # The text part of a composite model is not the model.
+    text = config.sub_configs.get("text_config")
+    is_part = model_class is not None and text is not None and model_class.config_class is text
+    return None if is_part else model_class
 
 
 def _remote(
@@ -212,10 +209,14 @@ def _remote(
 
 
 def _stated_dtype(config: PreTrainedConfig) -> torch.dtype:
-    stated = config.dtype or config.get_text_config().dtype
-    if isinstance(stated, str):
-        stated = getattr(torch, stated, None)
-    return stated if isinstance(stated, torch.dtype) else torch.float32
+    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    for part in parts:
+        stated = getattr(part, "dtype", None)
+        if isinstance(stated, str):
+            stated = getattr(torch, stated, None)
+        if isinstance(stated, torch.dtype):
+            return stated
+    return torch.float32
 
 
 def _frequencies(model: nn.Module) -> dict[str, torch.Tensor]:
