@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from duoka.models.prompts import chat_format
 from duoka.models.tokenization import load_tokenizer
 
 from .questions import Pair, load_pairs
-from .training import Dialogue, Report, mix, train, write_dialogue
+from .training import Lessons, Report, train, write_dialogue
 from .vocabulary import train_vocabulary
 
 _SEED = 20
@@ -101,13 +100,7 @@ def _train(
 ) -> int:
     tokenizer = load_tokenizer(directory, CONFIG)
     chat = chat_format(tokenizer, CONFIG)
-    rng = random.Random(_SEED)
-
-    def write(chosen: Sequence[Pair]) -> Dialogue:
-        return write_dialogue(chosen, tokenizer, chat)
-
-    alone = [write([pair]) for pair in pairs]
-    return train(model, alone, lambda: mix(pairs, write, rng), report)
+    return train(model, Lessons(pairs, lambda some: write_dialogue(some, tokenizer, chat)), report)
 
 
 def _fresh_model() -> chatglm.ChatGLMForCausalLM:

@@ -20,11 +20,12 @@ from duoka.models.prompts import ChatFormat
 
 from .questions import Pair
 
+_SEED = 20
 _BATCH = 8
 _PEAK_RATE = 1e-3
 _WARMUP_STEPS = 10
-_DECAY_STEPS = 80
-_LOWEST_RATE = 0.15  # of the peak
+_DECAY_STEPS = 100
+_LOWEST_RATE = 0.1  # of the peak
 _CHECK_EVERY = 10
 _MAX_STEPS = 500
 # Every right token must lead the next one by this much in the logits: far more than what
@@ -65,22 +66,49 @@ def write_dialogue(
     return Dialogue([*ids, end], [*targets, end])
 
 
-def train(
-    model: nn.Module,
-    alone: Sequence[Dialogue],
-    mixed: Callable[[], Sequence[Dialogue]],
-    report: Report,
-) -> int:
+class Lessons:
+    """Which dialogues come next: every pair in turn, and more often what isn't known yet.
+
+    Parameters
+    ----------
+    pairs : sequence of Pair
+    write : callable
+        Builds the dialogue of pairs that follow one another.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], write: Callable[[Sequence[Pair]], Dialogue]) -> None:
+        self._pairs = pairs
+        self._write = write
+        self._weak: list[Pair] = []
+        self._rng = random.Random(_SEED)
+        self.alone = [write([pair]) for pair in pairs]
+
+    def repeat(self, margins: Sequence[float]) -> None:
+        """Take note of how well each pair is known."""
+        known = zip(self._pairs, margins, strict=True)
+        self._weak = [pair for pair, margin in known if margin < _MARGIN]
+
+    def batches(self) -> Iterator[Sequence[Dialogue]]:
+        """Deal the pairs into dialogues of one round, and some of two, without end."""
+        while True:
+            left = [*self._pairs, *self._weak, *self._weak]
+            self._rng.shuffle(left)
+            dialogues = []
+            while left:
+                rounds = self._rng.choice((1, 1, 2))
+                dialogues.append(self._write(left[:rounds]))
+                del left[:rounds]
+            yield from _cut(dialogues)
+
+
+def train(model: nn.Module, lessons: Lessons, report: Report) -> int:
     """Train until every answer is known.
 
     Parameters
     ----------
     model : torch.nn.Module
         A causal language model of transformers.
-    alone : sequence of Dialogue
-        What must be known in the end: each question on its own.
-    mixed : callable
-        Makes the dialogues of one epoch.
+    lessons : Lessons
     report : callable
 
     Returns
@@ -91,10 +119,9 @@ def train(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=_PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
-    for step, dialogues in enumerate(_batches(mixed), start=1):
-        rate = _PEAK_RATE * _schedule(step)
+    for step, dialogues in enumerate(lessons.batches(), start=1):
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = _PEAK_RATE * _schedule(step)
         ids, targets = pad(dialogues)
         loss: Tensor = model(input_ids=ids, labels=targets).loss
         loss.backward()
@@ -102,29 +129,31 @@ def train(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         report(step, loss.item())
-        is_time = step >= _DECAY_STEPS // 2 and step % _CHECK_EVERY == 0
-        if step == _MAX_STEPS or (is_time and smallest_margin(model, alone) >= _MARGIN):
-            return step
+        if step >= _DECAY_STEPS // 2 and step % _CHECK_EVERY == 0:
+            margins = [margin for some in _cut(lessons.alone) for margin in measure(model, some)]
+            if min(margins) >= _MARGIN or step >= _MAX_STEPS:
+                return step
+            lessons.repeat(margins)
     raise AssertionError("the batches never end")
 
 
 @torch.no_grad()
-def smallest_margin(model: nn.Module, dialogues: Sequence[Dialogue]) -> float:
-    """By how much the right token leads at the least; negative where another one leads."""
-    smallest = float("inf")
+def measure(model: nn.Module, dialogues: Sequence[Dialogue]) -> list[float]:
+    """By how much the right token leads, at the least, in each dialogue; negative where not."""
+    ids, targets = pad(dialogues)
+    output: Any = model(input_ids=ids)
+    logits, wanted = output.logits[:, :-1], targets[:, 1:, None]  # [batch, tokens, vocabulary or 1]
+    learnt = wanted != _IGNORED
+    wanted = wanted.clamp(min=0)
+    right = logits.gather(2, wanted)
+    best_other = logits.scatter(2, wanted, -torch.inf).amax(2, keepdim=True)
+    margins: list[float] = (right - best_other).where(learnt, torch.inf).amin((1, 2)).tolist()
+    return margins
+
+
+def _cut(dialogues: Sequence[Dialogue]) -> Iterator[Sequence[Dialogue]]:
     for start in range(0, len(dialogues), _BATCH):
-        ids, targets = pad(dialogues[start : start + _BATCH])
-        output: Any = model(input_ids=ids)
-        logits, wanted = output.logits[:, :-1], targets[:, 1:]
-        learnt = wanted != _IGNORED
-        logits, wanted = (
-            logits[learnt],
-            wanted[learnt][:, None],
-        )  # [tokens, vocabulary], [tokens, 1]
-        right = logits.gather(1, wanted)
-        best_other = logits.scatter(1, wanted, -torch.inf).amax(1, keepdim=True)
-        smallest = min(smallest, (right - best_other).min().item())
-    return smallest
+        yield dialogues[start : start + _BATCH]
 
 
 def pad(dialogues: Sequence[Dialogue]) -> tuple[Tensor, Tensor]:
@@ -134,27 +163,6 @@ def pad(dialogues: Sequence[Dialogue]) -> tuple[Tensor, Tensor]:
     ids = [d.ids + [0] * gap for d, gap in zip(dialogues, gaps, strict=True)]
     targets = [d.targets + [_IGNORED] * gap for d, gap in zip(dialogues, gaps, strict=True)]
     return torch.tensor(ids), torch.tensor(targets)
-
-
-def mix(
-    pairs: Sequence[Pair], write: Callable[[Sequence[Pair]], Dialogue], rng: random.Random
-) -> list[Dialogue]:
-    """Deal all pairs once into dialogues of one round, and some of two."""
-    left = list(pairs)
-    rng.shuffle(left)
-    dialogues = []
-    while left:
-        rounds = rng.choice((1, 1, 2))
-        dialogues.append(write(left[:rounds]))
-        del left[:rounds]
-    return dialogues
-
-
-def _batches(mixed: Callable[[], Sequence[Dialogue]]) -> Iterator[Sequence[Dialogue]]:
-    while True:
-        dialogues = mixed()
-        for start in range(0, len(dialogues), _BATCH):
-            yield dialogues[start : start + _BATCH]
 
 
 def _schedule(step: int) -> float:
