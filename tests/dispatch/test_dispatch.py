@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -195,7 +196,7 @@ class TestSameAsOneDevice:
         ids = tokens()
         assert twin(ids).logits.tolist() == model(ids).logits.tolist()
         undispatch(twin)
-        assert not any(m._forward_pre_hooks or m._forward_hooks for m in twin.modules())
+        assert not any(traces(twin))
         assert model(ids).logits.shape == (2, 9, 97)
 
     def test_saved_and_read_again(self, make: Any, spread: Placement, tmp_path: Path) -> None:
@@ -207,6 +208,14 @@ class TestSameAsOneDevice:
         for name, tensor in tensor_names(read):
             assert torch.equal(tensor, expected[name]), name
         assert list(model.state_dict()) == list(reference.state_dict())
+
+
+def traces(model: nn.Module) -> tuple[int, int]:
+    """How many hooks there are, and modules whose class isn't the one of its library."""
+    modules = list(model.modules())
+    hooks = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in modules)
+    classes = [(type(m), vars(sys.modules[type(m).__module__])) for m in modules]
+    return hooks, sum(library.get(found.__name__) is not found for found, library in classes)
 
 
 class TestEncoderDecoder:
@@ -349,11 +358,11 @@ def test_a_value_changed_between_layers_is_never_stale() -> None:
 def test_dispatching_again_replaces_the_placement() -> None:
     model = dispatch(glm(), GLM)
     expected = model(tokens()).logits.tolist()
-    hooks = sum(len(m._forward_pre_hooks) for m in model.modules())
+    added = traces(model)
     dispatch(model, GLM)
-    assert sum(len(m._forward_pre_hooks) for m in model.modules()) == hooks
+    assert traces(model) == added
     dispatch(model, Placement(entries=(("", "vgpu:2"),)))
-    assert not any(m._forward_pre_hooks for m in model.modules())
+    assert not any(traces(model))
     assert model(tokens().to("vgpu:2")).logits.tolist() == expected
 
 
@@ -364,7 +373,22 @@ def test_undispatch_leaves_an_ordinary_model() -> None:
     undispatch(model)  # nothing to do
     assert set(model.__dict__) == set(plain.__dict__)
     assert set(model.encoder.__dict__) == set(plain.encoder.__dict__)
-    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+    assert not any(traces(model))
+
+
+COARSE = [
+    (("model", "vgpu:0"), ("lm_head", "vgpu:1")),
+    (("lm_head", "vgpu:1"), ("", "vgpu:2"), ("model.layers.2", "vgpu:0")),
+    (("model.layers", "vgpu:1"), ("model.embed_tokens.weight", "vgpu:2"), ("", "vgpu:0")),
+]
+
+
+@pytest.mark.parametrize("entries", COARSE)
+def test_entries_of_any_size(entries: tuple[tuple[str, str], ...]) -> None:
+    one, many = both(glm(), Placement(entries=entries))
+    assert many(tokens()).logits.tolist() == one(tokens()).logits.tolist()
+    twin = copy.deepcopy(many)
+    assert twin(tokens()).logits.tolist() == one(tokens()).logits.tolist()
 
 
 def test_transformers_sees_several_devices() -> None:
@@ -375,6 +399,7 @@ def test_transformers_sees_several_devices() -> None:
         "vgpu:2",
     }
     assert str(model.device) == "vgpu:0"
+    assert not model._valid_auto_compile_criteria({}, model.generation_config)
 
 
 def test_a_refused_model_is_as_before() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 import weakref
 from collections import OrderedDict
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from duoka.dispatch import dispatch, install_movers
+from duoka.dispatch import dispatch, install_movers, undispatch
 from duoka.placement import Placement
 
 # The meta device is another device than the CPU, so it shows every move; values are tested on
@@ -45,7 +47,7 @@ class Stack(nn.Module):
     def __init__(self, num_blocks: int = 3) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Reader() for _ in range(num_blocks))
-        self.script: Callable[..., Any] = lambda *args, **kwargs: None
+        self.script: Callable[..., Any] = print
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.script(*args, **kwargs)
@@ -336,12 +338,16 @@ def test_a_list_of_layers_stands_for_its_layers() -> None:
 def test_on_one_device_there_are_no_hooks() -> None:
     model = stack("cpu", "cpu")
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+    assert {type(block) for block in model.blocks} == {Reader}
 
 
 def test_movers_can_be_installed_on_one_device_to_be_measured() -> None:
     model = Stack(2)
     install_movers(model, Placement(entries=(("blocks.0", "cpu"), ("blocks.1", "cpu"))))
-    assert all(block._forward_pre_hooks for block in model.blocks)
+    assert all(type(block) is not Reader for block in model.blocks)
+    model.script = call_all(model)
+    model(hidden := torch.ones(2))
+    assert model.blocks[1].last[0][0] is hidden
 
 
 def test_hooks_of_the_user_see_arguments_at_home() -> None:
@@ -352,3 +358,40 @@ def test_hooks_of_the_user_see_arguments_at_home() -> None:
     model.script = call_all(model)
     model(torch.ones(2))
     assert seen == [AWAY, AWAY]
+
+
+def test_a_block_with_a_mover_is_still_of_its_class() -> None:
+    model = stack("cpu", "meta")
+    block = model.blocks[1]
+    assert isinstance(block, Reader)
+    assert type(block).__name__ == "Reader"
+    assert type(block) is type(model.blocks[0])
+    assert list(block.state_dict()) == ["weight"]
+    assert repr(block) == repr(Reader())
+
+
+@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_move_for_themselves(twin_of: Callable[[Stack], Stack]) -> None:
+    model = stack("cpu", "meta", "meta")
+    twin = twin_of(model)
+    assert type(twin.blocks[1]) is type(model.blocks[1])
+    twin.script = call_all(twin)
+    twin(torch.ones(2))
+    first = twin.blocks[1].last[0][0]
+    assert first.device == AWAY
+    assert twin.blocks[2].last[0][0] is first
+    assert not model.blocks[1].seen
+    undispatch(twin)
+    assert {type(block) for block in twin.blocks} == {Reader}
+    assert type(model.blocks[0]) is not Reader
+
+
+def test_a_dispatched_model_dies_without_the_collector() -> None:
+    model = stack("cpu", "meta")
+    parameter = weakref.ref(model.blocks[0].weight)
+    gc.disable()
+    try:
+        del model
+        assert parameter() is None
+    finally:
+        gc.enable()

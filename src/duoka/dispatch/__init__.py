@@ -1,8 +1,8 @@
 """Dispatch: the one place where activations change device.
 
 A dispatched model is the same object with its parameters and buffers where the placement says, and
-with forward pre-hooks ("movers") on its blocks. Outputs stay where they are made. Nothing else
-changes: parameter names, ties, state dict and the model's code are what they were.
+with "movers" on its blocks, which bring arguments to them. Outputs stay where they are made.
+Nothing else changes: parameter names, ties, state dict and the model's code are what they were.
 
 This room doesn't know how a placement is found, nor how weights are read.
 """
@@ -13,16 +13,16 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from duoka.placement import Placement
 
-from .movers import install
+from .movers import Installed, install
 from .placing import devices_by_name, move_tensors, place, refuse_meta, tensor_names
 
 __all__ = ["dispatch", "install_movers", "place", "tensor_names", "undispatch"]
 
 _STATE = "_duoka_dispatch"
+_AUTO_COMPILE = "_valid_auto_compile_criteria"
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -66,8 +66,8 @@ def dispatch(model: Model, placement: Placement, *, empty: bool = False) -> Mode
         refuse_meta(model)
     undispatch(model)
     move_tensors(model, devices)
-    handles = install(model, placement, devices) if len(set(devices.values())) > 1 else []
-    _adopt(model, placement, handles)
+    is_spread = len(set(devices.values())) > 1
+    _adopt(model, placement, install(model, placement, devices) if is_spread else None)
     return model
 
 
@@ -76,11 +76,12 @@ def undispatch(model: nn.Module) -> None:
     state = model.__dict__.pop(_STATE, None)
     if state is None:
         return
-    for handle in state.handles:
-        handle.remove()
+    if state.installed is not None:
+        state.installed.remove()
     for module in state.marked:
         module.__dict__.pop("_hf_hook", None)
-    model.__dict__.pop("hf_device_map", None)
+    for name in ("hf_device_map", _AUTO_COMPILE):
+        model.__dict__.pop(name, None)
 
 
 def install_movers(model: Model, placement: Placement) -> Model:
@@ -90,16 +91,15 @@ def install_movers(model: Model, placement: Placement) -> Model:
     the movers themselves cost.
     """
     undispatch(model)
-    handles = install(model, placement, devices_by_name(model, placement))
-    _adopt(model, placement, handles)
+    _adopt(model, placement, install(model, placement, devices_by_name(model, placement)))
     return model
 
 
 class _State:
     """What `dispatch` left on a model, for `undispatch` to remove."""
 
-    def __init__(self, handles: list[RemovableHandle], marked: list[nn.Module]) -> None:
-        self.handles = handles
+    def __init__(self, installed: Installed | None, marked: list[nn.Module]) -> None:
+        self.installed = installed
         self.marked = marked
 
 
@@ -109,7 +109,7 @@ class _EncoderMark:
     io_same_device = False
 
 
-def _adopt(model: nn.Module, placement: Placement, handles: list[RemovableHandle]) -> None:
+def _adopt(model: nn.Module, placement: Placement, installed: Installed | None) -> None:
     """Tell transformers that the model is placed.
 
     Its Trainer then leaves the model where it is, and a static cache is made layer by layer.
@@ -120,10 +120,17 @@ def _adopt(model: nn.Module, placement: Placement, handles: list[RemovableHandle
     if encoder is not None and "_hf_hook" not in encoder.__dict__:
         encoder.__dict__["_hf_hook"] = _EncoderMark()
         marked.append(encoder)
+    if installed is not None and hasattr(model, _AUTO_COMPILE):
+        # With a static cache `generate` would compile the model, and movers can't be compiled.
+        model.__dict__[_AUTO_COMPILE] = _never
     model.__dict__["hf_device_map"] = {
         name: torch.device(device) for name, device in placement.entries
     }
-    model.__dict__[_STATE] = _State(handles, marked)
+    model.__dict__[_STATE] = _State(installed, marked)
+
+
+def _never(*args: object, **kwargs: object) -> bool:
+    return False
 
 
 def _encoder(model: nn.Module) -> nn.Module | None:

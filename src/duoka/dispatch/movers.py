@@ -1,4 +1,4 @@
-"""Movers: hooks that bring a block's arguments to its device.
+"""Movers: what brings a block's arguments to its device when the block is called.
 
 What was moved is remembered for one top-level call, so that a mask which forty layers read is
 copied once per stage. A remembered copy is used again only for the same tensor object at the same
@@ -7,6 +7,11 @@ one device. Tensors without a version (inference mode) are moved each time.
 
 Outside a top-level call (a checkpointed region that backward computes again, in a thread of
 autograd's) arguments are moved, and nothing is remembered.
+
+A block with a mover has a subclass of its class that does nothing but move, as PyTorch's own
+parametrizations and FSDP have: PyTorch calls a module with a registered hook on a slow path, which
+alone would cost 2 % of a small model's decoding step. Hooks that others register see arguments that
+are moved already.
 
 A mover doesn't see a block that writes into its arguments for its caller to read: such a write
 stays on the block's own copy.
@@ -18,7 +23,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +33,13 @@ from duoka.placement import Placement
 
 from .placing import tensor_names
 
+_MOVER = "_duoka_mover"
 _NO_TENSORS = frozenset({type(None), bool, int, float, str})
 
 
 def install(
     model: nn.Module, placement: Placement, devices: Mapping[str, torch.device]
-) -> list[RemovableHandle]:
+) -> Installed:
     """Put a mover on every block, and a memory of what was moved around every top-level call.
 
     Parameters
@@ -47,24 +53,39 @@ def install(
 
     Returns
     -------
-    list of RemovableHandle
-        One for each hook, to remove them by.
+    Installed
+        To remove it by.
     """
     blocks: dict[nn.Module, torch.device] = {}
     for name, module in _entry_modules(model, placement):
         for block, device in _entrances(module, name, devices):
             blocks.setdefault(block, device)
     frames = _Frames()
-    handles = []
     for block, device in blocks.items():
-        mover = _Mover(device, frames)
-        # First among the hooks: a user's hook sees arguments where the block computes.
-        handles.append(block.register_forward_pre_hook(mover, prepend=True, with_kwargs=True))
+        block.__dict__[_MOVER] = _Mover(device, frames)
+        block.__class__ = _moving(type(block))
+    handles = []
     for module in _parents(model, blocks):
         enter, leave = _Enter(frames, is_root=module is model), _Leave(frames)
         handles.append(module.register_forward_pre_hook(enter, prepend=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
-    return handles
+    return Installed(list(blocks), handles)
+
+
+class Installed:
+    """The blocks with a mover, and the hooks around them."""
+
+    def __init__(self, blocks: list[nn.Module], handles: list[RemovableHandle]) -> None:
+        self._blocks = blocks
+        self._handles = handles
+
+    def remove(self) -> None:
+        """Make the model what it was."""
+        for handle in self._handles:
+            handle.remove()
+        for block in self._blocks:
+            del block.__dict__[_MOVER]
+            block.__class__ = type(block).__bases__[1]
 
 
 def _entry_modules(model: nn.Module, placement: Placement) -> Iterator[tuple[str, nn.Module]]:
@@ -132,40 +153,62 @@ class _Frames(threading.local):
 
 
 class _Moved:
-    """The copies of one tensor at one version, by device."""
+    """A tensor at one version, and its copy on another device."""
 
-    __slots__ = ("copies", "source", "version")
+    __slots__ = ("copy", "source", "version")
 
-    def __init__(self, source: weakref.ref[Tensor], version: int) -> None:
+    def __init__(self, source: weakref.ref[Tensor], version: int, copy: Tensor) -> None:
         self.source = source
         self.version = version
-        self.copies: dict[torch.device, Tensor] = {}
+        self.copy = copy
+
+
+class _Memory:
+    """What has been moved to one device, by identity of the source.
+
+    Gradients are recorded or not: a copy made without (in a checkpointed region, say) must not be
+    used where they are needed, so there is one memory for each.
+    """
+
+    __slots__ = ("_has_grad", "moved")
+
+    def __init__(self, *, has_grad: bool) -> None:
+        self._has_grad = has_grad
+        self.moved: dict[int, _Moved] = {}
+
+    def find(self, tensor: Tensor) -> Tensor | None:
+        moved = self.moved.get(id(tensor))
+        if moved is None or moved.source() is not tensor or moved.version != tensor._version:
+            return None
+        copy = moved.copy
+        if self._has_grad and copy.requires_grad != tensor.requires_grad:
+            return None
+        return copy
+
+    def add(self, tensor: Tensor, copy: Tensor) -> None:
+        if tensor.is_inference():
+            return  # it has no version, so a change in place would go unnoticed
+        key, entries = id(tensor), self.moved
+        source = weakref.ref(tensor, lambda _: entries.pop(key, None))
+        entries[key] = _Moved(source, tensor._version, copy)
 
 
 class _Frame:
     """What one top-level call remembers."""
 
-    __slots__ = ("_device_before", "_moved", "stage")
+    __slots__ = ("_device_before", "_memories", "stage")
 
     def __init__(self) -> None:
         self.stage: torch.device | None = None
-        self._moved: dict[int, _Moved] = {}
+        self._memories: dict[tuple[str, bool], _Memory] = {}
         self._device_before: dict[str, int] = {}
 
-    def move(self, tensor: Tensor, device: torch.device) -> Tensor:
-        key, version = id(tensor), tensor._version
-        moved = self._moved.get(key)
-        if moved is None or moved.source() is not tensor or moved.version != version:
-            entries = self._moved
-            source = weakref.ref(tensor, lambda _: entries.pop(key, None))
-            moved = entries[key] = _Moved(source, version)
-        found = moved.copies.get(device)
-        if found is None or (
-            # A copy made under no_grad (a checkpointed region) would lose the gradient.
-            not found.requires_grad and tensor.requires_grad and torch.is_grad_enabled()
-        ):
-            found = moved.copies[device] = tensor.to(device)
-        return found
+    def memory(self, key: tuple[str, bool]) -> _Memory:
+        """The memory of a device, by its name and whether gradients are recorded."""
+        memory = self._memories.get(key)
+        if memory is None:
+            memory = self._memories[key] = _Memory(has_grad=key[1])
+        return memory
 
     def enter_stage(self, device: torch.device) -> None:
         """Make the stage's device the current one of its kind."""
@@ -179,7 +222,8 @@ class _Frame:
 
     def close(self) -> None:
         # Entries refer to the dict that holds them; without this they wait for the collector.
-        self._moved.clear()
+        for memory in self._memories.values():
+            memory.moved.clear()
         for kind, index in self._device_before.items():
             backend = _backend(torch.device(kind, index))
             if backend is not None:
@@ -194,60 +238,102 @@ def _backend(device: torch.device) -> Any:
     return backend if hasattr(backend, "set_device") else None
 
 
-class _Mover:
-    """Forward pre-hook of a block: brings its arguments to its device."""
+class _Moving:
+    """Put before the class of a block: brings the arguments of a call to the block's device."""
 
-    __slots__ = ("_device", "_frames")
+    def __init_subclass__(cls) -> None:
+        """Leave out what the block's class does to its own subclasses: this is none to it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mover = self.__dict__.get(_MOVER)
+        if mover is not None:
+            args, kwargs = mover.bring(args, kwargs)
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        # pickle looks classes up by name, and this one has the name of another
+        return _revive, (type(self).__bases__[1],), self.__getstate__()
+
+
+def _moving(base: type[nn.Module]) -> type[nn.Module]:
+    """The class of a block with a mover; transformers looks at the name, so it is the same."""
+    if base not in _moving_classes:
+        names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+        _moving_classes[base] = type(base.__name__, (_Moving, base), names)
+    return _moving_classes[base]
+
+
+# One for each class, so that blocks of one kind stay of one kind.
+_moving_classes: weakref.WeakKeyDictionary[type[nn.Module], type[nn.Module]]
+_moving_classes = weakref.WeakKeyDictionary()
+
+
+def _revive(base: type[nn.Module]) -> nn.Module:
+    """Begin a copy of a block with a mover."""
+    moving = _moving(base)
+    return moving.__new__(moving)
+
+
+class _Mover:
+    """Brings arguments to one device."""
+
+    __slots__ = ("_device", "_frames", "_keys")
 
     def __init__(self, device: torch.device, frames: _Frames) -> None:
         self._device = device
         self._frames = frames
+        self._keys = ((str(device), False), (str(device), True))
 
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def bring(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with every tensor in them on the device."""
         device = self._device
         stack = self._frames.stack
         if stack and stack[-1].stage is not device:
             stack[-1].enter_stage(device)
         if _at_home(args, device) and _at_home(kwargs.values(), device):
-            return None
-        moved_kwargs = {key: self._brought(value) for key, value in kwargs.items()}
-        return tuple([self._brought(value) for value in args]), moved_kwargs
+            return args, kwargs
+        # A copy made in inference mode can't be used outside, so there nothing is remembered.
+        memory = None
+        if stack and not torch.is_inference_mode_enabled():
+            memory = stack[-1].memory(self._keys[torch.is_grad_enabled()])
+        moved_kwargs = {key: _brought(value, device, memory) for key, value in kwargs.items()}
+        return tuple([_brought(value, device, memory) for value in args]), moved_kwargs
 
-    def _brought(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value if value.device == self._device else self._moved(value)
-        if not isinstance(value, (tuple, list, dict)):
+
+def _brought(value: Any, device: torch.device, memory: _Memory | None) -> Any:
+    """The value with every tensor in it on the device; unchanged if they are there."""
+    if type(value) in _NO_TENSORS:
+        return value
+    if isinstance(value, Tensor):
+        if value.device == device:
             return value
-        if isinstance(value, dict):
-            return self._brought_dict(value)
-        if _at_home(value, self._device):
+        found = None if memory is None else memory.find(value)
+        return _moved(value, device, memory) if found is None else found
+    if isinstance(value, (tuple, list)):
+        if _at_home(value, device):
             return value
-        items = [self._brought(item) for item in value]
+        items = [_brought(item, device, memory) for item in value]
         if hasattr(value, "_fields"):
             return type(value)(*items)
         return items if isinstance(value, list) else tuple(items)
-
-    def _brought_dict(self, value: dict[Any, Any]) -> dict[Any, Any]:
-        if _at_home(value.values(), self._device):
-            return value
+    if isinstance(value, dict) and not _at_home(value.values(), device):
         # A shallow copy keeps the class and its attributes: transformers' outputs are dicts.
         brought = copy.copy(value)
         for key, item in value.items():
-            brought[key] = self._brought(item)
+            brought[key] = _brought(item, device, memory)
         return brought
+    return value
 
-    def _moved(self, tensor: Tensor) -> Tensor:
-        device = self._device
-        if tensor.dim() == 0 and tensor.device.type == "cpu":
-            return tensor  # mixes with any device
-        stack = self._frames.stack
-        # Without a version a change in place goes unnoticed; and a copy made in inference mode
-        # can't be used outside.
-        if not stack or torch.is_inference_mode_enabled() or tensor.is_inference():
-            return tensor.to(device)
-        return stack[-1].move(tensor, device)
+
+def _moved(tensor: Tensor, device: torch.device, memory: _Memory | None) -> Tensor:
+    if tensor.dim() == 0 and tensor.device.type == "cpu":
+        return tensor  # mixes with any device
+    moved = tensor.to(device)
+    if memory is not None:
+        memory.add(tensor, moved)
+    return moved
 
 
 def _at_home(values: Any, device: torch.device) -> bool:
