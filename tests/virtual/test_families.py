@@ -49,3 +49,21 @@ def test_family(name: str) -> None:
 @pytest.mark.parametrize("name", SLOW)
 def test_other_family(name: str) -> None:
     check(name)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name", ["glm", "gemma2", "gpt2", "mixtral", "gpt_oss", "deepseek_v3", "mamba2", "bart", "t5"]
+)
+def test_memory_is_the_same_without_numbers(name: str) -> None:
+    peaks = []
+    for data in ("cpu", "meta"):
+        with virtual.gpus([None], data=data) as world, torch.no_grad():
+            model = families.build(name).to(torch.bfloat16).to("vgpu:0")
+            batch = {key: value.to("vgpu:0") for key, value in families.inputs(model).items()}
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+            batch["attention_mask"][0, :3] = 0
+            model(**batch, use_cache=True)
+            peaks.append((world.max_memory_allocated(0), world.max_memory_reserved(0)))
+            del model
+    assert peaks[0] == peaks[1]

@@ -165,7 +165,7 @@ def test_a_listener_hears_everything(world: virtual.World) -> None:
         x = torch.ones(3, 4, device="vgpu:0")
         y = x @ x.permute(1, 0)
         del x
-    assert recorder.operations == ["aten.fill_.Scalar", "aten.permute.default", "aten.mm.default"]
+    assert recorder.operations == ["aten.permute.default", "aten.mm.default"]
     assert recorder.live == {y.storage_id: 36}  # type: ignore[attr-defined]
     assert recorder.ids == sorted(set(recorder.ids))
     count = len(recorder.ids)

@@ -17,13 +17,15 @@ from .transfers import gpu_of
 _libraries: list[torch.library.Library] = []
 
 
-def _data_device(gpu: Gpu, dtype: torch.dtype, size: Sequence[int]) -> torch.device:
+def _data_device(
+    gpu: Gpu, dtype: torch.dtype, size: Sequence[int], keeps: Any = values.keeps_values
+) -> torch.device:
     if not gpu.meta:
         return gpu.data_device
     num_elements = 1
     for length in size:
         num_elements *= length
-    return torch.device("cpu" if values.keeps_values(dtype, num_elements) else "meta")
+    return torch.device("cpu" if keeps(dtype, num_elements) else "meta")
 
 
 def empty(
@@ -60,6 +62,40 @@ def empty_strided(
     dtype = dtype or torch.get_default_dtype()
     data = torch.empty_strided(size, stride, dtype=dtype, device=_data_device(gpu, dtype, size))
     return place(data, gpu)
+
+
+def _filled(name: str) -> Any:
+    """Implement ``aten::zeros`` or ``aten::ones``."""
+    make = getattr(torch, name)
+
+    def filled(
+        size: Sequence[int],
+        dtype: torch.dtype | None = None,
+        layout: torch.layout | None = None,
+        device: torch.device | None = None,
+        pin_memory: bool | None = None,
+    ) -> VirtualTensor:
+        gpu = _ready(device)
+        dtype = dtype or torch.get_default_dtype()
+        where = _data_device(gpu, dtype, size, values.keeps_constant)
+        return place(make(size, dtype=dtype, layout=layout or torch.strided, device=where), gpu)
+
+    return filled
+
+
+def _full(
+    size: Sequence[int],
+    fill_value: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> VirtualTensor:
+    """Implement ``aten::full``; without a dtype it is that of the number."""
+    gpu = _ready(device)
+    dtype = dtype or torch.full((), fill_value).dtype
+    where = _data_device(gpu, dtype, size, values.keeps_constant)
+    return place(torch.full(size, fill_value, dtype=dtype, device=where), gpu)
 
 
 def _ready(device: torch.device | None) -> Gpu:
@@ -103,6 +139,9 @@ def install() -> None:
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("empty.memory_format", empty, "PrivateUse1")
     aten.impl("empty_strided", empty_strided, "PrivateUse1")
+    aten.impl("zeros", _filled("zeros"), "PrivateUse1")
+    aten.impl("ones", _filled("ones"), "PrivateUse1")
+    aten.impl("full", _full, "PrivateUse1")
     aten.impl("copy_", _copy, "PrivateUse1")
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_fallback, "PrivateUse1")

@@ -15,20 +15,25 @@ from .state import Gpu, active_world, thread
 from .tensor import VirtualTensor, place, resync
 
 _aten = torch.ops.aten
+_CONSTANT = frozenset(
+    {
+        _aten.zeros_like.default,
+        _aten.ones_like.default,
+        _aten.full_like.default,
+        _aten.new_zeros.default,
+        _aten.new_ones.default,
+        _aten.new_full.default,
+    }
+)
 _LIKE = (
+    *_CONSTANT,
     _aten.empty_like.default,
-    _aten.zeros_like.default,
-    _aten.ones_like.default,
-    _aten.full_like.default,
     _aten.rand_like.default,
     _aten.randn_like.default,
     _aten.randint_like.default,
     _aten.randint_like.low_dtype,
     _aten.new_empty.default,
     _aten.new_empty_strided.default,
-    _aten.new_zeros.default,
-    _aten.new_ones.default,
-    _aten.new_full.default,
 )
 
 
@@ -88,7 +93,8 @@ def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not target.meta:
         return place(func(*plain.args, device=target.data_device, **options), target)
     shaped = func(*plain.args, device="meta", **_without_generator(options))
-    if values.keeps_values(shaped.dtype, shaped.numel()):
+    keeps = values.keeps_constant if func in _CONSTANT else values.keeps_values
+    if keeps(shaped.dtype, shaped.numel()):
         return place(func(*plain.args, device="cpu", **options), target)
     return place(shaped, target)
 

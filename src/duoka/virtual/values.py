@@ -28,6 +28,9 @@ _OWN_FOLDER = str(Path(__file__).parent)
 KNOWN_LIMIT_BYTES = 16 * 2**20
 """The largest tensor whose values are kept on a GPU with meta data."""
 
+KNOWN_CONSTANT_BYTES = 2**20
+"""The largest floating-point tensor of ones, zeros or another constant whose values are kept."""
+
 _aten = torch.ops.aten
 # Their result's shape comes from values, or they return a value: no meta kernel can answer.
 _NEEDS_VALUES = frozenset(
@@ -93,6 +96,12 @@ def keeps_values(dtype: torch.dtype, num_elements: int) -> bool:
     if num_elements * dtype.itemsize > KNOWN_LIMIT_BYTES:
         return False
     return num_elements == 1 or not (dtype.is_floating_point or dtype.is_complex)
+
+
+def keeps_constant(dtype: torch.dtype, num_elements: int) -> bool:
+    """Say whether a new tensor filled with one number keeps it: masks are made like this."""
+    num_bytes = num_elements * dtype.itemsize
+    return num_bytes <= KNOWN_CONSTANT_BYTES or keeps_values(dtype, num_elements)
 
 
 def current(tensor: VirtualTensor) -> torch.Tensor:
