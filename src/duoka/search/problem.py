@@ -18,6 +18,7 @@ from .programme import Floats, Programme, Stage, Stages
 
 Objective = Literal["headroom", "latency", "throughput"]
 
+# How often revised costs are walked over before the programme runs again.
 _WALKS = 16
 # How often a more even placement among the optimal ones is looked for.
 _TIE_ROUNDS = 8
