@@ -3,8 +3,7 @@
 A block after the comment ``<!-- run -->`` is run: in ``console`` blocks every line that begins
 with ``$``, in ``python`` blocks all of it. They run one after the other in a directory where
 ``glm-4-9b-chat`` and ``chatglm3-6b`` hold the published configs and indices, and no weights. What a
-console block shows must be printed, line by line; a line of ``…`` stands for anything, and so do
-digits after a ``~``.
+console block shows must be printed, line by line; a line of ``…`` stands for anything.
 """
 
 from __future__ import annotations
@@ -18,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+import duoka
+from duoka.errors import InfeasibleError
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -94,6 +96,40 @@ def test_links_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)", text):
         if "://" not in target:
             assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+
+
+def table_rows(page: str) -> list[tuple[str, int, str, list[float], int | None]]:
+    """Model, context, budgets, forecast GiB of each GPU (none where nothing fits), chunk."""
+    rows = []
+    for line in (ROOT / page).read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 4 and "GiB" in cells[2]:
+            sizes = [float(size) for size in re.findall(r"\d+\.\d\d", cells[3])]
+            chunk = re.search(r"\b(4096|8192)\b", cells[3])
+            context = int(cells[1].replace(",", ""))
+            rows.append((cells[0], context, cells[2], sizes, int(chunk[0]) if chunk else None))
+    return rows
+
+
+@pytest.mark.slow
+def test_the_table_is_what_is_planned(shared_data: Path) -> None:
+    rows = table_rows("README.md")
+    assert len(rows) > 5
+    for model, context, budgets, sizes, chunk in rows:
+        config = shared_data / "configs" / f"{model.lower()}.json"
+        workload = duoka.Workload(prompt_tokens=context - 256, new_tokens=256)
+        if not sizes:
+            with pytest.raises(InfeasibleError):
+                duoka.plan(config, budgets, workload)
+            continue
+        plan = duoka.plan(config, budgets, workload)
+        forecast = [device.reserved_bytes / 2**30 for device in plan.forecast.devices]
+        assert forecast == pytest.approx(sizes, abs=0.006), (model, budgets)
+        assert plan.workload.prefill_chunk_tokens == chunk, (model, budgets)
+
+
+def test_both_tables_are_one() -> None:
+    assert table_rows("README.md") == table_rows("README.zh-CN.md")
 
 
 def test_both_readmes_show_the_same_commands() -> None:
