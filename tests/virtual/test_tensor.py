@@ -271,6 +271,29 @@ def test_optimizers_step_as_on_the_cpu(name: str) -> None:
     assert torch.allclose(*results, atol=1e-7)
 
 
+def test_optimizers_work_on_lists_as_on_cuda(world: virtual.World) -> None:
+    model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8)).to("vgpu:0")
+    for layer in model:
+        layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    before = world.memory_allocated(0)
+    world.reset_peak_memory_stats(0)
+    optimizer.step()
+    # The denominators of all parameters exist at the same time.
+    assert world.max_memory_allocated(0) - before >= 8 * 64 * 64 * 4
+
+
+def test_copies_share_or_do_not() -> None:
+    x = torch.nn.Parameter(torch.ones(3, device="vgpu:0"))
+    shallow, deep = copy.copy(x), copy.deepcopy(x)
+    with torch.no_grad():
+        x.fill_(2)
+    assert shallow.tolist() == [2, 2, 2]
+    assert deep.tolist() == [1, 1, 1]
+    assert isinstance(shallow, torch.nn.Parameter)
+
+
 def test_gradient_checkpointing() -> None:
     from torch.utils.checkpoint import checkpoint
 

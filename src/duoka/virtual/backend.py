@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch.optim import optimizer
+from torch.utils import _foreach_utils, backend_registration
 
 from duoka.errors import VirtualDeviceError
 
@@ -137,15 +139,10 @@ def _exists(path: str) -> bool:
 
 
 def _register() -> None:
-    # Imported here because torch doesn't import it by itself and it belongs to no public API.
-    from torch.utils import backend_registration
-
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=vgpu)
     tensor.install_operators(operators.run)
-    transfers.install()
-    pickling.install()
-    factories.install()
-    kernels.install()
-    recurrent.install()
-    attention.install()
-    autocast.install()
+    for room in (transfers, pickling, factories, kernels, recurrent, attention, autocast):
+        room.install()
+    # Optimizers and gradient clipping then work on lists of tensors, as on CUDA, and cost the same.
+    for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        types.append(tensor.VirtualTensor)

@@ -18,6 +18,30 @@ _direct: set[Any] = set()
 """Operators whose results may share an operand's memory (``_unsafe_view``), or are no tensors."""
 
 
+def _grouped_mm(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Shape of grouped matrix products; PyTorch's own rule knows only bfloat16.
+
+    left [tokens, in] or [groups, tokens, in]; right [groups, in, out] or [in, out].
+    """
+    if left.dim() == 2 and right.dim() == 2:
+        assert offs is not None, "groups of two matrices are given by offsets"
+        shape = [offs.shape[0], left.shape[0], right.shape[1]]
+    elif right.dim() == 2:
+        shape = [*left.shape[1:2], right.shape[1]]
+    else:
+        shape = [*left.shape[:-1], right.shape[-1]]
+    return left.new_empty(shape, dtype=out_dtype or left.dtype)
+
+
+_RULES: dict[Any, Any] = {torch.ops.aten._grouped_mm.default: _grouped_mm}
+
+
 class _Uncountable(Exception):
     """A call that can't be told apart from others by its shapes."""
 
@@ -26,6 +50,7 @@ def infer(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Call an operator on meta tensors, or make what the same call made before."""
     if func in _direct:
         return func(*args, **kwargs)
+    func = _RULES.get(func, func)
     try:
         key = (
             func,

@@ -159,6 +159,12 @@ class VirtualTensor(torch.Tensor):
     def __reduce_ex__(self, proto: Any) -> Any:
         return pickling.reduce_tensor(self)
 
+    def __copy__(self) -> VirtualTensor:
+        copy = wrap(self.backing.detach(), self.block)
+        copy.requires_grad_(self.requires_grad)
+        vars(copy).update({**vars(self), "backing": copy.backing})
+        return copy
+
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtualTensor:
         return _deepcopy(self, memo)
 
