@@ -18,10 +18,10 @@ from .errors import CheckpointError, FormatError, UsageError
 from .fleet import Fleet
 from .placement import Placement
 from .plans import Plan
-from .planner import Question, solve
+from .planner import Question, solve, with_chunks
 from .profile import Profile
 from .search import Objective
-from .tracing import Subject, trace, trace_call
+from .tracing import Irregular, Subject, trace, trace_call, trace_workload
 from .workload import Workload
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -79,7 +79,7 @@ def plan(
     asked = workload or Workload()
     source = ""
     if isinstance(model, nn.Module):
-        profile = profile_module(model, inputs)
+        profile = profile_module(model, asked, inputs)
         asked = asked if inputs is None else Workload(prompt_tokens=1, new_tokens=1)
     else:
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
@@ -94,33 +94,44 @@ def profile_checkpoint(
     checkpoint: Checkpoint, workload: Workload, *, trust_remote_code: bool = False
 ) -> Profile:
     """The profile of a checkpoint: from the cache, or traced and kept there."""
-    dtype = dtype_of(checkpoint, workload)
-    key = profiles.profile_key(checkpoint.fingerprint, dtype)
-    profile = profiles.read_profile(key)
+    workload = workload.resolved(dtype=dtype_of(checkpoint, workload))
+    profile = profiles.find_profile(checkpoint.fingerprint, workload)
     if profile is None:
-        model = _build(checkpoint, dtype, trust_remote_code=trust_remote_code)
         subject = Subject(
             fingerprint=checkpoint.fingerprint, max_context_tokens=checkpoint.max_context_tokens
         )
-        profile = trace(model, subject)
-        profiles.write_profile(key, profile)
+        profile, regular = _trace(
+            lambda: _build(checkpoint, workload.dtype, trust_remote_code=trust_remote_code),
+            subject,
+            workload,
+        )
+        profiles.keep_profile(profile, None if regular else workload)
     return profile
 
 
 def profile_module(
-    model: nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...] | None
+    model: nn.Module, workload: Workload, inputs: Mapping[str, Any] | tuple[Any, ...] | None
 ) -> Profile:
     """The profile of a model that is given as an object; the object isn't touched."""
     subject = Subject(fingerprint=fingerprint_module(model))
-    bare = without_data(model)
     if inputs is not None:
-        return trace_call(bare, subject, inputs)
-    if not hasattr(model, "config"):
+        return trace_call(without_data(model), subject, inputs)
+    if not hasattr(model, "prepare_inputs_for_generation"):
         raise UsageError(
-            f"{type(model).__name__} is no model of transformers",
+            f"{type(model).__name__} is no generating model of transformers",
             hint="give example inputs as well: plan(model, fleet, inputs=(x,))",
         )
-    return trace(bare, subject)
+    return _trace(lambda: without_data(model), subject, workload)[0]
+
+
+def _trace(
+    build: Callable[[], nn.Module], subject: Subject, workload: Workload
+) -> tuple[Profile, bool]:
+    """Trace for every workload where rules hold, which the second result says, or for this one."""
+    try:
+        return trace(build(), subject), True
+    except Irregular:
+        return trace_workload(build(), subject, list(with_chunks(workload))), False
 
 
 def load(plan: Plan, *, progress: Progress | None = None, trust_remote_code: bool = False) -> Any:

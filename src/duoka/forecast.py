@@ -88,6 +88,7 @@ class Costs:
             if block.tied_to is not None:
                 self._attached[_root(profile, index)].append(index)
         self._needed: dict[tuple[int, ...], int] = {}
+        self._squeezed: dict[tuple[tuple[int, ...], int], bool] = {}
         self._refused: set[tuple[tuple[int, ...], int]] = set()
         self.num_blocks = len(self.chain)
         self.lower_bound_bytes = self._lower_bounds()
@@ -108,6 +109,12 @@ class Costs:
             assert peaks is not None, "nothing limits this run"
             self._needed[alike] = peaks.reserved
         needed = self._needed[alike]
+        if needed > budget_bytes and self.lower_bound_bytes[start, stop] <= budget_bytes:
+            # Giving back early can fragment more than giving back late.
+            key = (alike, budget_bytes)
+            if key not in self._squeezed:
+                self._squeezed[key] = self._brief.run(blocks, budget_bytes) is not None
+            needed = budget_bytes if self._squeezed[key] else needed
         return None if needed > budget_bytes or (alike, budget_bytes) in self._refused else needed
 
     def stage_bytes(self, start: int, stop: int, budget_bytes: int) -> StageBytes | None:
@@ -195,7 +202,7 @@ class Costs:
             grown = np.concatenate([[0], np.cumsum(after)])
             to_grow = np.concatenate([[0], np.cumsum(before)])
             own = np.where(
-                ahead, (grown[:-1] - to_grow[1:] + peaks)[None, :], np.iinfo(np.int64).min
+                ahead, (grown[:-1] - to_grow[1:] + peaks)[None, :], -(1 << 62)
             )
             most = np.maximum.accumulate(own, axis=1)
             bytes_now = most + to_grow[None, 1:] - grown[:-1, None]

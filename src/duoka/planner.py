@@ -54,15 +54,35 @@ def solve(profile: Profile, question: Question, *, source: str = "") -> Plan:
         If the context is longer than the model was made for.
     """
     _check_context(profile, question.workload)
+    candidates = list(with_chunks(question.workload))
+    best: Plan | None = None
     shortage: NoPlacement | None = None
-    for workload in _with_chunks(question.workload):
+    for number, workload in enumerate(candidates):
+        costs = Costs(profile, workload)
         try:
-            costs = Costs(profile, workload)
-            return _plan(costs, *_search(costs, question), question, source)
+            plan = _plan(costs, *_search(costs, question), question, source)
         except NoPlacement as none:
             shortage = none
+            continue
+        best = plan if best is None or len(plan.devices) < len(best.devices) else best
+        # The smallest chunk needs the least memory: if it needs as many devices, so do all.
+        if number + 1 == len(candidates) or not _fewer_suffice(
+            profile, replace(question, workload=candidates[-1]), len(best.devices)
+        ):
+            return best
+    if best is not None:
+        return best
     assert shortage is not None, "there is always a chunk to try"
     raise _infeasible(profile, question, shortage)
+
+
+def _fewer_suffice(profile: Profile, question: Question, num_devices: int) -> bool:
+    """Whether a question can be answered with fewer devices: the largest budgets would do it."""
+    if num_devices == 1 or question.use_all:
+        return False
+    largest_first = sorted(question.fleet.devices, key=lambda device: -device.budget_bytes)
+    fleet = replace(question.fleet, devices=tuple(largest_first[: num_devices - 1]), links=())
+    return _fits(profile, replace(question, fleet=fleet))
 
 
 def _search(costs: Costs, question: Question) -> tuple[Solution, list[StageBytes]]:
@@ -82,8 +102,8 @@ def _search(costs: Costs, question: Question) -> tuple[Solution, list[StageBytes
             return solution, known
 
 
-def _with_chunks(workload: Workload) -> Iterator[Workload]:
-    """The workload with its prefill chunk resolved: the whole prompt first, then smaller chunks."""
+def with_chunks(workload: Workload) -> Iterator[Workload]:
+    """Yield the workload with its prefill chunk resolved: the whole prompt, then smaller chunks."""
     if workload.prefill_chunk_tokens != "auto":
         yield workload
         return
@@ -175,7 +195,7 @@ def _reasons(costs: Costs, solution: Solution, question: Question) -> Iterator[s
         yield "Tied weights are kept once: the tied module runs on its partner's GPU."
     chunk = costs.workload.prefill_chunk_tokens
     if question.workload.prefill_chunk_tokens == "auto" and chunk is not None:
-        yield f"The prompt runs in chunks of {chunk} tokens: whole, it doesn't fit."
+        yield f"The prompt runs in chunks of {chunk} tokens: whole, it needs more memory."
 
 
 def _infeasible(profile: Profile, question: Question, shortage: NoPlacement) -> InfeasibleError:
@@ -195,10 +215,14 @@ def _infeasible(profile: Profile, question: Question, shortage: NoPlacement) -> 
 
 
 def _fits(profile: Profile, question: Question) -> bool:
-    return any(
-        fits(Costs(profile, workload), question.fleet, use_all=question.use_all)
-        for workload in _with_chunks(question.workload)
-    )
+    try:
+        return any(
+            fits(Costs(profile, workload), question.fleet, use_all=question.use_all)
+            for workload in with_chunks(question.workload)
+        )
+    except UsageError:
+        # A profile that was traced for one workload says nothing of others.
+        return False
 
 
 def _ways_out(profile: Profile, question: Question) -> Iterator[str]:

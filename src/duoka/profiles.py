@@ -16,6 +16,7 @@ from .errors import FormatError
 from .plans import write_whole
 from .profile import Profile
 from .serial import from_dict, to_dict
+from .workload import Workload
 
 _VERSION = 1
 _PACKAGES = ("torch", "transformers", "duoka")
@@ -30,30 +31,45 @@ def cache_directory() -> Path:
     return Path(base) / "duoka"
 
 
-def profile_key(fingerprint: str, dtype: str) -> str:
-    """What a profile depends on, as text for a file's name."""
-    versions = {name: _version(name) for name in _PACKAGES}
-    parts = {"format": _VERSION, "fingerprint": fingerprint, "dtype": dtype, **versions}
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+def find_profile(fingerprint: str, workload: Workload) -> Profile | None:
+    """The cached profile of a checkpoint; None when there is none that can be read.
+
+    Parameters
+    ----------
+    fingerprint : str
+        Of the checkpoint.
+    workload : Workload
+        With its dtype resolved. A profile for all workloads is looked for first, then one that
+        was traced for this one alone.
+    """
+    for key in (_key(fingerprint, workload.dtype), _key(fingerprint, workload.dtype, workload)):
+        try:
+            return from_dict(Profile, json.loads(_path(key).read_text(encoding="utf-8")))
+        except (OSError, ValueError, FormatError):
+            continue
+    return None
 
 
-def read_profile(key: str) -> Profile | None:
-    """The cached profile; None when there is none, or what is there can't be read."""
-    try:
-        text = _path(key).read_text(encoding="utf-8")
-        return from_dict(Profile, json.loads(text))
-    except (OSError, ValueError, FormatError):
-        return None
-
-
-def write_profile(key: str, profile: Profile) -> None:
-    """Keep a profile. A cache that can't be written is no reason to fail."""
-    path = _path(key)
+def keep_profile(profile: Profile, workload: Workload | None) -> None:
+    """Keep a profile: for all workloads, or for one. That it can't be kept is no reason to fail."""
+    path = _path(_key(profile.fingerprint, profile.dtype, workload))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(to_dict(profile)))
     except OSError:
         return
+
+
+def _key(fingerprint: str, dtype: str, workload: Workload | None = None) -> str:
+    """What a profile depends on, as the name of a file."""
+    parts = {
+        "format": _VERSION,
+        "fingerprint": fingerprint,
+        "dtype": dtype,
+        "workload": to_dict(workload) if workload is not None else None,
+        **{name: _version(name) for name in _PACKAGES},
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _path(key: str) -> Path:

@@ -75,9 +75,9 @@ class Replay:
     workload : Workload
         With its prefill chunk resolved.
     brief : bool
-        Leave out steps between the first and the last ones of a phase, and give cached memory
-        back before more is taken: quick, and the least that a stage can do with. Otherwise
-        every step counts that changes what PyTorch's allocator holds.
+        Leave out steps between the first and the last ones of a phase; without a capacity, give
+        cached memory back before more is taken: quick, and about the least that a stage can do
+        with. Otherwise every step counts that changes what PyTorch's allocator holds.
 
     Raises
     ------
@@ -228,7 +228,7 @@ class _StageRun:
     def __init__(self, replay: Replay, blocks: Sequence[int], capacity: int | None) -> None:
         self.replay = replay
         self.blocks = frozenset(blocks)
-        self.allocator = CachingAllocator(capacity, frugal=replay.brief)
+        self.allocator = CachingAllocator(capacity, frugal=replay.brief and capacity is None)
         self.kept: dict[int, list[Allocation]] = {block: [] for block in blocks}
         self.kept_bytes = 0
         self.kept_bytes_at_peak = 0

@@ -1,6 +1,6 @@
 """Tracing: a model, run without data on one virtual GPU, becomes a profile."""
 
 from .stepping import Stepper
-from .trace import Subject, trace, trace_call
+from .trace import Irregular, Subject, trace, trace_call, trace_workload
 
-__all__ = ["Stepper", "Subject", "trace", "trace_call"]
+__all__ = ["Irregular", "Stepper", "Subject", "trace", "trace_call", "trace_workload"]

@@ -140,19 +140,22 @@ class _Experiment:
         groups: dict[str, set[str]] = {}
         for name in self.first:
             groups.setdefault(self._find(name), set()).add(name)
-        for name in self.containers - set(self.first):
-            first = self._first_inside(name)
-            if first is not None and self._find(name) in groups:
-                groups[self._find(name)].add(first)
+        earliest = min(self.first, key=self.first.__getitem__, default="")
+        for name in self.containers:
+            group = groups.get(self._find(name))
+            inside = self._inside(name)
+            # What enters the model lies where it begins. What enters a part of it and meets what
+            # the part made would have to be moved at its entry: such a part stays whole.
+            if group is not None and inside and earliest not in inside:
+                group.update(inside)
         return [
             (min(self.first[o] for o in group), max(self.last[o] for o in group), group)
             for group in groups.values()
         ]
 
-    def _first_inside(self, name: str) -> str | None:
-        prefix = f"{name}." if name else ""
-        inside = [owner for owner in self.first if owner.startswith(prefix)]
-        return min(inside, key=self.first.__getitem__, default=None)
+    def _inside(self, name: str) -> list[str]:
+        """The owners that ran inside a module."""
+        return [o for o in self.first if not name or o == name or o.startswith(name + ".")]
 
 
 class _Hooks:

@@ -12,7 +12,7 @@ import inspect
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ..workload import Workload
@@ -23,21 +23,24 @@ class Stepper:
 
     Parameters
     ----------
-    model : torch.nn.Module
-        A causal language model of transformers, on whatever devices it lies.
+    model : transformers.PreTrainedModel
+        A causal language model, on whatever devices it lies.
     batch : int
         More than one comes with padding on the left, as prompts of different lengths have it.
     device : torch.device
         Where the caller's inputs are made: the device of the first module.
     """
 
-    def __init__(self, model: torch.nn.Module, batch: int, device: torch.device) -> None:
+    def __init__(self, model: PreTrainedModel, batch: int, device: torch.device) -> None:
         self.model = model
         self.batch = batch
         self.device = device
         self.past = 0
         self.cache: Any = DynamicCache(config=model.config)
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
+        self._cache_name = next(
+            (name for name in _CACHES if name in self._accepted), "past_key_values"
+        )
 
     def step(self, query: int) -> None:
         """Run the model over `query` more tokens."""
@@ -62,6 +65,8 @@ class Stepper:
 
         A plain cache is made longer; one with a layout of its own is filled in a few steps.
         """
+        if tokens <= 0:
+            return
         layers = getattr(self.cache, "layers", [])
         if layers and all(type(layer) is DynamicLayer for layer in layers):
             for layer in layers:
@@ -76,27 +81,28 @@ class Stepper:
             tokens -= query
 
     def _inputs(self, query: int, keys: int) -> dict[str, Any]:
-        ids = torch.ones((self.batch, query), dtype=torch.long, device=self.device)
+        """The arguments of `forward`, as the model itself prepares them for `generate`."""
+        ids = torch.ones((self.batch, keys), dtype=torch.long, device=self.device)
         mask = torch.ones((self.batch, keys), dtype=torch.long, device=self.device)
         if self.batch > 1:
             mask[:-1, :1] = 0
-        positions = torch.arange(self.past, keys, device=self.device)
-        inputs = {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "position_ids": positions.unsqueeze(0).expand(self.batch, -1),
-            "use_cache": True,
-            "logits_to_keep": 1,
-            "return_dict": True,
-        }
-        inputs[next((name for name in _CACHES if name in self._accepted), "past_key_values")] = (
-            self.cache
+        positions = mask.cumsum(-1) - 1
+        positions = positions.masked_fill(mask == 0, 0)
+        inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(
+            ids,
+            next_sequence_length=query,
+            is_first_iteration=self.past == 0,
+            attention_mask=mask,
+            use_cache=True,
+            **{"position_ids": positions} if "position_ids" in self._accepted else {},
+            **{"logits_to_keep": 1} if "logits_to_keep" in self._accepted else {},
+            **{self._cache_name: self.cache},
         )
-        return {name: value for name, value in inputs.items() if name in self._accepted}
+        return {**inputs, "return_dict": True}
 
 
 _LENGTHEN_TOKENS = 128
-_CACHES = ("past_key_values", "cache_params", "state")
+_CACHES = ("past_key_values", "cache_params")
 
 
 def _longer(states: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -13,18 +14,23 @@ from torch import nn
 
 from .. import virtual
 from ..dispatch import place
-from ..errors import ModelError
 from ..placement import Placement
 from ..profile import ALIGNED_TOKENS, Block, Kind, Phase, Profile, Regime, Tape
+from ..workload import Workload
 from .fitting import Sample, Unlike, fit
 from .grouping import Group, find_groups
 from .recording import Recorder
 from .stepping import Stepper
 
 _ENDLESS = 2**40
-_LONGEST_TOKENS = 2**17
-_SHORTEST_TOKENS = 256
+_EVERYWHERE = (0, _ENDLESS)
+# Rules are made from steps up to this length, counted from the start of a range. Nothing changes
+# beyond it: where code changes its ways (windows), a range ends.
+_PROBED_TOKENS = 2**11
+_SHORTEST_WINDOW = 256
 _PHASES: tuple[Phase, ...] = ("prefill", "extend", "decode")
+
+Found = tuple[Regime, list[Tape]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,29 +41,63 @@ class Subject:
     max_context_tokens: int | None = None
 
 
+class Irregular(Exception):
+    """A model whose costs follow no rule that the profile could hold for every workload."""
+
+
 def trace(model: nn.Module, subject: Subject) -> Profile:
     """Run a causal language model without data and record what it costs.
 
     Parameters
     ----------
-    model : torch.nn.Module
+    model : transformers.PreTrainedModel
         As `models.build` makes it: parameters on meta. It is taken to a virtual GPU and is of no
         use afterwards.
     subject : Subject
         The model's fingerprint, and the longest context to know.
 
+    Returns
+    -------
+    Profile
+        Good for every workload.
+
     Raises
     ------
+    Irregular
+        If no rules hold: `trace_workload` then answers for one workload.
     ModelError
         If the model's code can't run without data.
     """
-    with virtual.gpus([None], data="meta"), torch.no_grad():
-        place(model, Placement(entries=(("", "vgpu:0"),)))
-        device = torch.device("vgpu:0")
-        groups = find_groups(model, lambda: Stepper(model, 1, device).step(8))
-        tracer = _Tracer(model, groups, device, subject.max_context_tokens or _LONGEST_TOKENS)
-        regimes, tapes = tracer.regimes()
-        return _profile(model, groups, subject, regimes, tapes)
+    with _whole(model) as device:
+        tracer = _Tracer(model, device, subject.max_context_tokens or _ENDLESS)
+        try:
+            return _profile(model, tracer.groups, subject, list(tracer.rules()))
+        except (Unlike, RuntimeError) as error:
+            # A step far from any that is asked for may fail where the asked one doesn't.
+            raise Irregular(f"{type(model).__name__}: {error}") from error
+
+
+def trace_workload(
+    model: nn.Module, subject: Subject, workloads: Sequence[Workload]
+) -> Profile:
+    """Run the steps of certain workloads, and record what just these cost.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        As for `trace`.
+    subject : Subject
+    workloads : sequence of Workload
+        With their prefill chunks resolved; of equal batch.
+    """
+    with _whole(model) as device:
+        tracer = _Tracer(model, device, _ENDLESS)
+        found = {
+            (regime.phase, regime.query, regime.keys): (regime, tapes)
+            for workload in workloads
+            for regime, tapes in tracer.points(workload)
+        }
+        return _profile(model, tracer.groups, subject, list(found.values()))
 
 
 def trace_call(
@@ -79,83 +119,91 @@ def trace_call(
         Its tapes hold for this call alone, whatever workload is asked about.
     """
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
-    with virtual.gpus([None], data="meta"), torch.no_grad():
-        place(model, Placement(entries=(("", "vgpu:0"),)))
+    with _whole(model) as device:
 
         def call() -> None:
-            model(*moved(args, "vgpu:0"), **moved(kwargs, "vgpu:0"))
+            model(*_moved(args, device), **_moved(kwargs, device))
 
         groups = find_groups(model, call)
         with Recorder(model, groups, skip=False) as recorder:
-            recorded = recorder.record(call)
-        sample = Sample("prefill", 1, 0, 0, recorded)
-        tapes, carried = fit([sample])
-        whole = (0, _ENDLESS)
-        regimes = [
-            Regime(phase="prefill", many=many, query=whole, past=whole, keys=whole, carried=carried)
-            for many in (False, True)
-        ]
-        return _profile(model, groups, subject, regimes, [tapes, tapes])
+            sample = Sample("prefill", 1, 0, 0, recorder.record(call))
+        regime = Regime(
+            phase="prefill", many=False, query=_EVERYWHERE, past=_EVERYWHERE, keys=_EVERYWHERE
+        )
+        return _profile(model, groups, subject, [_fitted(regime, [sample])])
 
 
-def moved(tree: Any, device: str) -> Any:
-    """Nested arguments with every tensor on a device."""
-    if isinstance(tree, torch.Tensor):
-        return tree.to(device)
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(moved(item, device) for item in tree)
-    if isinstance(tree, Mapping):
-        return {key: moved(item, device) for key, item in tree.items()}
-    return tree
+@contextmanager
+def _whole(model: nn.Module) -> Iterator[torch.device]:
+    """Put a model whole on one virtual GPU without data and without limit."""
+    with virtual.gpus([None], data="meta"), torch.no_grad():
+        place(model, Placement(entries=(("", "vgpu:0"),)))
+        yield torch.device("vgpu:0")
 
 
 class _Tracer:
-    """Records runs and fits regimes, over smaller and smaller ranges where one doesn't do."""
+    """Records runs and fits regimes to them."""
 
-    def __init__(
-        self, model: nn.Module, groups: list[Group], device: torch.device, longest: int
-    ) -> None:
-        self.model = model
-        self.groups = groups
+    def __init__(self, model: nn.Module, device: torch.device, longest: int) -> None:
+        self.model: Any = model
         self.device = device
-        self.longest = max(longest, 4 * _SHORTEST_TOKENS)
-        self.skip = True
+        self.longest = longest
+        self.groups = find_groups(model, lambda: Stepper(self.model, 1, device).step(8))
 
-    def regimes(self) -> tuple[list[Regime], list[list[Tape]]]:
-        """All regimes, each with a tape per block."""
-        try:
-            found = [
-                pair
-                for many in (False, True)
-                for start, stop in self._ranges()
-                for pair in self._cell(many, start, stop)
-            ]
-        except Unlike as unlike:
-            raise ModelError(f"{type(self.model).__name__} can't be traced: {unlike}") from None
-        return [regime for regime, _ in found], [tapes for _, tapes in found]
+    def rules(self) -> Iterator[Found]:
+        """Regimes for every step that the model may be asked for."""
+        for many in (False, True):
+            for start, stop in self._ranges():
+                yield from self._cell(many, start, stop)
+
+    def points(self, workload: Workload) -> Iterator[Found]:
+        """Regimes for the steps of one workload; between two recorded ones the later counts."""
+        many = workload.batch > 1
+        chunks = workload.chunks()
+        steps = [*chunks[:2], *chunks[-2:]] if len(chunks) > 4 else [*chunks]
+        recorder = Recorder(self.model, self.groups, skip=True)
+        stepper = Stepper(self.model, workload.batch, self.device)
+        before = 0
+        with recorder:
+            for query, past in [*steps, *_decodes(workload)]:
+                stepper.lengthen(past - stepper.past)
+                phase: Phase = "prefill" if not past else "extend" if query > 1 else "decode"
+                recorded = recorder.record(partial(stepper.step, query))
+                keys = past + query
+                regime = Regime(
+                    phase=phase,
+                    many=many,
+                    query=(query, query + 1),
+                    past=_EVERYWHERE,
+                    keys=(before + 1, keys + 1),
+                )
+                yield _fitted(regime, [Sample(phase, workload.batch, query, keys, recorded)])
+                before = keys
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
         """Ranges of tokens between which the model's code may change its ways."""
-        config = getattr(self.model, "config", None)
+        config = self.model.config
         parts = [part for part in (config, getattr(config, "text_config", None)) if part]
         windows = {
             value
             for part in parts
             for name, value in vars(part).items()
-            if ("window" in name or "chunk" in name)
-            and type(value) is int
-            and _SHORTEST_TOKENS <= value <= self.longest - _SHORTEST_TOKENS
+            if ("window" in name or "chunk" in name) and type(value) is int and value > 1
         }
-        yield from pairwise([0, *sorted(windows), self.longest + 1])
+        edges = [value for value in sorted(windows) if _SHORTEST_WINDOW <= value < self.longest]
+        yield from pairwise([0, *edges, _ENDLESS])
 
-    def _cell(self, many: bool, start: int, stop: int) -> Iterator[tuple[Regime, list[Tape]]]:
+    def _cell(self, many: bool, start: int, stop: int) -> Iterator[Found]:
         """The regimes of one range, for one sequence or several."""
-        runs = list(_runs(many, start, stop))
+        # What is asked of a model made for few tokens must not be more than it can do.
+        high = min(stop, self.longest + 1, start + _PROBED_TOKENS)
+        runs = list(_runs(many, start, high))
         samples = self._record(runs)
         aligned = self._record([run.aligned() for run in runs[:1]])
         for phase in _PHASES:
-            whole = (0, _ENDLESS)
-            regime = Regime(phase=phase, many=many, query=whole, past=whole, keys=(start, stop))
+            regime = Regime(
+                phase=phase, many=many, query=_EVERYWHERE, past=_EVERYWHERE, keys=(start, stop)
+            )
             try:
                 yield _fitted(regime, [*samples, *aligned])
             except Unlike:
@@ -164,9 +212,9 @@ class _Tracer:
                     aligned += self._record([run.aligned() for run in runs[1:]])
                 yield _fitted(replace(regime, aligned=True), aligned)
 
-    def _record(self, runs: Sequence[_Run]) -> list[Sample]:
+    def _record(self, runs: Iterable[_Run]) -> list[Sample]:
         samples = []
-        with Recorder(self.model, self.groups, skip=self.skip) as recorder:
+        with Recorder(self.model, self.groups, skip=True) as recorder:
             for run in runs:
                 stepper = Stepper(self.model, run.batch, self.device)
                 recorder.forget()
@@ -174,11 +222,6 @@ class _Tracer:
                     recorded = recorder.record(partial(stepper.step, tokens))
                     samples.append(Sample(phase, run.batch, tokens, stepper.past, recorded))
         return samples
-
-
-def _fitted(regime: Regime, samples: Sequence[Sample]) -> tuple[Regime, list[Tape]]:
-    tapes, carried = fit([sample for sample in samples if sample.phase == regime.phase])
-    return replace(regime, carried=carried), tapes
 
 
 class _Run(NamedTuple):
@@ -200,7 +243,7 @@ def _runs(many: bool, start: int, stop: int) -> Iterator[_Run]:
     """
     unit = ALIGNED_TOKENS
     low = start + unit - start % unit + 1
-    step = max((stop - low) // 20 // unit, 1) * unit
+    step = max((stop - low) // 11 // unit, 1) * unit
     for batch in (2, 3) if many else (1,):
         for past, queries in ((0, (1, 3)), (2, (2,)), (5, (3,)), (7, (1,))):
             steps: list[tuple[Phase, int]] = [("prefill", low + past * step)]
@@ -208,29 +251,47 @@ def _runs(many: bool, start: int, stop: int) -> Iterator[_Run]:
             yield _Run(batch, (*steps, ("decode", 1)))
 
 
+def _decodes(workload: Workload) -> list[tuple[int, int]]:
+    """The first two and the last two decode steps as (query tokens, past tokens)."""
+    pasts = range(workload.prompt_tokens, workload.context_tokens - 1)
+    chosen = pasts if len(pasts) <= 4 else [*pasts[:2], *pasts[-2:]]
+    return [(1, past) for past in chosen]
+
+
+def _fitted(regime: Regime, samples: Sequence[Sample]) -> Found:
+    tapes, carried = fit([sample for sample in samples if sample.phase == regime.phase])
+    return replace(regime, carried=carried), tapes
+
+
+def _moved(tree: Any, device: torch.device) -> Any:
+    """Nested arguments with every tensor on a device."""
+    if isinstance(tree, torch.Tensor):
+        return tree.to(device)
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(_moved(item, device) for item in tree)
+    if isinstance(tree, Mapping):
+        return {key: _moved(item, device) for key, item in tree.items()}
+    return tree
+
+
 def _profile(
-    model: nn.Module,
-    groups: Sequence[Group],
-    subject: Subject,
-    regimes: list[Regime],
-    tapes: list[list[Tape]],
+    model: nn.Module, groups: Sequence[Group], subject: Subject, found: Sequence[Found]
 ) -> Profile:
     weights, ties = _weights(model, groups)
     kinds: dict[Kind, int] = {}
     blocks = []
     for index, group in enumerate(groups):
-        kind = Kind(
-            weight_bytes=weights[index], tapes=tuple(by_block[index] for by_block in tapes)
-        )
+        kind = Kind(weight_bytes=weights[index], tapes=tuple(tapes[index] for _, tapes in found))
         number = kinds.setdefault(kind, len(kinds))
         blocks.append(Block(modules=group.names, kind=number, tied_to=ties.get(index)))
+    first = next(iter(model.parameters()), None)
     return Profile(
         fingerprint=subject.fingerprint,
         model=type(model).__name__,
-        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        dtype="float32" if first is None else str(first.dtype).removeprefix("torch."),
         blocks=tuple(blocks),
         kinds=tuple(kinds),
-        regimes=tuple(regimes),
+        regimes=tuple(regime for regime, _ in found),
         max_context_tokens=subject.max_context_tokens,
     )
 
@@ -244,7 +305,7 @@ def _weights(
     ties: dict[int, int] = {}
     met: dict[int, int] = {}
     for name, module in model.named_modules():
-        for tensor in _held(module):
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             block = block_of[name]
             if id(tensor) not in met:
                 met[id(tensor)] = block
@@ -252,8 +313,3 @@ def _weights(
             elif met[id(tensor)] != block:
                 ties[max(met[id(tensor)], block)] = min(met[id(tensor)], block)
     return [tuple(item) for item in sizes], ties
-
-
-def _held(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
