@@ -26,7 +26,7 @@ from transformers import DynamicCache, GlmConfig, GlmForCausalLM
 
 from duoka import virtual
 from duoka.dispatch import install_movers
-from duoka.dispatch.movers import _Frame, _Frames, _Memory, _moved, _Mover
+from duoka.dispatch.movers import Frame, Frames, Memory, Mover, _moved
 from duoka.placement import Placement
 
 NUM_LAYERS = 40
@@ -135,13 +135,13 @@ def micro() -> Iterator[tuple[str, float]]:
         "past_key_values": DynamicCache(),
         "use_cache": True,
     }
-    frames = _Frames()
-    frames.stack.append(_Frame())
-    here = _Mover(torch.device("cpu"), frames)
+    frames = Frames()
+    frames.stack.append(Frame())
+    here = Mover(torch.device("cpu"), frames)
     yield "mover, nothing to move", repeated(lambda: here.bring((hidden,), kwargs))
-    away = _Mover(torch.device("meta"), frames)
+    away = Mover(torch.device("meta"), frames)
     yield "mover, all of it moved before", repeated(lambda: away.bring((hidden,), kwargs))
-    memory, meta = _Memory(has_grad=False), torch.device("meta")
+    memory, meta = Memory(has_grad=False), torch.device("meta")
 
     def first_move() -> None:
         memory.moved.clear()

@@ -242,6 +242,23 @@ class TestEncoderDecoder:
         assert "_old_forward" not in many.encoder.__dict__  # no hook of accelerate's came in
 
 
+def test_a_residual_around_a_layer_in_parts() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.mlp = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            hidden = hidden + self.attention(hidden)
+            return self.mlp(hidden)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), Layer())
+    expected = model(torch.ones(1, 2))
+    dispatch(model, placement(("vgpu:0", "0"), ("vgpu:1", "1.attention"), ("vgpu:2", "1.mlp")))
+    torch.testing.assert_close(model(torch.ones(1, 2)).cpu(), expected)
+
+
 def test_inputs_may_come_from_another_device() -> None:
     one, many = both(glm(), GLM)
     expected = one(tokens()).logits.tolist()

@@ -16,7 +16,7 @@ from torch import nn
 
 from duoka.placement import Placement
 
-from .movers import Installed, install
+from .installing import Installed, install
 from .placing import devices_by_name, move_tensors, place, refuse_meta, tensor_names
 
 __all__ = ["dispatch", "install_movers", "place", "tensor_names", "undispatch"]

@@ -22,134 +22,27 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
 from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from duoka.placement import Placement
-
-from .placing import tensor_names
-
-_MOVER = "_duoka_mover"
+MOVER = "_duoka_mover"
 _NO_TENSORS = frozenset({type(None), bool, int, float, str})
 
 
-def install(
-    model: nn.Module, placement: Placement, devices: Mapping[str, torch.device]
-) -> Installed:
-    """Put a mover on every block, and a memory of what was moved around every top-level call.
-
-    Parameters
-    ----------
-    model : nn.Module
-    placement : Placement
-        Its entries are the blocks. An entry that isn't called itself (a list of layers), or whose
-        parts lie on several devices, stands for the largest parts of which neither is true.
-    devices : mapping of str to torch.device
-        The device of every parameter and buffer under each of its names.
-
-    Returns
-    -------
-    Installed
-        To remove it by.
-    """
-    blocks: dict[nn.Module, torch.device] = {}
-    for name, module in _entry_modules(model, placement):
-        for block, device in _entrances(module, name, devices):
-            blocks.setdefault(block, device)
-    frames = _Frames()
-    for block, device in blocks.items():
-        block.__dict__[_MOVER] = _Mover(device, frames)
-        block.__class__ = _moving(type(block))
-    handles = []
-    for module in _parents(model, blocks):
-        enter, leave = _Enter(frames, is_root=module is model), _Leave(frames)
-        handles.append(module.register_forward_pre_hook(enter, prepend=True))
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    return Installed(list(blocks), handles)
-
-
-class Installed:
-    """The blocks with a mover, and the hooks around them."""
-
-    def __init__(self, blocks: list[nn.Module], handles: list[RemovableHandle]) -> None:
-        self._blocks = blocks
-        self._handles = handles
-
-    def remove(self) -> None:
-        """Make the model what it was."""
-        for handle in self._handles:
-            handle.remove()
-        for block in self._blocks:
-            del block.__dict__[_MOVER]
-            block.__class__ = type(block).__bases__[1]
-
-
-def _entry_modules(model: nn.Module, placement: Placement) -> Iterator[tuple[str, nn.Module]]:
-    modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
-    for name, _ in placement.entries:
-        if name in modules:  # otherwise the entry is a single parameter, which is never called
-            yield name, modules[name]
-    # A model calls these two by themselves, even where an entry names what contains them.
-    for getter in ("get_input_embeddings", "get_output_embeddings"):
-        found = _called_alone(model, getter)
-        for name, module in modules.items():
-            if module is found:
-                yield name, module
-
-
-def _called_alone(model: nn.Module, getter: str) -> nn.Module | None:
-    try:
-        module = getattr(model, getter)()
-    except (AttributeError, NotImplementedError):
-        return None
-    return module if isinstance(module, nn.Module) else None
-
-
-def _entrances(
-    module: nn.Module, name: str, devices: Mapping[str, torch.device]
-) -> Iterator[tuple[nn.Module, torch.device]]:
-    """The largest modules below `module` that are called and lie on one device."""
-    prefix = f"{name}." if name else ""
-    found = {devices[prefix + own] for own, _ in tensor_names(module)}
-    if not found:
-        return
-    if len(found) == 1 and _is_callable(module):
-        yield module, found.pop()
-        return
-    for child_name, child in module.named_children():
-        yield from _entrances(child, prefix + child_name, devices)
-
-
-def _is_callable(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
-
-
-def _parents(model: nn.Module, blocks: Mapping[nn.Module, torch.device]) -> list[nn.Module]:
-    """The callable modules around blocks: calling one of them is a top-level call."""
-    return [
-        module
-        for module in model.modules()
-        if _is_callable(module)
-        and (module is model or any(part in blocks for part in module.modules() if part != module))
-    ]
-
-
-class _Frames(threading.local):
+class Frames(threading.local):
     """The calls in progress, innermost last; each thread has its own."""
 
     def __init__(self) -> None:
-        self.stack: list[_Frame] = []
+        self.stack: list[Frame] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Frames:
-        fresh = memo[id(self)] = _Frames()
+    def __deepcopy__(self, memo: dict[int, Any]) -> Frames:
+        fresh = memo[id(self)] = Frames()
         return fresh
 
-    def __reduce__(self) -> tuple[type[_Frames], tuple[()]]:
-        return _Frames, ()
+    def __reduce__(self) -> tuple[type[Frames], tuple[()]]:
+        return Frames, ()
 
 
 class _Moved:
@@ -163,7 +56,7 @@ class _Moved:
         self.copy = copy
 
 
-class _Memory:
+class Memory:
     """What has been moved to one device, by identity of the source.
 
     Gradients are recorded or not: a copy made without (in a checkpointed region, say) must not be
@@ -177,6 +70,7 @@ class _Memory:
         self.moved: dict[int, _Moved] = {}
 
     def find(self, tensor: Tensor) -> Tensor | None:
+        """The copy of a tensor, if it was moved and hasn't changed since."""
         moved = self.moved.get(id(tensor))
         if moved is None or moved.source() is not tensor or moved.version != tensor._version:
             return None
@@ -186,28 +80,30 @@ class _Memory:
         return copy
 
     def add(self, tensor: Tensor, copy: Tensor) -> None:
+        """Remember a copy as long as its source lives."""
         if tensor.is_inference():
             return  # it has no version, so a change in place would go unnoticed
         key, entries = id(tensor), self.moved
+        # An id is given to another tensor only after its first owner is gone from here.
         source = weakref.ref(tensor, lambda _: entries.pop(key, None))
         entries[key] = _Moved(source, tensor._version, copy)
 
 
-class _Frame:
+class Frame:
     """What one top-level call remembers."""
 
     __slots__ = ("_device_before", "_memories", "stage")
 
     def __init__(self) -> None:
         self.stage: torch.device | None = None
-        self._memories: dict[tuple[str, bool], _Memory] = {}
+        self._memories: dict[tuple[str, bool], Memory] = {}
         self._device_before: dict[str, int] = {}
 
-    def memory(self, key: tuple[str, bool]) -> _Memory:
+    def memory(self, key: tuple[str, bool]) -> Memory:
         """The memory of a device, by its name and whether gradients are recorded."""
         memory = self._memories.get(key)
         if memory is None:
-            memory = self._memories[key] = _Memory(has_grad=key[1])
+            memory = self._memories[key] = Memory(has_grad=key[1])
         return memory
 
     def enter_stage(self, device: torch.device) -> None:
@@ -221,6 +117,7 @@ class _Frame:
         backend.set_device(device.index)
 
     def close(self) -> None:
+        """Forget what was moved, and bring the caller's current devices back."""
         # Entries refer to the dict that holds them; without this they wait for the collector.
         for memory in self._memories.values():
             memory.moved.clear()
@@ -245,7 +142,7 @@ class _Moving:
         """Leave out what the block's class does to its own subclasses: this is none to it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        mover = self.__dict__.get(_MOVER)
+        mover = self.__dict__.get(MOVER)
         if mover is not None:
             args, kwargs = mover.bring(args, kwargs)
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -255,7 +152,7 @@ class _Moving:
         return _revive, (type(self).__bases__[1],), self.__getstate__()
 
 
-def _moving(base: type[nn.Module]) -> type[nn.Module]:
+def moving_class(base: type[nn.Module]) -> type[nn.Module]:
     """The class of a block with a mover; transformers looks at the name, so it is the same."""
     if base not in _moving_classes:
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
@@ -264,22 +161,21 @@ def _moving(base: type[nn.Module]) -> type[nn.Module]:
 
 
 # One for each class, so that blocks of one kind stay of one kind.
-_moving_classes: weakref.WeakKeyDictionary[type[nn.Module], type[nn.Module]]
-_moving_classes = weakref.WeakKeyDictionary()
+_moving_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _revive(base: type[nn.Module]) -> nn.Module:
     """Begin a copy of a block with a mover."""
-    moving = _moving(base)
+    moving = moving_class(base)
     return moving.__new__(moving)
 
 
-class _Mover:
+class Mover:
     """Brings arguments to one device."""
 
     __slots__ = ("_device", "_frames", "_keys")
 
-    def __init__(self, device: torch.device, frames: _Frames) -> None:
+    def __init__(self, device: torch.device, frames: Frames) -> None:
         self._device = device
         self._frames = frames
         self._keys = ((str(device), False), (str(device), True))
@@ -302,7 +198,7 @@ class _Mover:
         return tuple([_brought(value, device, memory) for value in args]), moved_kwargs
 
 
-def _brought(value: Any, device: torch.device, memory: _Memory | None) -> Any:
+def _brought(value: Any, device: torch.device, memory: Memory | None) -> Any:
     """The value with every tensor in it on the device; unchanged if they are there."""
     if type(value) in _NO_TENSORS:
         return value
@@ -327,7 +223,7 @@ def _brought(value: Any, device: torch.device, memory: _Memory | None) -> Any:
     return value
 
 
-def _moved(tensor: Tensor, device: torch.device, memory: _Memory | None) -> Tensor:
+def _moved(tensor: Tensor, device: torch.device, memory: Memory | None) -> Tensor:
     if tensor.dim() == 0 and tensor.device.type == "cpu":
         return tensor  # mixes with any device
     moved = tensor.to(device)
@@ -353,29 +249,31 @@ def _at_home(values: Any, device: torch.device) -> bool:
     return True
 
 
-class _Enter:
+class Enter:
     """Forward pre-hook of the model, and of what contains blocks: a call begins."""
 
     __slots__ = ("_frames", "_is_root")
 
-    def __init__(self, frames: _Frames, *, is_root: bool) -> None:
+    def __init__(self, frames: Frames, *, is_root: bool) -> None:
         self._frames = frames
         self._is_root = is_root
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Begin to remember; a call within the model's own shares what that one remembers."""
         stack = self._frames.stack
-        stack.append(stack[-1] if stack and not self._is_root else _Frame())
+        stack.append(stack[-1] if stack and not self._is_root else Frame())
 
 
-class _Leave:
+class Leave:
     """Forward hook that runs on errors too: the call is over, what was moved is forgotten."""
 
     __slots__ = ("_frames",)
 
-    def __init__(self, frames: _Frames) -> None:
+    def __init__(self, frames: Frames) -> None:
         self._frames = frames
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forget what the matching `Enter` began."""
         stack = self._frames.stack
         if stack:
             frame = stack.pop()
