@@ -34,6 +34,7 @@ ELEMENTWISE: dict[str, Callable[[], object]] = {
     "cat": lambda: torch.cat([matrix(A), matrix(B)]),
     "stack": lambda: torch.stack([matrix(A), matrix(B)]),
     "comparison": lambda: matrix(A) == matrix(B),
+    "mse_loss": lambda: functional.mse_loss(matrix(A), matrix(B)),
     "out": lambda: torch.add(matrix(A), matrix(A), out=matrix(B)),
     "put": lambda: matrix(A).index_put_((places(A),), torch.ones(2, 2, device=B)),
 }
@@ -50,7 +51,7 @@ OTHERS: dict[str, tuple[str, Callable[[], object]]] = {
     "mm": ("mat2", lambda: matrix(A) @ matrix(B)),
     "linear": ("mat2", lambda: functional.linear(matrix(A), matrix(B), matrix(A)[0])),
     "bmm": ("mat2", lambda: torch.bmm(matrix(A)[None], matrix(B)[None])),
-    "embedding": ("indices", lambda: functional.embedding(places(B), matrix(A))),
+    "embedding": ("index", lambda: functional.embedding(places(B), matrix(A))),
     "gather": ("index", lambda: matrix(A).gather(0, places(B)[None])),
     "index_select": ("index", lambda: matrix(A).index_select(0, places(B))),
     "scatter": ("index", lambda: matrix(A).scatter(0, places(B)[None], 1.0)),

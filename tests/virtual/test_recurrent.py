@@ -38,3 +38,22 @@ def test_cells(world: virtual.World) -> None:
         if isinstance(expected, tuple):
             expected, found = expected[0], found[0]
         assert torch.allclose(found.cpu(), expected, atol=1e-6)
+
+
+def test_packed_sequences_keep_their_lengths_on_the_cpu(world: virtual.World) -> None:
+    torch.manual_seed(0)
+    layer = nn.LSTM(4, 3, batch_first=True)
+    x, lengths = torch.randn(2, 5, 4), torch.tensor([5, 3])
+    results = []
+    for device in ("cpu", "vgpu:0"):
+        start = x.to(device).detach().requires_grad_()
+        packed = nn.utils.rnn.pack_padded_sequence(start, lengths, batch_first=True)
+        assert packed.batch_sizes.device == torch.device("cpu")
+        out, _ = nn.utils.rnn.pad_packed_sequence(layer.to(device)(packed)[0], batch_first=True)
+        out.square().sum().backward()
+        assert start.grad is not None
+        results.append((out.detach().cpu(), start.grad.cpu()))
+        layer.zero_grad()
+        del out, packed, start
+    for expected, found in zip(*results, strict=True):
+        assert torch.allclose(expected, found, atol=1e-6)

@@ -15,7 +15,15 @@ from .tensor import VirtualTensor
 
 _INDEXING = frozenset({"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"})
 _INDEXING |= {"_unsafe_index_put"}
-_TWO_DEVICES = frozenset({"cat", "stack", "where"})
+_TWO_DEVICES = frozenset({"cat", "stack", "where", "mse_loss", "smooth_l1_loss", "huber_loss"})
+# Arguments that CUDA's operators take from the CPU.
+_ON_CPU = {
+    "_pack_padded_sequence": "lengths",
+    "_pack_padded_sequence_backward": "batch_sizes",
+    "_pad_packed_sequence": "batch_sizes",
+}
+# CUDA's embedding is a selection of rows, and its error says so.
+_SPOKEN = {"embedding": ("index_select", {"indices": "index"})}
 _ADMITS_CPU_SCALARS = frozenset({"where", "fill", "fill_", "masked_fill", "masked_fill_"})
 _ADMITS_CPU_SCALARS |= {"index_fill", "index_fill_"}
 _OWN_WORDS = {
@@ -53,6 +61,7 @@ def check_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         (argument, tensor)
         for argument, tensor in tensors
         if not (scalars_pass and _is_cpu_scalar(tensor) and argument not in written)
+        and not (_ON_CPU.get(name) == argument and tensor.device.type == "cpu")
     ]
     _, first = judged[0]
     for argument, tensor in judged[1:]:
@@ -81,6 +90,8 @@ def _text(func: Any, name: str, argument: str, first: torch.Tensor, tensor: torc
         )
     if torch.Tag.pointwise in func.tags or name in _TWO_DEVICES:
         return _two_devices(first, tensor)
+    name, spoken = _SPOKEN.get(name, (name, {}))
+    argument = spoken.get(argument, argument)
     return (
         f"Expected all tensors to be on the same device, but got {argument} is on "
         f"{tensor.device}{_world_note(first, tensor)}, different from other tensors on "

@@ -107,9 +107,17 @@ def _placed(result: torch.Tensor | None, gpu: Gpu) -> Any:
     return None if result is None else place(result, gpu)
 
 
+def _pack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Pack sequences; how many go on at each step stays on the CPU, as with CUDA."""
+    plain, gpu = calls.unwrap(func, args, kwargs)
+    data, batch_sizes = func(*plain.args, **plain.kwargs)
+    return place(data, gpu), batch_sizes
+
+
 def install() -> None:
     """Register the handlers of this module."""
     handlers[_aten._thnn_fused_lstm_cell.default] = _computing(_lstm)
     handlers[_aten._thnn_fused_lstm_cell_backward_impl.default] = _computing(_lstm_backward)
     handlers[_aten._thnn_fused_gru_cell.default] = _computing(_gru)
     handlers[_aten._thnn_fused_gru_cell_backward.default] = _computing(_gru_backward)
+    handlers[_aten._pack_padded_sequence.default] = _pack
