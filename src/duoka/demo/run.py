@@ -21,7 +21,7 @@ from duoka.workload import Workload
 from .checkpoint import make_checkpoint
 from .questions import load_pairs
 
-FLEET = "virtual:2x56MiB"
+FLEET = "virtual:2x50MiB"
 WORKLOAD = Workload(prompt_tokens=96, new_tokens=48, prefill_chunk_tokens=None)
 
 Tell = Callable[[str], None]

@@ -78,9 +78,15 @@ class Generator:
         chat = chat_format(tokenizer, checkpoint.config, checkpoint.generation_config)
         return cls(model, tokenizer, chat, workload)
 
-    def prompt(self, question: str) -> list[int]:
+    def prompt(self, question: str, *, system: str | None = None) -> list[int]:
         """The token ids of a single question."""
-        return self.chat.prompt([Message(role="user", content=question)])
+        told = [Message(role="system", content=system)] if system else []
+        return self.chat.prompt([*told, Message(role="user", content=question)])
+
+    def plain(self, text: str) -> list[int]:
+        """The token ids of a text that is to be continued."""
+        ids: list[int] = self.tokenizer.encode(text, split_special_tokens=True)
+        return ids
 
     def stream(self, prompt: Sequence[int], sampling: Sampling | None = None) -> Stream:
         """Start an answer; its pieces come while it is generated.

@@ -1,0 +1,125 @@
+"""``duoka chat``: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING
+
+from duoka.errors import UsageError
+
+from . import options, planning
+from .terminal import stderr
+
+if TYPE_CHECKING:
+    from duoka.runtime import Conversation
+
+_HELP = """\
+/clear   forget what was said
+/exit    leave (Ctrl-D does too)
+/help    show this
+Ctrl-C stops an answer."""
+
+
+def chat(
+    model: options.Model = None,
+    gpus: options.Gpus = None,
+    context: options.Context = None,
+    new_tokens: options.NewTokens = None,
+    batch: options.Batch = None,
+    dtype: options.Dtype = None,
+    prefill_chunk: options.PrefillChunk = None,
+    objective: options.Objective = None,
+    use_all: options.UseAll = False,
+    plan_file: options.PlanFile = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    seed: options.Seed = None,
+    system: options.System = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    debug: options.Debug = False,
+) -> None:
+    """Talk with a model. Ctrl-C stops an answer; /help shows the commands.
+
+    [bold]duoka chat[/] ./chatglm3-6b --gpus "24GiB,12GiB"
+
+    [bold]duoka chat[/] ./glm-4-9b-chat --gpus "virtual:2x12GiB" --context 8K --temperature 0.8
+
+    [bold]duoka chat[/] --plan chatglm3.plan --system "Answer in one sentence."
+    """
+    wishes = planning.Wishes(
+        gpus=gpus,
+        context=context,
+        new_tokens=new_tokens,
+        batch=batch,
+        dtype=dtype,
+        prefill_chunk=prefill_chunk,
+        objective=objective,
+        use_all=use_all,
+    )
+    made = planning.make_plan(model, plan_file, wishes, trust_remote_code=trust_remote_code)
+    generator = planning.load_generator(made, trust_remote_code=trust_remote_code)
+    sampling = planning.sampling(made, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    from duoka.runtime import Conversation
+
+    _talk(Conversation(generator, sampling, system=system))
+
+
+def _talk(conversation: Conversation) -> None:
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    if interactive:
+        with suppress(ImportError):
+            import readline  # noqa: F401  (input() edits lines with it)
+        stderr().print("/help shows the commands, /exit leaves")
+    while True:
+        try:
+            said = _read(interactive)
+        except KeyboardInterrupt:
+            stderr().print("\n/exit leaves")
+            continue
+        if said is None or said == "/exit":
+            return
+        if said == "/clear":
+            conversation.clear()
+            stderr().print("forgotten")
+        elif said == "/help":
+            stderr().print(_HELP)
+        elif said.startswith("/") and said[1:].isalpha():
+            stderr().print(f"{said} is no command; /help shows them", markup=False)
+        elif said:
+            _answer(conversation, said)
+
+
+def _read(interactive: bool) -> str | None:
+    """One line; None at the end of the input."""
+    if interactive:
+        try:
+            return input("> ").strip()
+        except EOFError:
+            sys.stdout.write("\n")
+            return None
+    line = sys.stdin.readline()
+    return line.strip() if line else None
+
+
+def _answer(conversation: Conversation, question: str) -> None:
+    forgotten = conversation.num_forgotten
+    try:
+        with closing(conversation.ask(question)) as pieces:
+            for piece in pieces:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.stdout.write("\n")
+        stderr().print("stopped")
+        return
+    except UsageError as error:
+        # A question that is too long is no reason to leave.
+        stderr().print(f"{error}" + (f"\nhint: {error.hint}" if error.hint else ""), markup=False)
+        return
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    if conversation.num_forgotten > forgotten:
+        rounds = conversation.num_forgotten - forgotten
+        stderr().print(f"(the context is full: the oldest {rounds} round(s) were left out)")

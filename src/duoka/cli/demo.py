@@ -1,0 +1,114 @@
+"""``duoka demo``: everything, on a small model that is made on the spot."""
+
+from __future__ import annotations
+
+import json as json_format
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+
+from duoka.errors import DuokaError, UsageError
+from duoka.units import format_bytes
+
+from . import options
+from .terminal import stderr, stdout
+
+if TYPE_CHECKING:
+    from duoka.demo import Demo
+
+
+def demo(
+    json: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write answers, devices, forecast and measured memory to a file.",
+            show_default=False,
+        ),
+    ] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIRECTORY",
+            help="Keep the checkpoint, for `duoka chat` and `duoka plan`.",
+            show_default=False,
+        ),
+    ] = None,
+    debug: options.Debug = False,
+) -> None:
+    """Make a small ChatGLM3, plan it on two virtual GPUs, load it, and ask it. Needs nothing.
+
+    [bold]duoka demo[/]
+
+    [bold]duoka demo[/] --json demo.json --keep demo-model
+    """
+    if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise UsageError(f"{keep} is there already", hint="name a new directory")
+    with tempfile.TemporaryDirectory(prefix="duoka-demo-") as scratch:
+        done = _run(keep or Path(scratch) / "chatglm3-demo")
+    _show(done)
+    if json is not None:
+        text = json_format.dumps(done.to_dict(), ensure_ascii=False, indent=1) + "\n"
+        try:
+            json.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"{json} can't be written: {error.strerror}") from error
+    if not done.is_right:
+        raise DuokaError("the model's answers are not those that it learnt")
+
+
+def _run(directory: Path) -> Demo:
+    console = stderr()
+    with console.status("starting") as status:
+        from duoka.demo import run_demo
+
+        def tell(text: str) -> None:
+            status.update(text)
+            if not text.startswith("training step"):
+                console.print(f"{text} …")
+
+        return run_demo(directory, tell=tell)
+
+
+def _show(done: Demo) -> None:
+    from duoka.render import render_plan
+
+    console = stdout()
+    console.print(f"One of the GPUs alone: {done.one_gpu}.", soft_wrap=True)
+    console.print()
+    console.print(render_plan(done.plan))
+    console.print()
+    for answer in done.answers:
+        verdict = "[green]right[/]" if answer.is_right else "[red]wrong[/]"
+        console.print(f"[bold]{answer.question}[/]")
+        console.print(f"  {answer.answer}  ({verdict})")
+    console.print()
+    console.print(_memory_table(done))
+    seconds = ", ".join(f"{name} {value:.1f} s" for name, value in done.seconds.items())
+    console.print(f"{seconds}; {done.training_steps} training steps")
+
+
+def _memory_table(done: Demo) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Peaks of memory, forecast : measured")
+    table.title_justify = "left"
+    table.add_column("GPU")
+    for name in ("allocated", "", "reserved", ""):
+        table.add_column(name, justify="right")
+    for forecast, measured in zip(done.plan.forecast.devices, done.measured, strict=True):
+        table.add_row(
+            forecast.device,
+            *(
+                format_bytes(size)
+                for size in (
+                    forecast.allocated_bytes,
+                    measured.allocated_bytes,
+                    forecast.reserved_bytes,
+                    measured.reserved_bytes,
+                )
+            ),
+        )
+    return table

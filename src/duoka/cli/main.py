@@ -1,0 +1,89 @@
+"""The program: its commands, and what becomes of errors and of Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from . import failures
+from .chat import chat
+from .demo import demo
+from .generate import generate
+from .options import State
+from .plan import plan
+
+_EPILOG = "\n\n".join(
+    [
+        "Examples:",
+        '[bold]duoka plan[/] ./glm-4-9b-chat --gpus "24GiB,12GiB" --context 8K',
+        '[bold]duoka chat[/] ./chatglm3-6b --gpus "virtual:2x8GiB"',
+        "[bold]duoka demo[/]",
+        "Exit codes: "
+        "0 done; 1 another error; 2 usage; 3 GPUs; 4 checkpoint; 5 model; 6 placement; "
+        "7 nothing fits; 8 the proof failed; 9 loading failed; 10 plan file; 11 virtual GPU; "
+        "70 a defect of duoka; 130 stopped by Ctrl-C; 141 nobody reads the output.",
+    ]
+)
+
+app = typer.Typer(
+    name="duoka",
+    help="Put a large language model on the GPUs you have: plan, prove, load and run it.",
+    epilog=_EPILOG,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (plan, generate, chat, demo):
+    app.command()(command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"duoka {version('duoka')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the program and end the process with its exit code."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; return the exit code."""
+    # Before transformers is imported: its advice and its bars would come between ours.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    state = State(debug="--debug" in given)
+    # Not Typer's own call: its way to run turns Ctrl-C and a closed pipe into exit code 1.
+    program = typer.main.get_command(app)
+    try:
+        with program.make_context("duoka", given, obj=state) as context:
+            program.invoke(context)
+        sys.stdout.flush()
+    except typer.Exit as ending:
+        return ending.exit_code
+    except BaseException as error:
+        return failures.report(error, debug=state.debug)
+    return 0

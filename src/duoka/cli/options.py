@@ -1,0 +1,193 @@
+"""The options that several commands have, and how their values are read."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from duoka.errors import UsageError
+
+_TOKENS = re.compile(r"([1-9][0-9]{0,9})([kKmM]?)", re.ASCII)
+_FACTORS = {"": 1, "K": 1024, "M": 1024 * 1024}
+
+PLANNING = "What to plan for"
+ANSWERING = "How to answer"
+
+
+@dataclass(slots=True)
+class State:
+    """What holds for the whole run of the program."""
+
+    debug: bool = False
+
+
+def parse_tokens(text: str) -> int:
+    """Read a number of tokens: "8192", "8K" or "1M" (K is 1024).
+
+    Raises
+    ------
+    UsageError
+        If it is no such number.
+    """
+    match = _TOKENS.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(
+            f"{text!r} is not a number of tokens", hint="write a number, as 8192, 8K or 1M"
+        )
+    return int(match[1]) * _FACTORS[match[2].upper()]
+
+
+def parse_chunk(text: str) -> int | str | None:
+    """Read a prefill chunk: a number of tokens, "auto", or "none" for the whole prompt."""
+    if text in ("auto", "none"):
+        return None if text == "none" else text
+    return parse_tokens(text)
+
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Directory of a checkpoint (config.json, weights), or a config.json to plan for.",
+        show_default=False,
+    ),
+]
+Gpus = Annotated[
+    str | None,
+    typer.Option(
+        metavar="GPUS",
+        help='Budgets ("24GiB,12GiB", "2x24GiB") or virtual GPUs ("virtual:2x24GiB"). '
+        "By default all GPUs that torch sees, with their free memory.",
+        rich_help_panel=PLANNING,
+        show_default=False,
+    ),
+]
+Context = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TOKENS",
+        help="Tokens of a sequence in all, prompt and answer: 8192 or 8K. "
+        "By default 4K, or the model's limit if that is lower.",
+        rich_help_panel=PLANNING,
+        show_default=False,
+    ),
+]
+NewTokens = Annotated[
+    str | None,
+    typer.Option(
+        "--new-tokens",
+        metavar="TOKENS",
+        help="How many of them are for an answer. By default 512, at most a quarter.",
+        rich_help_panel=PLANNING,
+        show_default=False,
+    ),
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Prompts that run together. By default 1, or as many as are given.",
+        rich_help_panel=PLANNING,
+        show_default=False,
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DTYPE",
+        help="float32, float16 or bfloat16. By default the checkpoint's own.",
+        rich_help_panel=PLANNING,
+        show_default=False,
+    ),
+]
+PrefillChunk = Annotated[
+    str | None,
+    typer.Option(
+        "--prefill-chunk",
+        metavar="TOKENS",
+        help='Prompt tokens that run at once: a number, "none" (all) or "auto" '
+        "(the default: all if it fits, or else the largest chunk that does).",
+        rich_help_panel=PLANNING,
+        show_default=False,
+    ),
+]
+Objective = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="headroom, latency, throughput or auto (the default).",
+        rich_help_panel=PLANNING,
+        show_default=False,
+    ),
+]
+UseAll = Annotated[
+    bool,
+    typer.Option(
+        "--use-all",
+        help="Use every GPU, instead of as few as hold the workload.",
+        rich_help_panel=PLANNING,
+    ),
+]
+PlanFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan",
+        metavar="FILE",
+        help="Take a plan that was saved, instead of making one.",
+        rich_help_panel=PLANNING,
+        show_default=False,
+    ),
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run model code that comes with the checkpoint. It can do whatever you can.",
+    ),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of every error.")]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        help="0 takes the likeliest token each time. By default what the checkpoint recommends.",
+        rich_help_panel=ANSWERING,
+        show_default=False,
+    ),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        "--top-p",
+        help="Choose among the likeliest tokens that have this much probability together.",
+        rich_help_panel=ANSWERING,
+        show_default=False,
+    ),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option(
+        "--top-k",
+        help="Choose among this many tokens; 0 for no limit.",
+        rich_help_panel=ANSWERING,
+        show_default=False,
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        help="The same seed gives the same answer.", rich_help_panel=ANSWERING, show_default=False
+    ),
+]
+System = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT",
+        help="What the model is told before the first question.",
+        rich_help_panel=ANSWERING,
+        show_default=False,
+    ),
+]

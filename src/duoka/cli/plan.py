@@ -1,0 +1,65 @@
+"""``duoka plan``: where every module goes, and what that costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from duoka.errors import UsageError
+
+from . import options, planning
+from .terminal import stderr, stdout
+
+
+def plan(
+    model: options.Model = None,
+    gpus: options.Gpus = None,
+    context: options.Context = None,
+    new_tokens: options.NewTokens = None,
+    batch: options.Batch = None,
+    dtype: options.Dtype = None,
+    prefill_chunk: options.PrefillChunk = None,
+    objective: options.Objective = None,
+    use_all: options.UseAll = False,
+    plan_file: options.PlanFile = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Keep the plan in a file.", show_default=False),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    trust_remote_code: options.TrustRemoteCode = False,
+    debug: options.Debug = False,
+) -> None:
+    """Find where every module goes, and show what that costs. No weight is read.
+
+    [bold]duoka plan[/] ./glm-4-9b-chat --gpus "24GiB,12GiB" --context 32K
+
+    [bold]duoka plan[/] ./chatglm3-6b --gpus "virtual:2x8GiB" --save chatglm3.plan
+
+    [bold]duoka plan[/] ./chatglm3-6b/config.json --gpus 8x24GiB --batch 16 --json
+    """
+    wishes = planning.Wishes(
+        gpus=gpus,
+        context=context,
+        new_tokens=new_tokens,
+        batch=batch,
+        dtype=dtype,
+        prefill_chunk=prefill_chunk,
+        objective=objective,
+        use_all=use_all,
+    )
+    made = planning.make_plan(model, plan_file, wishes, trust_remote_code=trust_remote_code)
+    if save is not None:
+        try:
+            made.save(save)
+        except OSError as error:
+            raise UsageError(f"the plan can't be written to {save}: {error.strerror}") from error
+        stderr().print(f"saved to {save}", markup=False, soft_wrap=True)
+    if json:
+        typer.echo(made.to_json())
+        return
+    from duoka.render import render_plan
+
+    stdout().print(render_plan(made))

@@ -1,0 +1,132 @@
+"""From the options of a command to a plan, and from a plan to a loaded model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import duoka
+from duoka.errors import FormatError, UsageError
+
+from .options import parse_chunk, parse_tokens
+from .terminal import loading, stderr
+
+if TYPE_CHECKING:
+    from duoka.runtime import Generator, Sampling
+
+_CONTEXT_TOKENS = 4096
+_NEW_TOKENS = 512
+_NEW_SHARE = 4
+_OPTION = {"new_tokens": "--new-tokens", "prefill_chunk": "--prefill-chunk", "use_all": "--use-all"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What a person said about planning; None where nothing was said."""
+
+    gpus: str | None
+    context: str | None
+    new_tokens: str | None
+    batch: int | None
+    dtype: str | None
+    prefill_chunk: str | None
+    objective: str | None
+    use_all: bool
+
+    def refuse_any(self) -> None:
+        """Raise UsageError if anything was said: a saved plan has decided it all."""
+        said = [
+            _OPTION.get(field.name, f"--{field.name}")
+            for field in fields(self)
+            if getattr(self, field.name) not in (None, False)
+        ]
+        if said:
+            raise UsageError(
+                f"{', '.join(said)} can't be given with --plan: the plan has decided that",
+                hint="leave out --plan to make a new one",
+            )
+
+
+def make_plan(
+    model: str | None, plan_file: Path | None, wishes: Wishes, *, trust_remote_code: bool
+) -> duoka.Plan:
+    """Take the saved plan, or make one."""
+    if plan_file is not None:
+        wishes.refuse_any()
+        return _saved(plan_file, model)
+    if model is None:
+        raise UsageError(
+            "no model was given", hint="name the directory of a checkpoint, or a --plan"
+        )
+    checkpoint = duoka.Checkpoint.open(model)
+    workload = _workload(checkpoint, wishes)
+    return duoka.plan(
+        checkpoint,
+        _fleet(wishes.gpus),
+        workload,
+        use_all=wishes.use_all,
+        objective=wishes.objective or "auto",  # type: ignore[arg-type]
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def load_generator(plan: duoka.Plan, *, trust_remote_code: bool) -> Generator:
+    """Prove and load a plan, with a progress bar."""
+    from duoka.runtime import Generator
+
+    stderr().print(f"{plan.model} on {', '.join(plan.devices)}")
+    with loading() as progress:
+        model: Any = duoka.load(plan, progress=progress, trust_remote_code=trust_remote_code)
+    return Generator.of(model, duoka.Checkpoint.open(plan.source), plan.workload)
+
+
+def sampling(plan: duoka.Plan, **chosen: float | None) -> Sampling:
+    """How tokens are chosen: as the person said, else as the checkpoint recommends."""
+    from duoka.runtime import Sampling
+
+    return Sampling.recommended(duoka.Checkpoint.open(plan.source).generation_config, **chosen)
+
+
+def _saved(plan_file: Path, model: str | None) -> duoka.Plan:
+    plan = duoka.Plan.load(plan_file)
+    if model is None:
+        return plan
+    checkpoint = duoka.Checkpoint.open(model)
+    if checkpoint.fingerprint != plan.fingerprint:
+        raise FormatError(
+            f"the plan {plan_file} was made for another checkpoint than {model}",
+            hint="leave out --plan to make a new one",
+        )
+    return replace(plan, source=str(checkpoint.path))
+
+
+def _fleet(gpus: str | None) -> duoka.Fleet:
+    if gpus is not None:
+        return duoka.Fleet.parse(gpus)
+    from duoka.devices import cuda_fleet
+
+    return cuda_fleet()
+
+
+def _workload(checkpoint: duoka.Checkpoint, wishes: Wishes) -> duoka.Workload:
+    limit = checkpoint.max_context_tokens
+    context = _CONTEXT_TOKENS if limit is None else min(_CONTEXT_TOKENS, limit)
+    if wishes.context is not None:
+        context = parse_tokens(wishes.context)
+    new = max(min(_NEW_TOKENS, context // _NEW_SHARE), 1)
+    if wishes.new_tokens is not None:
+        new = parse_tokens(wishes.new_tokens)
+    if new >= context:
+        raise UsageError(
+            f"{new} new tokens leave no room for a prompt in a context of {context}",
+            hint="--context counts the prompt and the answer together",
+        )
+    chunk: Any = parse_chunk(wishes.prefill_chunk or "auto")
+    return duoka.Workload(
+        batch=1 if wishes.batch is None else wishes.batch,
+        prompt_tokens=context - new,
+        new_tokens=new,
+        dtype=wishes.dtype or "auto",  # type: ignore[arg-type]
+        prefill_chunk_tokens=chunk,
+    )

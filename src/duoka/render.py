@@ -1,0 +1,180 @@
+"""A plan for people: a table, and a bar for each GPU. Readable without colour, and narrow."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from .forecast import DeviceForecast
+from .plans import Plan
+from .units import format_bytes
+
+# Kind, its colour, its sign in a bar, its sign where only ASCII can be shown.
+_KINDS = (
+    ("weights", "blue", "█", "#"),
+    ("KV cache", "green", "▓", "="),
+    ("activations", "yellow", "▒", "+"),
+    ("overhead", "magenta", "░", "-"),
+    ("free", "dim", "·", "."),
+)
+_TABLE_COLUMNS = 72  # with fewer there is a list instead
+_WIDEST_BAR = 60
+_GIB, _MIB = 2**30, 2**20
+
+
+def render_plan(plan: Plan) -> RenderableType:
+    """What rich prints for a plan: what was asked, a table, bars, and the reasons."""
+    return _View(plan)
+
+
+def name_modules(names: Sequence[str]) -> str:
+    """Shorten the modules of a stage: a run of numbered ones becomes its ends.
+
+    Examples
+    --------
+    >>> name_modules(["model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2"])
+    'embed_tokens, layers.0-2'
+    """
+    short = [_without_prefix(name) for name in names]
+    return ", ".join(_runs(short))
+
+
+class _View:
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.max_width >= _TABLE_COLUMNS
+        yield _heading(self._plan)
+        yield ""
+        yield _table(self._plan) if wide else _list(self._plan)
+        yield ""
+        yield _bars(self._plan, options.max_width, ascii_only=options.ascii_only)
+        for reason in self._plan.why:
+            yield Text(reason)
+
+
+def _heading(plan: Plan) -> Text:
+    workload = plan.workload
+    num_devices = len(plan.devices)
+    text = Text(plan.model or "model", style="bold")
+    text.append(f" on {num_devices} of {len(plan.fleet.devices)} GPUs", style="not bold")
+    chunk = workload.prefill_chunk_tokens
+    parts = [
+        workload.dtype,
+        f"batch {workload.batch}",
+        f"context {workload.context_tokens} ({workload.prompt_tokens} + {workload.new_tokens} new)",
+        "whole prompt at once" if chunk is None else f"prompt in chunks of {chunk}",
+        f"for {plan.objective}",
+    ]
+    return text.append("\n" + " · ".join(parts), style="not bold")
+
+
+def _table(plan: Plan) -> Table:
+    unit, divisor = _unit(plan)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("GPU", no_wrap=True)
+    table.add_column("modules", overflow="fold", ratio=1)
+    for name in ("weights", "KV", "activ.", "overh.", "reserved", "budget"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for device in plan.forecast.devices:
+        sizes = (*_parts(device)[:4], device.reserved_bytes, device.budget_bytes)
+        numbers = [f"{size / divisor:.2f}" for size in sizes]
+        table.add_row(device.device, _modules(plan, device.device), *numbers)
+    table.caption = f"in {unit}; overhead is what the allocator holds and tensors don't use"
+    table.caption_justify = "left"
+    return table
+
+
+def _list(plan: Plan) -> Group:
+    rows: list[RenderableType] = []
+    for device in plan.forecast.devices:
+        rows.append(Text(device.device, style="bold"))
+        rows.append(Text(f"  {_modules(plan, device.device)}"))
+        for (kind, *_), size in zip(_KINDS[:4], _parts(device), strict=False):
+            rows.append(Text(f"  {kind}: {format_bytes(size)}"))
+        reserved, budget = format_bytes(device.reserved_bytes), format_bytes(device.budget_bytes)
+        rows.append(Text(f"  reserved: {reserved} of {budget}"))
+    return Group(*rows)
+
+
+def _bars(plan: Plan, columns: int, *, ascii_only: bool) -> Group:
+    devices = plan.forecast.devices
+    label = max(len(device.device) for device in devices) + 1
+    longest = max(device.budget_bytes for device in devices)
+    room = max(min(columns - label, _WIDEST_BAR), 8)
+    rows = []
+    for device in devices:
+        row = Text(device.device.ljust(label))
+        width = max(round(room * device.budget_bytes / longest), 1)
+        for (_, style, sign, plain), cells in zip(
+            _KINDS, _share(_parts(device), width), strict=True
+        ):
+            row.append((plain if ascii_only else sign) * cells, style=style)
+        rows.append(row)
+    legend = Text(" " * label)
+    for kind, style, sign, plain in _KINDS:
+        legend.append(plain if ascii_only else sign, style=style).append(f" {kind}  ")
+    return Group(*rows, legend)
+
+
+def _parts(device: DeviceForecast) -> tuple[int, ...]:
+    """Bytes by kind, in the order of `_KINDS`; together they are the budget."""
+    return (
+        device.weight_bytes,
+        device.kv_cache_bytes,
+        device.activation_bytes,
+        device.overhead_bytes,
+        max(device.budget_bytes - device.reserved_bytes, 0),
+    )
+
+
+def _share(parts: Sequence[int], width: int) -> list[int]:
+    """Deal the cells of a bar to its parts, each within one cell of its share."""
+    total = sum(parts) or 1
+    ends = [0]
+    for part in parts:
+        ends.append(ends[-1] + part)
+    cells = [round(end * width / total) for end in ends]
+    return [stop - start for start, stop in itertools.pairwise(cells)]
+
+
+def _modules(plan: Plan, device: str) -> str:
+    return name_modules([name for name, at in plan.placement.entries if at == device])
+
+
+def _unit(plan: Plan) -> tuple[str, int]:
+    largest = max(device.budget_bytes for device in plan.forecast.devices)
+    return ("GiB", _GIB) if largest >= _GIB else ("MiB", _MIB)
+
+
+def _without_prefix(name: str) -> str:
+    for prefix in ("model.", "transformer.", "language_model."):
+        name = name.removeprefix(prefix)
+    return name or "everything"
+
+
+def _runs(names: Iterable[str]) -> Iterator[str]:
+    """Join neighbours that differ only in a last number that counts on."""
+    stem, first, last = "", 0, -1
+    for name in names:
+        head, _, tail = name.rpartition(".")
+        if tail.isdecimal() and head == stem and int(tail) == last + 1:
+            last += 1
+            continue
+        yield from _run(stem, first, last)
+        stem, first, last = (head, int(tail), int(tail)) if tail.isdecimal() else ("", 0, -1)
+        if not tail.isdecimal():
+            yield name
+    yield from _run(stem, first, last)
+
+
+def _run(stem: str, first: int, last: int) -> Iterator[str]:
+    if last >= first:
+        numbers = str(first) if first == last else f"{first}-{last}"
+        yield f"{stem}.{numbers}" if stem else numbers
