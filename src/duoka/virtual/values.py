@@ -9,6 +9,7 @@ Where a known one meets an unknown one, the result is unknown.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,13 @@ _OWN_FOLDER = str(Path(__file__).parent)
 
 KNOWN_LIMIT_BYTES = 16 * 2**20
 """The largest tensor whose values are kept on a GPU with meta data."""
+
+GROWN_LIMIT_BYTES = 2**20
+"""The same for a tensor with more elements than any that it is computed from.
+
+Positions and padding masks are read by models, and are long; the attention masks that are broadcast
+from them are far larger, and are not read.
+"""
 
 KNOWN_CONSTANT_BYTES = 2**20
 """The largest floating-point tensor of ones, zeros or another constant whose values are kept."""
@@ -181,12 +189,13 @@ def _evaluate(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         )
     except (NotImplementedError, RuntimeError):
         return func(*args, **kwargs)
-    num_bytes = sum(
-        tensor.numel() * tensor.element_size()
-        for tensor in (shaped if isinstance(shaped, (list, tuple)) else (shaped,))
-        if isinstance(tensor, torch.Tensor)
-    )
-    return shaped if num_bytes > KNOWN_LIMIT_BYTES else func(*args, **kwargs)
+    results = shaped if isinstance(shaped, (list, tuple)) else (shaped,)
+    largest = max((item.numel() for item in _tensors(args)), default=0)
+    for tensor in _tensors(results):
+        limit = KNOWN_LIMIT_BYTES if tensor.numel() <= largest else GROWN_LIMIT_BYTES
+        if tensor.numel() * tensor.element_size() > limit:
+            return shaped
+    return func(*args, **kwargs)
 
 
 def _is_small(func: Any, args: list[Any]) -> bool:
@@ -194,11 +203,16 @@ def _is_small(func: Any, args: list[Any]) -> bool:
     if func._schema.name[6:] in _GROW:
         return False
     bound = 8
-    for value in args:
+    for tensor in _tensors(args):
+        bound *= max(1, tensor.numel())
+    return bound <= GROWN_LIMIT_BYTES
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
         for item in value if type(value) is list else (value,):
             if isinstance(item, torch.Tensor):
-                bound *= max(1, item.numel())
-    return bound <= KNOWN_LIMIT_BYTES
+                yield item
 
 
 def without_values(value: Any) -> Any:
