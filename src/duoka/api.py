@@ -6,23 +6,24 @@ import copy
 import hashlib
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from . import checker, devices, loader, models, profiles
-from . import dispatch as dispatching
 from .checkpoint import Checkpoint
+from .dispatch import dispatch as spread
 from .errors import CheckpointError, FormatError, UsageError
 from .fleet import Fleet
 from .placement import Placement
-from .plans import Plan
 from .planner import Question, solve, with_chunks
+from .plans import Plan
 from .profile import Profile
 from .search import Objective
 from .tracing import Irregular, Subject, trace, trace_call, trace_workload
-from .workload import Workload
+from .workload import Dtype, Workload
 
 Model = TypeVar("Model", bound=nn.Module)
 Progress = Callable[[int, int], None]
@@ -36,7 +37,6 @@ def plan(
     use_all: bool = False,
     objective: Objective | Literal["auto"] = "auto",
     inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
-    trust_remote_code: bool = False,
 ) -> Plan:
     """Find where every module goes.
 
@@ -44,7 +44,8 @@ def plan(
     ----------
     model : path, Checkpoint or torch.nn.Module
         A directory with a published checkpoint, a model of transformers, or any module together
-        with example `inputs`.
+        with example `inputs`. Model code that comes with a checkpoint runs only when this is
+        ``Checkpoint.open(path, trust_remote_code=True)``.
     fleet : Fleet or str
         The devices that may be used; a text is read by `Fleet.parse`.
     workload : Workload, optional
@@ -56,8 +57,6 @@ def plan(
     inputs : mapping or tuple, optional
         Arguments of one call of the module. The plan is then for such a call; a workload can't
         be given as well.
-    trust_remote_code : bool
-        Run model code that comes with the checkpoint.
 
     Raises
     ------
@@ -84,15 +83,13 @@ def plan(
     else:
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
         source = str(checkpoint.path)
-        profile = profile_checkpoint(checkpoint, asked, trust_remote_code=trust_remote_code)
-    asked = asked.resolved(dtype=profile.dtype)  # type: ignore[arg-type]
+        profile = profile_checkpoint(checkpoint, asked)
+    asked = asked.resolved(dtype=cast(Dtype, profile.dtype))
     question = Question(fleet=fleet, workload=asked, use_all=use_all, objective=objective)
     return solve(profile, question, source=source)
 
 
-def profile_checkpoint(
-    checkpoint: Checkpoint, workload: Workload, *, trust_remote_code: bool = False
-) -> Profile:
+def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
     """The profile of a checkpoint: from the cache, or traced and kept there."""
     workload = workload.resolved(dtype=dtype_of(checkpoint, workload))
     profile = profiles.find_profile(checkpoint.fingerprint, workload)
@@ -100,11 +97,7 @@ def profile_checkpoint(
         subject = Subject(
             fingerprint=checkpoint.fingerprint, max_context_tokens=checkpoint.max_context_tokens
         )
-        profile, regular = _trace(
-            lambda: _build(checkpoint, workload.dtype, trust_remote_code=trust_remote_code),
-            subject,
-            workload,
-        )
+        profile, regular = _trace(lambda: _build(checkpoint, workload.dtype), subject, workload)
         profiles.keep_profile(profile, None if regular else workload)
     return profile
 
@@ -159,10 +152,15 @@ def load(plan: Plan, *, progress: Progress | None = None, trust_remote_code: boo
     LoadError
         If what is in the files isn't what the model expects; nothing stays loaded then.
     """
-    checkpoint = Checkpoint.open(plan.source) if plan.source else None
-    if checkpoint is None or not checkpoint.has_weights:
+    if not plan.source:
         raise CheckpointError(
-            f"{plan.source or 'the plan'} has no weights to load",
+            "the plan was made for a model that was given as an object; there is nothing to load",
+            hint="spread that model with duoka.dispatch(model, plan)",
+        )
+    checkpoint = Checkpoint.open(plan.source, trust_remote_code=trust_remote_code)
+    if not checkpoint.has_weights:
+        raise CheckpointError(
+            f"{plan.source} has no weights to load",
             hint="plan for a directory that holds the weight files",
         )
     if checkpoint.fingerprint != plan.fingerprint:
@@ -171,11 +169,10 @@ def load(plan: Plan, *, progress: Progress | None = None, trust_remote_code: boo
             hint="make the plan again",
         )
     devices.materialise(plan.fleet)
-    dtype = plan.workload.dtype
-    checker.prove(plan, _build(checkpoint, dtype, trust_remote_code=trust_remote_code))
-    model = _build(checkpoint, dtype, trust_remote_code=trust_remote_code)
+    checker.prove(plan, _build(checkpoint, plan.workload.dtype))
+    model = _build(checkpoint, plan.workload.dtype)
     loader.load_weights(model, checkpoint, plan.placement, progress=progress)
-    return dispatching.dispatch(model, plan.placement)
+    return spread(model, plan.placement)
 
 
 def dispatch(model: Model, placement: Placement | Plan | Mapping[str, str]) -> Model:
@@ -197,12 +194,13 @@ def dispatch(model: Model, placement: Placement | Plan | Mapping[str, str]) -> M
         placement = placement.placement
     elif isinstance(placement, Mapping):
         placement = Placement(entries=tuple(placement.items()))
-    return dispatching.dispatch(model, placement)
+    return spread(model, placement)
 
 
-def dtype_of(checkpoint: Checkpoint, workload: Workload) -> str:
+def dtype_of(checkpoint: Checkpoint, workload: Workload) -> Dtype:
     """The weights' type: asked for, or the checkpoint's own."""
-    return workload.dtype if workload.dtype != "auto" else checkpoint.default_dtype or "float32"
+    own = cast(Dtype, checkpoint.default_dtype or "float32")
+    return workload.dtype if workload.dtype != "auto" else own
 
 
 def fingerprint_module(model: nn.Module) -> str:
@@ -228,11 +226,10 @@ def without_data(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, memo)
 
 
-def _build(checkpoint: Checkpoint, dtype: str, *, trust_remote_code: bool) -> nn.Module:
+def _build(checkpoint: Checkpoint, dtype: Dtype) -> PreTrainedModel:
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     return models.build(
         checkpoint.config,
         dtype=getattr(torch, dtype),
-        trust_remote_code=folder if trust_remote_code else None,
+        trust_remote_code=folder if checkpoint.trust_remote_code else None,
     )
-

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from . import virtual
 from .dispatch import dispatch
@@ -31,13 +31,13 @@ class Measured:
     reserved_bytes: int
 
 
-def prove(plan: Plan, model: nn.Module) -> tuple[Measured, ...]:
+def prove(plan: Plan, model: PreTrainedModel) -> tuple[Measured, ...]:
     """Run a plan on virtual GPUs that have its devices' budgets.
 
     Parameters
     ----------
     plan : Plan
-    model : torch.nn.Module
+    model : transformers.PreTrainedModel
         As `models.build` makes it. It is taken to virtual GPUs and of no use afterwards.
 
     Returns
@@ -81,7 +81,7 @@ def prove(plan: Plan, model: nn.Module) -> tuple[Measured, ...]:
         )
 
 
-def _run(model: nn.Module, workload: Workload) -> None:
+def _run(model: PreTrainedModel, workload: Workload) -> None:
     """The prompt, the first decode steps, and the last ones at the end of the context."""
     stepper = Stepper(model, workload.batch, torch.device("vgpu:0"))
     num_decodes = workload.new_tokens - 1
@@ -112,4 +112,3 @@ def _renamed(message: str, names: tuple[str, ...]) -> str:
     for index, name in reversed(list(enumerate(names))):
         message = message.replace(f"vgpu:{index}", name)
     return message
-

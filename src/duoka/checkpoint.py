@@ -64,6 +64,8 @@ class Checkpoint:
     fingerprint : str
         Equal for equal configs, remote code and tensors, wherever they lie; in hexadecimal.
         The tensors' values don't count.
+    trust_remote_code : bool
+        Whether model code that comes with the checkpoint may run.
     """
 
     path: Path
@@ -73,9 +75,10 @@ class Checkpoint:
     files: tuple[Path, ...]
     format: Literal["safetensors", "bin", "none"]
     fingerprint: str
+    trust_remote_code: bool = False
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
+    def open(cls, path: str | os.PathLike[str], *, trust_remote_code: bool = False) -> Checkpoint:
         """Read what a checkpoint says about itself.
 
         Parameters
@@ -83,6 +86,8 @@ class Checkpoint:
         path : path
             A directory with ``config.json``; weights and indices are optional. Or a config
             alone, under any name that ends in ``.json``; nothing beside it is looked at.
+        trust_remote_code : bool
+            Let model code that comes with the checkpoint run when the model is built.
 
         Raises
         ------
@@ -104,6 +109,7 @@ class Checkpoint:
             files=weights.files,
             format=weights.format,
             fingerprint=_fingerprint(config, _remote_code(root, config), weights),
+            trust_remote_code=trust_remote_code,
         )
 
     @property

@@ -201,9 +201,7 @@ class Costs:
             before, after, peaks = np.array([steps[kind][step] for kind in kinds]).T
             grown = np.concatenate([[0], np.cumsum(after)])
             to_grow = np.concatenate([[0], np.cumsum(before)])
-            own = np.where(
-                ahead, (grown[:-1] - to_grow[1:] + peaks)[None, :], -(1 << 62)
-            )
+            own = np.where(ahead, (grown[:-1] - to_grow[1:] + peaks)[None, :], -(1 << 62))
             most = np.maximum.accumulate(own, axis=1)
             bytes_now = most + to_grow[None, 1:] - grown[:-1, None]
             np.maximum(bounds[:-1, 1:], np.where(ahead, bytes_now, 0), out=bounds[:-1, 1:])

@@ -164,7 +164,9 @@ def _plan(
         fleet=fleet,
         workload=costs.workload,
         placement=Placement(entries=entries, fingerprint=profile.fingerprint),
-        forecast=Forecast(devices=tuple(forecasts), decode_seconds=_seconds(costs, solution, fleet)),
+        forecast=Forecast(
+            devices=tuple(forecasts), decode_seconds=_seconds(costs, solution, fleet)
+        ),
         objective=solution.objective,
         value=float(solution.value),
         bound=float(solution.bound),

@@ -59,7 +59,7 @@ def make_plan(
         raise UsageError(
             "no model was given", hint="name the directory of a checkpoint, or a --plan"
         )
-    checkpoint = duoka.Checkpoint.open(model)
+    checkpoint = duoka.Checkpoint.open(model, trust_remote_code=trust_remote_code)
     workload = _workload(checkpoint, wishes)
     return duoka.plan(
         checkpoint,
@@ -67,7 +67,6 @@ def make_plan(
         workload,
         use_all=wishes.use_all,
         objective=wishes.objective or "auto",  # type: ignore[arg-type]
-        trust_remote_code=trust_remote_code,
     )
 
 

@@ -68,7 +68,10 @@ class _Experiment:
         self.containers = {
             name
             for name, _ in model.named_modules()
-            if any(owner == name or owner.startswith(f"{name}." if name else "") for owner in self.owners)
+            if any(
+                owner == name or owner.startswith(f"{name}." if name else "")
+                for owner in self.owners
+            )
         }
         self.first: dict[str, int] = {}
         self.last: dict[str, int] = {}

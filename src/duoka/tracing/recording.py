@@ -99,15 +99,15 @@ class Recorder:
         self._homes.clear()
         self._slots = [[] for _ in self._groups]
 
-    # What the virtual GPU tells a listener.
-
     def allocated(self, gpu: object, storage_id: int, num_bytes: int) -> None:
+        """Put an allocation on the tape of the block that runs."""
         tape = self._tapes[self._current]
         self._homes[storage_id] = (self._number, self._current, len(tape.sizes))
         tape.sizes.append(num_bytes)
         tape.events.append(None)
 
     def freed(self, gpu: object, storage_id: int) -> None:
+        """Put a free on the tape of the block that runs, or whose cache it was."""
         home = self._homes.pop(storage_id, None)
         if home is None:
             return
@@ -119,6 +119,7 @@ class Recorder:
             self._tapes[block].events.append(home)
 
     def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Add an operation's arithmetic and memory traffic to the block that runs."""
         tape = self._tapes[self._current]
         formula = flop_registry.get(func.overloadpacket)
         if formula is not None:
@@ -211,7 +212,7 @@ class _Skipper:
 
 def signature(module: nn.Module) -> Any:
     """What a module does, but for its weights and its number: hashable."""
-    own = []
+    own: list[tuple[str, Any]] = []
     for name, value in sorted(vars(module).items()):
         if name in _NOT_COMPARED or any(part in name for part in _NUMBERS):
             continue
@@ -264,7 +265,7 @@ def _describe(tree: Any, recorder: Recorder, block: int, arguments: dict[int, in
 def _can_stand_in(picture: Any) -> bool:
     kind = picture[0]
     if kind == "tensor":
-        return picture[3] == 0
+        return bool(picture[3] == 0)
     if kind in (tuple, list):
         return all(_can_stand_in(item) for item in picture[1])
     return kind in ("argument", "value")
@@ -276,6 +277,7 @@ def _stand_in(picture: Any, recorder: Recorder, block: int, call: Any) -> Any:
         _, shape, dtype, _, index = picture
         device = next(t for t in tensors_in(call) if isinstance(t, virtual.VirtualTensor)).device
         tensor = torch.empty(shape, dtype=dtype, device=device)
+        assert isinstance(tensor, virtual.VirtualTensor)
         recorder.adopt(tensor, block, index)
         return tensor
     if kind in (tuple, list):

@@ -32,7 +32,7 @@ class Stepper:
     """
 
     def __init__(self, model: PreTrainedModel, batch: int, device: torch.device) -> None:
-        self.model = model
+        self.model: Any = model
         self.batch = batch
         self.device = device
         self.past = 0

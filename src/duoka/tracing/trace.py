@@ -77,9 +77,7 @@ def trace(model: nn.Module, subject: Subject) -> Profile:
             raise Irregular(f"{type(model).__name__}: {error}") from error
 
 
-def trace_workload(
-    model: nn.Module, subject: Subject, workloads: Sequence[Workload]
-) -> Profile:
+def trace_workload(model: nn.Module, subject: Subject, workloads: Sequence[Workload]) -> Profile:
     """Run the steps of certain workloads, and record what just these cost.
 
     Parameters
