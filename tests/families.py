@@ -88,7 +88,6 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": _LINEAR,
     "qwen3_5_text": _LINEAR,
     "qwen3_next": _LINEAR,
-    "qwen4_exp_text": _LINEAR,
     "recurrent_gemma": {"num_hidden_layers": 3, "num_key_value_heads": 1},
     "t5": {"decoder_start_token_id": 0},
     "zaya": {"num_experts_per_tok": 1},
@@ -106,7 +105,7 @@ UNBUILT = {
     "a configuration that the rules above don't make": (
         "bailing_hybrid", "cohere_compass_text", "dbrx", "dots3_note_text", "gemma3n_text",
         "gemma4_assistant", "gemma4_text", "gemma4_unified_assistant", "granitemoehybrid",
-        "kimi_linear", "longcat_flash", "reformer", "xmod", "zamba", "zamba2",
+        "kimi_linear", "longcat_flash", "qwen4_exp_text", "reformer", "xmod", "zamba", "zamba2",
     ),
     "fails on the CPU as well": ("fsmt", "longt5", "rwkv", "switch_transformers", "xlstm"),
 }  # fmt: skip
