@@ -19,14 +19,20 @@ from rich.progress import (
 )
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to `main`; rich would end the process."""
+        raise BrokenPipeError
+
+
 def stdout() -> Console:
     """For the answer."""
-    return Console(highlight=False)
+    return _Console(highlight=False)
 
 
 def stderr() -> Console:
     """For everything else."""
-    return Console(stderr=True, highlight=False)
+    return _Console(stderr=True, highlight=False)
 
 
 @contextmanager

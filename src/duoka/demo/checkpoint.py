@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import logging
 
 from duoka.models import chatglm
 from duoka.models.prompts import chat_format
@@ -79,20 +81,45 @@ def make_checkpoint(directory: Path, *, report: Report = lambda step, loss: None
         Training steps.
     """
     pairs = load_pairs()
-    directory.mkdir(parents=True, exist_ok=True)
-    texts = [text for pair in pairs for text in (pair.question, pair.answer)]
-    (directory / "tokenizer.model").write_bytes(train_vocabulary(texts))
-    _write_json(directory / "config.json", CONFIG)
+    write_frame(directory, CONFIG)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        model = _fresh_model()
+        model = fresh_model(CONFIG)
         steps = _train(model, pairs, directory, report)
-    chatglm.register()
-    model.save_pretrained(directory, max_shard_size=_SHARD_SIZE)
-    # transformers has written its own names for the same things; the published file has others.
-    _write_json(directory / "config.json", CONFIG)
-    (directory / "generation_config.json").unlink(missing_ok=True)
+    write_weights(directory, CONFIG, model)
     return steps
+
+
+def write_frame(directory: Path, config: Mapping[str, Any]) -> None:
+    """Write everything but the weights: the configuration, and a tokenizer of its own."""
+    directory.mkdir(parents=True, exist_ok=True)
+    texts = [text for pair in load_pairs() for text in (pair.question, pair.answer)]
+    (directory / "tokenizer.model").write_bytes(train_vocabulary(texts))
+    _write_json(directory / "config.json", config)
+
+
+def write_weights(
+    directory: Path, config: Mapping[str, Any], model: chatglm.ChatGLMForCausalLM
+) -> None:
+    """Write the weights under their published names, in shards."""
+    chatglm.register()
+    with _quiet():
+        model.save_pretrained(directory, max_shard_size=_SHARD_SIZE)
+    # transformers has written its own names for the same things; the published file has others.
+    _write_json(directory / "config.json", config)
+    (directory / "generation_config.json").unlink(missing_ok=True)
+
+
+def fresh_model(config: Mapping[str, Any]) -> chatglm.ChatGLMForCausalLM:
+    """Build a model that knows nothing yet."""
+    model = chatglm.ChatGLMForCausalLM(chatglm.ChatGLMConfig(**config))
+    # Larger embeddings and smaller residual branches than usual: a quarter of the steps.
+    with torch.no_grad():
+        nn.init.normal_(model.model.embed_tokens.weight, std=0.5)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_((2 * config["num_layers"]) ** -0.5)
+    return model
 
 
 def _train(
@@ -103,16 +130,17 @@ def _train(
     return train(model, Lessons(pairs, lambda some: write_dialogue(some, tokenizer, chat)), report)
 
 
-def _fresh_model() -> chatglm.ChatGLMForCausalLM:
-    model = chatglm.ChatGLMForCausalLM(chatglm.ChatGLMConfig(**CONFIG))
-    # Larger embeddings and smaller residual branches than usual: a quarter of the steps.
-    with torch.no_grad():
-        nn.init.normal_(model.model.embed_tokens.weight, std=0.5)
-        for name, parameter in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                parameter.mul_((2 * CONFIG["num_layers"]) ** -0.5)
-    return model
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A scope without transformers' progress bars."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
