@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from .allocator import (
-    SMALL_REQUEST_BYTES,
     Allocation,
     CachingAllocator,
     OutOfCapacity,
@@ -26,10 +25,6 @@ T = TypeVar("T")
 # Decode steps are alike but for their length. Past this number, only the first and last ones and
 # those where a cache outgrows its segment are replayed: only there do the reserved bytes change.
 _ALL_DECODE_STEPS = 16
-
-# From the third of alike blocks on, small transients find the freed blocks of their predecessors
-# and change nothing; only large ones and what is kept is replayed there.
-_STEADY = 2
 
 _MALLOC, _KEEP, _RELEASE, _DROP, _RELEASE_FAR = range(5)
 Event = tuple[int, int, int]
@@ -90,7 +85,7 @@ class Replay:
         self.workload = workload
         self.brief = brief
         self._sizes: dict[tuple[int, int], list[int]] = {}
-        self._events: dict[tuple[int, int, bool], list[Event]] = {}
+        self._events: dict[tuple[int, int], list[Event]] = {}
         self._foreign_frees: dict[tuple[int, int], tuple[Ref, ...]] = {}
         self.steps = self._schedule()
 
@@ -106,11 +101,11 @@ class Replay:
             self._sizes[key] = [evaluate(rule, values) for rule in self.tape(block, step).sizes]
         return self._sizes[key]
 
-    def events(self, block: int, step: int, *, steady: bool) -> list[Event]:
+    def events(self, block: int, step: int) -> list[Event]:
         """What a block does in one of `steps`, with sizes in bytes."""
-        key = (self.profile.blocks[block].kind, step, steady)
+        key = (self.profile.blocks[block].kind, step)
         if key not in self._events:
-            self._events[key] = list(self._compile(block, step, steady=steady))
+            self._events[key] = list(self._compile(block, step))
         return self._events[key]
 
     def run(self, blocks: Sequence[int], capacity_bytes: int | None = None) -> StageBytes | None:
@@ -149,25 +144,18 @@ class Replay:
             return self.profile.regimes[self.steps[step].regime].carried[ref.index]
         return -1, ref.index
 
-    def _compile(self, block: int, step: int, *, steady: bool) -> Iterator[Event]:
+    def _compile(self, block: int, step: int) -> Iterator[Event]:
         tape, sizes = self.tape(block, step), self.sizes(block, step)
         kept = frozenset(tape.kept)
-        left_out: set[int] = set()
         count = 0
         for ref in tape.events:
             if ref is None:
-                if count in kept:
-                    yield _KEEP, count, sizes[count]
-                elif steady and rounded_bytes(sizes[count]) <= SMALL_REQUEST_BYTES:
-                    left_out.add(count)
-                else:
-                    yield _MALLOC, count, sizes[count]
+                yield _KEEP if count in kept else _MALLOC, count, sizes[count]
                 count += 1
             elif ref.origin == "kept":
                 yield _DROP, ref.index, 0
             elif ref.origin in ("own", "earlier"):
-                if ref.back or ref.index not in left_out:
-                    yield _RELEASE, ref.back, ref.index
+                yield _RELEASE, ref.back, ref.index
             else:
                 yield _RELEASE_FAR, *self.key_of(block, ref, step)
 
@@ -253,26 +241,22 @@ class _StageRun:
 
     def _run_step(self, step: int) -> None:
         replay = self.replay
-        blocks = replay.profile.blocks
-        alike = 0
-        for block in range(len(blocks)):
-            follows = block - 1 in self.blocks and blocks[block - 1].kind == blocks[block].kind
-            alike = alike + 1 if follows else 0
+        for block in range(len(replay.profile.blocks)):
             if block in self.blocks:
-                self._run_block(block, step, steady=alike >= _STEADY)
+                self._run_block(block, step)
             else:
                 for ref in replay.foreign_frees(block, step):
                     self._release(replay.key_of(block, ref, step))
         for key in list(self.alive):
             self._release(key)
 
-    def _run_block(self, block: int, step: int, *, steady: bool) -> None:
+    def _run_block(self, block: int, step: int) -> None:
         self._move_in(block, step)
         replay, alive = self.replay, self.alive
         malloc, free = self._malloc, self.allocator.free
         slots: list[Allocation | None] = list(self.kept[block])
         born: list[Allocation] = []
-        for code, number, other in replay.events(block, step, steady=steady):
+        for code, number, other in replay.events(block, step):
             if code == _MALLOC:
                 alive[block, number] = malloc(other)
             elif code == _RELEASE:

@@ -156,7 +156,8 @@ class Recorder:
     def _read(self, block: int, args: Any, kwargs: Any) -> None:
         reads = self._tapes[block].reads
         seen: set[int] = set()
-        for tensor in tensors_in((args, kwargs)):
+        # In this order dispatch moves them, and where its copies lie depends on it.
+        for tensor in tensors_in((kwargs, args)):
             if not isinstance(tensor, virtual.VirtualTensor) or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
