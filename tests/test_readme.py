@@ -3,7 +3,8 @@
 A block after the comment ``<!-- run -->`` is run: in ``console`` blocks every line that begins
 with ``$``, in ``python`` blocks all of it. They run one after the other in a directory where
 ``glm-4-9b-chat`` and ``chatglm3-6b`` hold the published configs and indices, and no weights. What a
-console block shows must be printed, line by line; a line of ``…`` stands for anything.
+console block shows must be printed, line by line, but for small differences in what is measured;
+a line of ``…`` stands for anything.
 """
 
 from __future__ import annotations
@@ -15,10 +16,15 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 import duoka
+from duoka import errors
+from duoka.cli import failures
+from duoka.cli.main import app
 from duoka.errors import InfeasibleError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,6 +33,9 @@ PAGES = [
     "README.zh-CN.md",
     *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")),
 ]
+# Memory forecasts, and contexts that fit: they change a little with versions of torch.
+_NUMBER = re.compile(r"\d+\.\d\d|\d{5,}")
+_BAR = re.compile("[█▓▒░·]{4,}")
 _BLOCK = re.compile(r"<!-- run -->\n+```(console|python)\n(.*?)```", re.DOTALL)
 
 
@@ -51,15 +60,31 @@ def commands(page: str) -> list[Command]:
 
 
 def pattern(shown: str) -> str:
-    """A regular expression for what a page shows."""
+    """A regular expression for what a page shows; its groups are the measured numbers."""
     lines = []
     for line in shown.rstrip().splitlines():
         if line.strip() == "…":
             lines.append(r"(?:.*\n)*?")
         else:
-            words = [re.escape(word) for word in line.split()]
+            words = [_BAR.sub("[█▓▒░·]+", _NUMBER.sub(r"([\\d.]+)", word)) for word in _words(line)]
             lines.append(r"\s*" + r"\s+".join(words) + r"\s*\n")
     return "".join(lines)
+
+
+def _words(line: str) -> list[str]:
+    # A number's point stays as it is, so that the number is found afterwards.
+    return [re.escape(word).replace(r"\.", ".") for word in line.split()]
+
+
+def is_shown(shown: str, printed: str) -> bool:
+    """Whether a page shows what was printed; what is measured may differ a little."""
+    found = re.search(pattern(shown), printed)
+    if found is None:
+        return False
+    expected = [float(number) for number in _NUMBER.findall(shown)]
+    return [float(number) for number in found.groups()] == pytest.approx(
+        expected, rel=0.02, abs=0.2
+    )
 
 
 @pytest.fixture
@@ -87,7 +112,7 @@ def test_commands(page: str, workplace: Path) -> None:
         )
         what = f"{page}: {command.arguments[-1]}\n{done.stdout}{done.stderr}"
         assert done.returncode == 0, what
-        assert re.search(pattern(command.shown), done.stdout + done.stderr), what
+        assert is_shown(command.shown, done.stdout + done.stderr), what
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -124,7 +149,7 @@ def test_the_table_is_what_is_planned(shared_data: Path) -> None:
             continue
         plan = duoka.plan(config, budgets, workload)
         forecast = [device.reserved_bytes / 2**30 for device in plan.forecast.devices]
-        assert forecast == pytest.approx(sizes, abs=0.006), (model, budgets)
+        assert forecast == pytest.approx(sizes, rel=0.02, abs=0.2), (model, budgets)
         assert plan.workload.prefill_chunk_tokens == chunk, (model, budgets)
 
 
@@ -135,3 +160,19 @@ def test_both_tables_are_one() -> None:
 def test_both_readmes_show_the_same_commands() -> None:
     english, chinese = commands("README.md"), commands("README.zh-CN.md")
     assert english == chinese
+
+
+def options_of(command: Any) -> set[str]:
+    return {name for option in command.params for name in option.opts if name.startswith("--")}
+
+
+def test_every_option_and_exit_code_is_documented() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"`(--[a-z-]+)", page))
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert set(commands) == set(re.findall(r"^duoka (\w+) ", page, re.MULTILINE)[: len(commands)])
+    options = set().union(*(options_of(command) for command in commands.values()))
+    assert documented - {"--help", "--version"} == options
+    codes = {cls.exit_code for cls in vars(errors).values() if hasattr(cls, "exit_code")}
+    ends = {0, failures.DEFECT, failures.INTERRUPTED, failures.BROKEN_PIPE}
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)} == codes | ends
