@@ -94,8 +94,12 @@ def test_a_composite_configuration_is_not_taken_for_its_text_part() -> None:
 
 
 def test_a_type_that_borrows_another_familys_class() -> None:
-    config = {**config_of("llama"), "model_type": "internlm3", "head_dim": 8}
-    assert isinstance(build(config), transformers.PreTrainedModel)
+    text = {"model_type": "qwen2", "hidden_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    config = {"model_type": "pp_chart2table", "text_config": {**text, **heads}}
+    model = build({**config, "vision_config": {"num_hidden_layers": 1}})
+    assert type(model) is transformers.GotOcr2ForConditionalGeneration
+    assert not isinstance(model.config, transformers.GotOcr2Config)
 
 
 def test_infinities_as_transformers_writes_them() -> None:
