@@ -256,5 +256,5 @@ def _ways_out(profile: Profile, question: Question) -> Iterator[str]:
         extra = tuple(replace(best, name=f"{kind}:{_MOST_GPUS + n}") for n in range(more))
         larger = replace(question.fleet, devices=(*question.fleet.devices, *extra))
         if _fits(profile, replace(question, fleet=larger)):
-            yield f"{more} more GPU(s) of {format_bytes(best.budget_bytes)} fit it all"
+            yield f"{more} more GPU{'s' * (more > 1)} of {format_bytes(best.budget_bytes)}"
             return
