@@ -25,8 +25,8 @@ from torch import nn
 from transformers import DynamicCache, GlmConfig, GlmForCausalLM
 
 from duoka import virtual
-from duoka.dispatch import install_movers
-from duoka.dispatch.movers import Frame, Frames, Memory, Mover, _moved
+from duoka.dispatching import install_movers
+from duoka.dispatching.movers import Frame, Frames, Memory, Mover, _moved
 from duoka.placement import Placement
 
 NUM_LAYERS = 40

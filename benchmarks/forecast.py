@@ -17,7 +17,7 @@ import torch
 
 import duoka
 from duoka import models, virtual
-from duoka.dispatch import dispatch
+from duoka.dispatching import dispatch
 from duoka.placement import Placement
 from duoka.tracing import Stepper, Subject, trace
 

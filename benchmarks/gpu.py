@@ -31,7 +31,7 @@ from torch import nn
 
 import duoka
 from duoka import devices, models
-from duoka.dispatch import install_movers, undispatch
+from duoka.dispatching import install_movers, undispatch
 from duoka.fleet import Device
 from duoka.models.conversion import published_tensors
 from duoka.placement import Placement

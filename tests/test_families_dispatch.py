@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from duoka import virtual
-from duoka.dispatch import dispatch, place, tensor_names
+from duoka.dispatching import dispatch, place, tensor_names
 from duoka.placement import Placement
 from duoka.tracing.grouping import Group, find_groups
 

@@ -43,7 +43,5 @@ def __getattr__(name: str) -> Any:
     if name in _NEED_TORCH:
         from . import api
 
-        # Importing the room `dispatch` has put the module under this name; the function wins.
-        globals().update({public: getattr(api, public) for public in _NEED_TORCH})
-        return globals()[name]
+        return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from . import checker, devices, loader, models, profiles
 from .checkpoint import Checkpoint
-from .dispatch import dispatch as spread
+from .dispatching import dispatch as spread
 from .errors import CheckpointError, FormatError, UsageError
 from .fleet import Fleet
 from .placement import Placement

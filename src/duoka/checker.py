@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from . import virtual
-from .dispatch import dispatch
+from .dispatching import dispatch
 from .errors import ProofError
 from .placement import Placement
 from .plans import Plan

@@ -25,7 +25,7 @@ from transformers import (
 
 from duoka import virtual
 from duoka.checkpoint import Checkpoint
-from duoka.dispatch import dispatch, tensor_names
+from duoka.dispatching import dispatch, tensor_names
 from duoka.errors import LoadError, PlacementError
 from duoka.loader import load_weights
 from duoka.loader.load import copy_in_chunks

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from duoka.checkpoint import Checkpoint
-from duoka.dispatch.placing import Snapshot, devices_by_name, move_tensors, tensor_names
+from duoka.dispatching.placing import Snapshot, devices_by_name, move_tensors, tensor_names
 from duoka.errors import LoadError
 from duoka.models.conversion import (
     Custom,

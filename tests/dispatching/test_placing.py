@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from duoka.dispatch import place, tensor_names
-from duoka.dispatch.placing import refuse_meta
+from duoka.dispatching import place, tensor_names
+from duoka.dispatching.placing import refuse_meta
 from duoka.errors import ModelError, PlacementError
 from duoka.placement import Placement
 

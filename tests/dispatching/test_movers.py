@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from duoka.dispatch import dispatch, install_movers, undispatch
+from duoka.dispatching import dispatch, install_movers, undispatch
 from duoka.placement import Placement
 
 # The meta device is another device than the CPU, so it shows every move; values are tested on

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from duoka import virtual
-from duoka.dispatch import dispatch, tensor_names, undispatch
+from duoka.dispatching import dispatch, tensor_names, undispatch
 from duoka.errors import ModelError, PlacementError
 from duoka.placement import Placement
 
