@@ -22,8 +22,9 @@ Phase = Literal["prefill", "extend", "decode"]
 # Fused attention copies a mask whose rows don't begin on a multiple of so many elements.
 ALIGNED_TOKENS = 8
 
-# What a size may depend on: batch b, query tokens q, key tokens k (past and query together).
-MONOMIALS = ("1", "q", "k", "qk", "qq", "b", "bq", "bk", "bqk", "bqq")
+# What a size may depend on: batch b, query tokens q, key tokens k (past and query together), and
+# p, which is k rounded up to a multiple of `ALIGNED_TOKENS`.
+MONOMIALS = ("1", "q", "k", "qk", "qq", "b", "bq", "bk", "bqk", "bqq", "p", "qp", "bp", "bqp")
 Rule = tuple[float, ...]
 """Coefficients of `MONOMIALS`, in bytes or FLOPs; trailing zeros may be left out."""
 
@@ -31,7 +32,14 @@ Rule = tuple[float, ...]
 def monomials(batch: int, query: int, keys: int) -> tuple[int, ...]:
     """The values of `MONOMIALS` at one step's sizes."""
     alone = (1, query, keys, query * keys, query * query)
-    return alone + tuple(batch * value for value in alone)
+    padded = -(-keys // ALIGNED_TOKENS) * ALIGNED_TOKENS
+    copied = (padded, query * padded)
+    return (
+        *alone,
+        *(batch * value for value in alone),
+        *copied,
+        *(batch * value for value in copied),
+    )
 
 
 def evaluate(rule: Rule, values: Sequence[int]) -> int:

@@ -18,7 +18,7 @@ from .profile import Profile
 from .serial import from_dict, to_dict
 from .workload import Workload
 
-_VERSION = 1
+_VERSION = 2
 _PACKAGES = ("torch", "transformers", "duoka")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+
+import numpy as np
 
 from ..profile import MONOMIALS, Phase, Read, Ref, Rule, Tape, monomials
 from .recording import Home, Pass, RawTape, homes_in
@@ -112,33 +114,43 @@ def _tape(raws: list[RawTape], resolved: list[_Resolved], solver: _Solver) -> Ta
             Read(ref=ref, size=solver.rule(column))
             for ref, column in zip(first.reads, read_columns, strict=True)
         ),
-        flops=solver.rule([raw.flops for raw in raws]),
-        moved_bytes=solver.rule([raw.moved_bytes for raw in raws]),
+        flops=solver.estimate([raw.flops for raw in raws]),
+        moved_bytes=solver.estimate([raw.moved_bytes for raw in raws]),
     )
 
 
+# What sizes depend on in each phase, tried in this order; k is q in a prefill, q is 1 in a decode.
+# Padded copies of masks depend on p, masks of a full window on qq and no k; arithmetic on both.
+_BASES: dict[Phase, tuple[tuple[str, ...], ...]] = {
+    "prefill": (("1", "q", "qq"), ("1", "p", "qp")),
+    "extend": (("1", "q", "k", "qk"), ("1", "q", "p", "qp"), ("1", "q", "k", "qk", "qq")),
+    "decode": (("1", "k"), ("1", "p")),
+}
+
+
+# How far the estimated work of a step may be off.
+_TOLERANCE = 0.01
+
+
 class _Solver:
-    """Coefficients of the monomials that one phase can tell apart, exactly."""
+    """Rules that meet what one phase's samples say, exactly."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
-        phase, many = samples[0].phase, samples[0].batch > 1
+        self._known: dict[tuple[int, ...], Rule | None] = {}
         if len(samples) == 1:
             # One call of a module: every rule is a constant, and there is nothing to check.
-            self._places, self._rows = [0], [[1]]
-            self._inverse, self._chosen = _invert(self._rows, 1)
-            self._known: dict[tuple[int, ...], Rule] = {}
+            self._bases = [_Basis([0], [[1]])]
             return
-        alone = {"prefill": ("1", "q", "qq"), "decode": ("1", "k"), "extend": ("1", "q", "k", "qk")}
-        names = [*alone[phase]]
-        if many:
-            names += [f"b{name}" if name != "1" else "b" for name in alone[phase]]
-        self._places = [MONOMIALS.index(name) for name in names]
-        self._rows = [
-            [monomials(s.batch, s.query, s.keys)[place] for place in self._places] for s in samples
-        ]
-        assert len(self._rows) > len(self._places), "nothing is left to check a rule with"
-        self._inverse, self._chosen = _invert(self._rows, len(self._places))
-        self._known = {}
+        many = samples[0].batch > 1
+        values = [monomials(sample.batch, sample.query, sample.keys) for sample in samples]
+        self._bases = []
+        for alone in _BASES[samples[0].phase]:
+            together = ["b" if name == "1" else f"b{name}" for name in alone] if many else []
+            places = [MONOMIALS.index(name) for name in (*alone, *together)]
+            basis = _Basis(places, [[row[place] for place in places] for row in values])
+            if basis.is_checked:
+                self._bases.append(basis)
+        assert self._bases, "nothing is left to check a rule with"
 
     def rule(self, values: Sequence[int]) -> Rule:
         """The rule that gives these values at the samples.
@@ -148,12 +160,47 @@ class _Solver:
         Unlike
             If there is none.
         """
-        key = tuple(values)
-        if key not in self._known:
-            self._known[key] = self._solve(key)
-        return self._known[key]
+        found = self._exact(tuple(values))
+        if found is None:
+            raise Unlike("a size is no polynomial of the step's sizes")
+        return found
 
-    def _solve(self, values: tuple[int, ...]) -> Rule:
+    def estimate(self, values: Sequence[int]) -> Rule:
+        """The rule that gives these values, or nearly: a sum over masks of several lengths.
+
+        Raises
+        ------
+        Unlike
+            If there is none.
+        """
+        found = self._exact(tuple(values))
+        found = self._bases[-1].nearest(values) if found is None else found
+        if found is None:
+            raise Unlike("the work is no polynomial of the step's sizes")
+        return found
+
+    def _exact(self, values: tuple[int, ...]) -> Rule | None:
+        if values not in self._known:
+            rules = (basis.solve(values) for basis in self._bases)
+            self._known[values] = next((rule for rule in rules if rule is not None), None)
+        return self._known[values]
+
+
+class _Basis:
+    """Some of `MONOMIALS`, by their places, and their values at the samples."""
+
+    def __init__(self, places: list[int], rows: list[list[int]]) -> None:
+        self._places = places
+        self._rows = rows
+        self._chosen = _independent(rows)
+        # More samples than coefficients: the others check the rule.
+        self.is_checked = len(self._chosen) == len(places) < len(rows)
+        self._inverse: list[list[Fraction]] | None = None
+
+    def solve(self, values: tuple[int, ...]) -> Rule | None:
+        """The rule that gives these values at the samples; None when there is none."""
+        if self._inverse is None:
+            self._inverse = _invert([self._rows[index] for index in self._chosen])
         chosen = [values[index] for index in self._chosen]
         solution = [
             sum(weight * value for weight, value in zip(row, chosen, strict=True) if weight)
@@ -161,17 +208,29 @@ class _Solver:
         ]
         for row, value in zip(self._rows, values, strict=True):
             if sum(c * v for c, v in zip(solution, row, strict=True)) != value:
-                raise Unlike("a size is no polynomial of the step's sizes")
+                return None
+        return self._rule(solution)
+
+    def nearest(self, values: Sequence[int]) -> Rule | None:
+        """The rule with the least relative errors; None when one of them is too large."""
+        if not all(values):
+            return None
+        relative = np.array(self._rows, np.float64) / np.array(values, np.float64)[:, None]
+        solution = np.linalg.lstsq(relative, np.ones(len(values)), rcond=None)[0]
+        close = np.abs(relative @ solution - 1).max() <= _TOLERANCE
+        return self._rule(solution) if close else None
+
+    def _rule(self, coefficients: Iterable[Fraction | float]) -> Rule:
         rule = [0.0] * len(MONOMIALS)
-        for place, coefficient in zip(self._places, solution, strict=True):
+        for place, coefficient in zip(self._places, coefficients, strict=True):
             rule[place] = float(coefficient)
         while rule and not rule[-1]:
             rule.pop()
         return tuple(rule)
 
 
-def _invert(rows: list[list[int]], size: int) -> tuple[list[list[Fraction]], list[int]]:
-    """Gauss-Jordan over fractions on the first rows that are independent."""
+def _independent(rows: list[list[int]]) -> list[int]:
+    """The first rows that are linearly independent, by elimination over fractions."""
     chosen: list[int] = []
     basis: list[tuple[int, list[Fraction]]] = []
     for index, row in enumerate(rows):
@@ -183,12 +242,15 @@ def _invert(rows: list[list[int]], size: int) -> tuple[list[list[Fraction]], lis
         if pivot >= 0:
             basis.append((pivot, [value / reduced[pivot] for value in reduced]))
             chosen.append(index)
-        if len(chosen) == size:
-            break
-    assert len(chosen) == size, "the samples don't determine a rule"
+    return chosen
+
+
+def _invert(rows: list[list[int]]) -> list[list[Fraction]]:
+    """The inverse of a square matrix, exactly: Gauss-Jordan over fractions."""
+    size = len(rows)
     matrix = [
-        [Fraction(v) for v in rows[index]] + [Fraction(int(i == j)) for j in range(size)]
-        for i, index in enumerate(chosen)
+        [Fraction(value) for value in row] + [Fraction(int(i == j)) for j in range(size)]
+        for i, row in enumerate(rows)
     ]
     for column in range(size):
         swap = next(r for r in range(column, size) if matrix[r][column])
@@ -199,4 +261,4 @@ def _invert(rows: list[list[int]], size: int) -> tuple[list[list[Fraction]], lis
             factor = matrix[r][column]
             if r != column and factor:
                 matrix[r] = [a - factor * b for a, b in zip(matrix[r], matrix[column], strict=True)]
-    return [row[size:] for row in matrix], chosen
+    return [row[size:] for row in matrix]

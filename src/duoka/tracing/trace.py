@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from .. import virtual
-from ..dispatch import place
+from ..dispatching import place
 from ..placement import Placement
 from ..profile import ALIGNED_TOKENS, Block, Kind, Phase, Profile, Regime, Tape
 from ..workload import Workload
@@ -28,6 +28,8 @@ _EVERYWHERE = (0, _ENDLESS)
 # beyond it: where code changes its ways (windows), a range ends.
 _PROBED_TOKENS = 2**11
 _SHORTEST_WINDOW = 256
+# Between the recorded steps of one workload, so many tokens are filled in at a time.
+_FILLED_TOKENS = 128
 _PHASES: tuple[Phase, ...] = ("prefill", "extend", "decode")
 
 Found = tuple[Regime, list[Tape]]
@@ -149,9 +151,12 @@ class _Tracer:
         self.groups = find_groups(model, lambda: Stepper(self.model, 1, device).step(8))
 
     def rules(self) -> Iterator[Found]:
-        """Regimes for every step that the model may be asked for."""
+        """Regimes for every step that the model may be asked for; the first that holds counts."""
+        ranges = list(self._ranges())
         for many in (False, True):
-            for start, stop in self._ranges():
+            for before, after in combinations(ranges, 2):
+                yield from self._crossing(many, before, after)
+            for start, stop in ranges:
                 yield from self._cell(many, start, stop)
 
     def points(self, workload: Workload) -> Iterator[Found]:
@@ -164,7 +169,10 @@ class _Tracer:
         before = 0
         with recorder:
             for query, past in [*steps, *_decodes(workload)]:
-                stepper.lengthen(past - stepper.past)
+                while stepper.past < past:
+                    # Recorded and thrown away: what is skipped must be skipped here as well.
+                    tokens = min(past - stepper.past, max(query, _FILLED_TOKENS))
+                    recorder.record(partial(stepper.step, tokens))
                 phase: Phase = "prefill" if not past else "extend" if query > 1 else "decode"
                 recorded = recorder.record(partial(stepper.step, query))
                 keys = past + query
@@ -196,19 +204,41 @@ class _Tracer:
         # What is asked of a model made for few tokens must not be more than it can do.
         high = min(stop, self.longest + 1, start + _PROBED_TOKENS)
         runs = list(_runs(many, start, high))
-        samples = self._record(runs)
-        aligned = self._record([run.aligned() for run in runs[:1]])
+        samples = _Samples(self._record(runs), self._record([runs[0].aligned()]))
         for phase in _PHASES:
             regime = Regime(
                 phase=phase, many=many, query=_EVERYWHERE, past=_EVERYWHERE, keys=(start, stop)
             )
-            try:
-                yield _fitted(regime, [*samples, *aligned])
-            except Unlike:
-                yield _fitted(replace(regime, aligned=False), samples)
-                if len(aligned) < len(samples):
-                    aligned += self._record([run.aligned() for run in runs[1:]])
-                yield _fitted(replace(regime, aligned=True), aligned)
+            yield from self._split(regime, runs, samples)
+
+    def _crossing(
+        self, many: bool, before: tuple[int, int], after: tuple[int, int]
+    ) -> Iterator[Found]:
+        """The regime of steps that begin in one range and end in a later one."""
+        high = min(after[1], self.longest + 1, after[0] + _PROBED_TOKENS)
+        if high - after[0] < _SHORTEST_WINDOW:
+            return
+        runs = list(_crossing_runs(many, before, (after[0], high)))
+        samples = _Samples(self._record(runs), self._record([runs[0].aligned()]))
+        regime = Regime(
+            phase="extend",
+            many=many,
+            query=_EVERYWHERE,
+            past=(max(before[0], 1), before[1]),
+            keys=after,
+        )
+        yield from self._split(regime, runs, samples)
+
+    def _split(self, regime: Regime, runs: Sequence[_Run], samples: _Samples) -> Iterator[Found]:
+        """One regime, or two where it matters whether masks are aligned."""
+        try:
+            yield _fitted(regime, samples.all)
+            return
+        except Unlike:
+            if not samples.is_complete:
+                samples.complete(self._record([run.aligned() for run in runs[1:]]))
+        for aligned in (False, True):
+            yield _fitted(replace(regime, aligned=aligned), samples.where(aligned))
 
     def _record(self, runs: Iterable[_Run]) -> list[Sample]:
         samples = []
@@ -229,24 +259,65 @@ class _Run(NamedTuple):
     steps: tuple[tuple[Phase, int], ...]
 
     def aligned(self) -> _Run:
-        """The same run at multiples of `ALIGNED_TOKENS`."""
-        (phase, tokens), *rest = self.steps
-        return _Run(self.batch, ((phase, tokens + ALIGNED_TOKENS - 1), *rest))
+        """Much the same run at multiples of `ALIGNED_TOKENS`, in its decode step too."""
+        (phase, tokens), *rest, last = self.steps
+        aligned = _ceiled(tokens)
+        return _Run(self.batch, ((phase, aligned), *rest, ("extend", ALIGNED_TOKENS - 1), last))
+
+
+class _Samples:
+    """What was recorded for one range: at lengths that aren't aligned, and at some that are."""
+
+    def __init__(self, samples: Sequence[Sample], probe: Sequence[Sample]) -> None:
+        self.all = [*samples, *probe]
+        self.is_complete = False
+
+    def complete(self, samples: Sequence[Sample]) -> None:
+        """Add the rest of the aligned ones."""
+        self.all += samples
+        self.is_complete = True
+
+    def where(self, aligned: bool) -> list[Sample]:
+        """Those whose keys are a multiple of `ALIGNED_TOKENS`, or those whose aren't."""
+        return [sample for sample in self.all if (sample.keys % ALIGNED_TOKENS == 0) == aligned]
+
+
+# How many tokens past a multiple of `ALIGNED_TOKENS` the runs of one range begin: different ones,
+# none aligned, nor after one token more.
+_ODD = (1, 3, 4, 6)
 
 
 def _runs(many: bool, start: int, stop: int) -> Iterator[_Run]:
-    """The runs to record: for each phase more samples than its rules have coefficients.
-
-    No length is a multiple of `ALIGNED_TOKENS`.
-    """
-    unit = ALIGNED_TOKENS
-    low = start + unit - start % unit + 1
-    step = max((stop - low) // 11 // unit, 1) * unit
+    """The runs to record: for each phase more samples than its rules have coefficients."""
+    low = _ceiled(start + 1)
+    step = _floored((stop - low) // 11)
+    # In a full window rules have one coefficient more.
+    plans = ((0, (1, 3)), (2, (2,)), (5, (3, 2) if start else (3,)), (7, (1,)))
     for batch in (2, 3) if many else (1,):
-        for past, queries in ((0, (1, 3)), (2, (2,)), (5, (3,)), (7, (1,))):
-            steps: list[tuple[Phase, int]] = [("prefill", low + past * step)]
+        for (past, queries), odd in zip(plans, _ODD, strict=True):
+            steps: list[tuple[Phase, int]] = [("prefill", low + past * step + odd)]
             steps += [("extend", tokens * step) for tokens in queries]
             yield _Run(batch, (*steps, ("decode", 1)))
+
+
+def _crossing_runs(many: bool, before: tuple[int, int], after: tuple[int, int]) -> Iterator[_Run]:
+    """Runs with one step out of one range into another."""
+    low, width = _ceiled(before[0] + 1), _floored((before[1] - before[0]) // 8)
+    first, step = _ceiled(after[0] + 1), _floored((after[1] - after[0]) // 8)
+    ends = ((0, 1), (2, 0), (4, 4), (6, 2), (5, 5), (1, 3))
+    for batch in (2, 3) if many else (1,):
+        for (past, keys), odd in zip(ends, (*_ODD, 2, 5), strict=True):
+            begin = low + past * width + odd
+            tokens = first + keys * step - low - past * width
+            yield _Run(batch, (("prefill", begin), ("extend", tokens), ("decode", 1)))
+
+
+def _ceiled(tokens: int) -> int:
+    return -(-tokens // ALIGNED_TOKENS) * ALIGNED_TOKENS
+
+
+def _floored(tokens: int) -> int:
+    return max(tokens // ALIGNED_TOKENS, 1) * ALIGNED_TOKENS
 
 
 def _decodes(workload: Workload) -> list[tuple[int, int]]:
@@ -300,7 +371,7 @@ def _weights(
     """Bytes of each block's tensors, and for each tied block the one that it shares with."""
     block_of = {owner: index for index, group in enumerate(groups) for owner in group.owners}
     sizes: list[list[int]] = [[] for _ in groups]
-    ties: dict[int, int] = {}
+    first_of = list(range(len(groups)))
     met: dict[int, int] = {}
     for name, module in model.named_modules():
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -308,6 +379,10 @@ def _weights(
             if id(tensor) not in met:
                 met[id(tensor)] = block
                 sizes[block].append(tensor.nbytes)
-            elif met[id(tensor)] != block:
-                ties[max(met[id(tensor)], block)] = min(met[id(tensor)], block)
+                continue
+            # Ties join: a head may share its weight with one block and its bias with another.
+            one, other = first_of[met[id(tensor)]], first_of[block]
+            low, high = min(one, other), max(one, other)
+            first_of = [low if first == high else first for first in first_of]
+    ties = {block: first for block, first in enumerate(first_of) if first != block}
     return [tuple(item) for item in sizes], ties
