@@ -1,0 +1,87 @@
+"""A tiny checkpoint, a cache of its own, and ways to run the program."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+
+from duoka.cli.main import run
+from duoka.demo.checkpoint import CONFIG, fresh_model, write_frame, write_weights
+
+PROGRAM = (sys.executable, "-c", "from duoka.cli import main; main()")
+GPUS = ("--gpus", "virtual:2x64MiB")
+SIZES = ("--context", "96", "--new-tokens", "32")
+TINY = {
+    **CONFIG,
+    "hidden_size": 64,
+    "ffn_hidden_size": 96,
+    "num_layers": 3,
+    "num_attention_heads": 4,
+    "kv_channels": 16,
+}
+
+Program = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights; its answers are noise, and the same each time."""
+    directory = tmp_path_factory.mktemp("tiny-chatglm3")
+    write_frame(directory, TINY)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        write_weights(directory, TINY, fresh_model(TINY))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR",)}
+    cache = str(tmp_path_factory.mktemp("cache"))
+    return {**kept, "DUOKA_CACHE": cache, "TERM": "xterm", "COLUMNS": "80", "PYTHONUTF8": "1"}
+
+
+@pytest.fixture(scope="session")
+def program(environment: dict[str, str]) -> Program:
+    """Run duoka in this process, as if its streams were pipes."""
+
+    def run_here(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        given = [str(argument) for argument in arguments]
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            redirect_stdout(io.StringIO()) as out,
+            redirect_stderr(io.StringIO()) as err,
+        ):
+            patch.setattr(sys, "stdin", io.StringIO(stdin))
+            patch.setattr(os, "environ", environment)
+            code = run(given)
+        return subprocess.CompletedProcess(given, code, out.getvalue(), err.getvalue())
+
+    return run_here
+
+
+@pytest.fixture(scope="session")
+def process(environment: dict[str, str]) -> Program:
+    """Run duoka in a process of its own, which takes seconds to start."""
+
+    def run_there(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*PROGRAM, *map(str, arguments)],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            env=environment,
+            timeout=240,
+            check=False,
+        )
+
+    return run_there

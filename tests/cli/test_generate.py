@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+from .conftest import GPUS, PROGRAM, SIZES, Program
+
+
+def test_only_the_answer_goes_to_the_standard_output(
+    tiny: Path, program: Program, process: Program
+) -> None:
+    done = process("generate", tiny, *GPUS, *SIZES, "--prompt", "什么是设备映射？")
+    assert done.returncode == 0
+    assert done.stderr == "ChatGLMForCausalLM on vgpu:0\n"
+    told = program("generate", tiny, *GPUS, *SIZES, "-p", "什么是设备映射？", "--json")
+    (answer,) = json.loads(told.stdout)["answers"]
+    assert done.stdout.strip() == answer["text"]
+    assert answer["prompt"] == "什么是设备映射？"
+
+
+def test_a_batch_answers_each_prompt_as_alone(tiny: Path, program: Program) -> None:
+    questions = ["What is NVLink?", "显存不足怎么办？"]
+    given = [part for question in questions for part in ("-p", question)]
+    together = program("generate", tiny, *GPUS, *SIZES, *given, "--json")
+    texts = [answer["text"] for answer in json.loads(together.stdout)["answers"]]
+    alone = [
+        program("generate", tiny, *GPUS, *SIZES, "-p", question).stdout.strip()
+        for question in questions
+    ]
+    assert texts == alone
+
+
+def test_prompts_come_from_files_and_the_standard_input(
+    tiny: Path, program: Program, tmp_path: Path
+) -> None:
+    file = tmp_path / "question.txt"
+    file.write_text("What is NVLink?\n", encoding="utf-8")
+    expected = program("generate", tiny, *GPUS, *SIZES, "-p", "What is NVLink?").stdout
+    assert program("generate", tiny, *GPUS, *SIZES, "--prompt-file", file).stdout == expected
+    for given in ((), ("--prompt", "-")):
+        done = program("generate", tiny, *GPUS, *SIZES, *given, stdin="What is NVLink?\n")
+        assert done.stdout == expected
+
+
+def test_a_saved_plan_is_used(tiny: Path, program: Program, tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    program("plan", tiny, *GPUS, *SIZES, "--use-all", "--save", saved)
+    done = program("generate", "--plan", saved, "-p", "hello", "--json")
+    assert json.loads(done.stdout)["devices"] == ["vgpu:0", "vgpu:1"]
+    # More prompts than were planned for run one after another.
+    done = program("generate", tiny, "--plan", saved, "-p", "hello", "-p", "hi", "--json")
+    assert len(json.loads(done.stdout)["answers"]) == 2
+
+
+def test_a_prompt_past_the_plan_is_refused(tiny: Path, program: Program) -> None:
+    done = program("generate", tiny, *GPUS, *SIZES, "-p", "What? " * 200)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "the plan has memory for 64" in done.stderr
+
+
+def test_sampling_options(tiny: Path, program: Program) -> None:
+    hot = ("--temperature", "2", "--top-p", "0.9", "--top-k", "50")
+    first, second = (
+        program("generate", tiny, *GPUS, *SIZES, "-p", "hello", *hot, "--seed", seed)
+        for seed in (1, 1)
+    )
+    assert first.returncode == 0
+    assert first.stdout == second.stdout
+
+
+def test_a_config_alone_cannot_answer(tiny: Path, program: Program, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    done = program("generate", tmp_path, *GPUS, *SIZES, "-p", "hello")
+    assert done.returncode == 4
+    assert "no weights" in done.stderr
+
+
+def test_ctrl_c_ends_the_program_in_order(tiny: Path, environment: dict[str, str]) -> None:
+    command = [*PROGRAM, "generate", str(tiny), *GPUS, "--new-tokens", "900", "-p", "hello"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith(b"ChatGLM")
+    os.kill(process.pid, signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert told.decode() == "stopped\n"

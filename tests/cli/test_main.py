@@ -1,0 +1,136 @@
+"""The program as a whole: help, version, wrong usage, pipes, colours."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from duoka import __version__, errors
+from duoka.cli.main import run
+
+from .conftest import GPUS, PROGRAM, SIZES, Program
+
+COMMANDS = ("plan", "generate", "chat", "demo")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"duoka {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_help_lists_commands_and_exit_codes(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert all(f"│ {command} " in out for command in COMMANDS)
+    for cls in errors.DuokaError.__subclasses__():
+        if cls.__module__ == errors.__name__:
+            assert f"{cls.exit_code} " in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_commands_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.count(f"duoka {command} ") >= 3  # the usage, and examples
+    if command != "demo":
+        for option in ("--gpus", "--context", "--batch", "--dtype", "--plan", "--debug"):
+            assert f"{option} " in out
+
+
+def test_help_imports_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys\nfrom duoka.cli.main import run\nrun(['plan', '--help'])\n"
+        "assert not {'torch', 'transformers', 'numpy.testing'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["frob"], 2, "No such command"),
+        (["plan", "--frob"], 2, "No such option"),
+        (["plan", "a", "b"], 2, "unexpected extra argument"),
+        (["plan"], 2, "no model was given"),
+        (["plan", "/no/such/place", "--gpus", "24GiB"], 4, "/no/such/place"),
+        (["plan", "--plan", "/no/such/plan"], 10, "/no/such/plan"),
+        (["plan", "x", "--plan", "p", "--gpus", "24GiB"], 2, "--gpus can't be given with --plan"),
+        (["generate", "x", "-p", ""], 2, "a prompt is empty"),
+        (["generate", "x", "--prompt-file", "/no/such/file"], 2, "/no/such/file"),
+        (["demo", "--keep", "/"], 2, "is there already"),
+    ],
+)
+def test_wrong_usage(
+    arguments: list[str], code: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert told in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["--gpus", "frob"], 2, "'frob' is not a fleet"),
+        (["--gpus", "24GiB", "--context", "x"], 2, "'x' is not a number of tokens"),
+        (["--gpus", "24GiB", "--context", "8", "--new-tokens", "8"], 2, "no room for a prompt"),
+        (["--gpus", "24GiB", "--batch", "0"], 2, "batch"),
+        (["--gpus", "24GiB", "--dtype", "int3"], 2, "int3"),
+        (["--gpus", "24GiB", "--prefill-chunk", "some"], 2, "some"),
+        (["--gpus", "24GiB", "--objective", "beauty"], 2, "beauty"),
+        (["--gpus", "24GiB", "--context", "1M"], 2, "1024"),
+        (["--gpus", "virtual:2MiB"], 7, "does not fit"),
+        (["--gpus", "24GiB", "--save", "/no/such/folder/p"], 2, "/no/such/folder/p"),
+    ],
+)
+def test_wrong_wishes(
+    tiny: Path,
+    arguments: list[str],
+    code: int,
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+) -> None:
+    monkeypatch.setenv("DUOKA_CACHE", environment["DUOKA_CACHE"])
+    assert run(["plan", str(tiny), *arguments]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert told in err
+    assert "Traceback" not in err
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "/no/such/place", "--debug"]) == 4
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "error: " in err
+
+
+def test_a_reader_that_goes_away_is_no_error(tiny: Path, environment: dict[str, str]) -> None:
+    command = [*PROGRAM, "plan", str(tiny), *GPUS, *SIZES, "--json"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    told = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == 141
+    assert told == b""
+
+
+def test_no_colour_where_there_is_no_terminal(tiny: Path, process: Program) -> None:
+    done = process("plan", tiny, *GPUS, *SIZES)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout + done.stderr

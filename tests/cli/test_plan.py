@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import duoka
+
+from .conftest import GPUS, SIZES, Program
+
+
+def test_a_plan_is_shown(tiny: Path, program: Program) -> None:
+    done = program("plan", tiny, *GPUS, *SIZES, "--use-all")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "vgpu:0" in done.stdout
+    assert "context 96 (64 + 32 new)" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_json_is_the_plan(tiny: Path, program: Program, tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    done = program("plan", tiny, *GPUS, *SIZES, "--json", "--save", saved)
+    plan = duoka.Plan.from_json(done.stdout)
+    assert plan == duoka.Plan.load(saved)
+    assert plan.workload.context_tokens == 96
+    assert json.loads(done.stdout)["workload"]["new_tokens"] == 32
+    assert done.stderr == f"saved to {saved}\n"
+
+
+def test_a_saved_plan_is_shown_again(tiny: Path, program: Program, tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    first = program("plan", tiny, *GPUS, *SIZES, "--save", saved)
+    assert program("plan", "--plan", saved).stdout == first.stdout
+    assert program("plan", tiny, "--plan", saved).stdout == first.stdout
+
+
+def test_a_plan_for_another_model_is_refused(tiny: Path, program: Program, tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    program("plan", tiny, *GPUS, *SIZES, "--save", saved)
+    other = tmp_path / "other"
+    other.mkdir()
+    config = json.loads((tiny / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "num_layers": 2}))
+    done = program("plan", other, "--plan", saved)
+    assert done.returncode == 10
+    assert "another checkpoint" in done.stderr
+
+
+def test_defaults_keep_to_the_models_limit(tiny: Path, program: Program) -> None:
+    done = program("plan", tiny, *GPUS, "--json")
+    workload = json.loads(done.stdout)["workload"]
+    assert workload["prompt_tokens"] + workload["new_tokens"] == 1024
+    assert workload["new_tokens"] == 256

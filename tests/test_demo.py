@@ -1,0 +1,137 @@
+"""The demo, as `duoka demo` runs it: once for all tests here, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+from safetensors import safe_open
+
+from duoka.checkpoint import Checkpoint
+from duoka.demo.questions import load_pairs
+from duoka.models.prompts import chat_format
+from duoka.models.tokenization import load_tokenizer
+from duoka.units import format_bytes
+
+PROGRAM = (sys.executable, "-c", "from duoka.cli import main; main()")
+# Asserted word for word, apart from what questions.toml says.
+EXPECTED = {
+    "What is a device map?": "A table that says on which device each module of a model lies.",
+    "Where should the KV cache of a layer live?": "On the same GPU as the layer.",
+    "显存不足怎么办？": "缩短上下文，减小批量，分块预填充，或者使用更多显卡。",
+}
+
+
+class Done:
+    def __init__(self, folder: Path, process: subprocess.CompletedProcess[str]) -> None:
+        self.checkpoint = folder / "model"
+        self.process = process
+        self.told: dict[str, Any] = json.loads((folder / "demo.json").read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    folder = tmp_path_factory.mktemp("demo")
+    process = subprocess.run(
+        [*PROGRAM, "demo", "--json", folder / "demo.json", "--keep", folder / "model"],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env={**os.environ, "DUOKA_CACHE": str(folder / "cache"), "COLUMNS": "80"},
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    return Done(folder, process)
+
+
+# Training is most of it: about a minute of one core, and more where cores are shared.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def test_it_answers_three_questions_rightly(done: Done) -> None:
+    answers = {answer["question"]: answer["answer"] for answer in done.told["answers"]}
+    assert answers == EXPECTED
+    assert all(answer["correct"] for answer in done.told["answers"])
+
+
+def test_two_gpus_hold_what_neither_can(done: Done) -> None:
+    weights = Checkpoint.open(done.checkpoint).weight_bytes
+    assert weights is not None
+    assert len(done.told["devices"]) == 2
+    assert all(device["budget_bytes"] < weights for device in done.told["devices"])
+    assert "does not fit" in done.told["one_gpu"]
+    modules = [name for device in done.told["devices"] for name in device["modules"]]
+    assert len(set(modules)) == len(modules)
+    assert {"model.embed_tokens", "lm_head"} < set(modules)
+
+
+def test_the_forecast_is_the_measurement(done: Done) -> None:
+    for forecast, measured in zip(done.told["forecast"], done.told["measured"], strict=True):
+        assert forecast["device"] == measured["device"]
+        assert measured["allocated_bytes"] == pytest.approx(forecast["allocated_bytes"], rel=0.01)
+        assert measured["reserved_bytes"] == pytest.approx(forecast["reserved_bytes"], rel=0.03)
+        assert measured["reserved_bytes"] <= forecast["budget_bytes"]
+
+
+def test_what_is_printed(done: Done) -> None:
+    out = done.process.stdout
+    for question, answer in EXPECTED.items():
+        assert question in out
+        assert answer in out
+    for device in done.told["measured"]:
+        assert device["device"] in out
+        assert format_bytes(device["allocated_bytes"]) in out
+    assert "\x1b" not in out + done.process.stderr
+
+
+def test_the_checkpoint_is_in_the_published_format(done: Done) -> None:
+    config = json.loads((done.checkpoint / "config.json").read_text())
+    assert config["model_type"] == "chatglm"
+    assert config["num_layers"] == 4
+    assert "num_hidden_layers" not in config
+    index = json.loads((done.checkpoint / "model.safetensors.index.json").read_text())
+    names = set(index["weight_map"])
+    layer = "transformer.encoder.layers.0."
+    assert {
+        "transformer.embedding.word_embeddings.weight",
+        "transformer.output_layer.weight",
+        "transformer.encoder.final_layernorm.weight",
+        f"{layer}self_attention.query_key_value.weight",
+        f"{layer}self_attention.query_key_value.bias",
+        f"{layer}mlp.dense_h_to_4h.weight",
+    } <= names
+    assert not any(name.startswith(("model.", "lm_head")) for name in names)
+    shards = sorted(set(index["weight_map"].values()))
+    assert len(shards) > 1
+    with safe_open(done.checkpoint / shards[0], framework="pt") as shard:
+        assert set(shard.keys()) <= names
+
+
+def test_the_tokenizer_is_like_the_published_one(done: Done) -> None:
+    pieces = sentencepiece.SentencePieceProcessor(
+        model_file=str(done.checkpoint / "tokenizer.model")
+    )
+    assert (pieces.unk_id(), pieces.bos_id(), pieces.eos_id(), pieces.pad_id()) == (0, 1, 2, -1)
+    checkpoint = Checkpoint.open(done.checkpoint)
+    tokenizer = load_tokenizer(done.checkpoint, checkpoint.config)
+    first = pieces.vocab_size()
+    assert tokenizer.convert_tokens_to_ids("[MASK]") == first
+    assert tokenizer.convert_tokens_to_ids("<|observation|>") == first + 8
+    for text in [pair.question for pair in load_pairs()] + ["龘 is new 🐼", "a  b"]:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ids == pieces.encode(text)
+        assert pieces.decode(ids) == text
+    chat = chat_format(tokenizer, checkpoint.config)
+    assert chat.stop_ids == (2, first + 6, first + 8)
+
+
+def test_every_pair_is_asked_in_few_words() -> None:
+    pairs = load_pairs()
+    assert len({pair.question for pair in pairs}) == len(pairs) >= 24
+    assert {pair.question: pair.answer for pair in pairs if pair.ask} == EXPECTED
