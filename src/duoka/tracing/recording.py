@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import flop_registry
 
 from .. import virtual
+from .flops import count_flops
 from .grouping import Group, tensors_in
 
 Home = tuple[int, int, int]
@@ -121,9 +121,7 @@ class Recorder:
     def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Add an operation's arithmetic and memory traffic to the block that runs."""
         tape = self._tapes[self._current]
-        formula = flop_registry.get(func.overloadpacket)
-        if formula is not None:
-            tape.flops += int(formula(*args, **kwargs, out_val=result))
+        tape.flops += count_flops(func, args, kwargs, result)
         inputs = list(tensors_in((args, kwargs)))
         storages = {t.storage_id for t in inputs if isinstance(t, virtual.VirtualTensor)}
         outputs = [t for t in tensors_in(result) if isinstance(t, virtual.VirtualTensor)]

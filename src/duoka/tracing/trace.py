@@ -248,21 +248,22 @@ class _Tracer:
                 recorder.forget()
                 for phase, tokens in run.steps:
                     recorded = recorder.record(partial(stepper.step, tokens))
-                    samples.append(Sample(phase, run.batch, tokens, stepper.past, recorded))
+                    if phase is not None:
+                        samples.append(Sample(phase, run.batch, tokens, stepper.past, recorded))
         return samples
 
 
 class _Run(NamedTuple):
-    """Steps over one cache: phases with their query tokens."""
+    """Steps over one cache: phases with their query tokens; None fills the cache alone."""
 
     batch: int
-    steps: tuple[tuple[Phase, int], ...]
+    steps: tuple[tuple[Phase | None, int], ...]
 
     def aligned(self) -> _Run:
         """Much the same run at multiples of `ALIGNED_TOKENS`, in its decode step too."""
         (phase, tokens), *rest, last = self.steps
         aligned = _ceiled(tokens)
-        return _Run(self.batch, ((phase, aligned), *rest, ("extend", ALIGNED_TOKENS - 1), last))
+        return _Run(self.batch, ((phase, aligned), *rest, (None, ALIGNED_TOKENS - 1), last))
 
 
 class _Samples:
