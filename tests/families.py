@@ -7,7 +7,6 @@ in wherever it has a field of that name; what no rule can know stands in `_SPECI
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib
 import inspect
 import io
@@ -125,11 +124,11 @@ def all_names() -> list[str]:
 
 def build(name: str, *, seed: int = 0) -> PreTrainedModel:
     """Build a family's tiny model with random weights, in eval mode."""
-    model_class, config = _model_class(name), _configuration(name)
     torch.manual_seed(seed)
+    # Importing a family's module may warn as well as building its model.
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
-        model = model_class(copy.deepcopy(config))
+        model = _model_class(name)(_configuration(name))
     _spread(model)
     return model.eval()
 
