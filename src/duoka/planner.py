@@ -134,24 +134,10 @@ def _plan(
 ) -> Plan:
     profile, fleet = costs.profile, question.fleet
     device_of: dict[int, str] = {}
-    forecasts = []
-    for stage, peaks in zip(solution.stages, stage_peaks, strict=True):
-        device = fleet.devices[stage.device]
-        needed = costs.reserved_bytes(stage.start, stage.stop, device.budget_bytes)
-        assert needed is not None, "the search returned a stage that doesn't fit"
-        device_of.update(dict.fromkeys(costs.blocks_of(stage.start, stage.stop), device.name))
-        forecasts.append(
-            DeviceForecast(
-                device=device.name,
-                weight_bytes=peaks.weights,
-                kv_cache_bytes=peaks.kv_cache,
-                activation_bytes=peaks.activations,
-                allocated_bytes=peaks.allocated,
-                reserved_bytes=peaks.reserved,
-                needed_bytes=needed,
-                budget_bytes=device.budget_bytes,
-            )
-        )
+    for stage in solution.stages:
+        name = fleet.devices[stage.device].name
+        device_of.update(dict.fromkeys(costs.blocks_of(stage.start, stage.stop), name))
+    forecasts = tuple(_forecasts(costs, solution, stage_peaks, fleet))
     entries = tuple(
         (module, device_of[index])
         for index, block in enumerate(profile.blocks)
@@ -164,15 +150,32 @@ def _plan(
         fleet=fleet,
         workload=costs.workload,
         placement=Placement(entries=entries, fingerprint=profile.fingerprint),
-        forecast=Forecast(
-            devices=tuple(forecasts), decode_seconds=_seconds(costs, solution, fleet)
-        ),
+        forecast=Forecast(devices=forecasts, decode_seconds=_seconds(costs, solution, fleet)),
         objective=solution.objective,
         value=float(solution.value),
         bound=float(solution.bound),
         binding_device=fleet.devices[solution.binding_device].name,
         why=tuple(_reasons(costs, solution, question)),
     )
+
+
+def _forecasts(
+    costs: Costs, solution: Solution, stage_peaks: list[StageBytes], fleet: Fleet
+) -> Iterator[DeviceForecast]:
+    for stage, peaks in zip(solution.stages, stage_peaks, strict=True):
+        device = fleet.devices[stage.device]
+        needed = costs.reserved_bytes(stage.start, stage.stop, device.budget_bytes)
+        assert needed is not None, "the search returned a stage that doesn't fit"
+        yield DeviceForecast(
+            device=device.name,
+            weight_bytes=peaks.weights,
+            kv_cache_bytes=peaks.kv_cache,
+            activation_bytes=peaks.activations,
+            allocated_bytes=peaks.allocated,
+            reserved_bytes=peaks.reserved,
+            needed_bytes=needed,
+            budget_bytes=device.budget_bytes,
+        )
 
 
 def _seconds(costs: Costs, solution: Solution, fleet: Fleet) -> float | None:
