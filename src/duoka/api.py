@@ -6,6 +6,8 @@ import copy
 import hashlib
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -78,15 +80,29 @@ def plan(
     asked = workload or Workload()
     source = ""
     if isinstance(model, nn.Module):
+        asked = _for_model(asked, getattr(model, "config", None))
         profile = profile_module(model, asked, inputs)
         asked = asked if inputs is None else Workload(prompt_tokens=1, new_tokens=1)
     else:
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
         source = str(checkpoint.path)
+        asked = _for_model(asked, SimpleNamespace(**checkpoint.config))
         profile = profile_checkpoint(checkpoint, asked)
     asked = asked.resolved(dtype=cast(Dtype, profile.dtype))
     question = Question(fleet=fleet, workload=asked, use_all=use_all, objective=objective)
     return solve(profile, question, source=source)
+
+
+def _for_model(workload: Workload, config: object) -> Workload:
+    """Resolve what the model decides: an encoder reads its prompt whole."""
+    if not getattr(config, "is_encoder_decoder", False):
+        return workload
+    if isinstance(workload.prefill_chunk_tokens, int):
+        raise UsageError(
+            f"an encoder can't read its prompt in chunks of {workload.prefill_chunk_tokens}",
+            hint="leave the chunk out",
+        )
+    return replace(workload, prefill_chunk_tokens=None)
 
 
 def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:

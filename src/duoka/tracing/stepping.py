@@ -12,8 +12,9 @@ import inspect
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+from transformers.modeling_outputs import BaseModelOutput
 
 from ..workload import Workload
 
@@ -24,7 +25,8 @@ class Stepper:
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A causal language model, on whatever devices it lies.
+        A causal language model, or an encoder with a decoder, on whatever devices it lies. For
+        the latter the first step's tokens are the encoder's, and the decoder begins with one.
     batch : int
         More than one comes with padding on the left, as prompts of different lengths have it.
     device : torch.device
@@ -36,7 +38,8 @@ class Stepper:
         self.batch = batch
         self.device = device
         self.past = 0
-        self.cache: Any = DynamicCache(config=model.config)
+        self.encoded: Any = None
+        self.cache: Any = _new_cache(self.model.config)
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
         self._cache_name = next(
             (name for name in _CACHES if name in self._accepted), "past_key_values"
@@ -49,6 +52,8 @@ class Stepper:
         logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=self.device)
         cache = next((outputs[name] for name in _CACHES if outputs.get(name) is not None), None)
         self.cache = self.cache if cache is None else cache
+        if self.model.config.is_encoder_decoder:
+            self.encoded = BaseModelOutput(last_hidden_state=outputs.encoder_last_hidden_state)
         del outputs
         torch.argmax(logits, dim=-1)
         self.past = keys
@@ -86,6 +91,8 @@ class Stepper:
         mask = torch.ones((self.batch, keys), dtype=torch.long, device=self.device)
         if self.batch > 1:
             mask[:-1, :1] = 0
+        if self.model.config.is_encoder_decoder:
+            return self._pair_inputs(ids, mask, query)
         positions = mask.cumsum(-1) - 1
         positions = positions.masked_fill(mask == 0, 0)
         inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(
@@ -100,9 +107,33 @@ class Stepper:
         )
         return {**inputs, "return_dict": True}
 
+    def _pair_inputs(self, ids: torch.Tensor, mask: torch.Tensor, query: int) -> dict[str, Any]:
+        """The same for an encoder with a decoder: the encoder runs in the first step only."""
+        if self.encoded is None:
+            num_decoded, num_encoded = 1, query
+            read: dict[str, Any] = {"input_ids": ids}
+        else:
+            num_decoded, num_encoded = query, self.encoded.last_hidden_state.shape[1]
+            read = {"encoder_outputs": self.encoded}
+        return {
+            **read,
+            "attention_mask": mask[:, :num_encoded],
+            "decoder_input_ids": ids[:, :num_decoded].clone(),
+            "past_key_values": self.cache,
+            "use_cache": True,
+            "return_dict": True,
+        }
+
 
 _LENGTHEN_TOKENS = 128
 _CACHES = ("past_key_values", "cache_params")
+
+
+def _new_cache(config: Any) -> Any:
+    if not config.is_encoder_decoder:
+        return DynamicCache(config=config)
+    decoder = config.get_text_config(decoder=True)
+    return EncoderDecoderCache(DynamicCache(config=decoder), DynamicCache(config=decoder))
 
 
 def _longer(states: torch.Tensor, tokens: int) -> torch.Tensor:

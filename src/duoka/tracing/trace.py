@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from torch import nn
 
 from .. import virtual
 from ..dispatching import place
+from ..errors import ModelError
 from ..placement import Placement
 from ..profile import ALIGNED_TOKENS, Block, Kind, Phase, Profile, Regime, Tape
 from ..workload import Workload
@@ -70,11 +72,13 @@ def trace(model: nn.Module, subject: Subject) -> Profile:
     ModelError
         If the model's code can't run without data.
     """
-    with _whole(model) as device:
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise Irregular("what an encoder and its decoder cost depends on two lengths")
+    with _running(model), _whole(model) as device:
         tracer = _Tracer(model, device, subject.max_context_tokens or _ENDLESS)
         try:
             return _profile(model, tracer.groups, subject, list(tracer.rules()))
-        except (Unlike, RuntimeError) as error:
+        except (Unlike, *_FAILURES) as error:
             # A step far from any that is asked for may fail where the asked one doesn't.
             raise Irregular(f"{type(model).__name__}: {error}") from error
 
@@ -90,7 +94,7 @@ def trace_workload(model: nn.Module, subject: Subject, workloads: Sequence[Workl
     workloads : sequence of Workload
         With their prefill chunks resolved; of equal batch.
     """
-    with _whole(model) as device:
+    with _running(model), _whole(model) as device:
         tracer = _Tracer(model, device, _ENDLESS)
         found = {
             (regime.phase, regime.query, regime.keys): (regime, tapes)
@@ -119,7 +123,7 @@ def trace_call(
         Its tapes hold for this call alone, whatever workload is asked about.
     """
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
-    with _whole(model) as device:
+    with _running(model), _whole(model) as device:
 
         def call() -> None:
             model(*_moved(args, device), **_moved(kwargs, device))
@@ -131,6 +135,24 @@ def trace_call(
             phase="prefill", many=False, query=_EVERYWHERE, past=_EVERYWHERE, keys=_EVERYWHERE
         )
         return _profile(model, groups, subject, [_fitted(regime, [sample])])
+
+
+# What model code raises when it can't run as it is asked to.
+_FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
+
+
+@contextmanager
+def _running(model: nn.Module) -> Iterator[None]:
+    """Say which model failed, and where, when its own code does."""
+    try:
+        yield
+    except _FAILURES as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise ModelError(
+            f"{type(model).__name__} can't be traced: {type(error).__name__}: {error} "
+            f"({last.filename}:{last.lineno})",
+            hint="give example inputs that it accepts: duoka.plan(model, fleet, inputs=…)",
+        ) from error
 
 
 @contextmanager
