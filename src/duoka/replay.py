@@ -22,9 +22,10 @@ from .workload import Workload
 
 T = TypeVar("T")
 
-# Decode steps are alike but for their length. Past this number, only the first and last ones and
-# those where a cache outgrows its segment are replayed: only there do the reserved bytes change.
-_ALL_DECODE_STEPS = 16
+# Decode steps are alike but for their length. Where all of them would be more events than these,
+# only the first and last ones and those where a cache outgrows its segment are replayed: what is
+# allocated is the same, and what is reserved differs by a segment at most, of many.
+_MOST_EVENTS = 200_000
 
 _MALLOC, _KEEP, _RELEASE, _DROP, _RELEASE_FAR = range(5)
 Event = tuple[int, int, int]
@@ -185,7 +186,7 @@ class Replay:
     def _decode_lengths(self, keys: range) -> Sequence[int]:
         if self.brief:
             return _ends(keys)
-        if len(keys) <= _ALL_DECODE_STEPS:
+        if not keys or len(keys) * self._num_events(keys[-1]) <= _MOST_EVENTS:
             return keys
         chosen = {*_ends(keys)}
         rules = {
@@ -208,6 +209,14 @@ class Replay:
                 if before != after
             )
         return sorted(chosen)
+
+    def _num_events(self, keys: int) -> int:
+        """How many allocations and frees one decode step has, in all blocks."""
+        regime = self._step("decode", 1, keys).regime
+        return sum(
+            len(self.profile.kinds[block.kind].tapes[regime].events)
+            for block in self.profile.blocks
+        )
 
 
 class _StageRun:

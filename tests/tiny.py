@@ -1,0 +1,185 @@
+"""Small models and made-up profiles, for the tests of planning.
+
+A made-up profile has the shape of a language model (an embedding, layers with a cache, a head)
+with sizes that are easy to reckon with, and costs no tracing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from duoka import Fleet, Placement, Plan, Workload, models, virtual
+from duoka.dispatching import dispatch
+from duoka.planner import with_chunks
+from duoka.profile import MONOMIALS, Block, Kind, Phase, Profile, Read, Ref, Regime, Rule, Tape
+from duoka.tracing import Irregular, Stepper, Subject, trace, trace_workload
+
+MIB = 2**20
+ENDLESS = 2**40
+PHASES: tuple[Phase, ...] = ("prefill", "extend", "decode")
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 2048,
+    "max_position_embeddings": 8192,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "glm": {**_SIZES, "model_type": "glm", "head_dim": 32, "attention_bias": True, "pad_token_id": 0},
+    "llama": {**_SIZES, "model_type": "llama"},
+    "tied": {**_SIZES, "model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
+    "window": {**_SIZES, "model_type": "mistral", "sliding_window": 512},
+    "experts": {
+        **_SIZES,
+        "model_type": "mixtral",
+        "intermediate_size": 384,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
+    "mamba2": {
+        "model_type": "mamba2",
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_heads": 16,
+        "head_dim": 32,
+        "n_groups": 1,
+        "state_size": 16,
+        "vocab_size": 2048,
+        "chunk_size": 64,
+    },
+}  # fmt: skip
+IRREGULAR = frozenset({"mamba2"})
+
+
+@functools.cache
+def regular(name: str) -> Profile:
+    """The profile of a small model, for all workloads."""
+    model = models.build(CONFIGS[name], dtype=torch.bfloat16)
+    return trace(model, Subject(fingerprint=name, max_context_tokens=8192))
+
+
+def profile_for(name: str, workload: Workload) -> Profile:
+    """The profile of a small model, which is good at least for this workload."""
+    if name not in IRREGULAR:
+        return regular(name)
+    model = models.build(CONFIGS[name], dtype=torch.bfloat16)
+    return trace_workload(model, Subject(fingerprint=name), list(with_chunks(workload)))
+
+
+def is_irregular(name: str) -> bool:
+    """Whether tracing finds no rules for a small model."""
+    try:
+        regular(name)
+    except Irregular:
+        return True
+    return False
+
+
+def measure(plan: Plan, config: dict[str, Any]) -> list[tuple[int, int]]:
+    """Allocated and reserved peaks of every step of a plan, on its devices as virtual GPUs."""
+    index = {name: f"vgpu:{number}" for number, name in enumerate(plan.devices)}
+    budgets = [plan.fleet.device(name).budget_bytes for name in plan.devices]
+    entries = tuple((module, index[name]) for module, name in plan.placement.entries)
+    model = models.build(config, dtype=torch.bfloat16)
+    with virtual.gpus(budgets, data="meta") as world, torch.no_grad():
+        dispatch(model, Placement(entries=entries), empty=True)
+        stepper = Stepper(model, plan.workload.batch, torch.device("vgpu:0"))
+        stepper.run(plan.workload, decode_steps=plan.workload.new_tokens - 1)
+        return [
+            (world.max_memory_allocated(number), world.max_memory_reserved(number))
+            for number in range(len(budgets))
+        ]
+
+
+def rule(**coefficients: float) -> Rule:
+    """A rule by the names of its monomials; the constant is called `one`."""
+    named = {("1" if name == "one" else name): value for name, value in coefficients.items()}
+    assert named.keys() <= set(MONOMIALS)
+    return tuple(named.get(name, 0.0) for name in MONOMIALS)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the blocks of a made-up profile cost per token, in bytes; a cache of 0 is none."""
+
+    cache: int = 0
+    result: int = 1024
+    work: int = 4096
+
+
+def made_up(
+    weights: Sequence[int],
+    costs: Costs = Costs(),
+    *,
+    tied_to: Mapping[int, int] = MappingProxyType({}),
+    max_context_tokens: int | None = None,
+) -> Profile:
+    """A profile whose blocks hold weights of so many bytes; blocks of equal weight are alike.
+
+    A block makes something to work with, its cache anew, and its result; then it drops the work,
+    the old cache and the result of the block before. The first and the last one have no cache.
+    """
+    kinds: dict[Kind, int] = {}
+    blocks = []
+    for index, size in enumerate(weights):
+        tapes = [_tape(index, len(weights), phase, costs) for phase in PHASES]
+        kind = Kind(
+            weight_bytes=() if index in tied_to else (size,),
+            tapes=tuple(tape for tape in tapes for _ in (False, True)),
+        )
+        number = kinds.setdefault(kind, len(kinds))
+        blocks.append(Block(modules=(f"block.{index}",), kind=number, tied_to=tied_to.get(index)))
+    everywhere = (0, ENDLESS)
+    return Profile(
+        fingerprint="made up",
+        model="MadeUp",
+        dtype="bfloat16",
+        blocks=tuple(blocks),
+        kinds=tuple(kinds),
+        regimes=tuple(
+            Regime(phase=phase, many=many, query=everywhere, past=everywhere, keys=everywhere)
+            for phase in PHASES
+            for many in (False, True)
+        ),
+        max_context_tokens=max_context_tokens,
+    )
+
+
+def _tape(index: int, num_blocks: int, phase: Phase, costs: Costs) -> Tape:
+    keeps = bool(costs.cache) and 0 < index < num_blocks - 1
+    cache = [rule(bk=costs.cache)] if keeps else []
+    sizes = [rule(bq=costs.work), *cache, rule(bq=costs.result)]
+    events: list[Ref | None] = [None] * len(sizes)
+    events.append(Ref(origin="own", index=0))
+    if keeps and phase != "prefill":
+        events.append(Ref(origin="kept", index=0))
+    given = Ref(origin="input", index=0)
+    if index > 0:
+        given = Ref(origin="earlier", index=2 if costs.cache and index > 1 else 1, back=1)
+        events.append(given)
+    if index == num_blocks - 1:
+        events.append(Ref(origin="own", index=len(sizes) - 1))
+    return Tape(
+        sizes=tuple(sizes),
+        events=tuple(events),
+        kept=(1,) if keeps else (),
+        reads=(Read(ref=given, size=rule(bq=costs.result)),) if index > 0 else (),
+        flops=rule(bq=1000.0),
+        moved_bytes=rule(bq=10.0),
+    )
+
+
+def fleet(*budgets_mib: float) -> Fleet:
+    """Virtual GPUs of so many MiB."""
+    text = ",".join(f"{round(budget * 1024)}KiB" for budget in budgets_mib)
+    return Fleet.parse(f"virtual:{text}")
