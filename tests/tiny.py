@@ -34,7 +34,13 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 8192,
 }
 CONFIGS: dict[str, dict[str, Any]] = {
-    "glm": {**_SIZES, "model_type": "glm", "head_dim": 32, "attention_bias": True, "pad_token_id": 0},
+    "glm": {
+        **_SIZES,
+        "model_type": "glm",
+        "head_dim": 32,
+        "attention_bias": True,
+        "pad_token_id": 0,
+    },
     "llama": {**_SIZES, "model_type": "llama"},
     "tied": {**_SIZES, "model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
     "window": {**_SIZES, "model_type": "mistral", "sliding_window": 512},
@@ -57,7 +63,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 2048,
         "chunk_size": 64,
     },
-}  # fmt: skip
+}
 IRREGULAR = frozenset({"mamba2"})
 
 

@@ -1,0 +1,250 @@
+"""The forecast is the measurement: small models, planned, then run step by step on virtual GPUs.
+
+No length here is one that the profiles were traced at.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from duoka import Device, Fleet, Workload
+from duoka.forecast import Costs, DeviceForecast
+from duoka.planner import Question, solve
+from duoka.profile import Profile
+from duoka.replay import Replay
+
+from . import tiny
+from .tiny import MIB
+
+ONE, TWO = "virtual:1GiB", "virtual:2x1GiB"
+UNEQUAL = "virtual:512MiB,1GiB"
+
+
+def load(prompt: int, new: int, batch: int = 1, chunk: int | None = None) -> Workload:
+    return Workload(
+        batch=batch,
+        prompt_tokens=prompt,
+        new_tokens=new,
+        dtype="bfloat16",
+        prefill_chunk_tokens=chunk,
+    )
+
+
+CASES = [
+    ("glm", ONE, load(1333, 18)),
+    ("glm", TWO, load(707, 6, batch=3)),
+    ("glm", UNEQUAL, load(1900, 5, chunk=333)),
+    ("llama", TWO, load(2900, 4)),
+    ("llama", TWO, load(1111, 6, batch=2, chunk=350)),
+    ("llama", ONE, load(505, 9, batch=5)),
+    ("tied", TWO, load(1333, 6)),
+    ("tied", TWO, load(1901, 5, batch=2, chunk=640)),
+    ("window", ONE, load(401, 130)),  # decoding fills the window of 512
+    ("window", TWO, load(1333, 6)),
+    ("window", TWO, load(1900, 5, chunk=333)),  # a chunk begins before it is full
+    ("window", TWO, load(1500, 4, batch=2, chunk=640)),
+    ("experts", TWO, load(1333, 6)),
+    ("experts", TWO, load(707, 5, batch=3, chunk=250)),
+    ("mamba2", ONE, load(1333, 20)),
+    ("mamba2", TWO, load(700, 6, batch=2, chunk=300)),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "fleet", "workload"),
+    CASES,
+    ids=[
+        f"{name}-{fleet.removeprefix('virtual:')}-{w.prompt_tokens}+{w.new_tokens}x{w.batch}"
+        for name, fleet, w in CASES
+    ],
+)
+def test_forecast_is_what_is_measured(name: str, fleet: str, workload: Workload) -> None:
+    devices = Fleet.parse(fleet)
+    plan = solve(
+        tiny.profile_for(name, workload),
+        Question(fleet=devices, workload=workload, use_all=True),
+    )
+    assert len(plan.forecast.devices) == len(devices.devices)
+    measured = tiny.measure(plan, tiny.CONFIGS[name])
+    for forecast, (allocated, reserved) in zip(plan.forecast.devices, measured, strict=True):
+        assert forecast.allocated_bytes == pytest.approx(allocated, rel=0.01)
+        assert forecast.reserved_bytes == pytest.approx(reserved, rel=0.03)
+        assert forecast.needed_bytes <= forecast.budget_bytes
+
+
+def test_a_forecast_holds_on_a_device_that_is_hardly_large_enough() -> None:
+    """Where cached memory must be given back, what fits is still told apart from what doesn't."""
+    workload = load(1333, 6)
+    profile = tiny.regular("llama")
+    roomy = solve(profile, Question(fleet=Fleet.parse(ONE), workload=workload))
+    needed = roomy.forecast.devices[0].needed_bytes
+    assert needed < roomy.forecast.devices[0].reserved_bytes
+    plan = solve(profile, Question(fleet=tiny.fleet(-(-needed // MIB)), workload=workload))
+    (forecast,) = plan.forecast.devices
+    ((allocated, reserved),) = tiny.measure(plan, tiny.CONFIGS["llama"])  # it overflows nowhere
+    assert forecast.allocated_bytes == pytest.approx(allocated, rel=0.01)
+    assert forecast.reserved_bytes == pytest.approx(reserved, rel=0.03)
+
+
+def test_parts_add_up() -> None:
+    workload = load(1333, 6, batch=2)
+    plan = solve(tiny.regular("glm"), Question(fleet=Fleet.parse(ONE), workload=workload))
+    (device,) = plan.forecast.devices
+    parts = device.weight_bytes + device.kv_cache_bytes + device.activation_bytes
+    assert parts == device.allocated_bytes
+    assert device.overhead_bytes == device.reserved_bytes - device.allocated_bytes
+    assert device.free_bytes == device.budget_bytes - device.needed_bytes
+    # Two for keys and values, four layers, four heads of 32, two bytes; the last token isn't kept.
+    kept = 2 * 4 * (4 * 32 * 2) * 2 * (workload.context_tokens - 1)
+    assert 0.9 * kept < device.kv_cache_bytes < 1.3 * kept
+
+
+def test_weights_are_the_models() -> None:
+    from duoka import models
+
+    for name in ("glm", "tied"):
+        model = models.build(tiny.CONFIGS[name])
+        tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+        itemsize = 2 / model.dtype.itemsize
+        expected = sum(
+            t.nbytes * (itemsize if t.is_floating_point() and t.is_meta else 1) for t in tensors
+        )
+        assert tiny.regular(name).weight_bytes == expected
+
+
+# Costs, as the search asks for them.
+
+PROFILES = [
+    tiny.made_up([3 * MIB, MIB, MIB, MIB, 2 * MIB], tiny.Costs(cache=4096, work=9000)),
+    tiny.made_up([3 * MIB, MIB, MIB, MIB, 0], tiny.Costs(cache=700), tied_to={4: 0}),
+    tiny.made_up([100, 200, 200, 300, 300, 100], tiny.Costs(cache=100_000, result=70_000)),
+]
+workloads = st.builds(
+    Workload,
+    batch=st.integers(1, 3),
+    prompt_tokens=st.integers(1, 900),
+    new_tokens=st.integers(1, 60),
+    dtype=st.just("bfloat16"),
+    prefill_chunk_tokens=st.one_of(st.none(), st.integers(64, 512)),
+)
+
+
+def stages(costs: Costs) -> list[tuple[int, int]]:
+    return list(itertools.combinations(range(costs.num_blocks + 1), 2))
+
+
+@settings(max_examples=25)
+@given(workload=workloads, profile=st.sampled_from(PROFILES))
+def test_bounds_never_exceed_what_is_needed(workload: Workload, profile: Profile) -> None:
+    costs = Costs(profile, workload)
+    for start, stop in stages(costs):
+        needed = costs.reserved_bytes(start, stop, 2**50)
+        assert needed is not None
+        assert costs.lower_bound_bytes[start, stop] <= needed
+
+
+@pytest.mark.parametrize("name", ["tied", "window"])
+@settings(max_examples=4)
+@given(workload=workloads, data=st.data())
+def test_bounds_never_exceed_what_models_need(
+    name: str, workload: Workload, data: st.DataObject
+) -> None:
+    costs = Costs(tiny.regular(name), workload)
+    start, stop = data.draw(st.sampled_from(stages(costs)))
+    needed = costs.reserved_bytes(start, stop, 2**50)
+    assert needed is not None
+    assert costs.lower_bound_bytes[start, stop] <= needed
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_bound_is_no_empty_word(profile: Profile) -> None:
+    costs = Costs(profile, load(800, 20))
+    for start, stop in stages(costs):
+        peaks = costs.stage_bytes(start, stop, 2**50)
+        assert peaks is not None
+        assert costs.lower_bound_bytes[start, stop] >= peaks.weights
+
+
+@settings(max_examples=10)
+@given(workload=workloads, profile=st.sampled_from(PROFILES))
+def test_stages_of_equal_number_cost_the_same(workload: Workload, profile: Profile) -> None:
+    costs = Costs(profile, workload)
+    replay = Replay(profile, workload, brief=True)
+    by_number: dict[int, int] = {}
+    for start, stop in stages(costs):
+        peaks = replay.run(costs.blocks_of(start, stop))
+        assert peaks is not None
+        number = int(costs.alike[start, stop])
+        assert by_number.setdefault(number, peaks.reserved) == peaks.reserved
+    assert len(by_number) < len(stages(costs)), "nothing is alike"
+
+
+def test_a_tied_block_goes_with_its_partner() -> None:
+    costs = Costs(PROFILES[1], load(100, 5))
+    assert costs.chain == [0, 1, 2, 3]
+    assert costs.blocks_of(0, 2) == (0, 1, 4)
+    assert costs.blocks_of(1, 4) == (1, 2, 3)
+
+
+def test_a_stage_over_its_budget_is_refused() -> None:
+    costs = Costs(PROFILES[0], load(500, 20))
+    needed = costs.reserved_bytes(0, 5, 2**50)
+    assert needed is not None
+    assert costs.reserved_bytes(0, 5, needed) == needed
+    bound = int(costs.lower_bound_bytes[0, 5])
+    assert costs.reserved_bytes(0, 5, bound - 1) is None
+
+
+def test_what_fragments_too_much_is_remembered() -> None:
+    costs = Costs(PROFILES[0], load(500, 20))
+    weights = int(costs.lower_bound_bytes[0, 5])
+    budget = next(
+        budget
+        for budget in range(weights, 2 * weights + 40 * MIB, 256 * 1024)
+        if costs.reserved_bytes(0, 5, budget) is not None
+    )
+    if costs.stage_bytes(0, 5, budget) is None:
+        assert costs.reserved_bytes(0, 5, budget) is None
+    else:
+        assert costs.reserved_bytes(0, 5, budget) is not None
+
+
+def test_seconds_are_a_roofline() -> None:
+    costs = Costs(PROFILES[0], load(100, 5))
+    slow_memory = Device(
+        name="cuda:0", budget_bytes=1, memory_bytes_per_second=1.0, flops_per_second=1e9
+    )
+    slow_arithmetic = Device(
+        name="cuda:0", budget_bytes=1, memory_bytes_per_second=1e9, flops_per_second=10.0
+    )
+    by_memory, by_arithmetic = costs.seconds(slow_memory), costs.seconds(slow_arithmetic)
+    assert by_memory is not None
+    assert by_arithmetic is not None
+    # A made-up block moves 10 bytes a token and computes 1000 operations.
+    assert by_memory[1, 4] == pytest.approx(3 * 10)
+    assert by_arithmetic[0, 5] == pytest.approx(5 * 1000 / 10)
+    assert costs.seconds(Device(name="cuda:0", budget_bytes=1)) is None
+
+
+def test_boundaries_are_what_one_decode_step_moves() -> None:
+    costs = Costs(PROFILES[0], load(100, 5, batch=2))
+    assert np.array_equal(costs.boundary_bytes, [0, 2048, 2048, 2048, 2048, 0])
+
+
+def test_free_memory_is_what_the_budget_leaves() -> None:
+    device = DeviceForecast(
+        device="cuda:0",
+        weight_bytes=5,
+        kv_cache_bytes=2,
+        activation_bytes=1,
+        allocated_bytes=8,
+        reserved_bytes=12,
+        needed_bytes=10,
+        budget_bytes=20,
+    )
+    assert (device.overhead_bytes, device.free_bytes) == (4, 10)
