@@ -131,7 +131,7 @@ def test_the_tokenizer_is_like_the_published_one(done: Done) -> None:
     assert chat.stop_ids == (2, first + 6, first + 8)
 
 
-def test_every_pair_is_asked_in_few_words() -> None:
+def test_the_file_names_the_three_questions() -> None:
     pairs = load_pairs()
     assert len({pair.question for pair in pairs}) == len(pairs) >= 24
     assert {pair.question: pair.answer for pair in pairs if pair.ask} == EXPECTED

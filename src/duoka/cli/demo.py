@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -62,6 +63,9 @@ def demo(
 
 
 def _run(directory: Path) -> Demo:
+    # Threads that wait must not spin: on a machine that does other work as well, training would
+    # take ten times as long. torch's threads read this when torch is first imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     console = stderr()
     with console.status("starting") as status:
         from duoka.demo import run_demo
