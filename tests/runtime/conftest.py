@@ -33,7 +33,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="session")
+# Not for the session: a test elsewhere may configure other virtual GPUs for this process.
+@pytest.fixture(scope="module")
 def generator(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator:
     """On two virtual GPUs, planned for 3 prompts of 64 tokens and 32 new ones."""
     workload = Workload(batch=3, prompt_tokens=64, new_tokens=32, prefill_chunk_tokens=None)
