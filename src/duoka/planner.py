@@ -244,7 +244,8 @@ def _ways_out(profile: Profile, question: Question) -> Iterator[str]:
 
     tokens = try_from(with_context, 2, workload.context_tokens - 1)
     if tokens is not None:
-        yield f"a context of {tokens} tokens fits (--context {tokens})"
+        new = with_context(tokens).workload.new_tokens
+        yield f"a context of {tokens} tokens fits (--context {tokens} --new-tokens {new})"
     if workload.batch > 1:
         batch = try_from(
             lambda number: replace(question, workload=replace(workload, batch=number)),
