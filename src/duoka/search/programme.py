@@ -70,7 +70,7 @@ class Programme:
         self._num_blocks = tables[0].shape[0] - 1
         # Kept by start and length: the long stages, which fit nowhere, are left out.
         starts, stops = np.nonzero(np.any([np.isfinite(table) for table in tables], axis=0))
-        self._longest = max(1, int((stops - starts).max(initial=0)))
+        self._longest = max(1, int(np.max(stops - starts, initial=0)))
         self._bands = [_band(table, self._longest) for table in tables]
         end = np.full(self._num_blocks + 1, np.inf)
         end[-1] = -np.inf if slowest else 0.0
@@ -160,7 +160,7 @@ class Programme:
         """Least cost from `start` on when `group` has the first stage, and where that stops."""
         after = self._after(group, suffixes)[start + 1 : start + 1 + self._longest]
         costs = self._join(self._bands[group][start, : len(after)], after)
-        index = int(costs.argmin())
+        index = int(np.argmin(costs))
         return float(costs[index]), start + 1 + index
 
     def _trace(self, used: Used) -> Stages:
