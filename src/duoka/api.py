@@ -6,8 +6,6 @@ import copy
 import hashlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -80,34 +78,23 @@ def plan(
     asked = workload or Workload()
     source = ""
     if isinstance(model, nn.Module):
-        asked = _for_model(asked, getattr(model, "config", None))
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            asked = profiles.whole_prompt(asked)
         profile = profile_module(model, asked, inputs)
         asked = asked if inputs is None else Workload(prompt_tokens=1, new_tokens=1)
     else:
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
         source = str(checkpoint.path)
-        asked = _for_model(asked, SimpleNamespace(**checkpoint.config))
+        asked = profiles.workload_for(checkpoint, asked)
         profile = profile_checkpoint(checkpoint, asked)
     asked = asked.resolved(dtype=cast(Dtype, profile.dtype))
     question = Question(fleet=fleet, workload=asked, use_all=use_all, objective=objective)
     return solve(profile, question, source=source)
 
 
-def _for_model(workload: Workload, config: object) -> Workload:
-    """Resolve what the model decides: an encoder reads its prompt whole."""
-    if not getattr(config, "is_encoder_decoder", False):
-        return workload
-    if isinstance(workload.prefill_chunk_tokens, int):
-        raise UsageError(
-            f"an encoder can't read its prompt in chunks of {workload.prefill_chunk_tokens}",
-            hint="leave the chunk out",
-        )
-    return replace(workload, prefill_chunk_tokens=None)
-
-
 def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
     """The profile of a checkpoint: from the cache, or traced and kept there."""
-    workload = workload.resolved(dtype=dtype_of(checkpoint, workload))
+    workload = profiles.workload_for(checkpoint, workload)
     profile = profiles.find_profile(checkpoint.fingerprint, workload)
     if profile is None:
         subject = Subject(
@@ -211,12 +198,6 @@ def dispatch(model: Model, placement: Placement | Plan | Mapping[str, str]) -> M
     elif isinstance(placement, Mapping):
         placement = Placement(entries=tuple(placement.items()))
     return spread(model, placement)
-
-
-def dtype_of(checkpoint: Checkpoint, workload: Workload) -> Dtype:
-    """The weights' type: asked for, or the checkpoint's own."""
-    own = cast(Dtype, checkpoint.default_dtype or "float32")
-    return workload.dtype if workload.dtype != "auto" else own
 
 
 def fingerprint_module(model: nn.Module) -> str:

@@ -9,14 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import cast
 
-from .errors import FormatError
-from .plans import write_whole
+from .checkpoint import Checkpoint
+from .errors import FormatError, UsageError
+from .planner import Question, solve
+from .plans import Plan, write_whole
 from .profile import Profile
 from .serial import from_dict, to_dict
-from .workload import Workload
+from .workload import Dtype, Workload
 
 _VERSION = 2
 _PACKAGES = ("torch", "transformers", "duoka")
@@ -29,6 +33,44 @@ def cache_directory() -> Path:
         return Path(named)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "duoka"
+
+
+def plan_from_cache(checkpoint: Checkpoint, question: Question) -> Plan | None:
+    """Plan a checkpoint with its cached profile; None when it has to be traced first.
+
+    Raises
+    ------
+    InfeasibleError
+        If nothing fits.
+    """
+    workload = workload_for(checkpoint, question.workload)
+    profile = find_profile(checkpoint.fingerprint, workload)
+    if profile is None:
+        return None
+    return solve(profile, replace(question, workload=workload), source=str(checkpoint.path))
+
+
+def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
+    """The workload with what the checkpoint decides: its dtype, and that an encoder reads whole."""
+    if checkpoint.config.get("is_encoder_decoder", False):
+        workload = whole_prompt(workload)
+    return workload.resolved(dtype=cast(Dtype, checkpoint.default_dtype or "float32"))
+
+
+def whole_prompt(workload: Workload) -> Workload:
+    """The workload of an encoder, which can't read its prompt in chunks.
+
+    Raises
+    ------
+    UsageError
+        If a chunk was asked for.
+    """
+    if isinstance(workload.prefill_chunk_tokens, int):
+        raise UsageError(
+            f"an encoder can't read its prompt in chunks of {workload.prefill_chunk_tokens}",
+            hint="leave the chunk out",
+        )
+    return replace(workload, prefill_chunk_tokens=None)
 
 
 def find_profile(fingerprint: str, workload: Workload) -> Profile | None:

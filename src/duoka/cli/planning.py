@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import duoka
 from duoka.errors import FormatError, UsageError
+from duoka.planner import Question
+from duoka.profiles import plan_from_cache
 
 from .options import parse_chunk, parse_tokens
 from .terminal import loading, stderr
@@ -60,13 +62,19 @@ def make_plan(
             "no model was given", hint="name the directory of a checkpoint, or a --plan"
         )
     checkpoint = duoka.Checkpoint.open(model, trust_remote_code=trust_remote_code)
-    workload = _workload(checkpoint, wishes)
-    return duoka.plan(
-        checkpoint,
-        _fleet(wishes.gpus),
-        workload,
-        use_all=wishes.use_all,
+    question = Question(
+        fleet=_fleet(wishes.gpus),
+        workload=_workload(checkpoint, wishes),
         objective=wishes.objective or "auto",  # type: ignore[arg-type]
+        use_all=wishes.use_all,
+    )
+    # A model that was planned before needs no torch to be planned again.
+    return plan_from_cache(checkpoint, question) or duoka.plan(
+        checkpoint,
+        question.fleet,
+        question.workload,
+        use_all=question.use_all,
+        objective=question.objective,
     )
 
 
