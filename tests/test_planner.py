@@ -173,7 +173,7 @@ def test_a_chunk_that_saves_a_gpu_is_taken() -> None:
 
 def test_a_context_beyond_the_models_is_refused() -> None:
     profile = replace(LAYERS, max_context_tokens=512)
-    with pytest.raises(UsageError, match="700 prompt and 40 new tokens are 740; MadeUp .* 512"):
+    with pytest.raises(UsageError, match=r"700 prompt and 40 new tokens are 740; MadeUp .* 512"):
         solve(profile, ask(1000))
 
 

@@ -20,6 +20,8 @@ from .workload import Workload
 _SMALLEST_CHUNK_TOKENS = 512
 _LARGEST_CHUNK_TOKENS = 8192
 _MOST_GPUS = 16
+# How often a way out is made a little shorter, where it fits but for fragmentation.
+_STEPS_DOWN = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +222,7 @@ def _infeasible(profile: Profile, question: Question, shortage: NoPlacement) -> 
 
 
 def _fits(profile: Profile, question: Question) -> bool:
+    """Whether there is memory enough; fragmentation may still spoil it, which `_works` tells."""
     try:
         return any(
             fits(Costs(profile, workload), question.fleet, use_all=question.use_all)
@@ -228,6 +231,30 @@ def _fits(profile: Profile, question: Question) -> bool:
     except UsageError:
         # A profile that was traced for one workload says nothing of others.
         return False
+
+
+def _works(profile: Profile, question: Question) -> bool:
+    """Whether `solve` would find a plan."""
+    for workload in with_chunks(question.workload):
+        try:
+            _search(Costs(profile, workload), question)
+        except NoPlacement:
+            continue
+        return True
+    return False
+
+
+def _largest_that_works(
+    profile: Profile, build: Callable[[int], Question], low: int, high: int
+) -> int | None:
+    found = largest(lambda number: _fits(profile, build(number)), low, high)
+    for _ in range(_STEPS_DOWN):
+        if found is None or found < low:
+            return None
+        if _works(profile, build(found)):
+            return found
+        found -= 1 + found // _STEPS_DOWN // 2
+    return None
 
 
 def _ways_out(profile: Profile, question: Question) -> Iterator[str]:
@@ -239,15 +266,13 @@ def _ways_out(profile: Profile, question: Question) -> Iterator[str]:
         shorter = replace(workload, new_tokens=new, prompt_tokens=tokens - new)
         return replace(question, workload=shorter)
 
-    def try_from(build: Callable[[int], Question], low: int, high: int) -> int | None:
-        return largest(lambda number: _fits(profile, build(number)), low, high)
-
-    tokens = try_from(with_context, 2, workload.context_tokens - 1)
+    tokens = _largest_that_works(profile, with_context, 2, workload.context_tokens - 1)
     if tokens is not None:
         new = with_context(tokens).workload.new_tokens
         yield f"a context of {tokens} tokens fits (--context {tokens} --new-tokens {new})"
     if workload.batch > 1:
-        batch = try_from(
+        batch = _largest_that_works(
+            profile,
             lambda number: replace(question, workload=replace(workload, batch=number)),
             1,
             workload.batch - 1,
@@ -259,6 +284,7 @@ def _ways_out(profile: Profile, question: Question) -> Iterator[str]:
         kind = best.name.partition(":")[0]
         extra = tuple(replace(best, name=f"{kind}:{_MOST_GPUS + n}") for n in range(more))
         larger = replace(question.fleet, devices=(*question.fleet.devices, *extra))
-        if _fits(profile, replace(question, fleet=larger)):
+        larger_question = replace(question, fleet=larger)
+        if _fits(profile, larger_question) and _works(profile, larger_question):
             yield f"{more} more GPU{'s' * (more > 1)} of {format_bytes(best.budget_bytes)}"
             return
