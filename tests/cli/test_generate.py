@@ -6,6 +6,8 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from .conftest import GPUS, PROGRAM, SIZES, Program
 
 
@@ -60,6 +62,17 @@ def test_a_prompt_past_the_plan_is_refused(tiny: Path, program: Program) -> None
     assert done.returncode == 2
     assert done.stdout == ""
     assert "the plan has memory for 64" in done.stderr
+
+
+@pytest.mark.parametrize("given", [("-p", "a\udcff"), ("--prompt-file", "damaged.txt")])
+def test_what_is_no_text_is_refused(
+    given: tuple[str, str], program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("damaged.txt").write_bytes(b"a\xff")
+    done = program("generate", "x", *given)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
 
 
 def test_sampling_options(tiny: Path, program: Program) -> None:

@@ -134,3 +134,15 @@ def test_no_colour_where_there_is_no_terminal(tiny: Path, process: Program) -> N
     done = process("plan", tiny, *GPUS, *SIZES)
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_a_terminal_that_knows_only_ascii(tiny: Path, environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [*PROGRAM, "plan", str(tiny), *GPUS, *SIZES],
+        capture_output=True,
+        env={**environment, "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"},
+        check=False,
+    )
+    assert done.returncode == 0
+    assert done.stdout.isascii()
+    assert b"# weights" in done.stdout

@@ -48,6 +48,7 @@ def chat(
 
     [bold]duoka chat[/] --plan chatglm3.plan --system "Answer in one sentence."
     """
+    options.refuse_damaged(system or "")
     wishes = planning.Wishes(
         gpus=gpus,
         context=context,
@@ -99,13 +100,14 @@ def _read(interactive: bool) -> str | None:
         except EOFError:
             sys.stdout.write("\n")
             return None
-    line = sys.stdin.readline()
+    line = options.read_stdin(line=True)
     return line.strip() if line else None
 
 
 def _answer(conversation: Conversation, question: str) -> None:
     forgotten = conversation.num_forgotten
     try:
+        options.refuse_damaged(question)
         with closing(conversation.ask(question)) as pieces:
             for piece in pieces:
                 sys.stdout.write(piece)

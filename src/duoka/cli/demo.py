@@ -97,10 +97,9 @@ def _show(done: Demo) -> None:
 
 
 def _memory_table(done: Demo) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Peaks of memory, forecast : measured")
-    table.title_justify = "left"
-    table.add_column("GPU")
-    for name in ("allocated", "", "reserved", ""):
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("peak of")
+    for name in ("allocated, forecast", "measured", "reserved, forecast", "measured"):
         table.add_column(name, justify="right")
     for forecast, measured in zip(done.plan.forecast.devices, done.measured, strict=True):
         table.add_row(

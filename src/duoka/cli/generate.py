@@ -94,12 +94,14 @@ def _questions(prompts: Sequence[str], files: Sequence[Path]) -> list[str]:
     """All texts, in the order of their kinds; the standard input when there is no other."""
     if not prompts and not files and not sys.stdin.isatty():
         prompts = ["-"]
-    texts = [sys.stdin.read() if text == "-" else text for text in prompts]
+    texts = [options.read_stdin() if text == "-" else text for text in prompts]
     for file in files:
         try:
             texts.append(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"the prompt file {file} can't be read: {error}") from error
+    for text in texts:
+        options.refuse_damaged(text)
     if not texts:
         raise UsageError("no prompt was given", hint='--prompt "…", --prompt-file FILE, or a pipe')
     if not all(text.strip() for text in texts):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -65,6 +66,10 @@ def _options(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program and end the process with its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that can't show a character is no reason to stop.
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(run(arguments))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -46,6 +47,30 @@ def parse_chunk(text: str) -> int | str | None:
     if text in ("auto", "none"):
         return None if text == "none" else text
     return parse_tokens(text)
+
+
+def read_stdin(*, line: bool = False) -> str:
+    """Read the standard input, or one line of it.
+
+    Raises
+    ------
+    UsageError
+        If it is no text.
+    """
+    try:
+        return sys.stdin.readline() if line else sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the standard input is no text: {error}") from error
+
+
+def refuse_damaged(text: str) -> None:
+    """Raise UsageError for text with bytes that are no characters, as a shell can pass them."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{text[:60]!a} is no valid text: {error.reason}", hint="write it in UTF-8"
+        ) from error
 
 
 Model = Annotated[
