@@ -12,7 +12,7 @@ from .errors import FormatError
 from .fleet import Fleet
 from .forecast import Forecast
 from .placement import Placement
-from .serial import from_dict, to_dict
+from .serial import from_dict, parse_json_object, to_dict
 from .workload import Workload
 
 _FORMAT = "duoka.plan"
@@ -36,7 +36,9 @@ class Plan:
     workload : Workload
         With every "auto" resolved.
     placement : Placement
+        On devices of the fleet.
     forecast : Forecast
+        For the same devices in the same order.
     objective : str
         What was optimised: "headroom", "latency" or "throughput".
     value, bound : float
@@ -45,6 +47,11 @@ class Plan:
         The device that limits the objective.
     why : tuple of str
         The reasons, as sentences.
+
+    Raises
+    ------
+    FormatError
+        If these contradict each other.
     """
 
     source: str
@@ -59,6 +66,18 @@ class Plan:
     bound: float
     binding_device: str
     why: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        known = {device.name for device in self.fleet.devices}
+        strangers = [name for name in self.devices if name not in known]
+        if strangers:
+            raise FormatError(f"the fleet has no device {', '.join(strangers)}")
+        if self.devices != tuple(device.device for device in self.forecast.devices):
+            raise FormatError("the forecast is for other devices than the placement")
+        if self.workload.prefill_chunk_tokens == "auto" or self.fingerprint != (
+            self.placement.fingerprint
+        ):
+            raise FormatError("the workload or the placement is not this plan's")
 
     @property
     def device_map(self) -> dict[str, str]:
@@ -85,14 +104,11 @@ class Plan:
         FormatError
             If the text is no plan, or one of another version.
         """
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise FormatError(f"the plan is not JSON: {error}") from None
-        if not isinstance(data, dict) or data.pop("format", None) != _FORMAT:
+        data = parse_json_object(text, "the plan")
+        if data.pop("format", None) != _FORMAT:
             raise FormatError("this is no plan of duoka", hint="`duoka plan --save FILE` makes one")
         version = data.pop("version", None)
-        if version != _VERSION:
+        if type(version) is not int or version != _VERSION:
             raise FormatError(
                 f"the plan has version {version}; this duoka reads version {_VERSION}",
                 hint="make the plan again",

@@ -19,7 +19,7 @@ from .errors import FormatError, UsageError
 from .planner import Question, solve
 from .plans import Plan, write_whole
 from .profile import Profile
-from .serial import from_dict, to_dict
+from .serial import from_dict, parse_json_object, to_dict
 from .workload import Dtype, Workload
 
 _VERSION = 2
@@ -86,8 +86,9 @@ def find_profile(fingerprint: str, workload: Workload) -> Profile | None:
     """
     for key in (_key(fingerprint, workload.dtype), _key(fingerprint, workload.dtype, workload)):
         try:
-            return from_dict(Profile, json.loads(_path(key).read_text(encoding="utf-8")))
-        except (OSError, ValueError, FormatError):
+            text = _path(key).read_text(encoding="utf-8")
+            return from_dict(Profile, parse_json_object(text, "the profile"))
+        except (OSError, UnicodeDecodeError, FormatError):
             continue
     return None
 
