@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from duoka.fleet import Fleet
+from duoka.forecast import DeviceForecast, Forecast
+from duoka.placement import Placement
+from duoka.plans import Plan
+from duoka.render import name_modules, render_plan
+from duoka.workload import Workload
+
+GIB = 2**30
+
+
+def forecast(device: str, weights: float, budget: float) -> DeviceForecast:
+    sizes = [round(size * GIB) for size in (weights, 0.5, 0.25)]
+    allocated = sum(sizes)
+    return DeviceForecast(
+        device=device,
+        weight_bytes=sizes[0],
+        kv_cache_bytes=sizes[1],
+        activation_bytes=sizes[2],
+        allocated_bytes=allocated,
+        reserved_bytes=allocated + GIB // 4,
+        needed_bytes=allocated,
+        budget_bytes=round(budget * GIB),
+    )
+
+
+PLAN = Plan(
+    source="glm",
+    model="ChatGLMForCausalLM",
+    fingerprint="f",
+    fleet=Fleet.parse("24GiB,12GiB,8GiB"),
+    workload=Workload(dtype="bfloat16", prefill_chunk_tokens=None),
+    placement=Placement(
+        fingerprint="f",
+        entries=(
+            ("model.embed_tokens", "cuda:0"),
+            *((f"model.layers.{index}", f"cuda:{index // 28}") for index in range(40)),
+            ("model.norm", "cuda:1"),
+            ("lm_head", "cuda:1"),
+        )
+    ),
+    forecast=Forecast(devices=(forecast("cuda:0", 12, 24), forecast("cuda:1", 6, 12))),
+    objective="headroom",
+    value=1.0,
+    bound=1.0,
+    binding_device="cuda:1",
+    why=("2 of 3 GPUs are needed; no 1 hold the workload.",),
+)
+
+
+def printed(plan: Plan, width: int, encoding: str = "utf-8") -> str:
+    raw = io.BytesIO()
+    console = Console(file=io.TextIOWrapper(raw, encoding=encoding, errors="replace"), width=width)
+    console.print(render_plan(plan))
+    console.file.flush()
+    return raw.getvalue().decode(encoding)
+
+
+@pytest.mark.parametrize("width", [20, 40, 71, 72, 80, 200])
+def test_everything_is_there_at_any_width(width: int) -> None:
+    text = printed(PLAN, width)
+    assert max(map(len, text.splitlines())) <= width
+    words = " ".join(text.split())
+    for wanted in ("ChatGLMForCausalLM", "bfloat16", "cuda:0", "cuda:1", "12.00", "13.00", "24.00"):
+        assert wanted in words
+    assert "no 1 hold the workload" in words
+    assert "\x1b" not in text
+
+
+def test_bars_are_as_long_as_budgets_and_parts() -> None:
+    first, second = re.findall(r"^cuda:\d ([█▓▒░·]+)$", printed(PLAN, 80), re.MULTILINE)
+    assert len(first) == 2 * len(second) == 60
+    assert first.count("█") == 30  # 12 of 24 GiB
+    assert first.count("·") == 60 * (24 - 13) // 24 + 1
+
+
+def test_bars_without_unicode() -> None:
+    text = printed(PLAN, 80, encoding="ascii")
+    assert re.search(r"^cuda:0 #{30}[=+-]+\.+$", text, re.MULTILINE)
+
+
+def test_small_sizes_are_in_mib() -> None:
+    small = [
+        replace(
+            device,
+            **{
+                name: getattr(device, name) // 1024
+                for name in device.__dataclass_fields__
+                if name.endswith("_bytes")
+            },
+        )
+        for device in PLAN.forecast.devices
+    ]
+    text = printed(replace(PLAN, forecast=Forecast(devices=tuple(small))), 80)
+    assert "in MiB" in text
+    assert "12.00" in text
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ([""], "everything"),
+        (["0", "1", "2"], "0-2"),
+        (["model.layers.3"], "layers.3"),
+        (["model.layers.0", "model.layers.2"], "layers.0, layers.2"),
+        (["a.0", "b.1"], "a.0, b.1"),
+        (["transformer.h.0", "transformer.h.1", "ln_f"], "h.0-1, ln_f"),
+        ([], ""),
+    ],
+)
+def test_names_of_modules_are_shortened(names: list[str], text: str) -> None:
+    assert name_modules(names) == text
