@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +110,5 @@ def _where(error: BaseException) -> str:
 
 def _renamed(message: str, names: tuple[str, ...]) -> str:
     """The message with the plan's devices in place of the virtual ones it was proved on."""
-    for index, name in reversed(list(enumerate(names))):
-        message = message.replace(f"vgpu:{index}", name)
-    return message
+    # In one pass: the plan's devices may be virtual ones too, numbered in another order.
+    return re.sub(r"(vgpu:|\bGPU )(\d+)", lambda match: names[int(match[2])], message)
