@@ -87,8 +87,17 @@ def _table(plan: Plan) -> Table:
         numbers = [f"{size / divisor:.2f}" for size in sizes]
         table.add_row(device.device, _modules(plan, device.device), *numbers)
     table.caption = f"in {unit}; overhead is what the allocator holds and tensors don't use"
+    cached = [device for device in plan.forecast.devices if _gives_back(device)]
+    if cached:
+        least = ", ".join(f"{d.device} {d.needed_bytes / divisor:.2f}" for d in cached)
+        table.caption += f";\npressed for memory it gives most of that back: {least} would do"
     table.caption_justify = "left"
     return table
+
+
+def _gives_back(device: DeviceForecast) -> bool:
+    """Whether much of what is reserved is cached only: a tenth of the budget or more."""
+    return 10 * (device.reserved_bytes - device.needed_bytes) >= device.budget_bytes
 
 
 def _list(plan: Plan) -> Group:
