@@ -1,0 +1,411 @@
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+import duoka
+from duoka import Checkpoint, Fleet, Placement, Workload, api, virtual
+from duoka.errors import (
+    CheckpointError,
+    FormatError,
+    InfeasibleError,
+    LoadError,
+    PlacementError,
+    ProofError,
+    UsageError,
+)
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "dtype": "float32",
+}
+LOAD = Workload(prompt_tokens=100, new_tokens=12)
+TWO = "virtual:2x64MiB"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of this module's own, so that other tests' profiles don't answer."""
+    base = tmp_path_factory.getbasetemp() / "api-cache"
+    monkeypatch.setenv("DUOKA_CACHE", str(base))
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    fields = {name: CONFIG[name] for name in CONFIG.keys() - {"model_type", "dtype"}}
+    made: PreTrainedModel = AutoModelForCausalLM.from_config(LlamaConfig(**fields))
+    return made.eval()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint")
+    model.save_pretrained(path)
+    return path
+
+
+# Planning.
+
+
+def test_a_path_a_checkpoint_a_config_and_a_model_are_planned_alike(
+    model: PreTrainedModel, checkpoint: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "llama.json"
+    bare.write_text((checkpoint / "config.json").read_text())
+    plans = [
+        duoka.plan(given, TWO, LOAD, use_all=True)
+        for given in (checkpoint, str(checkpoint), Checkpoint.open(checkpoint), bare, model)
+    ]
+    for plan in plans:
+        assert plan.device_map == plans[0].device_map
+        assert plan.forecast == plans[0].forecast
+        assert plan.workload.dtype == "float32"
+        assert plan.model == "LlamaForCausalLM"
+    assert [plan.source for plan in plans] == [str(checkpoint)] * 3 + [str(bare), ""]
+    assert plans[0].fingerprint == Checkpoint.open(checkpoint).fingerprint
+    assert set(plans[0].devices) == {"vgpu:0", "vgpu:1"}
+
+
+def test_a_plan_is_the_same_each_time(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = []
+    for cache in ("one", "two"):
+        monkeypatch.setenv("DUOKA_CACHE", str(checkpoint.parent / cache))
+        texts.append(duoka.plan(checkpoint, TWO, LOAD, use_all=True).to_json())
+    assert texts[0] == texts[1]
+
+
+def test_a_model_is_traced_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = duoka.plan(checkpoint, TWO, LOAD)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("traced again")
+
+    for name in ("trace", "trace_workload"):
+        monkeypatch.setattr(api, name, fail)
+    assert duoka.plan(checkpoint, TWO, LOAD) == first
+    other = Workload(batch=3, prompt_tokens=301, new_tokens=7, prefill_chunk_tokens=100)
+    assert duoka.plan(checkpoint, TWO, other).workload.batch == 3
+
+
+def test_one_gpu_when_one_suffices(checkpoint: Path) -> None:
+    assert len(duoka.plan(checkpoint, TWO, LOAD).devices) == 1
+
+
+def test_the_models_context_is_a_limit(checkpoint: Path) -> None:
+    with pytest.raises(UsageError, match="made for 512"):
+        duoka.plan(checkpoint, TWO, Workload(prompt_tokens=512, new_tokens=1))
+
+
+def test_what_does_not_fit_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        duoka.plan(checkpoint, "virtual:2x2MiB", LOAD)
+    assert caught.value.shortfall_bytes > 0
+
+
+def test_another_dtype_is_half_the_weights(checkpoint: Path) -> None:
+    whole = duoka.plan(checkpoint, TWO, LOAD).forecast.devices[0].weight_bytes
+    half = duoka.plan(checkpoint, TWO, Workload(prompt_tokens=100, new_tokens=12, dtype="float16"))
+    assert half.forecast.devices[0].weight_bytes == pytest.approx(whole / 2, rel=0.01)
+    assert half.workload.dtype == "float16"
+
+
+def everything(model: nn.Module) -> list[Any]:
+    """All that a model object is, by identity where there is identity."""
+    found: list[Any] = []
+    for name, module in model.named_modules():
+        found += [name, type(module), sorted(vars(module)), len(module._forward_pre_hooks)]
+        found += [len(module._forward_hooks), module.training]
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    found += [key, id(tensor), tensor.device, tensor.dtype, tensor._version]
+    return found
+
+
+def test_the_model_object_is_not_touched(model: PreTrainedModel) -> None:
+    before = everything(model)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    duoka.plan(model, TWO, LOAD, use_all=True)
+    assert everything(model) == before
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, state[name])
+
+
+class Residual(nn.Module):
+    """A model of nobody's library: two parts and what is added around one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(512, 8)
+        self.inner = nn.Linear(512, 512)
+        self.first = nn.Linear(512, 512)
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        x = self.first(x)
+        return self.out(x + scale * self.inner(x))
+
+
+@pytest.mark.parametrize("as_mapping", [False, True])
+def test_any_module_with_inputs(as_mapping: bool) -> None:
+    module, x = Residual(), torch.randn(4, 512)
+    before = everything(module)
+    inputs: Any = {"x": x, "scale": 0.5} if as_mapping else (x,)
+    plan = duoka.plan(module, "virtual:2x8MiB", inputs=inputs, use_all=True)
+    assert everything(module) == before
+    expected = module(**inputs) if as_mapping else module(*inputs)
+    names = list(plan.device_map)
+    assert set(names) == {"first", "inner", "out"}
+    spread = duoka.dispatch(module, plan)
+    assert spread is module
+    assert {str(p.device) for p in module.parameters()} == {"vgpu:0", "vgpu:1"}
+    found = module(**inputs) if as_mapping else module(*inputs)
+    assert torch.allclose(found.cpu(), expected)
+
+
+def test_what_inputs_go_with(model: PreTrainedModel, checkpoint: Path) -> None:
+    inputs = (torch.zeros(1, 4, dtype=torch.long),)
+    for given, workload in ((checkpoint, None), (model, LOAD)):
+        with pytest.raises(UsageError, match="example inputs"):
+            duoka.plan(given, TWO, workload, inputs=inputs)
+    with pytest.raises(UsageError, match="Residual is no generating model") as caught:
+        duoka.plan(Residual(), TWO)
+    assert "inputs=" in str(caught.value.hint)
+
+
+def test_a_fleet_may_be_text_or_an_object(checkpoint: Path) -> None:
+    assert duoka.plan(checkpoint, Fleet.parse(TWO), LOAD) == duoka.plan(checkpoint, TWO, LOAD)
+
+
+def test_an_irregular_model_is_cached_for_its_workload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "mamba.json"
+    config.write_text(
+        json.dumps(
+            {
+                "model_type": "mamba2",
+                "hidden_size": 64,
+                "num_hidden_layers": 2,
+                "num_heads": 8,
+                "head_dim": 16,
+                "n_groups": 1,
+                "state_size": 8,
+                "vocab_size": 128,
+                "chunk_size": 16,
+            }
+        )
+    )
+    monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))
+    traced: list[Workload] = []
+    real = api.trace_workload
+
+    def trace_workload(model: Any, subject: Any, workloads: Any) -> Any:
+        traced.append(workloads[0])
+        return real(model, subject, workloads)
+
+    monkeypatch.setattr(api, "trace_workload", trace_workload)
+    plan = duoka.plan(config, TWO, LOAD)
+    assert duoka.plan(config, TWO, LOAD) == plan
+    longer = Workload(prompt_tokens=150, new_tokens=12)
+    assert duoka.plan(config, TWO, longer).workload.prompt_tokens == 150
+    assert [load.prompt_tokens for load in traced] == [100, 150]
+
+
+# Loading.
+
+
+def ids() -> torch.Tensor:
+    return torch.arange(1, 9).reshape(1, 8)
+
+
+@pytest.fixture
+def plan(checkpoint: Path) -> duoka.Plan:
+    return duoka.plan(checkpoint, TWO, LOAD, use_all=True)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The times that weights were read."""
+    found: list[str] = []
+    real = api.loader.load_weights
+
+    def load_weights(*args: Any, **kwargs: Any) -> Any:
+        found.append("read")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(api.loader, "load_weights", load_weights)
+    return found
+
+
+def test_a_loaded_model_computes_what_the_original_does(
+    model: PreTrainedModel, plan: duoka.Plan, reads: list[str]
+) -> None:
+    told: list[tuple[int, int]] = []
+    loaded = duoka.load(plan, progress=lambda done, total: told.append((done, total)))
+    assert reads == ["read"]
+    assert told[-1][0] == told[-1][1] > 0
+    assert {str(p.device) for p in loaded.parameters()} == {"vgpu:0", "vgpu:1"}
+    with torch.no_grad():
+        expected = model(ids()).logits
+        found = loaded(ids().to(plan.devices[0])).logits.cpu()
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert not loaded.training
+    for name, parameter in loaded.named_parameters():
+        assert str(parameter.device) == plan.placement.device_of(name)
+
+
+def test_a_saved_plan_loads(plan: duoka.Plan, tmp_path: Path) -> None:
+    plan.save(tmp_path / "plan.json")
+    loaded = duoka.load(duoka.Plan.load(tmp_path / "plan.json"))
+    tokens = loaded.generate(ids().to(plan.devices[0]), max_new_tokens=3, do_sample=False)
+    assert tokens.shape == (1, 11)
+
+
+def copied(plan: duoka.Plan, directory: Path) -> duoka.Plan:
+    """The plan for a copy of its checkpoint."""
+    for file in Path(plan.source).iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    return replace(plan, source=str(directory))
+
+
+def test_a_changed_checkpoint_is_refused(
+    plan: duoka.Plan, tmp_path: Path, reads: list[str]
+) -> None:
+    moved = copied(plan, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    with pytest.raises(FormatError, match="another checkpoint"):
+        duoka.load(moved)
+    assert reads == []
+
+
+def test_missing_weights_are_refused(plan: duoka.Plan, tmp_path: Path, reads: list[str]) -> None:
+    moved = copied(plan, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="no weights"):
+        duoka.load(moved)
+    assert reads == []
+
+
+def test_a_checkpoint_that_is_gone_is_refused(plan: duoka.Plan, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such directory"):
+        duoka.load(replace(plan, source=str(tmp_path / "gone")))
+
+
+def test_a_plan_for_an_object_cannot_be_loaded(model: PreTrainedModel) -> None:
+    plan = duoka.plan(model, TWO, LOAD)
+    with pytest.raises(CheckpointError, match="given as an object") as caught:
+        duoka.load(plan)
+    assert "dispatch" in str(caught.value.hint)
+
+
+def test_nothing_is_read_for_a_plan_that_fails_the_proof(
+    plan: duoka.Plan, reads: list[str]
+) -> None:
+    devices = tuple(replace(d, budget_bytes=2**20) for d in plan.fleet.devices)
+    tight = replace(plan, fleet=replace(plan.fleet, devices=devices))
+    with pytest.raises(ProofError):
+        duoka.load(tight)
+    assert reads == []
+
+
+def test_a_tensor_that_is_not_there_leaves_nothing_loaded(plan: duoka.Plan, tmp_path: Path) -> None:
+    moved = copied(plan, tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.norm.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    fingerprint = Checkpoint.open(tmp_path).fingerprint
+    placement = replace(plan.placement, fingerprint=fingerprint)
+    moved = replace(moved, fingerprint=fingerprint, placement=placement)
+    virtual.set_gpus([64 * 2**20] * 2)
+    with pytest.raises(LoadError, match=r"model\.norm\.weight"):
+        duoka.load(moved)
+    assert [virtual.active_world().memory_allocated(index) for index in (0, 1)] == [0, 0]
+
+
+# Spreading.
+
+
+def test_dispatch_takes_a_mapping_a_placement_or_a_plan(model: PreTrainedModel) -> None:
+    plan = duoka.plan(model, TWO, LOAD, use_all=True)
+    with torch.no_grad():
+        expected = model(ids()).logits
+    for given in (plan, plan.placement, plan.device_map):
+        spread = duoka.dispatch(copy.deepcopy(model), given)
+        assert {str(p.device) for p in spread.parameters()} == {"vgpu:0", "vgpu:1"}
+        with torch.no_grad():
+            found = spread(ids().to(plan.devices[0])).logits.cpu()
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_an_incomplete_map_moves_nothing(model: PreTrainedModel) -> None:
+    before = everything(model)
+    with pytest.raises(PlacementError) as caught:
+        duoka.dispatch(model, {"model.layers": "cpu"})
+    assert "lm_head.weight" in caught.value.missing
+    with pytest.raises(PlacementError):
+        duoka.dispatch(model, Placement(entries=(("model", "cpu"), ("nothing", "cpu"))))
+    assert everything(model) == before
+
+
+# Remote code.
+
+_REMOTE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class PebbleConfig(LlamaConfig):
+    model_type = "pebble"
+
+class PebbleForCausalLM(LlamaForCausalLM):
+    config_class = PebbleConfig
+"""
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Path:
+    code = {"AutoConfig": "pebble.PebbleConfig", "AutoModelForCausalLM": "pebble.PebbleForCausalLM"}
+    config = {**CONFIG, "model_type": "pebble", "auto_map": code}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "pebble.py").write_text(_REMOTE)
+    return tmp_path
+
+
+def test_remote_code_runs_only_when_asked_for(remote: Path) -> None:
+    with pytest.raises(duoka.errors.ModelError, match="pebble"):
+        duoka.plan(remote, TWO, LOAD)
+    plan = duoka.plan(Checkpoint.open(remote, trust_remote_code=True), TWO, LOAD)
+    assert plan.model == "PebbleForCausalLM"
+
+
+def test_a_loaded_plan_runs_remote_code_only_when_asked_for(
+    remote: Path, model: PreTrainedModel
+) -> None:
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(state, remote / "model.safetensors")
+    trusted = Checkpoint.open(remote, trust_remote_code=True)
+    assert trusted.fingerprint == Checkpoint.open(remote).fingerprint
+    plan = duoka.plan(trusted, TWO, LOAD)
+    with pytest.raises(duoka.errors.ModelError, match="pebble"):
+        duoka.load(plan)
+    loaded = duoka.load(plan, trust_remote_code=True)
+    assert type(loaded).__name__ == "PebbleForCausalLM"
