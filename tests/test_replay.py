@@ -130,7 +130,8 @@ def test_left_out_decode_steps_hardly_matter(prompt: int, new: int, batch: int, 
         few, all_ = chosen.run(blocks), every.run(blocks)
         assert few is not None
         assert all_ is not None
-        assert few.allocated == all_.allocated
+        # A block that is larger than asked for by up to 1 MiB isn't split, and counts whole.
+        assert abs(few.allocated - all_.allocated) <= len(blocks) * MIB
         assert abs(few.reserved - all_.reserved) <= LARGE_SEGMENT_BYTES
 
 

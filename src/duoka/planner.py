@@ -197,7 +197,7 @@ def _reasons(costs: Costs, solution: Solution, question: Question) -> Iterator[s
         yield f"One GPU suffices: {name} holds all of it, and nothing crosses between GPUs."
     elif used < given:
         yield f"{used} of {given} GPUs are needed; no {used - 1} hold the workload."
-    tied = sum(block.tied_to is not None for block in costs.profile.blocks)
+    tied = any(block.modules and block.tied_to is not None for block in costs.profile.blocks)
     if tied and used > 1:
         yield "Tied weights are kept once: the tied module runs on its partner's GPU."
     chunk = costs.workload.prefill_chunk_tokens

@@ -165,11 +165,12 @@ class Block:
     Parameters
     ----------
     modules : tuple of str
-        Names, disjoint; together they hold every parameter and buffer of the block.
+        Names, disjoint; together they hold every parameter and buffer of the block. Without any,
+        the block is what the caller does with a step's outputs.
     kind : int
         Index into `Profile.kinds`.
     tied_to : int, optional
-        The block that shares a parameter with this one and comes before it.
+        The earlier block whose device this one must have: they share a parameter.
     """
 
     modules: tuple[str, ...]

@@ -22,7 +22,7 @@ from .profile import Profile
 from .serial import from_dict, parse_json_object, to_dict
 from .workload import Dtype, Workload
 
-_VERSION = 2
+_VERSION = 3
 _PACKAGES = ("torch", "transformers", "duoka")
 
 

@@ -51,7 +51,8 @@ class Recorder:
     model : torch.nn.Module
         Whole on one virtual GPU without data.
     groups : list of Group
-        Its blocks in execution order.
+        Its blocks in execution order. One without modules at the end stands for what the caller
+        does with the outputs.
     skip : bool
         Run alike blocks once.
     """
@@ -66,8 +67,11 @@ class Recorder:
         self._tapes: list[RawTape] = []
         self._skipper = _Skipper(model, groups) if skip else None
         self._patched: list[nn.Module] = []
+        self._handle: RemovableHandle | None = None
 
     def __enter__(self) -> Recorder:
+        if not self._groups[-1].names:
+            self._handle = self._model.register_forward_hook(self._leave)
         for index, group in enumerate(self._groups):
             for name in group.names:
                 module = _submodule(self._model, name)
@@ -78,6 +82,8 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         for module in self._patched:
             del module.forward
+        if self._handle is not None:
+            self._handle.remove()
 
     def record(self, step: Callable[[], None]) -> Pass:
         """Run one step and return what it did."""
@@ -137,6 +143,10 @@ class Recorder:
             if made == number and index < len(self._tapes[block].sizes):
                 self._slots[block].append(storage)
                 self._tapes[block].kept += (index,)
+
+    def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
+        """What follows is the caller's: the last block, which has no modules."""
+        self._current = len(self._groups) - 1
 
     def _patch(self, module: nn.Module, block: int) -> None:
         forward = module.forward

@@ -2,8 +2,8 @@
 
 Tracing and proving can't use `generate` itself, which needs the values of logits to go on. They
 make the same forward calls with the same arguments instead: the prompt (or its chunks), then
-one token at a time over the cache; each step ends in the copy of the last logits that sampling
-starts from.
+one token at a time over the cache; each step ends in sampling from the last logits, where the
+caller's inputs are.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Stepper:
         if self.model.config.is_encoder_decoder:
             self.encoded = BaseModelOutput(last_hidden_state=outputs.encoder_last_hidden_state)
         del outputs
-        torch.argmax(logits, dim=-1)
+        _sample(logits)
         self.past = keys
 
     def run(self, workload: Workload, *, decode_steps: int) -> None:
@@ -126,7 +126,21 @@ class Stepper:
 
 
 _LENGTHEN_TOKENS = 128
+_TEMPERATURE, _TOP_P = 0.8, 0.8
 _CACHES = ("past_key_values", "cache_params")
+
+
+def _sample(scores: torch.Tensor) -> None:
+    """Choose tokens as `generate` does with a temperature and a top p, its dearest usual way.
+
+    scores [batch, vocabulary]
+    """
+    scores = scores / _TEMPERATURE
+    ordered, order = torch.sort(scores)
+    removed = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - _TOP_P
+    removed = removed.scatter(1, order, removed)
+    scores = scores.masked_fill(removed, -torch.inf)
+    torch.multinomial(scores.softmax(dim=-1), num_samples=1)
 
 
 def _new_cache(config: Any) -> Any:

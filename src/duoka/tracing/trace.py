@@ -34,6 +34,9 @@ _SHORTEST_WINDOW = 256
 _FILLED_TOKENS = 128
 _PHASES: tuple[Phase, ...] = ("prefill", "extend", "decode")
 
+_CALLER = Group(names=(), owners=())
+"""What `generate` does with the logits of a step."""
+
 Found = tuple[Regime, list[Tape]]
 
 
@@ -170,7 +173,8 @@ class _Tracer:
         self.model: Any = model
         self.device = device
         self.longest = longest
-        self.groups = find_groups(model, lambda: Stepper(self.model, 1, device).step(8))
+        groups = find_groups(model, lambda: Stepper(self.model, 1, device).step(8))
+        self.groups = [*groups, _CALLER]
 
     def rules(self) -> Iterator[Found]:
         """Regimes for every step that the model may be asked for; the first that holds counts."""
@@ -375,7 +379,9 @@ def _profile(
     for index, group in enumerate(groups):
         kind = Kind(weight_bytes=weights[index], tapes=tuple(tapes[index] for _, tapes in found))
         number = kinds.setdefault(kind, len(kinds))
-        blocks.append(Block(modules=group.names, kind=number, tied_to=ties.get(index)))
+        # The caller samples where it has made the inputs, which is where the first block lies.
+        tied_to = 0 if group is _CALLER else ties.get(index)
+        blocks.append(Block(modules=group.names, kind=number, tied_to=tied_to))
     first = next(iter(model.parameters()), None)
     return Profile(
         fingerprint=subject.fingerprint,
