@@ -45,7 +45,7 @@ PLAN = Plan(
             *((f"model.layers.{index}", f"cuda:{index // 28}") for index in range(40)),
             ("model.norm", "cuda:1"),
             ("lm_head", "cuda:1"),
-        )
+        ),
     ),
     forecast=Forecast(devices=(forecast("cuda:0", 12, 24), forecast("cuda:1", 6, 12))),
     objective="headroom",
