@@ -19,6 +19,8 @@ from torch import nn
 from .. import virtual
 
 _TAG = "_duoka_owner"
+# Ends the tag of a module's arguments: they lie elsewhere than parameters of its own may.
+_ENTERED = " entered"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +125,7 @@ class _Experiment:
     def enter(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.stack.append(name)
         self.count += 1
-        return _retag(args, name), _retag(kwargs, name)
+        return _retag(args, name + _ENTERED), _retag(kwargs, name + _ENTERED)
 
     def leave(self) -> None:
         self.stack.pop()
@@ -140,17 +142,15 @@ class _Experiment:
 
     def spans(self) -> list[tuple[int, int, set[str]]]:
         """Groups of owners with the stretch of execution that they cover."""
+        for name in self.containers:
+            inside = self._inside(name)
+            if inside:
+                # What enters a module is moved to where it begins. Where it meets something that
+                # was made later, all between the two stays whole.
+                self._union(min(inside, key=self.first.__getitem__), name + _ENTERED)
         groups: dict[str, set[str]] = {}
         for name in self.first:
             groups.setdefault(self._find(name), set()).add(name)
-        earliest = min(self.first, key=self.first.__getitem__, default="")
-        for name in self.containers:
-            group = groups.get(self._find(name))
-            inside = self._inside(name)
-            # What enters the model lies where it begins. What enters a part of it and meets what
-            # the part made would have to be moved at its entry: such a part stays whole.
-            if group is not None and inside and earliest not in inside:
-                group.update(inside)
         return [
             (min(self.first[o] for o in group), max(self.last[o] for o in group), group)
             for group in groups.values()
