@@ -55,7 +55,7 @@ def solve(profile: Profile, question: Question, *, source: str = "") -> Plan:
     UsageError
         If the context is longer than the model was made for.
     """
-    _check_context(profile, question.workload)
+    check_context(question.workload, profile.max_context_tokens, profile.model)
     candidates = list(with_chunks(question.workload))
     best: Plan | None = None
     shortage: NoPlacement | None = None
@@ -117,12 +117,18 @@ def with_chunks(workload: Workload) -> Iterator[Workload]:
         chunk //= 2
 
 
-def _check_context(profile: Profile, workload: Workload) -> None:
-    limit = profile.max_context_tokens
+def check_context(workload: Workload, limit: int | None, model: str) -> None:
+    """Refuse a context that is longer than a model was made for.
+
+    Raises
+    ------
+    UsageError
+        With both numbers.
+    """
     if limit is not None and workload.context_tokens > limit:
         raise UsageError(
             f"{workload.prompt_tokens} prompt and {workload.new_tokens} new tokens are "
-            f"{workload.context_tokens}; {profile.model} was made for {limit}",
+            f"{workload.context_tokens}; {model} was made for {limit}",
             hint=f"ask for a context of at most {limit} tokens",
         )
 

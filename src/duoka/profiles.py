@@ -16,7 +16,7 @@ from typing import cast
 
 from .checkpoint import Checkpoint
 from .errors import FormatError, UsageError
-from .planner import Question, solve
+from .planner import Question, check_context, solve
 from .plans import Plan, write_whole
 from .profile import Profile
 from .serial import from_dict, parse_json_object, to_dict
@@ -51,7 +51,14 @@ def plan_from_cache(checkpoint: Checkpoint, question: Question) -> Plan | None:
 
 
 def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
-    """The workload with what the checkpoint decides: its dtype, and that an encoder reads whole."""
+    """The workload with what the checkpoint decides: its dtype, and that an encoder reads whole.
+
+    Raises
+    ------
+    UsageError
+        If the model wasn't made for such a context: said before anything is traced.
+    """
+    check_context(workload, checkpoint.max_context_tokens, checkpoint.path.name)
     if checkpoint.config.get("is_encoder_decoder", False):
         workload = whole_prompt(workload)
     return workload.resolved(dtype=cast(Dtype, checkpoint.default_dtype or "float32"))
