@@ -67,7 +67,7 @@ class Recorder:
         self._number = -1
         self._tapes: list[RawTape] = []
         self._skipper = _Skipper(model, groups) if skip else None
-        self._patched: list[nn.Module] = []
+        self._patched: list[tuple[nn.Module, Any]] = []
         self._handle: RemovableHandle | None = None
 
     def __enter__(self) -> Recorder:
@@ -81,8 +81,12 @@ class Recorder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for module in self._patched:
-            del module.forward
+        for module, own in self._patched:
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+        self._patched.clear()
         if self._handle is not None:
             self._handle.remove()
 
@@ -159,8 +163,8 @@ class Recorder:
                 return forward(*args, **kwargs)
             return self._skipper.call(self, block, forward, args, kwargs)
 
+        self._patched.append((module, vars(module).get("forward")))
         module.forward = recorded
-        self._patched.append(module)
 
     def _read(self, block: int, args: Any, kwargs: Any) -> None:
         reads = self._tapes[block].reads
@@ -206,7 +210,8 @@ class _Skipper:
             return forward(*args, **kwargs)
         inputs = _describe((args, kwargs), recorder, block, {})
         key = (own, self._signatures[block - 1], inputs)
-        if key in self._seen:
+        # A block that runs twice in a step is no stand-in for itself.
+        if self._seen.get(key, (block,))[0] != block:
             first, output = self._seen[key]
             self._like[block] = first
             return _stand_in(output, recorder, block, (args, kwargs))
