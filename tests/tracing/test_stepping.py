@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel
 
-from duoka import Workload
+from duoka import Placement, Workload, virtual
+from duoka.dispatching import place
 from duoka.tracing import Stepper
 
 SIZES: dict[str, Any] = {
@@ -56,14 +57,8 @@ def test_the_calls_are_those_of_generate(model: PreTrainedModel, batch: int) -> 
     ids = torch.ones((batch, 9), dtype=torch.long)
     mask = torch.ones_like(ids)
     mask[:-1, :1] = 0
-    model.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=4,
-        min_new_tokens=4,
-        do_sample=False,
-        pad_token_id=0,
-    )
+    exactly = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    model.generate(ids, attention_mask=mask, **exactly)
     expected = list(calls)
     calls.clear()
     with torch.no_grad():
@@ -118,8 +113,10 @@ def lengths(stepper: Stepper) -> list[int]:
 
 def test_a_plain_cache_is_lengthened_at_once(model: PreTrainedModel) -> None:
     calls = shapes_of_calls(model)
-    stepper = Stepper(model, 1, CPU)
-    with torch.no_grad():
+    # Without data: what it is lengthened by has no values, and sampling looks at values.
+    with virtual.gpus([None], data="meta"), torch.no_grad():
+        place(model, Placement(entries=(("", "vgpu:0"),)))
+        stepper = Stepper(model, 1, torch.device("vgpu:0"))
         stepper.step(5)
         stepper.lengthen(1000)
         assert len(calls) == 1
