@@ -129,7 +129,7 @@ _BASES: dict[Phase, tuple[tuple[str, ...], ...]] = {
 
 
 # How far the estimated work of a step may be off.
-_TOLERANCE = 0.01
+_TOLERANCE = 0.05
 
 
 class _Solver:
