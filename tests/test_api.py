@@ -20,6 +20,7 @@ from duoka.errors import (
     FormatError,
     InfeasibleError,
     LoadError,
+    ModelError,
     PlacementError,
     ProofError,
     UsageError,
@@ -189,6 +190,37 @@ def test_what_inputs_go_with(model: PreTrainedModel, checkpoint: Path) -> None:
     with pytest.raises(UsageError, match="Residual is no generating model") as caught:
         duoka.plan(Residual(), TWO)
     assert "inputs=" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_modules_of_any_type(dtype: torch.dtype) -> None:
+    module = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).to(dtype)
+    plan = duoka.plan(module, TWO, inputs=(torch.zeros(2, 64, dtype=dtype),))
+    assert plan.forecast.devices[0].weight_bytes == dtype.itemsize * 2 * 64 * 64
+    assert plan.workload.dtype == ("float16" if dtype == torch.float16 else "auto")
+    assert duoka.Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_module_without_parameters_is_refused() -> None:
+    with pytest.raises(ModelError, match="ReLU has no parameters"):
+        duoka.plan(nn.ReLU(), TWO, inputs=(torch.zeros(2),))
+
+
+def test_an_objects_type_is_its_own(model: PreTrainedModel) -> None:
+    asked = replace(LOAD, dtype="bfloat16")
+    assert duoka.plan(model, TWO, asked) == duoka.plan(model, TWO, LOAD)
+
+
+def test_a_spread_model_can_be_planned_again(model: PreTrainedModel) -> None:
+    whole = duoka.plan(model, TWO, LOAD, use_all=True)
+    spread = duoka.dispatch(copy.deepcopy(model), whole)
+    before = everything(spread)
+    again = duoka.plan(spread, TWO, LOAD, use_all=True)
+    assert again.device_map == whole.device_map
+    assert again.forecast == whole.forecast
+    assert everything(spread) == before
+    with torch.no_grad():
+        assert spread(ids().to(whole.devices[0])).logits.shape == (1, 8, 256)
 
 
 def test_a_fleet_may_be_text_or_an_object(checkpoint: Path) -> None:

@@ -6,7 +6,8 @@ import copy
 import hashlib
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar, cast
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 from . import checker, devices, loader, models, profiles
 from .checkpoint import Checkpoint
 from .dispatching import dispatch as spread
+from .dispatching import undispatch
 from .errors import CheckpointError, FormatError, UsageError
 from .fleet import Fleet
 from .placement import Placement
@@ -23,7 +25,7 @@ from .plans import Plan
 from .profile import Profile
 from .search import Objective
 from .tracing import Irregular, Subject, trace, trace_call, trace_workload
-from .workload import Dtype, Workload
+from .workload import DTYPE_BYTES, Dtype, Workload
 
 Model = TypeVar("Model", bound=nn.Module)
 Progress = Callable[[int, int], None]
@@ -49,7 +51,8 @@ def plan(
     fleet : Fleet or str
         The devices that may be used; a text is read by `Fleet.parse`.
     workload : Workload, optional
-        What the model will be asked to do; by default `Workload()`.
+        What the model will be asked to do; by default `Workload()`. A model that is given as an
+        object has the dtype that it has.
     use_all : bool
         Use every device, instead of as few as hold the workload.
     objective : {"auto", "headroom", "latency", "throughput"}
@@ -82,12 +85,13 @@ def plan(
             asked = profiles.whole_prompt(asked)
         profile = profile_module(model, asked, inputs)
         asked = asked if inputs is None else Workload(prompt_tokens=1, new_tokens=1)
+        own = profile.dtype if profile.dtype in DTYPE_BYTES else "auto"
+        asked = replace(asked, dtype=cast(Dtype, own))
     else:
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
         source = str(checkpoint.path)
         asked = profiles.workload_for(checkpoint, asked)
         profile = profile_checkpoint(checkpoint, asked)
-    asked = asked.resolved(dtype=cast(Dtype, profile.dtype))
     question = Question(fleet=fleet, workload=asked, use_all=use_all, objective=objective)
     return solve(profile, question, source=source)
 
@@ -101,6 +105,8 @@ def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
             fingerprint=checkpoint.fingerprint, max_context_tokens=checkpoint.max_context_tokens
         )
         profile, regular = _trace(lambda: _build(checkpoint, workload.dtype), subject, workload)
+        # Where parts keep another type, the first parameter may be one of them.
+        profile = replace(profile, dtype=workload.dtype)
         profiles.keep_profile(profile, None if regular else workload)
     return profile
 
@@ -212,15 +218,22 @@ def fingerprint_module(model: nn.Module) -> str:
 
 
 def without_data(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters have shapes and no data; buffers keep theirs."""
+    """A copy of a model, not spread, whose parameters have no data; buffers keep theirs."""
     memo: dict[int, Any] = {
+        id(buffer): buffer.cpu()
+        for buffer in model.buffers()
+        if buffer.device.type not in ("cpu", "meta")
+    }
+    memo |= {
         id(parameter): nn.Parameter(
             torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
         )
         for parameter in model.parameters()
     }
     with torch.no_grad():
-        return copy.deepcopy(model, memo)
+        copied = copy.deepcopy(model, memo)
+    undispatch(copied)
+    return copied
 
 
 def _build(checkpoint: Checkpoint, dtype: Dtype) -> PreTrainedModel:

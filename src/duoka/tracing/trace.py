@@ -161,6 +161,8 @@ def _running(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _whole(model: nn.Module) -> Iterator[torch.device]:
     """Put a model whole on one virtual GPU without data and without limit."""
+    if next(model.parameters(), None) is None:
+        raise ModelError(f"{type(model).__name__} has no parameters to place")
     with virtual.gpus([None], data="meta"), torch.no_grad():
         place(model, Placement(entries=(("", "vgpu:0"),)))
         yield torch.device("vgpu:0")
