@@ -7,7 +7,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
