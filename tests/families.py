@@ -69,6 +69,7 @@ _LINEAR: dict[str, Any] = {
     "linear_value_head_dim": 8,
 }
 _SPECIAL: dict[str, dict[str, Any]] = {
+    "axk1": _MLA,
     "axk2": _MLA,
     "bamba": {
         "attn_layer_indices": [1],
@@ -76,19 +77,23 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "mamba_d_head": 8,
         "mamba_n_groups": 1,
     },
+    "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
     "deepseek_v32": _MLA,
+    "glm4_moe_lite": _MLA,
     "glm_moe_dsa": _MLA,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lfm3": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+    "minicpm3": _MLA,
     "qwen3_5_moe_text": _LINEAR,
     "qwen3_5_text": _LINEAR,
     "qwen3_next": _LINEAR,
     "recurrent_gemma": {"num_hidden_layers": 3, "num_key_value_heads": 1},
     "t5": {"decoder_start_token_id": 0},
+    "youtu": _MLA,
     "zaya": {"num_experts_per_tok": 1},
 }
 
