@@ -16,7 +16,12 @@ import torch
 from duoka.cli.main import run
 from duoka.demo.checkpoint import CONFIG, fresh_model, write_frame, write_weights
 
-PROGRAM = (sys.executable, "-c", "from duoka.cli import main; main()")
+# Whoever runs the tests in the background has them ignore Ctrl-C, and programs inherit that.
+MAIN = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from duoka.cli import main; main()"
+)
+PROGRAM = (sys.executable, "-c", MAIN)
 GPUS = ("--gpus", "virtual:2x64MiB")
 SIZES = ("--context", "96", "--new-tokens", "32")
 TINY = {

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import GPUS, PROGRAM, SIZES, Program
+from .conftest import GPUS, MAIN, PROGRAM, SIZES, Program
 
 
 def test_a_conversation_through_a_pipe(tiny: Path, program: Program) -> None:
@@ -83,10 +83,7 @@ class Terminal:
 @pytest.fixture
 def terminal(tiny: Path, environment: dict[str, str]) -> Iterator[Terminal]:
     # The session's own terminal, so that Ctrl-C there is a signal here.
-    controlling = (
-        "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-        "from duoka.cli import main; main()"
-    )
+    controlling = f"import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); {MAIN}"
     command = [PROGRAM[0], "-c", controlling, "chat", str(tiny), *GPUS, "--new-tokens", "900"]
     started = Terminal(command, environment)
     yield started
