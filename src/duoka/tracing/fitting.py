@@ -85,7 +85,9 @@ def _resolve(
             return Ref(origin="input", index=0) if slot is None else Ref(origin="kept", index=slot)
         if home[1] == block:
             return Ref(origin="own", index=home[2])
-        if home[1:] in carried:
+        # A neighbour's is told from here even if others far off use it too: the tape may stand for
+        # other blocks, whose own neighbour is meant.
+        if home[1:] in carried and abs(block - home[1]) > 1:
             return Ref(origin="carried", index=carried[home[1:]])
         return Ref(origin="earlier", index=home[2], back=block - home[1])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -44,6 +44,14 @@ class Pass:
     number: int
 
 
+class _Given(NamedTuple):
+    """A tensor among the arguments of a call; not itself, which would keep it alive."""
+
+    tensor_id: int
+    home: Home | None
+    num_bytes: int
+
+
 class Recorder:
     """A listener that sorts events into blocks.
 
@@ -68,11 +76,18 @@ class Recorder:
         self._tapes: list[RawTape] = []
         self._skipper = _Skipper(model, groups) if skip else None
         self._patched: list[tuple[nn.Module, Any]] = []
-        self._handle: RemovableHandle | None = None
+        self._handles: list[RemovableHandle] = []
+        self._entered: list[_Given] = []
 
     def __enter__(self) -> Recorder:
         if not self._groups[-1].names:
-            self._handle = self._model.register_forward_hook(self._leave)
+            self._handles.append(self._model.register_forward_hook(self._leave))
+        entries = [entry for group in self._groups for entry in group.names]
+        containers = {name for entry in entries for name in _around(entry)}
+        for name, module in self._model.named_modules():
+            if name in containers:
+                handle = module.register_forward_pre_hook(self._enter, with_kwargs=True)
+                self._handles.append(handle)
         for index, group in enumerate(self._groups):
             for name in group.names:
                 module = _submodule(self._model, name)
@@ -87,13 +102,15 @@ class Recorder:
             else:
                 module.forward = own
         self._patched.clear()
-        if self._handle is not None:
-            self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def record(self, step: Callable[[], None]) -> Pass:
         """Run one step and return what it did."""
         self._number += 1
         self._current = 0
+        self._entered = []
         self._tapes = [RawTape() for _ in self._groups]
         for block, slots in enumerate(self._slots):
             self._tapes[block].slots = {self._homes[s]: i for i, s in enumerate(slots)}
@@ -153,34 +170,47 @@ class Recorder:
         """What follows is the caller's: the last block, which has no modules."""
         self._current = len(self._groups) - 1
 
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """What contains blocks begins: dispatch moves its arguments to its first block."""
+        self._entered += self._given(args, kwargs)
+
     def _patch(self, module: nn.Module, block: int) -> None:
         forward = module.forward
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             self._current = block
-            self._read(block, args, kwargs)
+            entered, self._entered = self._entered, []
+            self._read(block, [*entered, *self._given(args, kwargs)])
             if self._skipper is None:
                 return forward(*args, **kwargs)
-            return self._skipper.call(self, block, forward, args, kwargs)
+            around = tuple(_seen_from(block, given.home) for given in entered)
+            return self._skipper.call(self, (block, around), forward, args, kwargs)
 
         self._patched.append((module, vars(module).get("forward")))
         module.forward = recorded
 
-    def _read(self, block: int, args: Any, kwargs: Any) -> None:
-        reads = self._tapes[block].reads
-        seen: set[int] = set()
+    def _given(self, args: Any, kwargs: Any) -> Iterator[_Given]:
         # In this order dispatch moves them, and where its copies lie depends on it.
         for tensor in tensors_in((kwargs, args)):
-            if not isinstance(tensor, virtual.VirtualTensor) or id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            home = self._homes.get(tensor.storage_id)
-            if home is not None and home[1] != block:
-                reads[home] = reads.get(home, 0) + tensor.nbytes
+            if isinstance(tensor, virtual.VirtualTensor):
+                yield _Given(id(tensor), self._homes.get(tensor.storage_id), tensor.nbytes)
+
+    def _read(self, block: int, arguments: Sequence[_Given]) -> None:
+        reads = self._tapes[block].reads
+        for given in {given.tensor_id: given for given in arguments}.values():
+            if given.home is not None and given.home[1] != block:
+                reads[given.home] = reads.get(given.home, 0) + given.num_bytes
 
     def adopt(self, tensor: virtual.VirtualTensor, block: int, index: int) -> None:
         """Count a stand-in's output as what the block that it stands for would have made."""
         self._homes[tensor.storage_id] = (self._number, block, index)
+
+    def frees_afar(self, block: int) -> bool:
+        """Whether a block's tape has frees of what was made in this pass and not next to it."""
+        return any(
+            home is not None and home[0] == self._number and abs(block - home[1]) > 1
+            for home in self._tapes[block].events
+        )
 
     def home_of(self, tensor: virtual.VirtualTensor) -> Home | None:
         """Where a tensor's storage was made."""
@@ -203,16 +233,23 @@ class _Skipper:
         self._like = like
 
     def call(
-        self, recorder: Recorder, block: int, forward: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        recorder: Recorder,
+        place: tuple[int, Any],
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
     ) -> Any:
+        block, around = place
         own = self._signatures[block]
         if own is None or block == 0:
             return forward(*args, **kwargs)
         inputs = _describe((args, kwargs), recorder, block, {})
-        key = (own, self._signatures[block - 1], inputs)
-        # A block that runs twice in a step is no stand-in for itself.
-        if self._seen.get(key, (block,))[0] != block:
-            first, output = self._seen[key]
+        key = (own, self._signatures[block - 1], around, inputs)
+        first, output = self._seen.get(key, (block, None))
+        # A block that runs twice in a step is no stand-in for itself. One that ends what was made
+        # far away can't say what another one ends.
+        if first != block and not recorder.frees_afar(first):
             self._like[block] = first
             return _stand_in(output, recorder, block, (args, kwargs))
         result = forward(*args, **kwargs)
@@ -260,7 +297,7 @@ def _describe(tree: Any, recorder: Recorder, block: int, arguments: dict[int, in
         if id(tree) in arguments:
             return ("argument", arguments[id(tree)])
         home = recorder.home_of(tree)
-        age = None if home is None else (block - home[1] if block - home[1] < 2 else home[1:])
+        age = _seen_from(block, home)
         index = None if home is None else home[2]
         return ("tensor", tuple(tree.shape), tree.dtype, age, index)
     if isinstance(tree, torch.Tensor):
@@ -275,6 +312,13 @@ def _describe(tree: Any, recorder: Recorder, block: int, arguments: dict[int, in
     if tree is None or isinstance(tree, (str, int, float, bool)):
         return ("value", tree)
     return ("object", id(tree))
+
+
+def _seen_from(block: int, home: Home | None) -> Any:
+    """How far back something was made, or by whom when that is far."""
+    if home is None:
+        return None
+    return block - home[1] if block - home[1] < 2 else home[1:]
 
 
 def _can_stand_in(picture: Any) -> bool:
@@ -300,6 +344,12 @@ def _stand_in(picture: Any, recorder: Recorder, block: int, call: Any) -> Any:
     if kind == "argument":
         return list(tensors_in(call))[picture[1]]
     return picture[1]
+
+
+def _around(name: str) -> Iterator[str]:
+    """The modules that contain a module or parameter, but for the model itself."""
+    while name := name.rpartition(".")[0]:
+        yield name
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module | None:
