@@ -50,6 +50,8 @@ CASES = [
     ("window", TWO, load(1500, 4, batch=2, chunk=640)),
     ("experts", TWO, load(1333, 6)),
     ("experts", TWO, load(707, 5, batch=3, chunk=250)),
+    ("bloom", TWO, load(901, 6)),
+    ("bloom", TWO, load(603, 4, batch=2)),
     ("mamba2", ONE, load(1333, 20)),
     ("mamba2", TWO, load(700, 6, batch=2, chunk=300)),
 ]

@@ -52,6 +52,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "sliding_window": None,
     },
+    # Its residuals go in as arguments, so that its layers fall into several blocks.
+    "bloom": {
+        "model_type": "bloom",
+        "hidden_size": 256,
+        "n_layer": 4,
+        "n_head": 8,
+        "vocab_size": 1000,
+    },
     "mamba2": {
         "model_type": "mamba2",
         "hidden_size": 256,

@@ -78,6 +78,7 @@ class Recorder:
         self._patched: list[tuple[nn.Module, Any]] = []
         self._handles: list[RemovableHandle] = []
         self._entered: list[_Given] = []
+        self._moved: set[tuple[int, _Given]] = set()
 
     def __enter__(self) -> Recorder:
         if not self._groups[-1].names:
@@ -111,6 +112,7 @@ class Recorder:
         self._number += 1
         self._current = 0
         self._entered = []
+        self._moved = set()
         self._tapes = [RawTape() for _ in self._groups]
         for block, slots in enumerate(self._slots):
             self._tapes[block].slots = {self._homes[s]: i for i, s in enumerate(slots)}
@@ -197,9 +199,11 @@ class Recorder:
 
     def _read(self, block: int, arguments: Sequence[_Given]) -> None:
         reads = self._tapes[block].reads
-        for given in {given.tensor_id: given for given in arguments}.values():
-            if given.home is not None and given.home[1] != block:
-                reads[given.home] = reads.get(given.home, 0) + given.num_bytes
+        for given in arguments:
+            if given.home is None or given.home[1] == block or (block, given) in self._moved:
+                continue
+            self._moved.add((block, given))
+            reads[given.home] = reads.get(given.home, 0) + given.num_bytes
 
     def adopt(self, tensor: virtual.VirtualTensor, block: int, index: int) -> None:
         """Count a stand-in's output as what the block that it stands for would have made."""
