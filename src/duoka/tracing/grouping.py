@@ -273,16 +273,23 @@ def _holders(model: nn.Module) -> dict[int, list[str]]:
     return holders
 
 
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists and dictionaries."""
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors in nested tuples, lists and dictionaries, in order."""
+    found: list[torch.Tensor] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Any, found: list[torch.Tensor]) -> None:
+    # Asked for every argument of every operation that is traced: no generators here.
     if isinstance(tree, torch.Tensor):
-        yield tree
+        found.append(tree)
     elif isinstance(tree, (tuple, list)):
         for item in tree:
-            yield from tensors_in(item)
+            _collect(item, found)
     elif isinstance(tree, dict):
         for item in tree.values():
-            yield from tensors_in(item)
+            _collect(item, found)
 
 
 def _retag(tree: Any, name: str) -> Any:

@@ -152,7 +152,7 @@ class Recorder:
         """Add an operation's arithmetic and memory traffic to the block that runs."""
         tape = self._tapes[self._current]
         tape.flops += count_flops(func, args, kwargs, result)
-        inputs = list(tensors_in((args, kwargs)))
+        inputs = tensors_in((args, kwargs))
         storages = {t.storage_id for t in inputs if isinstance(t, virtual.VirtualTensor)}
         outputs = [t for t in tensors_in(result) if isinstance(t, virtual.VirtualTensor)]
         if func._schema.is_mutable or not all(t.storage_id in storages for t in outputs):
@@ -346,7 +346,7 @@ def _stand_in(picture: Any, recorder: Recorder, block: int, call: Any) -> Any:
     if kind in (tuple, list):
         return kind(_stand_in(item, recorder, block, call) for item in picture[1])
     if kind == "argument":
-        return list(tensors_in(call))[picture[1]]
+        return tensors_in(call)[picture[1]]
     return picture[1]
 
 
