@@ -5,12 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
-from duoka import Plan, Workload
-from duoka.errors import FormatError
+import duoka.plans
+from duoka import Device, Fleet, Link, Plan, Workload
+from duoka.errors import FleetError, FormatError
 from duoka.planner import Question, solve
-from duoka.plans import write_whole
 
 from . import tiny
 from .tiny import MIB
@@ -31,7 +32,7 @@ def test_a_plan_survives_its_json_form(plan: Plan) -> None:
 
 def test_the_json_form_has_a_format_and_a_version(plan: Plan) -> None:
     data = json.loads(plan.to_json())
-    assert (data["format"], data["version"]) == ("duoka.plan", 1)
+    assert (data["format"], data["version"]) == ("duoka.plan", 2)
     assert data["source"] == "模型/glm"
     assert "模型" in plan.to_json()
 
@@ -53,9 +54,10 @@ def changed(plan: Plan, **values: Any) -> str:
     data = json.loads(plan.to_json())
     for path, value in values.items():
         *parents, name = path.split("__")
-        place = data
+        place: Any = data
         for parent in parents:
             place = place[int(parent)] if parent.isdigit() else place[parent]
+        name = int(name) if name.isdigit() else name
         if value is ...:
             del place[name]
         else:
@@ -63,9 +65,9 @@ def changed(plan: Plan, **values: Any) -> str:
     return json.dumps(data)
 
 
-@pytest.mark.parametrize("version", [0, 2, None, "1", True])
+@pytest.mark.parametrize("version", [0, 1, None, "2", True])
 def test_another_version_is_refused(plan: Plan, version: Any) -> None:
-    with pytest.raises(FormatError, match="reads version 1") as caught:
+    with pytest.raises(FormatError, match="reads version 2") as caught:
         Plan.from_json(changed(plan, version=version))
     assert caught.value.hint == "make the plan again"
 
@@ -113,7 +115,7 @@ def test_a_cut_file_is_refused(text: str) -> None:
 def test_hostile_json_is_refused(plan: Plan) -> None:
     text = plan.to_json()
     with pytest.raises(FormatError):
-        Plan.from_json(text.replace('"version": 1', '"version": 1, "version": 1'))
+        Plan.from_json(text.replace('"version": 2', '"version": 2, "version": 2'))
     with pytest.raises(FormatError):
         Plan.from_json(changed(plan, value=float("nan")))
 
@@ -145,12 +147,128 @@ def test_a_plan_is_written_whole_or_not_at_all(
     assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
 
 
-def test_text_that_cannot_be_encoded_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UnicodeEncodeError):
-        write_whole(tmp_path / "file", "half \ud800")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_folder_that_is_not_there_is_a_users_mistake(plan: Plan, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nowhere"):
         plan.save(tmp_path / "nowhere" / "plan.json")
+
+
+# ── the schema ──
+
+SCHEMA = Path(duoka.plans.__file__).with_name("plan.schema.json")
+
+
+def test_the_schema_in_the_package_is_the_dataclasses() -> None:
+    written = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    assert written == Plan.schema(), "write it again: python -m duoka.plans > FILE"
+
+
+def test_the_schema_takes_plans_and_refuses_what_from_json_refuses(plan: Plan) -> None:
+    validator = jsonschema.Draft202012Validator(Plan.schema())
+    validator.check_schema(Plan.schema())
+    validator.validate(json.loads(plan.to_json()))
+    for values in (
+        {"fleet": ...},
+        {"surprise": 1},
+        {"version": 1},
+        {"workload__dtype": "int3"},
+        {"placement__entries__0": ["one"]},
+        {"placement__entries__0": ["one", "cuda:0", "three"]},
+        {"fleet__devices__0__budget_bytes": True},
+    ):
+        text = changed(plan, **values)
+        assert not validator.is_valid(json.loads(text)), values
+        with pytest.raises(FormatError):
+            Plan.from_json(text)
+
+
+# ── the same plan on the GPUs that are there now ──
+
+
+def card(name: str, mib: int, uuid: str = "", product: str = "") -> Device:
+    return Device(name=name, budget_bytes=mib * MIB, uuid=uuid, product=product)
+
+
+@pytest.fixture(scope="module")
+def detected() -> Plan:
+    """A plan for two GPUs with an identity, out of three."""
+    profile = tiny.made_up([30 * MIB] * 5, tiny.Costs(cache=512))
+    fleet = Fleet(
+        devices=(
+            card("cuda:0", 120, "GPU-a", "RTX 4090"),
+            card("cuda:1", 100, "GPU-b", "RTX 3060"),
+            card("cuda:2", 20, "GPU-c", "GT 1030"),
+        ),
+        links=(
+            Link(source="cuda:0", target="cuda:1", bytes_per_second=1e9, latency_seconds=0),
+            Link(source="cuda:2", target="cuda:1", bytes_per_second=1e9, latency_seconds=0),
+        ),
+    )
+    workload = Workload(prompt_tokens=300, new_tokens=20, dtype="bfloat16")
+    plan = solve(profile, Question(fleet=fleet, workload=workload, gpus="0,1,2"))
+    assert set(plan.devices) == {"cuda:0", "cuda:1"}
+    return plan
+
+
+def test_a_gpu_is_found_by_its_identity(detected: Plan) -> None:
+    here = Fleet(devices=(card("cuda:0", 200, "GPU-b"), card("cuda:5", 200, "GPU-a")))
+    now = detected.on(here)
+    renamed = {"cuda:0": "cuda:5", "cuda:1": "cuda:0"}
+    assert now.placement.entries == tuple((m, renamed[d]) for m, d in detected.placement.entries)
+    assert [d.uuid for d in now.fleet.devices] == ["GPU-a", "GPU-b"]  # the unused third is gone
+    assert [(link.source, link.target) for link in now.fleet.links] == [("cuda:5", "cuda:0")]
+    assert now.binding_device == renamed[detected.binding_device]
+    assert Plan.from_json(now.to_json()) == now
+
+
+def test_no_more_than_the_planned_budget_is_used_and_no_more_than_there_is(detected: Plan) -> None:
+    needed = detected.forecast.devices[1].needed_bytes // MIB + 1
+    here = Fleet(devices=(card("cuda:0", 500, "GPU-a"), card("cuda:1", needed, "GPU-b")))
+    now = detected.on(here)
+    assert [d.budget_bytes for d in now.fleet.devices] == [120 * MIB, needed * MIB]
+    for forecast in now.forecast.devices:
+        assert forecast.needed_bytes <= forecast.reserved_bytes <= forecast.budget_bytes
+        assert forecast.budget_bytes == now.fleet.device(forecast.device).budget_bytes
+
+
+def test_every_difference_is_told_at_once(detected: Plan) -> None:
+    here = Fleet(devices=(card("cuda:0", 10, "GPU-b"), card("cuda:1", 500, "GPU-x")))
+    with pytest.raises(FleetError) as caught:
+        detected.on(here)
+    told = str(caught.value)
+    assert "cuda:0 RTX 4090 GPU-a is gone, hidden, or full" in told
+    assert "cuda:1 RTX 3060 GPU-b can give 10.00 MiB now" in told
+    assert "are missing; here are cuda:0 10.00 MiB, cuda:1 500.00 MiB" in told
+    assert "--replan" in str(caught.value.hint)
+
+
+def test_declared_gpus_are_found_by_name_and_other_devices_stay(plan: Plan) -> None:
+    assert plan.on(Fleet(devices=(card("cuda:0", 1),))) == plan  # it is on virtual GPUs
+    declared = Plan.from_json(plan.to_json().replace("vgpu", "cuda"))
+    here = Fleet(devices=(card("cuda:0", 200, "GPU-a"), card("cuda:1", 200, "GPU-b")))
+    assert [d.uuid for d in declared.on(here).fleet.devices] == ["GPU-a", "GPU-b"]
+    with pytest.raises(FleetError, match="cuda:1 is gone"):
+        declared.on(Fleet(devices=(card("cuda:0", 200, "GPU-a"),)))
+
+
+def test_another_checkpoint_is_refused(plan: Plan) -> None:
+    plan.refuse_other(plan.fingerprint, "glm")
+    with pytest.raises(FormatError, match="another checkpoint than glm is now") as caught:
+        plan.refuse_other("another", "glm")
+    assert "--replan" in str(caught.value.hint)
+
+
+def test_a_newer_version_is_refused_clearly(plan: Plan) -> None:
+    with pytest.raises(FormatError, match="has version 3; this duoka reads version 2") as caught:
+        Plan.from_json(changed(plan, version=3))
+    assert "update this one" in str(caught.value.hint)
+
+
+def test_a_file_of_any_length_or_kind_costs_nothing(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(duoka.plans, "_MAX_BYTES", 100)
+    plan.save(tmp_path / "plan.json")
+    with pytest.raises(FormatError, match="more than 100 bytes"):
+        Plan.load(tmp_path / "plan.json")
+    with pytest.raises(FormatError, match="not a regular file"):
+        Plan.load("/dev/zero")

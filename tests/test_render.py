@@ -10,7 +10,7 @@ from rich.console import Console
 from duoka.fleet import Fleet
 from duoka.forecast import DeviceForecast, Forecast
 from duoka.placement import Placement
-from duoka.plans import Plan
+from duoka.plans import Plan, Request
 from duoka.render import name_modules, render_plan
 from duoka.workload import Workload
 
@@ -52,6 +52,7 @@ PLAN = Plan(
     value=1.0,
     bound=1.0,
     binding_device="cuda:1",
+    request=Request(workload=Workload()),
     why=("2 of 3 GPUs are needed; no 1 hold the workload.",),
 )
 

@@ -10,7 +10,7 @@ from .errors import InfeasibleError, UsageError
 from .fleet import Fleet
 from .forecast import Costs, DeviceForecast, Forecast
 from .placement import Placement
-from .plans import Plan
+from .plans import Plan, Request
 from .profile import Profile
 from .replay import StageBytes
 from .search import NoPlacement, Objective, Solution, fits, largest, search
@@ -26,12 +26,16 @@ _STEPS_DOWN = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What the planner is asked, besides the profile."""
+    """What the planner is asked, besides the profile.
+
+    `gpus` is how the fleet was named, where it was; plans keep it.
+    """
 
     fleet: Fleet
     workload: Workload
     objective: Objective | Literal["auto"] = "auto"
     use_all: bool = False
+    gpus: str = ""
 
 
 def solve(profile: Profile, question: Question, *, source: str = "") -> Plan:
@@ -163,6 +167,12 @@ def _plan(
         value=float(solution.value),
         bound=float(solution.bound),
         binding_device=fleet.devices[solution.binding_device].name,
+        request=Request(
+            workload=question.workload,
+            objective=question.objective,
+            use_all=question.use_all,
+            gpus=question.gpus,
+        ),
         why=tuple(_reasons(costs, solution, question)),
     )
 

@@ -1,22 +1,54 @@
-"""Plan: fleet, workload, placement, forecast and why, as one file that can be kept."""
+"""Plan: fleet, workload, placement, forecast and why, as one file that can be kept.
+
+The file is JSON, with a version and a schema (``plan.schema.json`` beside this module). It is for
+one checkpoint, by its fingerprint, and for GPUs by their identity: `Plan.on` finds them again
+whatever they are called by now.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from .errors import FormatError
-from .fleet import Fleet
+from .errors import FleetError, FormatError
+from .files import read_text, write_whole
+from .fleet import Device, Fleet
 from .forecast import Forecast
 from .placement import Placement
-from .serial import from_dict, parse_json_object, to_dict
+from .serial import from_dict, json_schema, parse_json_object, to_dict
+from .units import format_bytes
 from .workload import Workload
 
 _FORMAT = "duoka.plan"
-_VERSION = 1
+_VERSION = 2
+_MAX_BYTES = 64 * 2**20
+_REPLAN = "--replan makes a new plan for what is there now"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was asked for: enough to ask again.
+
+    Parameters
+    ----------
+    workload : Workload
+        With "auto" where it was said.
+    objective : str
+        "auto", "headroom", "latency" or "throughput".
+    use_all : bool
+        Whether every GPU had to be used.
+    gpus : str
+        The GPUs as they were named (`Fleet.parse`); empty when they were given as an object.
+    """
+
+    workload: Workload
+    objective: str = "auto"
+    use_all: bool = False
+    gpus: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +77,8 @@ class Plan:
         The objective's value, and the best that any placement could reach.
     binding_device : str
         The device that limits the objective.
+    request : Request
+        What was asked for.
     why : tuple of str
         The reasons, as sentences.
 
@@ -65,6 +99,7 @@ class Plan:
     value: float
     bound: float
     binding_device: str
+    request: Request
     why: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -109,9 +144,12 @@ class Plan:
             raise FormatError("this is no plan of duoka", hint="`duoka plan --save FILE` makes one")
         version = data.pop("version", None)
         if type(version) is not int or version != _VERSION:
+            newer = type(version) is int and version > _VERSION
             raise FormatError(
-                f"the plan has version {version}; this duoka reads version {_VERSION}",
-                hint="make the plan again",
+                f"the plan has version {str(version)[:40]}; this duoka reads version {_VERSION}",
+                hint="a newer duoka made it: update this one, or make the plan again"
+                if newer
+                else "make the plan again",
             )
         return from_dict(cls, data)
 
@@ -129,19 +167,127 @@ class Plan:
             If the file can't be read, or is no plan of this version.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_text(Path(path), most_bytes=_MAX_BYTES)
+        except (OSError, ValueError) as error:
             raise FormatError(f"the plan {path} can't be read: {error}") from None
         return cls.from_json(text)
 
+    @classmethod
+    def schema(cls) -> dict[str, Any]:
+        """The JSON Schema of a plan's file."""
+        return json_schema(
+            cls,
+            title="A plan of duoka",
+            format={"const": _FORMAT},
+            version={"const": _VERSION},
+        )
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file under another name, then rename it, so that it is never seen half-written."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".partial")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink()
-        raise
+    def refuse_other(self, fingerprint: str, source: str) -> None:
+        """Refuse a checkpoint that the plan wasn't made for.
+
+        Parameters
+        ----------
+        fingerprint, source : str
+            The checkpoint's, and where it lies.
+
+        Raises
+        ------
+        FormatError
+            If the fingerprint isn't the plan's.
+        """
+        if fingerprint != self.fingerprint:
+            raise FormatError(
+                f"the plan was made for another checkpoint than {source} is now",
+                hint=_REPLAN,
+            )
+
+    def on(self, present: Fleet) -> Plan:
+        """The same plan on the GPUs that are there now.
+
+        GPUs are found by their UUID, and have the names and no more than the budgets that they
+        have in `present`. Declared ones are found by name. Other devices stay as they are.
+
+        Parameters
+        ----------
+        present : Fleet
+            As `Fleet.detect` finds it.
+
+        Raises
+        ------
+        FleetError
+            If a GPU that the plan uses is gone, or has less memory now than the plan needs: with
+            every difference.
+        """
+        found = {
+            device.name: _find(device, present) if device.name.startswith("cuda") else device
+            for device in self.fleet.devices
+        }
+        problems = list(self._problems(found))
+        if problems:
+            raise FleetError(
+                f"the plan doesn't fit the GPUs that are here: {'; '.join(problems)}; "
+                f"here are {present.describe()}",
+                hint=_REPLAN,
+            )
+        now = {
+            name: _pressed(self.fleet.device(name), here) for name, here in found.items() if here
+        }
+        return replace(
+            self,
+            fleet=Fleet(
+                devices=tuple(now.values()),
+                links=tuple(
+                    replace(link, source=now[link.source].name, target=now[link.target].name)
+                    for link in self.fleet.links
+                    if link.source in now and link.target in now
+                ),
+            ),
+            placement=replace(
+                self.placement,
+                entries=tuple((module, now[at].name) for module, at in self.placement.entries),
+            ),
+            forecast=replace(
+                self.forecast,
+                devices=tuple(
+                    replace(
+                        each,
+                        device=now[each.device].name,
+                        budget_bytes=now[each.device].budget_bytes,
+                        reserved_bytes=min(each.reserved_bytes, now[each.device].budget_bytes),
+                    )
+                    for each in self.forecast.devices
+                ),
+            ),
+            binding_device=now[self.binding_device].name,
+        )
+
+    def _problems(self, found: dict[str, Device | None]) -> Iterator[str]:
+        """Why the plan can't run on what was found for its devices."""
+        for each in self.forecast.devices:
+            device, here = self.fleet.device(each.device), found[each.device]
+            told = " ".join(filter(None, (device.name, device.product, device.uuid)))
+            if here is None:
+                yield f"{told} is gone, hidden, or full"
+            elif here.budget_bytes < each.needed_bytes:
+                yield (
+                    f"{told} can give {format_bytes(here.budget_bytes)} now, and the plan needs "
+                    f"{format_bytes(each.needed_bytes)} there: "
+                    f"{format_bytes(each.needed_bytes - here.budget_bytes)} are missing"
+                )
+
+
+def _find(device: Device, present: Fleet) -> Device | None:
+    """The same GPU among those that are present; a declared one is known by its name alone."""
+    for here in present.devices:
+        if here.uuid == device.uuid if device.uuid else here.name == device.name:
+            return here
+    return None
+
+
+def _pressed(device: Device, here: Device) -> Device:
+    """A device as it is now, with no more memory than was planned for."""
+    return replace(here, budget_bytes=min(here.budget_bytes, device.budget_bytes))
+
+
+if __name__ == "__main__":  # how plan.schema.json is made
+    sys.stdout.write(json.dumps(Plan.schema(), indent=1) + "\n")

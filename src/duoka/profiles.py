@@ -16,8 +16,9 @@ from typing import cast
 
 from .checkpoint import Checkpoint
 from .errors import FormatError, UsageError
+from .files import write_whole
 from .planner import Question, check_context, solve
-from .plans import Plan, write_whole
+from .plans import Plan
 from .profile import Profile
 from .serial import from_dict, parse_json_object, to_dict
 from .workload import Dtype, Workload

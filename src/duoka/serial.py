@@ -92,6 +92,80 @@ def from_dict(cls: type[T], data: object) -> T:
         raise FormatError(f"{place}: {mismatch.problem}", hint=_HINT) from mismatch
 
 
+def json_schema(cls: type, *, title: str, **constants: dict[str, object]) -> dict[str, Any]:
+    """Describe a dataclass's JSON form as a JSON Schema, draft 2020-12.
+
+    Parameters
+    ----------
+    cls : type
+        As `from_dict` takes it.
+    title : str
+        What the form is, for people.
+    **constants
+        Schemas of further keys that stand beside the dataclass's own.
+
+    Notes
+    -----
+    What the dataclasses check on construction (that a size is positive, that names are known)
+    isn't in it.
+    """
+    definitions: dict[str, Any] = {}
+    _schema(cls, definitions)
+    root = definitions.pop(cls.__name__)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": title,
+        **root,
+        "properties": {**constants, **root["properties"]},
+        "required": [*constants, *root["required"]],
+        "$defs": dict(sorted(definitions.items())),
+    }
+
+
+def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    """The schema of one annotation; dataclasses become definitions."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if is_dataclass(hint):
+        return _dataclass_schema(typing.cast(type, hint), definitions)
+    if hint in _SCHEMA_TYPES:
+        return {"type": _SCHEMA_TYPES[hint]}
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin in (Union, types.UnionType):
+        return {"anyOf": [_schema(argument, definitions) for argument in arguments]}
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return {"type": "array", "items": _schema(arguments[0], definitions)}
+    if origin is tuple:
+        items = [_schema(argument, definitions) for argument in arguments]
+        return {"type": "array", "prefixItems": items, "minItems": len(items), "items": False}
+    assert origin in (dict, Mapping), f"no JSON form for {hint}"
+    return {"type": "object", "additionalProperties": _schema(arguments[1], definitions)}
+
+
+_SCHEMA_TYPES: dict[Any, str] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+    None: "null",
+}
+
+
+def _dataclass_schema(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
+    if cls.__name__ not in definitions:
+        definitions[cls.__name__] = {}  # met again inside itself, it is a reference
+        hints = typing.get_type_hints(cls)
+        names = [field.name for field in fields(cls)]
+        definitions[cls.__name__] = {
+            "type": "object",
+            "properties": {name: _schema(hints[name], definitions) for name in names},
+            "required": names,
+            "additionalProperties": False,
+        }
+    return {"$ref": f"#/$defs/{cls.__name__}"}
+
+
 def parse_json_object(text: str | bytes, source: str) -> dict[str, Any]:
     """Parse text that must be one JSON object, as if an attacker wrote it.
 

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from duoka.files import read_text, write_whole
+
+
+def test_text_survives_a_file(tmp_path: Path) -> None:
+    write_whole(tmp_path / "file", "多卡\n")
+    assert read_text(tmp_path / "file", most_bytes=7) == "多卡\n"
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_others_may_read_it_as_the_umask_says(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        write_whole(tmp_path / "file", "text")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o644
+
+
+def test_text_that_cannot_be_encoded_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(tmp_path / "file", "half \ud800")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_whole(tmp_path / "file", "old")
+
+    def interrupt(number: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "file", "new")
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("file", "old")]
+
+
+def test_what_is_no_file_of_text_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for name in ("pipe", "binary"):
+        with pytest.raises(ValueError, match="regular|decode"):
+            read_text(tmp_path / name, most_bytes=100)
+    with pytest.raises(ValueError, match="more than 1 bytes"):
+        read_text(tmp_path / "binary", most_bytes=1)
+    with pytest.raises(OSError, match="No such file"):
+        read_text(tmp_path / "nothing", most_bytes=1)
+    with pytest.raises(OSError, match="directory"):
+        read_text(tmp_path, most_bytes=1)
