@@ -10,7 +10,7 @@ JOBS ?= 2
 PYTHON ?=
 CANDIDATES := $(if $(PYTHON),$(PYTHON),python3.11 python3.12 python3.13 python3 python)
 
-.PHONY: demo test check clean
+.PHONY: demo test check schema clean
 
 demo: $(STAMP)
 	$(BIN)/duoka demo
@@ -24,6 +24,11 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+# Writes the schema of plan files anew, after a change to the dataclasses that they are made of.
+schema: $(STAMP)
+	$(BIN)/python -c 'import json, duoka; print(json.dumps(duoka.Plan.schema(), indent=1))' \
+	  > src/duoka/plan.schema.json
 
 clean:
 	rm -rf $(VENV)

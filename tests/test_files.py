@@ -46,7 +46,7 @@ def test_what_is_no_file_of_text_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     for name in ("pipe", "binary"):
-        with pytest.raises(ValueError, match="regular|decode"):
+        with pytest.raises(ValueError, match=r"regular|decode"):
             read_text(tmp_path / name, most_bytes=100)
     with pytest.raises(ValueError, match="more than 1 bytes"):
         read_text(tmp_path / "binary", most_bytes=1)

@@ -159,7 +159,7 @@ SCHEMA = Path(duoka.plans.__file__).with_name("plan.schema.json")
 
 def test_the_schema_in_the_package_is_the_dataclasses() -> None:
     written = json.loads(SCHEMA.read_text(encoding="utf-8"))
-    assert written == Plan.schema(), "write it again: python -m duoka.plans > FILE"
+    assert written == Plan.schema(), "write it again: make schema"
 
 
 def test_the_schema_takes_plans_and_refuses_what_from_json_refuses(plan: Plan) -> None:

@@ -19,7 +19,7 @@ def read_text(path: Path, *, most_bytes: int) -> str:
     ValueError
         If it is too long, not a regular file (opening a pipe would wait for ever), or not UTF-8.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("it is not a regular file")
         content = file.read(most_bytes + 1)

@@ -8,8 +8,8 @@ whatever they are called by now.
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -229,35 +229,37 @@ class Plan:
                 f"here are {present.describe()}",
                 hint=_REPLAN,
             )
+        now = {name: here for name, here in found.items() if here is not None}
+        return self._moved(now)
+
+    def _moved(self, now: Mapping[str, Device]) -> Plan:
+        """The plan under other names, and with no more memory than there is or was planned for."""
         now = {
-            name: _pressed(self.fleet.device(name), here) for name, here in found.items() if here
+            name: replace(
+                here, budget_bytes=min(here.budget_bytes, self.fleet.device(name).budget_bytes)
+            )
+            for name, here in now.items()
         }
+        links = tuple(
+            replace(link, source=now[link.source].name, target=now[link.target].name)
+            for link in self.fleet.links
+            if link.source in now and link.target in now
+        )
+        entries = tuple((module, now[at].name) for module, at in self.placement.entries)
+        forecasts = tuple(
+            replace(
+                each,
+                device=now[each.device].name,
+                budget_bytes=now[each.device].budget_bytes,
+                reserved_bytes=min(each.reserved_bytes, now[each.device].budget_bytes),
+            )
+            for each in self.forecast.devices
+        )
         return replace(
             self,
-            fleet=Fleet(
-                devices=tuple(now.values()),
-                links=tuple(
-                    replace(link, source=now[link.source].name, target=now[link.target].name)
-                    for link in self.fleet.links
-                    if link.source in now and link.target in now
-                ),
-            ),
-            placement=replace(
-                self.placement,
-                entries=tuple((module, now[at].name) for module, at in self.placement.entries),
-            ),
-            forecast=replace(
-                self.forecast,
-                devices=tuple(
-                    replace(
-                        each,
-                        device=now[each.device].name,
-                        budget_bytes=now[each.device].budget_bytes,
-                        reserved_bytes=min(each.reserved_bytes, now[each.device].budget_bytes),
-                    )
-                    for each in self.forecast.devices
-                ),
-            ),
+            fleet=Fleet(devices=tuple(now.values()), links=links),
+            placement=replace(self.placement, entries=entries),
+            forecast=replace(self.forecast, devices=forecasts),
             binding_device=now[self.binding_device].name,
         )
 
@@ -282,12 +284,3 @@ def _find(device: Device, present: Fleet) -> Device | None:
         if here.uuid == device.uuid if device.uuid else here.name == device.name:
             return here
     return None
-
-
-def _pressed(device: Device, here: Device) -> Device:
-    """A device as it is now, with no more memory than was planned for."""
-    return replace(here, budget_bytes=min(here.budget_bytes, device.budget_bytes))
-
-
-if __name__ == "__main__":  # how plan.schema.json is made
-    sys.stdout.write(json.dumps(Plan.schema(), indent=1) + "\n")
