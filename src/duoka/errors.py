@@ -12,7 +12,8 @@ The tree, with the exit code that the command line returns for each::
     ├── ProofError              8   the plan failed on virtual GPUs, before a weight was read
     ├── LoadError               9   what was loaded isn't what was expected
     ├── FormatError            10   a plan or profile file of another version, or damaged
-    └── VirtualDeviceError     11   what a virtual GPU can't do
+    ├── VirtualDeviceError     11   what a virtual GPU can't do
+    └── MachineError           12   what this machine refuses: disk, memory, libraries
 
 A message says what went wrong, what was given, and the limit with its unit. `hint` says what to
 do next; the command line prints it on a line of its own. A library never exits: only `cli/`
@@ -144,3 +145,9 @@ class VirtualDeviceError(DuokaError):
     """Something that a virtual GPU can't do, or a backend that already holds its place."""
 
     exit_code = 11
+
+
+class MachineError(DuokaError):
+    """What this machine refuses: a full disk, no permission, no memory, a missing library."""
+
+    exit_code = 12

@@ -5,7 +5,7 @@ import torch
 import typer
 
 from duoka import errors
-from duoka.cli.failures import BROKEN_PIPE, DEFECT, INTERRUPTED, report
+from duoka.cli.failures import BROKEN_PIPE, DEFECT, HUNG_UP, INTERRUPTED, TERMINATED, report
 
 
 def classes() -> list[type[errors.DuokaError]]:
@@ -65,12 +65,18 @@ def test_ctrl_c(error: BaseException, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_full_gpu_is_no_defect(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report(torch.OutOfMemoryError("CUDA out of memory."), debug=False) == 1
+    assert report(torch.OutOfMemoryError("CUDA out of memory."), debug=False) == 12
     err = capsys.readouterr().err
     assert "Traceback" not in err
     assert "smaller budget" in err
 
 
 def test_codes_are_distinct() -> None:
-    codes = [cls.exit_code for cls in classes()] + [DEFECT, INTERRUPTED, BROKEN_PIPE]
+    codes = [cls.exit_code for cls in classes()] + [
+        DEFECT,
+        HUNG_UP,
+        INTERRUPTED,
+        TERMINATED,
+        BROKEN_PIPE,
+    ]
     assert len(set(codes)) == len(codes)

@@ -4,6 +4,10 @@ One file per command. The answer goes to the standard output, everything else to
 error. What needs torch is imported inside the commands, so that ``--help`` starts at once.
 """
 
-from .main import main
+try:
+    from .main import main
+except KeyboardInterrupt:
+    # The program was stopped while it started, before anything else could be told of it.
+    raise SystemExit(130) from None
 
 __all__ = ["main"]

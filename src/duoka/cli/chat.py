@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from duoka.errors import UsageError
 
-from . import options, planning
-from .terminal import stderr
+from . import failures, options, planning, signals
+from .terminal import answer, stderr
 
 if TYPE_CHECKING:
     from duoka.runtime import Conversation
@@ -68,38 +68,61 @@ def chat(
 
 
 def _talk(conversation: Conversation) -> None:
-    interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    if interactive:
+    if sys.stdin.isatty() and sys.stdout.isatty():
         with suppress(ImportError):
             import readline  # noqa: F401  (input() edits lines with it)
         stderr().print("/help shows the commands, /exit leaves")
-    while True:
+        _talk_with_a_person(conversation)
+        return
+    while _turn(conversation, _read()):
+        pass
+
+
+def _talk_with_a_person(conversation: Conversation) -> None:
+    # Ctrl-C at any other moment than in a turn waits for the next one, which it then ends.
+    with signals.deferring():
+        goes_on = True
+        while goes_on:
+            try:
+                with signals.listening():
+                    goes_on = _turn(conversation, _read_prompted(), is_stoppable=True)
+            except KeyboardInterrupt:
+                stderr().print("\n/exit leaves")
+
+
+def _turn(conversation: Conversation, said: str | None, *, is_stoppable: bool = False) -> bool:
+    """Do what a line says; False if it ends the conversation."""
+    if said is None or said == "/exit":
+        return False
+    if said == "/clear":
+        conversation.clear()
+        stderr().print("forgotten")
+    elif said == "/help":
+        stderr().print(_HELP)
+    elif said.startswith("/") and said[1:].isalpha():
+        stderr().print(f"{said} is no command; /help shows them", markup=False)
+    elif said:
         try:
-            said = _read(interactive)
-        except KeyboardInterrupt:
-            stderr().print("\n/exit leaves")
-            continue
-        if said is None or said == "/exit":
-            return
-        if said == "/clear":
-            conversation.clear()
-            stderr().print("forgotten")
-        elif said == "/help":
-            stderr().print(_HELP)
-        elif said.startswith("/") and said[1:].isalpha():
-            stderr().print(f"{said} is no command; /help shows them", markup=False)
-        elif said:
             _answer(conversation, said)
-
-
-def _read(interactive: bool) -> str | None:
-    """One line; None at the end of the input."""
-    if interactive:
-        try:
-            return input("> ").strip()
-        except EOFError:
+        except KeyboardInterrupt:
+            if not is_stoppable:
+                raise
             sys.stdout.write("\n")
-            return None
+            stderr().print("stopped")
+    return True
+
+
+def _read_prompted() -> str | None:
+    """One line that a person writes; None at the end of the input."""
+    try:
+        return input("> ").strip()
+    except EOFError:
+        sys.stdout.write("\n")
+        return None
+
+
+def _read() -> str | None:
+    """One line of a file or pipe; None at its end."""
     line = options.read_stdin(line=True)
     return line.strip() if line else None
 
@@ -110,18 +133,12 @@ def _answer(conversation: Conversation, question: str) -> None:
         options.refuse_damaged(question)
         with closing(conversation.ask(question)) as pieces:
             for piece in pieces:
-                sys.stdout.write(piece)
-                sys.stdout.flush()
-    except KeyboardInterrupt:
-        sys.stdout.write("\n")
-        stderr().print("stopped")
-        return
+                answer(piece)
     except UsageError as error:
         # A question that is too long is no reason to leave.
-        stderr().print(f"{error}" + (f"\nhint: {error.hint}" if error.hint else ""), markup=False)
+        failures.tell(error)
         return
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+    answer("\n")
     if conversation.num_forgotten > forgotten:
         rounds = conversation.num_forgotten - forgotten
         stderr().print(f"(the context is full: the oldest {rounds} round(s) were left out)")

@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from contextlib import suppress
 from typing import Any
 
 import typer
 
-from duoka.errors import DuokaError, InfeasibleError
+from duoka.errors import DuokaError, InfeasibleError, MachineError
 
-from .terminal import stderr
+from . import machine, signals
+from .redaction import redact
+from .terminal import printable, stderr
 
 DEFECT = 70
 INTERRUPTED = 130
+HUNG_UP = 129
+TERMINATED = 143
 BROKEN_PIPE = 141
+_SIGNALLED = 128  # and the signal's number, as shells have it
 
 # Typer's error for options it can't read. It has had this class from Click or, later, a copy of
 # Click of its own; only its subclass has a public name in both.
@@ -25,40 +31,78 @@ _WRONG_OPTIONS: Any = typer.BadParameter.__bases__[0]
 def report(error: BaseException, *, debug: bool) -> int:
     """Tell an error on the standard error; return the exit code.
 
-    A user's mistake is told in one message. Anything unexpected is a defect, told with its
-    traceback; `debug` shows the traceback of every error.
+    A user's mistake is told in one message, and so is what the machine refuses. Anything
+    unexpected is a defect, told with its traceback; `debug` shows the traceback of every error.
+    Tokens and passwords are left out of all of it.
     """
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    signum = _signal_of(error)
+    # When the terminal has gone, nobody can be told; the exit code is still right.
+    with suppress(OSError, ValueError):
+        if debug and not isinstance(error, _WRONG_OPTIONS | BrokenPipeError):
+            _show_traceback(error)
+        if signum is not None:
+            stderr().print("stopped", highlight=False)
+            return _SIGNALLED + signum
+        return _report(error, debug=debug)
+    return _SIGNALLED + signum if signum is not None else _code(error)
+
+
+def tell(error: DuokaError) -> None:
+    """Print an error's message and hint."""
+    _tell(f"{error}", _hint(error))
+
+
+def _report(error: BaseException, *, debug: bool) -> int:
     if isinstance(error, BrokenPipeError):
         _close_stdout()
         return BROKEN_PIPE
-    if isinstance(error, KeyboardInterrupt | typer.Abort):
-        stderr().print("stopped", highlight=False)
-        return INTERRUPTED
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else 1
     if isinstance(error, _WRONG_OPTIONS):
         return _tell_usage(error)
-    if debug:
-        _show_traceback(error)
+    if not isinstance(error, DuokaError):
+        error = _expected(error) or error
     if isinstance(error, DuokaError):
-        _tell(str(error), _hint(error))
+        tell(error)
         return error.exit_code
-    if _is_out_of_memory(error):
-        _tell(str(error), "does another program use this GPU? Plan with a smaller budget (--gpus)")
-        return 1
     if not debug:
         _show_traceback(error)
-    _tell("this is a defect of duoka, not a mistake of yours", "please report the text above")
+    _tell(
+        "this is a defect of duoka, not a mistake of yours",
+        "please report the text above, with the command and with this:\n" + machine.versions(),
+    )
     return DEFECT
+
+
+def _signal_of(error: BaseException) -> int | None:
+    """The signal behind an error, also where a library made another error of it."""
+    if isinstance(error, signals.Terminated):
+        return error.signum
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return INTERRUPTED - _SIGNALLED
+    return signals.stopped_by()
+
+
+def _expected(error: BaseException) -> DuokaError | None:
+    """What the machine refuses, and the memory of its GPUs."""
+    if _is_out_of_memory(error):
+        hint = "does another program use this GPU? Plan with a smaller budget (--gpus)"
+        return MachineError(str(error), hint=hint)
+    return machine.explain(error)
+
+
+def _code(error: BaseException) -> int:
+    if isinstance(error, BrokenPipeError):
+        return BROKEN_PIPE
+    return error.exit_code if isinstance(error, DuokaError) else DEFECT
 
 
 def _tell(message: str, hint: str | None) -> None:
     console = stderr()
-    console.print("[bold red]error:[/] ", end="")
-    console.print(message, markup=False, highlight=False, soft_wrap=True)
-    if hint:
-        console.print("[bold]hint:[/] ", end="")
-        console.print(hint, markup=False, highlight=False, soft_wrap=True)
+    for label, style, text in (("error:", "bold red", message), ("hint:", "bold", hint)):
+        if text:
+            console.print(f"[{style}]{label}[/] ", end="")
+            console.print(printable(redact(text)), markup=False, highlight=False, soft_wrap=True)
 
 
 def _tell_usage(error: Any) -> int:
@@ -74,13 +118,17 @@ def _hint(error: DuokaError) -> str | None:
 
 
 def _show_traceback(error: BaseException) -> None:
-    sys.stderr.write("".join(traceback.format_exception(error)))
+    try:
+        text = "".join(traceback.format_exception(error))
+    except (RecursionError, MemoryError):  # a chain of causes that is too long to be told
+        text = "".join(traceback.format_exception_only(error))
+    sys.stderr.write(printable(redact(text)))
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
     # Without importing torch for it: if torch isn't loaded, it can't have raised this.
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+    return torch is not None and isinstance(error, getattr(torch, "OutOfMemoryError", ()))
 
 
 def _close_stdout() -> None:

@@ -15,6 +15,7 @@ import duoka
 from duoka.errors import UsageError
 
 from . import options, planning
+from .terminal import answer
 
 if TYPE_CHECKING:
     from duoka.runtime import Answer, Generator, Sampling
@@ -87,7 +88,7 @@ def generate(
         _stream(generator, prompts[0], sampling)
     else:
         texts = [answer.text for answer in _answer(generator, prompts, sampling)]
-        typer.echo("\n\n".join(texts))
+        answer("\n\n".join(texts) + "\n")
 
 
 def _questions(prompts: Sequence[str], files: Sequence[Path]) -> list[str]:
@@ -132,9 +133,8 @@ def _stream(generator: Generator, prompt: Sequence[int], sampling: Sampling) -> 
         for piece in pieces:
             shown = piece if said else piece.lstrip()
             said = said or bool(shown)
-            sys.stdout.write(shown)
-            sys.stdout.flush()
-    sys.stdout.write("\n")
+            answer(shown)
+    answer("\n")
 
 
 def _json(plan: duoka.Plan, questions: Sequence[str], answers: Sequence[Answer]) -> str:

@@ -6,15 +6,15 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated
 
 import typer
 
-from . import failures
+from . import failures, options, signals
 from .chat import chat
 from .demo import demo
 from .generate import generate
-from .options import State
 from .plan import plan
 
 _EPILOG = "\n\n".join(
@@ -26,7 +26,8 @@ _EPILOG = "\n\n".join(
         "Exit codes: "
         "0 done; 1 another error; 2 usage; 3 GPUs; 4 checkpoint; 5 model; 6 placement; "
         "7 nothing fits; 8 the proof failed; 9 loading failed; 10 plan file; 11 virtual GPU; "
-        "70 a defect of duoka; 130 stopped by Ctrl-C; 141 nobody reads the output.",
+        "12 this machine; 70 a defect of duoka; 129, 130, 143 stopped by a signal, 130 by Ctrl-C; "
+        "141 nobody reads the output.",
     ]
 )
 
@@ -58,6 +59,7 @@ def _options(
         bool,
         typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
     ] = False,
+    debug: options.Debug = False,
 ) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
@@ -66,11 +68,14 @@ def _options(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program and end the process with its exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # A terminal that can't show a character is no reason to stop.
-            stream.reconfigure(errors="backslashreplace")
-    sys.exit(run(arguments))
+    signals.install()
+    code = _open_streams() or run(arguments)
+    with suppress(OSError, ValueError):
+        sys.stderr.flush()
+    if signals.has_stray_threads():
+        # The interpreter's end would catch them in the middle of a step, and may crash on that.
+        os._exit(code)
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -80,7 +85,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     given = list(sys.argv[1:] if arguments is None else arguments)
-    state = State(debug="--debug" in given)
+    state = options.State()
     # Not Typer's own call: its way to run turns Ctrl-C and a closed pipe into exit code 1.
     program = typer.main.get_command(app)
     try:
@@ -91,4 +96,21 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return ending.exit_code
     except BaseException as error:
         return failures.report(error, debug=state.debug)
+    return 0
+
+
+def _open_streams() -> int:
+    """Put something in the place of a closed stream; an exit code if there is no output at all."""
+    # In the order of their numbers: a file that is opened takes the lowest one that is free, and
+    # an answer must never be written into a checkpoint's file.
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115, PTH123
+    if sys.stdout is None:
+        return failures.BROKEN_PIPE
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that can't show a character is no reason to stop.
+            stream.reconfigure(errors="backslashreplace")
     return 0

@@ -174,7 +174,23 @@ TrustRemoteCode = Annotated[
         help="Run model code that comes with the checkpoint. It can do whatever you can.",
     ),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of every error.")]
+
+
+def _set_debug(context: typer.Context, wanted: bool) -> bool:
+    if isinstance(context.obj, State):
+        context.obj.debug |= wanted
+    return wanted
+
+
+Debug = Annotated[
+    bool,
+    typer.Option(
+        "--debug",
+        help="Show the traceback of every error.",
+        callback=_set_debug,
+        is_eager=True,  # so that it also holds for options that can't be read
+    ),
+]
 Temperature = Annotated[
     float | None,
     typer.Option(

@@ -1,10 +1,13 @@
 """Where things are printed: answers on the standard output, all else on the standard error.
 
-rich leaves colours out where the output is no terminal, and where NO_COLOR is set.
+rich leaves colours out where the output is no terminal, and where NO_COLOR is set. What a model
+or a checkpoint says never reaches a terminal as a command to it.
 """
 
 from __future__ import annotations
 
+import sys
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,6 +20,36 @@ from rich.progress import (
     TimeElapsedColumn,
     TransferSpeedColumn,
 )
+
+# Control characters and those that turn the direction of writing around can make a terminal show
+# something else than the text says, or do something; Cf also holds what emoji and Persian need.
+_KEPT = frozenset("\n\t\u200c\u200d")
+_HIDDEN = ("Cc", "Cf", "Cs")
+
+
+def printable(text: str) -> str:
+    r"""Spell out what a terminal would obey instead of showing.
+
+    Examples
+    --------
+    >>> printable("red: \x1b[31m")
+    'red: \\x1b[31m'
+    """
+    if text.isprintable():
+        return text
+    return "".join(map(_spelled, text))
+
+
+def _spelled(character: str) -> str:
+    if character in _KEPT or unicodedata.category(character) not in _HIDDEN:
+        return character
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def answer(text: str) -> None:
+    """Write a piece of an answer at once: as it is into a file or pipe, harmless to a terminal."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
 
 
 class _Console(Console):

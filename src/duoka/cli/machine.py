@@ -1,0 +1,138 @@
+"""What this machine is, and what it refuses: disk, memory, permissions, libraries."""
+
+from __future__ import annotations
+
+import errno
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from duoka.errors import MachineError
+
+_PACKAGES = ("duoka", "torch", "transformers")
+
+# An OSError with one of these says something of the machine; others are a defect of ours.
+_REFUSALS = {
+    errno.ENOSPC: "free some space, or name another place",
+    errno.EDQUOT: "free some of your quota, or name another place",
+    errno.EACCES: "you need the permission, or another place",
+    errno.EPERM: "you need the permission, or another place",
+    errno.EROFS: "name a place that can be written",
+    errno.EIO: "the disk or the terminal does not answer",
+    errno.ESTALE: "is the network's file system there?",
+    errno.EMFILE: "allow more open files: ulimit -n 4096",
+    errno.ENFILE: "end other programs that hold files open",
+    errno.ENOMEM: "end other programs, or use a machine with more memory",
+    errno.EAGAIN: "end other programs: the limit of processes or threads is reached",
+    errno.ELOOP: "remove the link that leads to itself",
+    errno.ENAMETOOLONG: "name a shorter path",
+    errno.EISDIR: "name a file",
+    errno.ENOTDIR: "name a directory",
+    errno.EBUSY: "something else uses it",
+    errno.ETXTBSY: "something else uses it",
+    errno.EFBIG: "allow larger files: ulimit -f unlimited",
+}
+_REQUIREMENT = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?P<range>[^;]*)")
+
+
+def versions() -> str:
+    """What a report of a defect needs: duoka and what it stands on."""
+    parts = [f"{name} {_version(name) or 'not installed'}" for name in _PACKAGES]
+    parts += [f"Python {platform.python_version()}", platform.platform()]
+    return ", ".join(parts)
+
+
+def explain(error: BaseException) -> MachineError | None:
+    """Say what the machine refuses, where an unexpected error comes from that; else None."""
+    if isinstance(error, MemoryError) or _is_host_memory(error):
+        return MachineError(
+            "the memory of this machine is used up",
+            hint="end other programs, or plan for less: --context, --batch, --dtype",
+        )
+    if isinstance(error, ImportError):
+        return _missing_library(error)
+    wrong = unmet_requirements()
+    if wrong:
+        return MachineError(
+            f"{'; '.join(wrong)}; that may be why this failed: {_one_line(error)}",
+            hint="install the versions that duoka needs: pip install --upgrade duoka",
+        )
+    if isinstance(error, OSError):
+        return _refusal(error)
+    return None
+
+
+def unmet_requirements() -> list[str]:
+    """Every library that is missing or of a version outside its range, with both."""
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+    from packaging.version import InvalidVersion
+
+    wrong = []
+    for text in _requirements():
+        match = _REQUIREMENT.match(text)
+        if match is None or "extra ==" in text:
+            continue
+        installed = _version(match["name"])
+        if installed is None:
+            wrong.append(f"{match['name']} is not installed")
+            continue
+        try:
+            fits = SpecifierSet(match["range"].strip()).contains(installed, prereleases=True)
+        except (InvalidSpecifier, InvalidVersion):
+            continue
+        if not fits:
+            wrong.append(f"{match['name']} {installed} is installed, duoka needs {match['range']}")
+    return wrong
+
+
+def _missing_library(error: ImportError) -> MachineError | None:
+    library = (error.name or "").partition(".")[0]
+    if library == "duoka":
+        return None
+    wrong = unmet_requirements()
+    found = "; ".join(wrong) or _one_line(error)
+    hint = "install what duoka needs: pip install --upgrade duoka"
+    if isinstance(error, ModuleNotFoundError) and not wrong:
+        hint = f"install it: pip install {library}"
+    return MachineError(f"a library can't be imported: {found}", hint=hint)
+
+
+def _refusal(error: OSError) -> MachineError | None:
+    hint = _REFUSALS.get(error.errno or 0)
+    if hint is None:
+        # The loader of shared libraries says what it misses with neither number nor file.
+        if error.errno is None and ".so" in str(error):
+            return MachineError(
+                f"a library can't be loaded: {_one_line(error)}",
+                hint="install torch again, in a build for this machine",
+            )
+        return None
+    where = f"{error.filename}: " if error.filename is not None else ""
+    return MachineError(f"{where}{error.strerror}", hint=hint)
+
+
+def _is_host_memory(error: BaseException) -> bool:
+    # torch says so with no class of its own; no other words of it are looked at.
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+
+
+def _requirements() -> list[str]:
+    try:
+        return requires("duoka") or []
+    except PackageNotFoundError:
+        return []
+
+
+def _version(name: str) -> str | None:
+    if name == "duoka":
+        from duoka import __version__
+
+        return __version__
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
