@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from duoka import Workload, profiles
-from duoka.profiles import cache_directory, find_profile, keep_profile
+from duoka.files import cache_directory
+from duoka.profiles import find_profile, keep_profile
 
 from . import tiny
 

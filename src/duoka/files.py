@@ -7,6 +7,66 @@ import secrets
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+
+class Stamp(NamedTuple):
+    """What changes when a file is written again or replaced."""
+
+    num_bytes: int
+    modified_ns: int
+    inode: int
+    device: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Stamp:
+        """The stamp of a file by its status."""
+        return cls(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
+
+
+def cache_directory() -> Path:
+    """Where duoka keeps what it can make again: DUOKA_CACHE, or `duoka` in the user's cache."""
+    named = os.environ.get("DUOKA_CACHE")
+    if named:
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "duoka"
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it.
+
+    Raises
+    ------
+    OSError
+        If it can't be opened.
+    ValueError
+        If it is not a regular file: reading a pipe in its place would wait for ever.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ValueError("it is not a regular file")
+    return file
+
+
+def read_bytes(path: Path, *, most_bytes: int) -> bytes:
+    """Read a regular file.
+
+    Raises
+    ------
+    OSError
+        If it can't be read.
+    ValueError
+        If it is too long, or not a regular file.
+    """
+    with open_regular(path) as file:
+        # The size first: reading "at most so much" takes that much memory beforehand.
+        size = os.fstat(file.fileno()).st_size
+        content = b"" if size > most_bytes else file.read(size + 1)
+    if max(size, len(content)) > most_bytes:
+        raise ValueError(f"it has more than {most_bytes} bytes")
+    return content
 
 
 def read_text(path: Path, *, most_bytes: int) -> str:
@@ -17,15 +77,9 @@ def read_text(path: Path, *, most_bytes: int) -> str:
     OSError
         If it can't be read.
     ValueError
-        If it is too long, not a regular file (opening a pipe would wait for ever), or not UTF-8.
+        If it is too long, not a regular file, or not UTF-8.
     """
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is not a regular file")
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise ValueError(f"it has more than {most_bytes} bytes")
-    return content.decode("utf-8")
+    return read_bytes(path, most_bytes=most_bytes).decode("utf-8")
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import cast
 
 from .checkpoint import Checkpoint
 from .errors import FormatError, UsageError
-from .files import write_whole
+from .files import cache_directory, write_whole
 from .planner import Question, check_context, solve
 from .plans import Plan
 from .profile import Profile
@@ -25,15 +24,6 @@ from .workload import Dtype, Workload
 
 _VERSION = 3
 _PACKAGES = ("torch", "transformers", "duoka")
-
-
-def cache_directory() -> Path:
-    """Where profiles are kept: DUOKA_CACHE, or `duoka` in the user's cache directory."""
-    named = os.environ.get("DUOKA_CACHE")
-    if named:
-        return Path(named)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "duoka"
 
 
 def plan_from_cache(checkpoint: Checkpoint, question: Question) -> Plan | None:

@@ -12,7 +12,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, Union
@@ -197,10 +197,18 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # different things by one file.
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        doubled = next(name for name in found if names.count(name) > 1)
-        raise ValueError(f"the key {doubled!r} stands twice")
+        doubled = _first_doubled(name for name, _ in pairs)
+        raise ValueError(f"the key {doubled[:80]!r} stands twice")
     return found
+
+
+def _first_doubled(names: Iterable[str]) -> str:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    raise AssertionError("no name stands twice")
 
 
 def _no_constant(name: str) -> float:
