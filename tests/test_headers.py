@@ -105,7 +105,7 @@ def entry(dtype: object = "F32", shape: object = (1,), offsets: object = (0, 4))
         ({"w": entry(shape=4)}, 4, "doesn't describe"),
         ({"w": entry(offsets=[0, 4, 8])}, 4, "doesn't describe"),
         ({"w": None}, 4, "doesn't describe"),
-        ([], 0, "JSON list"),
+        ([], 0, "doesn't begin with"),
     ],
 )
 def test_damaged_headers(tmp_path: Path, header: object, data_bytes: int, message: str) -> None:

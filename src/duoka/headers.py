@@ -2,7 +2,7 @@
 
 Everything is parsed as if an attacker wrote it: sizes are limited before they are read, names
 can't lead out of the directory, and a header must agree with the length of its file. Nothing here
-knows which files make a checkpoint.
+knows which files make a checkpoint, or whether a header came from a disk or from a server.
 
 The safetensors layout follows its published format description: eight bytes with the length of a
 JSON header, the header, then the data without holes.
@@ -12,17 +12,24 @@ from __future__ import annotations
 
 import math
 import re
-import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointError, FormatError
+from .files import open_regular, read_bytes
 from .serial import parse_json_object
 
+LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 MAX_JSON_BYTES = 100_000_000  # an index names every tensor; the longest known are some 10 MB
+# A short text can become much in memory ("[[],[],…"). This is room for 500,000 tensors; the
+# largest published models have a third of that.
+MAX_JSON_VALUES = 4_000_000
+MAX_NAME_LENGTH = 1024
+_MAX_DIMENSIONS = 64  # torch's own limit
 INCOMPLETE = "the download may be incomplete: fetch it again"
 
 # safetensors' name of a type → torch's name, bits of one element
@@ -64,7 +71,7 @@ class TensorInfo:
     shape : tuple of int or None
     nbytes : int or None
     file : Path or None
-        Where it lies; None when the file isn't there.
+        Where it lies, or will lie once it was downloaded; None when there is no file.
     """
 
     name: str
@@ -74,7 +81,23 @@ class TensorInfo:
     file: Path | None = None
 
 
-def read_json(path: Path) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """Which file of a sharded checkpoint holds which tensor.
+
+    Parameters
+    ----------
+    files : dict of str to str
+        Tensor → plain name of a file beside the index.
+    total_bytes : int or None
+        Of all tensors, as the index says; it isn't always right.
+    """
+
+    files: dict[str, str]
+    total_bytes: int | None
+
+
+def read_json(path: Path, *, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Read a file that must hold one JSON object.
 
     Raises
@@ -82,26 +105,47 @@ def read_json(path: Path) -> dict[str, Any]:
     CheckpointError
         If it can't be read, is too long, or holds something else.
     """
+    with _reading(path):
+        return parse_json(read_bytes(path, most_bytes=most_bytes), str(path))
+
+
+def parse_json(content: bytes, source: str) -> dict[str, Any]:
+    """Parse what must be one JSON object in UTF-8.
+
+    Raises
+    ------
+    CheckpointError
+        If it is something else, or would take far more memory than it is long.
+    """
     try:
-        size = regular_size(path)
-        if size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} has {size} bytes; at most {MAX_JSON_BYTES} are read")
-        return parse_json_object(path.read_bytes(), str(path))
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{source} is not UTF-8: {error}", hint=INCOMPLETE) from error
+    values = text.count(",") + text.count("[") + text.count("{")
+    if values > MAX_JSON_VALUES:
+        raise CheckpointError(f"{source} has {values} values; at most {MAX_JSON_VALUES} are read")
+    try:
+        return parse_json_object(text, source)
     except FormatError as error:
         raise CheckpointError(str(error), hint=INCOMPLETE) from error
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from error
 
 
-def regular_size(path: Path) -> int:
-    """Bytes of a regular file; opening a pipe in its place would wait for ever."""
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path} is not a regular file")
-    return status.st_size
+def is_plain_name(name: object) -> bool:
+    """Whether this can be the name of a file in a checkpoint's directory, and leads nowhere."""
+    return isinstance(name, str) and _PLAIN_NAME.fullmatch(name) is not None
 
 
-def read_index(path: Path, *, suffix: str) -> dict[str, str]:
+def read_index(path: Path, *, suffix: str) -> Index:
     """Read which file of a sharded checkpoint holds which tensor.
 
     Parameters
@@ -111,27 +155,25 @@ def read_index(path: Path, *, suffix: str) -> dict[str, str]:
     suffix : str
         What the names of the files must end in, like ".bin".
 
-    Returns
-    -------
-    dict of str to str
-        Tensor → name of a file in the index's directory.
-
     Raises
     ------
     CheckpointError
         If it lists no tensor, or a file elsewhere.
     """
-    weight_map = read_json(path).get("weight_map")
+    content = read_json(path)
+    weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map", hint=INCOMPLETE)
     for key, file in weight_map.items():
-        plain = isinstance(file, str) and _PLAIN_NAME.fullmatch(file) and file.endswith(suffix)
-        if not plain:
+        _check_name(path, key)
+        if not (is_plain_name(file) and file.endswith(suffix)):
             raise CheckpointError(
                 f"{path} puts {key!r} into {str(file)[:80]!r}, which is not the name of a "
                 f"{suffix} file beside it"
             )
-    return weight_map
+    metadata = content.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return Index(files=weight_map, total_bytes=total if type(total) is int and total > 0 else None)
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -142,36 +184,80 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     CheckpointError
         If it can't be read, or the header is damaged or disagrees with the file's length.
     """
-    try:
-        header, data_bytes = _read_header_json(path)
-    except FormatError as error:
-        raise CheckpointError(str(error), hint=INCOMPLETE) from error
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
-    header.pop("__metadata__", None)
+    with _reading(path), open_regular(path) as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        length = header_length(file.read(LENGTH_BYTES), size, str(path))
+        return parse_header(file.read(length), size - LENGTH_BYTES - length, path)
+
+
+def header_length(start: bytes, size: int, source: str) -> int:
+    """How long a safetensors header is, by the first eight bytes of its file.
+
+    Parameters
+    ----------
+    start : bytes
+    size : int
+        Of the file, in bytes.
+    source : str
+        For messages.
+
+    Raises
+    ------
+    CheckpointError
+        If the file, or what is read of one, can't hold such a header.
+    """
+    length = int.from_bytes(start, "little")
+    if len(start) < LENGTH_BYTES or length > min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
+        raise CheckpointError(
+            f"{source} is no safetensors file, or cut off: its header should have {length} "
+            f"bytes; the file has {size}, and at most {MAX_HEADER_BYTES} are read",
+            hint=INCOMPLETE,
+        )
+    return length
+
+
+def parse_header(text: bytes, data_bytes: int, path: Path) -> dict[str, TensorInfo]:
+    """Read a safetensors header.
+
+    Parameters
+    ----------
+    text : bytes
+        The header, without its length.
+    data_bytes : int
+        How many bytes follow it.
+    path : Path
+        Of the file, whether it is there or not.
+
+    Raises
+    ------
+    CheckpointError
+        If the header is damaged, or disagrees with the file's length.
+    """
+    if text[:1] != b"{":
+        raise CheckpointError(f"{path} is no safetensors file: its header doesn't begin with '{{'")
+    header = parse_json(text, f"the header of {path}")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CheckpointError(f"{path} has metadata that is no text for each key")
     entries = [_read_entry(path, name, entry) for name, entry in header.items()]
     _check_layout(path, entries, data_bytes=data_bytes)
     return {tensor.name: tensor for _, tensor in entries}
 
 
-def _read_header_json(path: Path) -> tuple[dict[str, Any], int]:
-    """The header, and how many bytes of data follow it."""
-    size = regular_size(path)
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise CheckpointError(
-                f"{path} is no safetensors file, or cut off: its header should have {length} "
-                f"bytes; the file has {size}, and at most {MAX_HEADER_BYTES} are read",
-                hint=INCOMPLETE,
-            )
-        return parse_json_object(file.read(length), f"the header of {path}"), size - 8 - length
+def _check_name(path: Path, name: str) -> None:
+    # Names get into messages and plans: they must not be able to steer a terminal.
+    if len(name) > MAX_NAME_LENGTH or not name.isprintable():
+        raise CheckpointError(f"{path} names a tensor {name[:80]!a}, which can't be one's name")
 
 
 def _read_entry(path: Path, name: str, entry: object) -> tuple[int, TensorInfo]:
     """Where a tensor starts in the data, and what it is."""
+    _check_name(path, name)
     match entry:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(stop)]}:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [start, stop]} if (
+            type(start) is int and type(stop) is int  # True is an int, and no offset
+        ):
             pass
         case _:
             raise CheckpointError(f"{path} doesn't describe the tensor {name!r} in its header")
@@ -181,10 +267,11 @@ def _read_entry(path: Path, name: str, entry: object) -> tuple[int, TensorInfo]:
             hint=f"known are {', '.join(_DTYPES)}",
         )
     torch_name, bits = _DTYPES[dtype]
-    if len(shape) > 64 or not all(type(length) is int and 0 <= length < 2**63 for length in shape):
+    possible = all(type(length) is int and 0 <= length < 2**63 for length in shape)
+    if len(shape) > _MAX_DIMENSIONS or not possible:
         raise CheckpointError(f"{path} gives {name!r} a shape that no tensor can have")
-    nbytes = -(-math.prod(shape) * bits // 8)
-    if start < 0 or stop - start != nbytes:
+    nbytes, rest = divmod(math.prod(shape) * bits, 8)
+    if start < 0 or stop - start != nbytes or rest:
         raise CheckpointError(
             f"{path} gives {name!r} the bytes {start} to {stop}; its shape and type need {nbytes}"
         )
