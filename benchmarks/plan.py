@@ -1,12 +1,12 @@
 """How long planning takes: the search alone, and plans of published configurations.
 
-    python benchmarks/plan.py [--configs DIR] [--json FILE]
+    python benchmarks/plan.py [--configs DIR [--fleet GPUS …]] [--json FILE]
 
 The search runs on made-up costs, so that any size can be tried: once with lower bounds that are
 exact, and once with bounds that fall short by up to 5 %, differently for every stage, which is
 harder than any model that repeats its layers. With --configs, a directory of `config.json` files
-under any name, every model is traced, read from the cache, and planned for three fleets at 8192
-tokens and at the longest context that it was made for.
+under any name, every model is traced, read from the cache, and planned for each fleet at 8192
+tokens and at the longest context that it was made for. --fleet takes what `--gpus` takes.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def time_searches() -> Iterator[dict[str, Any]]:
             yield row
 
 
-def time_plans(configs: Path) -> Iterator[dict[str, Any]]:
+def time_plans(configs: Path, fleets: list[str]) -> Iterator[dict[str, Any]]:
     from duoka.api import profile_checkpoint
 
     for path in sorted(configs.glob("*.json")):
@@ -138,7 +138,7 @@ def time_plans(configs: Path) -> Iterator[dict[str, Any]]:
         print(f"\n{path.stem}: {format_bytes(profile.weight_bytes)}, ", end="")
         print("traced in {:.2f} s, from the cache {:.3f} s".format(*seconds))
         for context in (8192, profile.max_context_tokens or 8192):
-            for fleet in FLEETS:
+            for fleet in fleets:
                 workload = Workload(prompt_tokens=context - 256, dtype=profile.dtype)
                 question = Question(fleet=Fleet.parse(fleet), workload=workload)
                 start = time.perf_counter()
@@ -148,6 +148,8 @@ def time_plans(configs: Path) -> Iterator[dict[str, Any]]:
                         f"{item.device} {format_bytes(item.reserved_bytes)}"
                         for item in plan.forecast.devices
                     )
+                    chunk = plan.workload.prefill_chunk_tokens
+                    answer += f"; chunks of {chunk}" if chunk else ""
                 except InfeasibleError as error:
                     answer = f"does not fit; {error.hint}"
                 ms = 1e3 * (time.perf_counter() - start)
@@ -158,11 +160,12 @@ def time_plans(configs: Path) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--configs", type=Path)
+    parser.add_argument("--fleet", action="append", help="may be repeated")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = list(time_searches())
     if options.configs:
-        rows += time_plans(options.configs)
+        rows += time_plans(options.configs, options.fleet or list(FLEETS))
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 

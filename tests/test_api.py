@@ -224,7 +224,10 @@ def test_a_spread_model_can_be_planned_again(model: PreTrainedModel) -> None:
 
 
 def test_a_fleet_may_be_text_or_an_object(checkpoint: Path) -> None:
-    assert duoka.plan(checkpoint, Fleet.parse(TWO), LOAD) == duoka.plan(checkpoint, TWO, LOAD)
+    of_object = duoka.plan(checkpoint, Fleet.parse(TWO), LOAD)
+    of_text = duoka.plan(checkpoint, TWO, LOAD)
+    assert of_object.placement == of_text.placement
+    assert (of_object.request.gpus, of_text.request.gpus) == ("", TWO)
 
 
 def test_an_irregular_model_is_cached_for_its_workload(

@@ -17,7 +17,7 @@ from . import checker, devices, loader, models, profiles
 from .checkpoint import Checkpoint
 from .dispatching import dispatch as spread
 from .dispatching import undispatch
-from .errors import CheckpointError, FormatError, UsageError
+from .errors import CheckpointError, UsageError
 from .fleet import Fleet
 from .placement import Placement
 from .planner import Question, solve, with_chunks
@@ -72,6 +72,7 @@ def plan(
     >>> plan(layers, "virtual:2x2MiB", inputs=(torch.zeros(1, 512),)).device_map
     {'0': 'vgpu:0', '1': 'vgpu:1'}
     """
+    gpus = fleet if isinstance(fleet, str) else ""
     fleet = Fleet.parse(fleet) if isinstance(fleet, str) else fleet
     if inputs is not None and (workload is not None or not isinstance(model, nn.Module)):
         raise UsageError(
@@ -79,21 +80,25 @@ def plan(
             hint="give either inputs or a workload",
         )
     asked = workload or Workload()
-    source = ""
-    if isinstance(model, nn.Module):
-        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-            asked = profiles.whole_prompt(asked)
-        profile = profile_module(model, asked, inputs)
-        asked = asked if inputs is None else Workload(prompt_tokens=1, new_tokens=1)
-        own = profile.dtype if profile.dtype in DTYPE_BYTES else "auto"
-        asked = replace(asked, dtype=cast(Dtype, own))
-    else:
+    question = Question(
+        fleet=fleet, workload=asked, use_all=use_all, objective=objective, gpus=gpus
+    )
+    if not isinstance(model, nn.Module):
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
-        source = str(checkpoint.path)
-        asked = profiles.workload_for(checkpoint, asked)
-        profile = profile_checkpoint(checkpoint, asked)
-    question = Question(fleet=fleet, workload=asked, use_all=use_all, objective=objective)
-    return solve(profile, question, source=source)
+        return plan_checkpoint(checkpoint, question)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        asked = profiles.whole_prompt(asked)
+    profile = profile_module(model, asked, inputs)
+    asked = asked if inputs is None else Workload(prompt_tokens=1, new_tokens=1)
+    own = profile.dtype if profile.dtype in DTYPE_BYTES else "auto"
+    return solve(profile, replace(question, workload=replace(asked, dtype=cast(Dtype, own))))
+
+
+def plan_checkpoint(checkpoint: Checkpoint, question: Question) -> Plan:
+    """Answer a question about a checkpoint; it is traced where the cache has no profile."""
+    workload = profiles.workload_for(checkpoint, question.workload)
+    profile = profile_checkpoint(checkpoint, workload)
+    return solve(profile, replace(question, workload=workload), source=str(checkpoint.path))
 
 
 def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
@@ -102,7 +107,8 @@ def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
     profile = profiles.find_profile(checkpoint.fingerprint, workload)
     if profile is None:
         subject = Subject(
-            fingerprint=checkpoint.fingerprint, max_context_tokens=checkpoint.max_context_tokens
+            fingerprint=checkpoint.fingerprint,
+            max_context_tokens=checkpoint.max_context_tokens,
         )
         profile, regular = _trace(lambda: _build(checkpoint, workload.dtype), subject, workload)
         # Where parts keep another type, the first parameter may be one of them.
@@ -158,6 +164,8 @@ def load(plan: Plan, *, progress: Progress | None = None, trust_remote_code: boo
         If the plan fails on virtual GPUs; nothing has been read then.
     FormatError
         If the plan was made for another checkpoint.
+    FleetError
+        If a GPU of the plan is gone, or has less free memory now than the plan needs.
     LoadError
         If what is in the files isn't what the model expects; nothing stays loaded then.
     """
@@ -172,11 +180,8 @@ def load(plan: Plan, *, progress: Progress | None = None, trust_remote_code: boo
             f"{plan.source} has no weights to load",
             hint="plan for a directory that holds the weight files",
         )
-    if checkpoint.fingerprint != plan.fingerprint:
-        raise FormatError(
-            f"the plan was made for another checkpoint than {plan.source} holds now",
-            hint="make the plan again",
-        )
+    plan.refuse_other(checkpoint.fingerprint, plan.source)
+    plan = plan.here()
     devices.materialise(plan.fleet)
     checker.prove(plan, _build(checkpoint, plan.workload.dtype))
     model = _build(checkpoint, plan.workload.dtype)

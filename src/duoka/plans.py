@@ -12,13 +12,14 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .errors import FleetError, FormatError
 from .files import read_text, write_whole
 from .fleet import Device, Fleet
 from .forecast import Forecast
 from .placement import Placement
+from .search import Objective
 from .serial import from_dict, json_schema, parse_json_object, to_dict
 from .units import format_bytes
 from .workload import Workload
@@ -37,8 +38,7 @@ class Request:
     ----------
     workload : Workload
         With "auto" where it was said.
-    objective : str
-        "auto", "headroom", "latency" or "throughput".
+    objective : {"auto", "headroom", "latency", "throughput"}
     use_all : bool
         Whether every GPU had to be used.
     gpus : str
@@ -46,7 +46,7 @@ class Request:
     """
 
     workload: Workload
-    objective: str = "auto"
+    objective: Objective | Literal["auto"] = "auto"
     use_all: bool = False
     gpus: str = ""
 
@@ -200,6 +200,12 @@ class Plan:
                 f"the plan was made for another checkpoint than {source} is now",
                 hint=_REPLAN,
             )
+
+    def here(self) -> Plan:
+        """The same plan on this machine's GPUs, as they are now; see `on`."""
+        if not any(name.startswith("cuda") for name in self.devices):
+            return self
+        return self.on(Fleet.detect())
 
     def on(self, present: Fleet) -> Plan:
         """The same plan on the GPUs that are there now.

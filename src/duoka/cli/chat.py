@@ -32,6 +32,7 @@ def chat(
     objective: options.Objective = None,
     use_all: options.UseAll = False,
     plan_file: options.PlanFile = None,
+    replan: options.Replan = False,
     temperature: options.Temperature = None,
     top_p: options.TopP = None,
     top_k: options.TopK = None,
@@ -59,7 +60,9 @@ def chat(
         objective=objective,
         use_all=use_all,
     )
-    made = planning.make_plan(model, plan_file, wishes, trust_remote_code=trust_remote_code)
+    made = planning.make_plan(
+        model, plan_file, wishes, replan=replan, trust_remote_code=trust_remote_code
+    )
     generator = planning.load_generator(made, trust_remote_code=trust_remote_code)
     sampling = planning.sampling(made, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     from duoka.runtime import Conversation

@@ -49,6 +49,7 @@ def generate(
     objective: options.Objective = None,
     use_all: options.UseAll = False,
     plan_file: options.PlanFile = None,
+    replan: options.Replan = False,
     temperature: options.Temperature = None,
     top_p: options.TopP = None,
     top_k: options.TopK = None,
@@ -77,7 +78,9 @@ def generate(
         objective=objective,
         use_all=use_all,
     )
-    made = planning.make_plan(model, plan_file, wishes, trust_remote_code=trust_remote_code)
+    made = planning.make_plan(
+        model, plan_file, wishes, replan=replan, trust_remote_code=trust_remote_code
+    )
     generator = planning.load_generator(made, trust_remote_code=trust_remote_code)
     sampling = planning.sampling(made, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     prompts = [_prompt(generator, question, raw=raw, system=system) for question in questions]

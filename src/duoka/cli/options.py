@@ -167,6 +167,15 @@ PlanFile = Annotated[
         show_default=False,
     ),
 ]
+Replan = Annotated[
+    bool,
+    typer.Option(
+        "--replan",
+        help="Make the plan of --plan again, for the checkpoint and the GPUs as they are now, and "
+        "save it there.",
+        rich_help_panel=PLANNING,
+    ),
+]
 TrustRemoteCode = Annotated[
     bool,
     typer.Option(

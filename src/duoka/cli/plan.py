@@ -7,10 +7,8 @@ from typing import Annotated
 
 import typer
 
-from duoka.errors import UsageError
-
 from . import options, planning
-from .terminal import stderr, stdout
+from .terminal import stdout
 
 
 def plan(
@@ -24,6 +22,7 @@ def plan(
     objective: options.Objective = None,
     use_all: options.UseAll = False,
     plan_file: options.PlanFile = None,
+    replan: options.Replan = False,
     save: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Keep the plan in a file.", show_default=False),
@@ -50,13 +49,11 @@ def plan(
         objective=objective,
         use_all=use_all,
     )
-    made = planning.make_plan(model, plan_file, wishes, trust_remote_code=trust_remote_code)
+    made = planning.make_plan(
+        model, plan_file, wishes, replan=replan, trust_remote_code=trust_remote_code
+    )
     if save is not None:
-        try:
-            made.save(save)
-        except OSError as error:
-            raise UsageError(f"the plan can't be written to {save}: {error.strerror}") from error
-        stderr().print(f"saved to {save}", markup=False, soft_wrap=True)
+        planning.save(made, save)
     if json:
         typer.echo(made.to_json())
         return

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import duoka
-from duoka.errors import FormatError, UsageError
+from duoka.errors import UsageError
 from duoka.planner import Question
 from duoka.profiles import plan_from_cache
 
@@ -51,31 +51,32 @@ class Wishes:
 
 
 def make_plan(
-    model: str | None, plan_file: Path | None, wishes: Wishes, *, trust_remote_code: bool
+    model: str | None,
+    plan_file: Path | None,
+    wishes: Wishes,
+    *,
+    replan: bool,
+    trust_remote_code: bool,
 ) -> duoka.Plan:
     """Take the saved plan, or make one."""
     if plan_file is not None:
         wishes.refuse_any()
-        return _saved(plan_file, model)
-    if model is None:
-        raise UsageError(
-            "no model was given", hint="name the directory of a checkpoint, or a --plan"
-        )
-    checkpoint = duoka.Checkpoint.open(model, trust_remote_code=trust_remote_code)
+        saved = duoka.Plan.load(plan_file)
+        if model is None and not replan:
+            return saved  # to look at it, neither the checkpoint nor the GPUs need be here
+        checkpoint = _checkpoint(model or saved.source, trust_remote_code=trust_remote_code)
+        return _replan(saved, checkpoint, plan_file) if replan else _reuse(saved, checkpoint)
+    if replan:
+        raise UsageError("--replan is for a saved plan", hint="name it with --plan FILE")
+    checkpoint = _checkpoint(model, trust_remote_code=trust_remote_code)
     question = Question(
         fleet=_fleet(wishes.gpus),
         workload=_workload(checkpoint, wishes),
         objective=wishes.objective or "auto",  # type: ignore[arg-type]
         use_all=wishes.use_all,
+        gpus=wishes.gpus or "",
     )
-    # A model that was planned before needs no torch to be planned again.
-    return plan_from_cache(checkpoint, question) or duoka.plan(
-        checkpoint,
-        question.fleet,
-        question.workload,
-        use_all=question.use_all,
-        objective=question.objective,
-    )
+    return _answer(checkpoint, question)
 
 
 def load_generator(plan: duoka.Plan, *, trust_remote_code: bool) -> Generator:
@@ -95,17 +96,55 @@ def sampling(plan: duoka.Plan, **chosen: float | None) -> Sampling:
     return Sampling.recommended(duoka.Checkpoint.open(plan.source).generation_config, **chosen)
 
 
-def _saved(plan_file: Path, model: str | None) -> duoka.Plan:
-    plan = duoka.Plan.load(plan_file)
-    if model is None:
-        return plan
-    checkpoint = duoka.Checkpoint.open(model)
-    if checkpoint.fingerprint != plan.fingerprint:
-        raise FormatError(
-            f"the plan {plan_file} was made for another checkpoint than {model}",
-            hint="leave out --plan to make a new one",
+def _checkpoint(model: str | None, *, trust_remote_code: bool) -> duoka.Checkpoint:
+    if not model:
+        raise UsageError(
+            "no model was given", hint="name the directory of a checkpoint, or a --plan"
         )
+    return duoka.Checkpoint.open(model, trust_remote_code=trust_remote_code)
+
+
+def _answer(checkpoint: duoka.Checkpoint, question: Question) -> duoka.Plan:
+    # A model that was planned before needs no torch to be planned again.
+    found = plan_from_cache(checkpoint, question)
+    if found is None:
+        from duoka.api import plan_checkpoint
+
+        found = plan_checkpoint(checkpoint, question)
+    return found
+
+
+def _reuse(plan: duoka.Plan, checkpoint: duoka.Checkpoint) -> duoka.Plan:
+    plan.refuse_other(checkpoint.fingerprint, str(checkpoint.path))
     return replace(plan, source=str(checkpoint.path))
+
+
+def _replan(plan: duoka.Plan, checkpoint: duoka.Checkpoint, file: Path) -> duoka.Plan:
+    """Ask again what was asked for a plan, and save the answer in its place."""
+    asked = plan.request
+    if asked.gpus or any(device.uuid for device in plan.fleet.devices):
+        fleet = _fleet(asked.gpus or None)
+    else:
+        fleet = plan.fleet
+    question = Question(
+        fleet=fleet,
+        workload=asked.workload,
+        objective=asked.objective,
+        use_all=asked.use_all,
+        gpus=asked.gpus,
+    )
+    made = _answer(checkpoint, question)
+    save(made, file)
+    return made
+
+
+def save(plan: duoka.Plan, file: Path) -> None:
+    """Keep a plan in a file, and say so."""
+    try:
+        plan.save(file)
+    except OSError as error:
+        raise UsageError(f"the plan can't be written to {file}: {error.strerror}") from error
+    stderr().print(f"saved to {file}", markup=False, soft_wrap=True)
 
 
 def _fleet(gpus: str | None) -> duoka.Fleet:
