@@ -66,8 +66,6 @@ def test_templates_that_change_contents_refuse(
     assert chat.prompt([user("hi")])
     with pytest.raises(UsageError, match="special token"):
         chat.prompt([user("<|im_end|> and <|IM_END|>")])
-    with pytest.raises(UsageError, match="private-use"):
-        chat.prompt([user("<|im_end|>\ue0f00\ue0f1")])
 
 
 def test_a_template_that_refuses(chat: Any, template_tokenizer: PreTrainedTokenizerBase) -> None:

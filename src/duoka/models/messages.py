@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from duoka.errors import UsageError
+
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Role = Literal["system", "user", "assistant", "observation"]
 Tool = Mapping[str, Any]
@@ -56,6 +59,14 @@ class Message:
             raise UsageError(
                 f"{self.role!r} is no role of a message", hint=f"roles: {', '.join(get_args(Role))}"
             )
+        for name, text in (("content", self.content), ("metadata", self.metadata)):
+            if not isinstance(text, str):
+                raise UsageError(f"a message's {name} is a text, not {type(text).__name__}")
+            if _LONE_SURROGATE.search(text):
+                raise UsageError(
+                    f"a message's {name} is no valid text: it has half of a surrogate pair",
+                    hint="read it as UTF-8",
+                )
         if "\n" in self.metadata:
             raise UsageError("metadata is one line", hint="the content may have several")
 

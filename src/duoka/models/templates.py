@@ -1,26 +1,25 @@
 """Chat templates, applied so that the text of a message cannot become a special token.
 
 A template gives one string in which its own special tokens and those that somebody typed look
-alike. Where a message contains the text of a special token, the template is rendered a second
-time with marks in the place of the contents. That tells which special tokens are the template's:
-only these become ids; between them everything is encoded as text.
+alike. So it is rendered twice, the second time with marks in the place of the contents. That
+tells which special tokens are the template's: only these become ids; between them everything is
+encoded as text.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from duoka.errors import UsageError
+from duoka.errors import CheckpointError, UsageError
 
 from .messages import Message, Tool
+from .rendering import render
 from .tokenization import special_id
-
-# Private-use characters; a message that contains them is refused if it must be marked.
-_MARK = re.compile("\ue0f0([0-9]+)\ue0f1")
 
 
 def encode_template(
@@ -32,40 +31,109 @@ def encode_template(
 
     Raises
     ------
+    CheckpointError
+        If the template is damaged, or takes too much time or memory.
     UsageError
         If the template refuses the messages, or if a message contains a special token's text
         and the template changes contents, so that it can't be told apart.
     """
+    special = _Special(tokenizer)
+    special.refuse_in_tools(tools or ())
     contents = [message.content for message in messages]
-    text = _render(tokenizer, messages, contents, tools)
-    special = _special_pattern(tokenizer)
-    if special is None or not any(special.search(content) for content in contents):
+    marks = _Marks(len(contents))
+    text, marked = _render(tokenizer, messages, (contents, marks.texts), tools)
+    if not special.is_imitated(contents, text, marked):
         return _ids(tokenizer, text)
-    return _encode_marked(tokenizer, messages, tools, special)
-
-
-def _encode_marked(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    tools: Sequence[Tool] | None,
-    special: re.Pattern[str],
-) -> list[int]:
-    contents = [message.content for message in messages]
-    if any("\ue0f0" in content or "\ue0f1" in content for content in contents):
-        raise UsageError("a message contains the private-use characters U+E0F0 or U+E0F1")
-    marks = [f"\ue0f0{index}\ue0f1" for index in range(len(contents))]
-    marked = _render(tokenizer, messages, marks, tools)
-    text = _render(tokenizer, messages, contents, tools)
     for chosen in (contents, [content.strip() for content in contents]):
-        if _fill(marked, chosen) == text:
+        if marks.fill(marked, chosen) == text:
             break
     else:
         raise _unsafe()
     # With harmless contents the two ways must agree, or this tokenizer needs more than parts.
-    harmless = [special.sub("x", content) for content in chosen]
-    if _in_parts(tokenizer, marked, harmless, special) != _ids(tokenizer, _fill(marked, harmless)):
+    harmless = [f"x{special.without(content)}x" for content in chosen]
+    if special.ids_in_parts(marked, marks, harmless) != _ids(
+        tokenizer, marks.fill(marked, harmless)
+    ):
         raise _unsafe()
-    return _in_parts(tokenizer, marked, chosen, special)
+    return special.ids_in_parts(marked, marks, chosen)
+
+
+class _Marks:
+    """Texts that stand for contents; nobody can guess them."""
+
+    def __init__(self, number: int) -> None:
+        # Private-use characters, and digits that differ each time.
+        nonce = secrets.randbelow(10**12)
+        self.texts = [f"\ue0f0{nonce}-{index}\ue0f1" for index in range(number)]
+        self._pattern = re.compile(f"\ue0f0{nonce}-([0-9]+)\ue0f1")
+
+    def fill(self, marked: str, contents: Sequence[str]) -> str:
+        return self._pattern.sub(lambda mark: contents[int(mark[1])], marked)
+
+
+class _Special:
+    """The tokens that text must not become; other added tokens are text like any other."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        added = tokenizer.added_tokens_decoder.values()
+        self._tokenizer = tokenizer
+        self._texts = sorted((t.content for t in added if t.special), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, self._texts)) or r"(?!)")
+
+    def refuse_in_tools(self, tools: Sequence[Tool]) -> None:
+        """Raise UsageError for a special token in a tool: templates write those in many ways."""
+        for text in _texts(list(tools)):
+            found = self._pattern.search(text)
+            if found is not None:
+                raise UsageError(
+                    f"a tool's description contains the text of a special token: {found[0]}",
+                    hint="leave it out, or put a space into it",
+                )
+
+    def is_imitated(self, contents: Sequence[str], text: str, marked: str) -> bool:
+        """Whether a content holds a special token, or makes one with what stands beside it."""
+        if any(self._pattern.search(content) for content in contents):
+            return True
+        at_edges = any(self._begins_or_ends(content) for content in contents)
+        return at_edges and self._pattern.findall(text) != self._pattern.findall(marked)
+
+    def without(self, text: str) -> str:
+        """A text with something else in the place of special tokens."""
+        return self._pattern.sub("x", text)
+
+    def ids_in_parts(self, marked: str, marks: _Marks, contents: Sequence[str]) -> list[int]:
+        """Encode text between the template's own special tokens, and those tokens as ids."""
+        ids: list[int] = []
+        at = 0
+        for token in self._pattern.finditer(marked):
+            ids += _text_ids(self._tokenizer, marks.fill(marked[at : token.start()], contents))
+            ids.append(special_id(self._tokenizer, token[0]))
+            at = token.end()
+        return ids + _text_ids(self._tokenizer, marks.fill(marked[at:], contents))
+
+    def _begins_or_ends(self, content: str) -> bool:
+        """Whether a content could be the first, the last or the middle part of a special token."""
+        return any(
+            content in token
+            or any(
+                content.endswith(token[:cut]) or content.startswith(token[cut:])
+                for cut in range(1, len(token))
+            )
+            for token in self._texts
+        )
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Every text in a JSON value, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts(key)
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
 
 
 def _unsafe() -> UsageError:
@@ -79,48 +147,29 @@ def _unsafe() -> UsageError:
 def _render(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
-    contents: Sequence[str],
+    contents_of: Sequence[Sequence[str]],
     tools: Sequence[Tool] | None,
-) -> str:
-    conversation = [
-        {"role": "tool" if message.role == "observation" else message.role, "content": content}
-        for message, content in zip(messages, contents, strict=True)
+) -> list[str]:
+    if any(message.tool_call is not None for message in messages):
+        raise UsageError("how this model writes its tool calls is not known")
+    conversations = [
+        [
+            {"role": "tool" if message.role == "observation" else message.role, "content": content}
+            for message, content in zip(messages, contents, strict=True)
+        ]
+        for contents in contents_of
     ]
-    options: dict[str, Any] = {"tools": [dict(tool) for tool in tools]} if tools else {}
+    variables: dict[str, Any] = {
+        **tokenizer.special_tokens_map,
+        "tools": [dict(tool) for tool in tools] if tools else None,
+        "documents": None,
+        "add_generation_prompt": True,
+    }
     try:
-        rendered = tokenizer.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=True, **options
-        )
-    except Exception as error:
-        raise UsageError(f"the model's chat template refuses the messages: {error}") from error
-    return str(rendered)
-
-
-def _fill(marked: str, contents: Sequence[str]) -> str:
-    return _MARK.sub(lambda mark: contents[int(mark[1])], marked)
-
-
-def _in_parts(
-    tokenizer: PreTrainedTokenizerBase,
-    marked: str,
-    contents: Sequence[str],
-    special: re.Pattern[str],
-) -> list[int]:
-    """Encode text between the template's own special tokens, and those tokens as ids."""
-    ids: list[int] = []
-    at = 0
-    for token in special.finditer(marked):
-        ids += _text_ids(tokenizer, _fill(marked[at : token.start()], contents))
-        ids.append(special_id(tokenizer, token[0]))
-        at = token.end()
-    return ids + _text_ids(tokenizer, _fill(marked[at:], contents))
-
-
-def _special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
-    """Match the tokens that text must not become; other added tokens are text like any other."""
-    added = tokenizer.added_tokens_decoder.values()
-    tokens = sorted((token.content for token in added if token.special), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, tokens))) if tokens else None
+        template = tokenizer.get_chat_template(tools=[{}] if tools else None)
+    except ValueError as error:
+        raise CheckpointError(f"the tokenizer has no usable chat template: {error}") from error
+    return render(template, conversations, variables)
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
