@@ -10,7 +10,7 @@ JOBS ?= 2
 PYTHON ?=
 CANDIDATES := $(if $(PYTHON),$(PYTHON),python3.11 python3.12 python3.13 python3 python)
 
-.PHONY: demo test check schema clean
+.PHONY: demo test fuzz check schema clean
 
 demo: $(STAMP)
 	$(BIN)/duoka demo
@@ -18,6 +18,12 @@ demo: $(STAMP)
 # One thread per worker: the workers are the parallelism, and sums stay reproducible.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+# The tests that feed random and damaged input, with many more inputs.
+FUZZ_EXAMPLES ?= 10000
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 DUOKA_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) \
+	  $(BIN)/python -m pytest -m fuzz -n $(JOBS) --timeout 3600 --durations 0
 
 check: $(STAMP)
 	$(BIN)/ruff check .
