@@ -104,7 +104,7 @@ def describe(names: tuple[str, ...]) -> list[str]:
 def fleet_of(names: tuple[str, ...]) -> duoka.Fleet:
     """Free memory for GPUs, and as much for the CPU as for the first of them."""
     if names[0].startswith("cuda"):
-        budget = devices.cuda_fleet().device(names[0]).budget_bytes
+        budget = duoka.Fleet.detect().device(names[0]).budget_bytes
     else:
         budget = GIB
     return duoka.Fleet(devices=tuple(Device(name=name, budget_bytes=budget) for name in names))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from duoka import virtual
-from duoka.devices import cuda_fleet, materialise, memory, reset_peaks, synchronize
+from duoka import cuda, virtual
+from duoka.devices import materialise, memory, reset_peaks, synchronize
 from duoka.errors import FleetError
 from duoka.fleet import Device, Fleet
 
@@ -64,11 +64,9 @@ def test_the_cpu_has_no_allocator_to_ask() -> None:
 
 def test_without_cuda_the_hint_is_virtual_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(FleetError, match="no CUDA GPU") as caught:
-        cuda_fleet()
-    assert "virtual:" in str(caught.value.hint)
-    with pytest.raises(FleetError, match="cuda:0 is not there for torch: it sees no CUDA GPU"):
+    with pytest.raises(FleetError, match="cuda:0 is not there for torch: it sees no CUDA GPU") as e:
         materialise(Fleet.parse("24GiB"))
+    assert "virtual:" in str(e.value.hint)
 
 
 def test_devices_of_other_kinds_are_refused() -> None:
@@ -77,45 +75,57 @@ def test_devices_of_other_kinds_are_refused() -> None:
     materialise(Fleet(devices=(Device(name="cpu", budget_bytes=1),)))
 
 
-class _Cuda:
-    """Two GPUs as torch reports them, the second one full."""
-
-    free_bytes = (20_000 * MIB, 100 * MIB)
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        answers: dict[str, Any] = {
-            "is_available": lambda: True,
-            "device_count": lambda: 2,
-            "get_device_properties": lambda i: SimpleNamespace(name=f"RTX {i}", uuid=f"ab-{i}"),
-            "mem_get_info": lambda i: (self.free_bytes[i], 24_000 * MIB),
-            "memory_reserved": lambda i: 30 * MIB,
-            "memory_allocated": lambda i: 10 * MIB,
-        }
-        for name, answer in answers.items():
-            monkeypatch.setattr(torch.cuda, name, answer)
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs as torch reports them."""
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "get_device_properties": lambda i: SimpleNamespace(name=f"RTX {i}", uuid=f"ab-{i}"),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
 
 
-def test_the_gpus_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    _Cuda(monkeypatch)
-    fleet = cuda_fleet(reserve_bytes=512 * MIB)
-    expected = Device(
-        name="cuda:0", budget_bytes=(20_000 + 20 - 512) * MIB, product="RTX 0", uuid="GPU-ab-0"
-    )
-    assert fleet.devices == (expected,)
-    assert cuda_fleet(reserve_bytes=0).names == ("cuda:0", "cuda:1")
-    with pytest.raises(FleetError, match="no GPU has more than"):
-        cuda_fleet(reserve_bytes=21_000 * MIB)
+def gpu(number: int, uuid: str) -> Fleet:
+    return Fleet(devices=(Device(name=f"cuda:{number}", budget_bytes=1, product="X", uuid=uuid),))
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_the_gpus_that_torch_sees() -> None:
+    materialise(Fleet.parse("1GiB,1GiB"))
+    materialise(gpu(1, "GPU-AB-1"))
     with pytest.raises(FleetError, match="cuda:2 is not there for torch: it sees 2"):
         materialise(Fleet.parse("1GiB,1GiB,1GiB"))
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_another_gpu_under_the_same_name_is_refused() -> None:
+    message = r"torch sees RTX 1 \(GPU-ab-1\), the fleet has X \(GPU-ab-0\)"
+    with pytest.raises(FleetError, match=message) as caught:
+        materialise(gpu(1, "GPU-ab-0"))
+    assert "CUDA_VISIBLE_DEVICES" in str(caught.value.hint)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_instances_are_known_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "visible_uuids", lambda: ("ab-9",))
+    materialise(gpu(0, "MIG-ab-9"))
+    with pytest.raises(FleetError, match=r"torch sees RTX 0 .MIG-ab-9., the fleet has X .MIG-ab-8"):
+        materialise(gpu(0, "MIG-ab-8"))
+    with pytest.raises(FleetError, match="cuda:1 is another GPU"):
+        materialise(gpu(1, "MIG-ab-9"))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_real_gpu() -> None:
-    fleet = cuda_fleet()
+    fleet = Fleet.detect()
     materialise(fleet)
-    tensor = torch.empty(3 * MIB, dtype=torch.uint8, device=fleet.names[0])
-    synchronize(fleet.names[0])
-    now = memory(fleet.names[0])
+    name = fleet.names[0]
+    tensor = torch.empty(3 * MIB, dtype=torch.uint8, device=name)
+    synchronize(name)
+    now = memory(name)
     assert now is not None
     assert now.peak_allocated_bytes >= tensor.nbytes
+    assert fleet.devices[0].product == torch.cuda.get_device_name(name)

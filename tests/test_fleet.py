@@ -48,13 +48,13 @@ def test_parse(text: str, expected: list[tuple[str, int]]) -> None:
         (",", UsageError),
         ("24GiB,", UsageError),
         ("24GiB,,12GiB", UsageError),
-        ("24", UsageError),
+        ("2x24", UsageError),
         ("lots", UsageError),
         ("-24GiB", UsageError),
         ("24GiB 12GiB", UsageError),
         ("24GiB;12GiB", UsageError),
-        ("2xRTX4090", UsageError),
-        ("real:24GiB", UsageError),
+        ("2xRTX4099", UsageError),
+        ("24GiB," * 1000, UsageError),
         ("cuda:0", UsageError),
         ("virtual:virtual:24GiB", UsageError),
         ("0GiB", UsageError),
@@ -62,14 +62,14 @@ def test_parse(text: str, expected: list[tuple[str, int]]) -> None:
         ("x24GiB", UsageError),
         (f"{MAX_DEVICES + 1}x1GiB", FleetError),
         (f"{MAX_DEVICES}x1GiB,1GiB", FleetError),
-        ("9" * 5000 + "x1GiB", FleetError),
+        ("9" * 3000 + "x1GiB", FleetError),
     ],
 )
 def test_parse_refuses(text: str, error: type[DuokaError]) -> None:
     with pytest.raises(error) as caught:
         Fleet.parse(text)
     if "more than" not in str(caught.value):
-        assert "24GiB,12GiB" in str(caught.value.hint)
+        assert "24GiB" in str(caught.value.hint)
 
 
 @given(st.text(alphabet="0123456789xGiBMvrtual:,. -", max_size=30))

@@ -1,7 +1,7 @@
-"""Devices as torch sees them: the CUDA GPUs that are there, virtual GPUs made real, and memory.
+"""Devices as torch sees them: virtual GPUs made real, real ones looked for, and memory.
 
-One function serves every kind of device, through torch's own module for it. What a GPU is called
-by NVML, and who else uses it, isn't known here.
+One function serves every kind of device, through torch's own module for it. Which GPUs there are
+and who uses them isn't known here: `Fleet.detect` asks the driver.
 """
 
 from __future__ import annotations
@@ -11,13 +11,9 @@ from typing import Any
 
 import torch
 
-from . import virtual
+from . import cuda, virtual
 from .errors import FleetError, VirtualDeviceError
 from .fleet import Device, Fleet
-from .units import format_bytes
-
-CUDA_RESERVE_BYTES = 512 * 2**20
-"""Left free on each GPU: what kernels and libraries load on first use, past torch's allocator."""
 
 _NO_CUDA = 'without a GPU, try virtual ones: --gpus "virtual:2x24GiB"'
 
@@ -40,53 +36,6 @@ class Memory:
     peak_reserved_bytes: int
 
 
-def cuda_fleet(*, reserve_bytes: int = CUDA_RESERVE_BYTES) -> Fleet:
-    """The CUDA GPUs that torch sees.
-
-    Parameters
-    ----------
-    reserve_bytes : int
-        Subtracted from each GPU's free memory before it becomes a budget. The context of this
-        process is no part of it: it exists by then, and what it takes isn't free.
-
-    Returns
-    -------
-    Fleet
-        In torch's order. What torch holds without using it counts as free.
-
-    Raises
-    ------
-    FleetError
-        If torch sees no GPU, or none has that much free memory.
-    """
-    if not torch.cuda.is_available():
-        raise FleetError("torch sees no CUDA GPU", hint=_NO_CUDA)
-    found = [_cuda_device(index, reserve_bytes) for index in range(torch.cuda.device_count())]
-    devices = tuple(device for device in found if device is not None)
-    if not devices:
-        raise FleetError(
-            f"no GPU has more than {format_bytes(reserve_bytes)} of free memory",
-            hint="see with nvidia-smi who uses them",
-        )
-    return Fleet(devices=devices)
-
-
-def _cuda_device(index: int, reserve_bytes: int) -> Device | None:
-    properties = torch.cuda.get_device_properties(index)
-    free_bytes, _ = torch.cuda.mem_get_info(index)
-    idle_bytes = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
-    budget_bytes = free_bytes + idle_bytes - reserve_bytes
-    if budget_bytes <= 0:
-        return None
-    uuid = getattr(properties, "uuid", None)
-    return Device(
-        name=f"cuda:{index}",
-        budget_bytes=budget_bytes,
-        product=properties.name,
-        uuid=f"GPU-{uuid}" if uuid else "",
-    )
-
-
 def materialise(fleet: Fleet, *, data: str = "cpu") -> None:
     """Make sure that the devices of a fleet exist: virtual ones are made, others looked for.
 
@@ -101,7 +50,7 @@ def materialise(fleet: Fleet, *, data: str = "cpu") -> None:
     Raises
     ------
     FleetError
-        If torch doesn't see one of the devices.
+        If torch doesn't see one of the devices, or sees another GPU under its name.
     """
     virtual_budgets: dict[int, int] = {}
     for device in fleet.devices:
@@ -110,6 +59,7 @@ def materialise(fleet: Fleet, *, data: str = "cpu") -> None:
             virtual_budgets[index] = device.budget_bytes
         elif kind == "cuda":
             _refuse_absent(index)
+            _refuse_other(device, index)
         elif kind != "cpu":
             raise FleetError(
                 f"{device.name} is a device that duoka doesn't know", hint="it knows cuda:N and cpu"
@@ -128,6 +78,26 @@ def _refuse_absent(index: int) -> None:
     if index >= count:
         seen = f"it sees {count}" if count else "it sees no CUDA GPU"
         raise FleetError(f"cuda:{index} is not there for torch: {seen}", hint=_NO_CUDA)
+
+
+def _refuse_other(device: Device, index: int) -> None:
+    """Refuse a GPU that isn't the device's own: CUDA's numbers change, its UUID doesn't."""
+    if not device.uuid:
+        return  # it was declared: any GPU is meant
+    properties = torch.cuda.get_device_properties(index)
+    if device.uuid.lower().startswith("mig-"):
+        # torch may tell the UUID of the whole GPU, the driver tells that of the instance.
+        visible = cuda.visible_uuids()
+        seen = f"MIG-{visible[index]}" if index < len(visible) else ""
+    else:
+        seen = f"GPU-{properties.uuid}"
+    if seen.lower() != device.uuid.lower():
+        raise FleetError(
+            f"{device.name} is another GPU for torch than the fleet says: torch sees "
+            f"{properties.name} ({seen}), the fleet has {device.product} ({device.uuid})",
+            hint="detect the GPUs again, in the process that uses them; CUDA_VISIBLE_DEVICES must "
+            "not change after CUDA has started",
+        )
 
 
 def _make_virtual(budgets_bytes: dict[int, int], data: str) -> None:

@@ -85,8 +85,9 @@ Gpus = Annotated[
     str | None,
     typer.Option(
         metavar="GPUS",
-        help='Budgets ("24GiB,12GiB", "2x24GiB") or virtual GPUs ("virtual:2x24GiB"). '
-        "By default all GPUs that torch sees, with their free memory.",
+        help='GPUs of this machine as nvidia-smi numbers them ("2,3") or by UUID, cards '
+        '("2xRTX4090+1xRTX3090"), budgets ("24GiB,12GiB"), or virtual ones ("virtual:2x24GiB"). '
+        "By default all that this process may use, with their free memory.",
         rich_help_panel=PLANNING,
         show_default=False,
     ),

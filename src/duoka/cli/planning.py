@@ -148,11 +148,7 @@ def save(plan: duoka.Plan, file: Path) -> None:
 
 
 def _fleet(gpus: str | None) -> duoka.Fleet:
-    if gpus is not None:
-        return duoka.Fleet.parse(gpus)
-    from duoka.devices import cuda_fleet
-
-    return cuda_fleet()
+    return duoka.Fleet.detect() if gpus is None else duoka.Fleet.parse(gpus)
 
 
 def _workload(checkpoint: duoka.Checkpoint, wishes: Wishes) -> duoka.Workload:

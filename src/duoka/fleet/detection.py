@@ -1,0 +1,251 @@
+"""Detection: the GPUs of this machine that this process may use.
+
+NVML says what there is, in `nvidia-smi`'s order; CUDA says which of it this process sees, and
+under which number. A GPU is the same in both by its UUID, never by its number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from duoka import catalogue, cuda, nvml
+from duoka.errors import FleetError
+from duoka.units import format_bytes
+
+from .device import MAX_DEVICES, RESERVE_BYTES, Device, Found
+from .links import Way, between, by_nvlink, through_host
+
+_UUID = re.compile(r"(?:gpu|mig)-[0-9a-z/-]{1,80}", re.ASCII | re.IGNORECASE)
+_INDEX = re.compile(r"\d{1,9}", re.ASCII)
+_BARE_NUMBER = (
+    "a bare number is the index that nvidia-smi shows; a budget needs its unit, as in 24GiB"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What can be used as one GPU: a whole one, or an instance of one in MIG mode."""
+
+    gpu: nvml.Gpu
+    instance: nvml.Instance | None = None
+
+    @property
+    def uuid(self) -> str:
+        return self.gpu.uuid if self.instance is None else self.instance.uuid
+
+    @property
+    def name(self) -> str:
+        index = self.gpu.index
+        return f"GPU {index}" if self.instance is None else f"an instance of GPU {index}"
+
+    @property
+    def product(self) -> str:
+        return self.gpu.name if self.instance is None else self.instance.name
+
+    @property
+    def total_bytes(self) -> int | None:
+        return (self.instance or self.gpu).total_bytes
+
+    @property
+    def free_bytes(self) -> int | None:
+        return (self.instance or self.gpu).free_bytes
+
+
+def is_detected(text: str) -> bool:
+    """Whether a text names a GPU of this machine: by its index or its UUID."""
+    return bool(_INDEX.fullmatch(text) or _UUID.fullmatch(text))
+
+
+def detect(which: str | None = None) -> Found:
+    """The GPUs of this machine.
+
+    Parameters
+    ----------
+    which : str, optional
+        Indices as `nvidia-smi` shows them, or UUIDs, separated by commas. Without it all that can
+        be used.
+
+    Raises
+    ------
+    FleetError
+        If there is no driver, or a GPU can't be used: why, and what there is.
+    """
+    machine = nvml.read()
+    view = _View(machine, cuda.visible_uuids())
+    chosen = view.usable() if which is None else view.choose(which)
+    names = [view.torch_name(part) for part in chosen]
+    return Found(
+        devices=tuple(_device(part, name) for part, name in zip(chosen, names, strict=True)),
+        links=tuple(between(names, lambda one, other: _way(chosen[one], chosen[other]))),
+    )
+
+
+class _View:
+    """One machine, as one process sees it."""
+
+    def __init__(self, machine: nvml.Machine, visible: Sequence[str]) -> None:
+        self._machine = machine
+        self._numbers = {uuid: number for number, uuid in enumerate(visible)}
+        self._parts = [
+            part
+            for gpu in machine.gpus
+            for part in (
+                _Part(gpu=gpu),
+                *(_Part(gpu=gpu, instance=instance) for instance in gpu.instances),
+            )
+        ]
+
+    def torch_name(self, part: _Part) -> str:
+        return f"cuda:{self._numbers[_bare(part.uuid)]}"
+
+    def usable(self) -> list[_Part]:
+        """All that can be used, in `nvidia-smi`'s order."""
+        found = [part for part in self._parts if self._trouble(part) is None]
+        if not found:
+            raise self._error("no GPU can be used")
+        return found[:MAX_DEVICES]
+
+    def choose(self, which: str) -> list[_Part]:
+        """Those that a person named, in that order."""
+        chosen: dict[str, str] = {}
+        parts = []
+        for text in which.split(",", MAX_DEVICES + 1):
+            part = self._find(text.strip())
+            if part.uuid in chosen:
+                raise self._error(
+                    f"{part.name} is named twice: by {chosen[part.uuid]!r} and {text.strip()!r}"
+                )
+            chosen[part.uuid] = text.strip()
+            trouble = self._trouble(part)
+            if trouble is not None:
+                raise self._error(f"{part.name} can't be used: {trouble}")
+            parts.append(part)
+        return parts
+
+    def _find(self, text: str) -> _Part:
+        if _INDEX.fullmatch(text):
+            return self._at(int(text))
+        if not _UUID.fullmatch(text):
+            raise self._error(f"{text[:60]!r} is neither the index nor the UUID of a GPU")
+        wanted = text.lower()
+        found = [part for part in self._parts if part.uuid.lower().startswith(wanted)]
+        if len(found) > 1:  # the whole of one may be the beginning of another
+            found = [part for part in found if part.uuid.lower() == wanted] or found
+        if not found:
+            raise self._error(f"no GPU has the UUID {text!r}")
+        if len(found) > 1:
+            raise self._error(f"{len(found)} GPUs have UUIDs that begin with {text!r}")
+        return found[0]
+
+    def _at(self, index: int) -> _Part:
+        for part in self._parts:
+            if part.gpu.index == index and part.instance is None:
+                return part
+        for lost in self._machine.lost:
+            if lost.index == index:
+                raise self._error(f"GPU {index} doesn't answer: {lost.reason}")
+        raise self._error(f"there is no GPU {index}", _BARE_NUMBER)
+
+    def _trouble(self, part: _Part) -> str | None:
+        """Why it can't be used; None when it can."""
+        if part.instance is None and part.gpu.is_mig:
+            return "it is in MIG mode, and only its instances compute: name one by its UUID"
+        if _bare(part.uuid) not in self._numbers:
+            value = cuda.restriction()
+            by = "CUDA" if value is None else f"{cuda.VARIABLE}={value!r}"
+            return f"it is hidden from this process by {by}"
+        if part.free_bytes is None:
+            return "the driver doesn't tell its memory"
+        if part.free_bytes <= RESERVE_BYTES:
+            return (
+                f"{format_bytes(part.free_bytes)} are free, and {format_bytes(RESERVE_BYTES)} are "
+                "kept for CUDA"
+            )
+        return None
+
+    def _error(self, message: str, advice: str | None = None) -> FleetError:
+        lines = [advice] if advice else []
+        return FleetError(message, hint="\n".join([*lines, "this machine has", *self._listing()]))
+
+    def _listing(self) -> Iterator[str]:
+        """What there is, a line for each."""
+        lines = [(part.gpu.index, self._line(part)) for part in self._parts]
+        lines += [
+            (lost.index, f"  {lost.index}  lost: {lost.reason}") for lost in self._machine.lost
+        ]
+        if not lines:
+            yield "  no GPU"
+        for _, line in sorted(lines, key=lambda each: each[0]):
+            yield line
+
+    def _line(self, part: _Part) -> str:
+        about = [f"  {part.gpu.index}", part.product, part.uuid]
+        if part.free_bytes is not None and part.total_bytes is not None:
+            free, total = format_bytes(part.free_bytes), format_bytes(part.total_bytes)
+            about.append(f"{free} free of {total}")
+        trouble = self._trouble(part)
+        about += [trouble] if trouble else []
+        if part.instance is None:
+            about += [f"used by {_process(process)}" for process in part.gpu.processes[:4]]
+        return "  ".join(about)
+
+
+def _process(process: nvml.Process) -> str:
+    size = "" if process.used_bytes is None else f", {format_bytes(process.used_bytes)}"
+    return f"{process.name or 'a process'} (pid {process.pid}{size})"
+
+
+def _bare(uuid: str) -> str:
+    """A UUID as CUDA writes it: without what NVML puts before it."""
+    return uuid.lower().removeprefix("gpu-").removeprefix("mig-")
+
+
+def _device(part: _Part, name: str) -> Device:
+    assert part.free_bytes is not None, "it was found to be usable"
+    card = catalogue.of_product(part.product, part.total_bytes)
+    return Device(
+        name=name,
+        budget_bytes=part.free_bytes - RESERVE_BYTES,
+        product=part.product,
+        uuid=part.uuid,
+        pci_address=part.gpu.pci_address,
+        memory_bytes=part.total_bytes,
+        reserve_bytes=RESERVE_BYTES,
+        memory_bytes_per_second=None if card is None else card.memory_bytes_per_second,
+        flops_per_second=None if card is None else card.flops_per_second,
+    )
+
+
+def _way(one: _Part, other: _Part) -> Way | None:
+    if one.instance or other.instance:
+        return None  # instances can't reach each other directly; nothing is published
+    speed = _nvlink_speed(one.gpu, other.gpu)
+    if speed is not None:
+        return by_nvlink(speed)
+    return through_host(_connector(one.gpu), _connector(other.gpu))
+
+
+def _nvlink_speed(one: nvml.Gpu, other: nvml.Gpu) -> float | None:
+    """Bytes per second in one direction: straight, or both over switches."""
+    for here, there in ((one, other), (other, one)):
+        for peer in here.peers:
+            if peer.kind == "gpu" and peer.pci_address and peer.pci_address == there.pci_address:
+                return peer.bytes_per_second
+    ends = [
+        [peer.bytes_per_second for peer in gpu.peers if peer.kind == "switch"]
+        for gpu in (one, other)
+    ]
+    if not all(ends):
+        return None
+    known = [[speed for speed in end if speed is not None] for end in ends]
+    return min(map(sum, known)) or None
+
+
+def _connector(gpu: nvml.Gpu) -> tuple[int | None, int | None]:
+    """PCIe generation and lanes. An idle card lowers its generation, but not its lanes."""
+    return (
+        gpu.max_pcie_generation or gpu.pcie_generation,
+        gpu.pcie_lanes or gpu.max_pcie_lanes,
+    )

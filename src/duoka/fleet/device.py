@@ -1,0 +1,113 @@
+"""Device and link: one place where modules can be, and the way from one to another."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from duoka.errors import FleetError
+from duoka.units import format_bytes
+
+MAX_DEVICES = 64
+RESERVE_BYTES = 768 * 2**20
+"""Kept out of the budget of a real GPU: CUDA's context, and what kernels and libraries load on
+first use, all of which lie outside torch's allocator."""
+
+_NAME = re.compile(r"[a-z]+(:(0|[1-9][0-9]{0,3}))?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One device.
+
+    Parameters
+    ----------
+    name : str
+        torch's name of it, in this process.
+    budget_bytes : int
+        What the allocator may reserve there.
+    product, uuid, pci_address : str
+        What NVML calls it, its identity, and where it sits; empty when unknown.
+    memory_bytes : int, optional
+        All that it has, used or not. None when only a budget was declared.
+    reserve_bytes : int
+        What was kept out of the budget (`RESERVE_BYTES`): with the budget it is what was free,
+        or, for a GPU that isn't here, what an empty one offers.
+    memory_bytes_per_second, flops_per_second : float, optional
+        How fast it reads its memory and computes in 16 bit. None when unknown.
+
+    Raises
+    ------
+    FleetError
+        If the name isn't one of torch's form, or a number isn't positive.
+    """
+
+    name: str
+    budget_bytes: int
+    product: str = ""
+    uuid: str = ""
+    pci_address: str = ""
+    memory_bytes: int | None = None
+    reserve_bytes: int = 0
+    memory_bytes_per_second: float | None = None
+    flops_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise FleetError(
+                f"{self.name!r} is not the name of a device",
+                hint="torch's names are cuda:0, cpu, vgpu:1",
+            )
+        if self.budget_bytes <= 0:
+            raise FleetError(f"the budget of {self.name} is {self.budget_bytes} bytes")
+        if self.reserve_bytes < 0:
+            raise FleetError(f"the reserve of {self.name} is {self.reserve_bytes} bytes")
+        offered = self.budget_bytes + self.reserve_bytes
+        if self.memory_bytes is not None and self.memory_bytes < offered:
+            raise FleetError(
+                f"{self.name} has {format_bytes(self.memory_bytes)} of memory, and a budget and "
+                f"reserve of {format_bytes(offered)}"
+            )
+        for field in ("memory_bytes_per_second", "flops_per_second"):
+            speed = getattr(self, field)
+            if speed is not None and not speed > 0:
+                raise FleetError(f"{field} of {self.name} is {speed}; it must be positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """How fast bytes go from one device to another; the way back is a link of its own.
+
+    Parameters
+    ----------
+    source, target : str
+        Names of two devices.
+    bytes_per_second, latency_seconds : float
+
+    Raises
+    ------
+    FleetError
+        If the two are one, the speed isn't positive or the latency is negative.
+    """
+
+    source: str
+    target: str
+    bytes_per_second: float
+    latency_seconds: float
+
+    def __post_init__(self) -> None:
+        if self.source == self.target:
+            raise FleetError(f"a link from {self.source} to itself")
+        if not self.bytes_per_second > 0 or not self.latency_seconds >= 0:
+            raise FleetError(
+                f"the link from {self.source} to {self.target} has {self.bytes_per_second} bytes "
+                f"per second and {self.latency_seconds} seconds of latency"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Devices and the links between them, before they are a fleet."""
+
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...] = ()

@@ -1,0 +1,88 @@
+"""How fast bytes go between two GPUs: by NVLink, or over PCIe through the host.
+
+What a connector can carry is stated by its standard; what a copy gets is less, by the shares
+below, which come from published runs of `p2pBandwidthLatencyTest` (of NVIDIA's cuda-samples) and
+were not measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from .device import Link
+
+# Bytes per second of one lane in one direction: the base specifications of PCI-SIG, transfers per
+# second times the share that the encoding leaves (8b/10b, from 3.0 on 128b/130b, in 6.0 flits of
+# 242 bytes in 256).
+_LANE_BYTES_PER_SECOND = {
+    1: 2.5e9 * 8 / 10 / 8,
+    2: 5e9 * 8 / 10 / 8,
+    3: 8e9 * 128 / 130 / 8,
+    4: 16e9 * 128 / 130 / 8,
+    5: 32e9 * 128 / 130 / 8,
+    6: 64e9 * 242 / 256 / 8,
+}
+# Without peer access a copy goes through the host's memory: 37 of 63 GB/s on PCIe 5.0
+# (github.com/NVIDIA/nccl/issues/1264), 22 of 31.5 GB/s on 4.0 (…/issues/814).
+_HOST_SHARE = 0.6
+# 376 of 450 GB/s on an H100 (…/issues/1264).
+_NVLINK_SHARE = 0.8
+# 11 to 20 µs through the host, 1.8 to 2.3 µs by NVLink
+# (github.com/NVIDIA/cuda-samples/issues/230; …/nccl/issues/1127).
+_HOST_LATENCY_SECONDS = 15e-6
+_NVLINK_LATENCY_SECONDS = 2e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A way from one GPU to another, in either direction."""
+
+    bytes_per_second: float
+    latency_seconds: float
+
+
+def by_nvlink(bytes_per_second: float) -> Way:
+    """The way over NVLinks that carry this much together, in one direction."""
+    return Way(
+        bytes_per_second=_NVLINK_SHARE * bytes_per_second,
+        latency_seconds=_NVLINK_LATENCY_SECONDS,
+    )
+
+
+def through_host(*ends: tuple[int | None, int | None]) -> Way | None:
+    """The way over PCIe, as fast as the slower end.
+
+    Parameters
+    ----------
+    *ends : tuple
+        Generation and lanes of both connectors; None where unknown.
+
+    Returns
+    -------
+    Way or None
+        None when an end is unknown.
+    """
+    speeds = [
+        _LANE_BYTES_PER_SECOND.get(generation or 0, 0.0) * (lanes or 0)
+        for generation, lanes in ends
+    ]
+    if min(speeds) <= 0:
+        return None
+    return Way(bytes_per_second=_HOST_SHARE * min(speeds), latency_seconds=_HOST_LATENCY_SECONDS)
+
+
+def between(names: Sequence[str], way: Callable[[int, int], Way | None]) -> Iterator[Link]:
+    """The links between devices, both ways; `way` is asked for pairs of positions."""
+    for one in range(len(names)):
+        for other in range(one + 1, len(names)):
+            found = way(one, other)
+            if found is None:
+                continue
+            for source, target in ((one, other), (other, one)):
+                yield Link(
+                    source=names[source],
+                    target=names[target],
+                    bytes_per_second=found.bytes_per_second,
+                    latency_seconds=found.latency_seconds,
+                )
