@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from duoka.checkpoint import Checkpoint
-from duoka.errors import CheckpointError
+from duoka.errors import CheckpointError, UsageError
 
 CONFIG = {"model_type": "llama", "torch_dtype": "bfloat16", "max_position_embeddings": 4096}
 
@@ -193,9 +193,12 @@ def test_fingerprint(sharded: Path, tmp_path: Path) -> None:
     (copy / "unused.py").write_text("x = 1")
     assert Checkpoint.open(copy).fingerprint == fingerprint
     write_json(copy / "config.json", CONFIG | {"auto_map": {}})
-    with_code = Checkpoint.open(copy).fingerprint
+    without_code = Checkpoint.open(copy).fingerprint
+    with_code = Checkpoint.open(copy, trust_remote_code=True).fingerprint
     (copy / "unused.py").write_text("x = 2")
-    assert len({fingerprint, with_code, Checkpoint.open(copy).fingerprint}) == 3
+    assert Checkpoint.open(copy).fingerprint == without_code
+    with_other_code = Checkpoint.open(copy, trust_remote_code=True).fingerprint
+    assert len({fingerprint, without_code, with_code, with_other_code}) == 4
 
     write_json(copy / "config.json", CONFIG)
     save_file({"b": np.zeros(6, np.float32)}, copy / "model-00002-of-00002.safetensors")
@@ -217,11 +220,15 @@ def test_no_such_path(tmp_path: Path) -> None:
     refused("x" * 10_000)
 
 
-def test_a_hub_id_is_answered_with_how_to_download_it() -> None:
+def test_a_hub_id_offline() -> None:
     error = refused("THUDM/chatglm3-6b")
-    assert "duoka reads local directories" in str(error)
-    assert error.hint is not None
-    assert "hf download THUDM/chatglm3-6b --local-dir chatglm3-6b" in error.hint
+    assert "HF_HUB_OFFLINE is set" in str(error)
+    assert error.hint == "unset HF_HUB_OFFLINE to download it"
+
+
+def test_a_directory_has_no_revision(directory: Path) -> None:
+    with pytest.raises(UsageError, match="has no revision 'v1'"):
+        Checkpoint.open(directory, revision="v1")
 
 
 def test_wrong_kinds_of_path(directory: Path) -> None:

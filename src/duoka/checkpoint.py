@@ -1,9 +1,10 @@
-"""Checkpoint: what a directory with a published model says about itself, without its weights.
+"""Checkpoint: what a published model says about itself, without its weights.
 
 Read are ``config.json``, ``generation_config.json``, the headers of safetensors files and the
 indices of sharded ones. A 2023-style ``pytorch_model.bin`` is a pickle: it isn't opened here, so
 the names in it are known only when an index lists them. Everything is parsed as if an attacker
-wrote it (`headers`). Nothing here knows torch, the network, or what a model does with its tensors.
+wrote it (`headers`), wherever it lies (`folders`, `hub`). Nothing here knows torch, or what a model
+does with its tensors.
 """
 
 from __future__ import annotations
@@ -13,24 +14,22 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from .errors import CheckpointError
-from .headers import INCOMPLETE, TensorInfo, read_header, read_index, read_json
+from . import configs
+from .errors import CheckpointError, UsageError
+from .files import Stamp, read_bytes
+from .folders import CHAT_TEMPLATES, Folder, LocalFolder, Progress
+from .headers import INCOMPLETE, Index, TensorInfo, read_index, read_json
 
-_MODEL_DTYPES = ("float16", "bfloat16", "float32", "float64")
-_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
-_CONTEXT_KEYS = (
-    "max_position_embeddings",
-    "seq_length",
-    "n_positions",
-    "max_sequence_length",
-    "max_seq_len",
-    "n_ctx",
-)
+_CONFIG = "config.json"
+_GENERATION_CONFIG = "generation_config.json"
+_MAX_CODE_BYTES = 4 * 2**20
 # transformers looks for weights in this order; so the same files are read.
 _Kind = Literal["safetensors", "bin"]
 _SOURCES: tuple[tuple[str, _Kind], ...] = (
@@ -40,17 +39,39 @@ _SOURCES: tuple[tuple[str, _Kind], ...] = (
     ("pytorch_model.bin.index.json", "bin"),
 )
 _SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+# What a tokenizer may consist of, besides the configs: everything small that isn't code.
+_TOKENIZER = re.compile(
+    rf"[^/]+\.(json|model|txt|jinja|tiktoken|vocab)|{CHAT_TEMPLATES}/[^/]+\.jinja"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeFile:
+    """One file of the model code that comes with a checkpoint.
+
+    Parameters
+    ----------
+    name, sha256 : str
+    content : bytes
+        What was hashed, and what will run.
+    """
+
+    name: str
+    sha256: str
+    content: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A published model as it lies on disk; made by `open`.
+    """A published model; made by `open`.
 
     Parameters
     ----------
     path : Path
-        The directory, or the config alone.
+        The directory, or the config alone. For a model from the Hub the directory in
+        huggingface_hub's cache; not all of its files need be there yet.
+    source : str
+        What `open` finds this very checkpoint by: the path, or "org/name@commit".
     config : dict
         What ``config.json`` holds.
     generation_config : dict or None
@@ -62,13 +83,19 @@ class Checkpoint:
     format : {"safetensors", "bin", "none"}
         Of those files; "none" without any.
     fingerprint : str
-        Equal for equal configs, remote code and tensors, wherever they lie; in hexadecimal.
+        Equal for equal configs, tensors and trusted code, wherever they lie; in hexadecimal.
         The tensors' values don't count.
     trust_remote_code : bool
         Whether model code that comes with the checkpoint may run.
+    code : tuple of CodeFile
+        That code; empty if it may not run.
+    stamps : mapping of Path to Stamp
+        Of the files with weights that are on this machine: whoever reads them can see that they
+        are still the same.
     """
 
     path: Path
+    source: str
     config: dict[str, Any]
     generation_config: dict[str, Any] | None
     tensors: Mapping[str, TensorInfo] | None
@@ -76,46 +103,155 @@ class Checkpoint:
     format: Literal["safetensors", "bin", "none"]
     fingerprint: str
     trust_remote_code: bool = False
+    code: tuple[CodeFile, ...] = ()
+    stamps: Mapping[Path, Stamp] = field(default_factory=dict, repr=False)
+    folder: Folder | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, trust_remote_code: bool = False) -> Checkpoint:
-        """Read what a checkpoint says about itself.
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> Checkpoint:
+        """Read what a checkpoint says about itself; no weight is read or downloaded.
 
         Parameters
         ----------
-        path : path
+        path : path or str
             A directory with ``config.json``; weights and indices are optional. Or a config
-            alone, under any name that ends in ``.json``; nothing beside it is looked at.
+            alone, under any name that ends in ``.json``; nothing beside it is looked at. Or, if
+            there is no such path, a model on the Hub: "org/name" or "org/name@revision".
+        revision : str, optional
+            Which branch, tag or commit of a model on the Hub; by default "main".
         trust_remote_code : bool
             Let model code that comes with the checkpoint run when the model is built.
 
         Raises
         ------
         CheckpointError
-            If there is no such checkpoint, or it is incomplete or damaged.
+            If there is no such checkpoint, it is incomplete or damaged, or can't be asked for.
         """
-        root = _resolve(path)
-        alone = root.is_file()
-        config = read_json(root if alone else root / "config.json")
-        generation = root / "generation_config.json"
-        weights = _NO_WEIGHTS if alone else _find_weights(root)
+        root = _local(path)
+        if root is not None and revision is not None:
+            raise UsageError(
+                f"{root} is on this machine, and has no revision {revision!r}",
+                hint="a revision is for a model on the Hub",
+            )
+        if root is not None and root.is_file():
+            return cls._of_config(root, trust_remote_code=trust_remote_code)
+        folder = LocalFolder(root) if root is not None else _remote(str(path), revision)
+        return cls._of(folder, trust_remote_code=trust_remote_code)
+
+    @classmethod
+    def _of_config(cls, path: Path, *, trust_remote_code: bool) -> Checkpoint:
+        config = read_json(path, most_bytes=configs.MAX_CONFIG_BYTES)
+        configs.check_config(config, num_tensors=None, source=str(path))
         return cls(
-            path=root,
+            path=path,
+            source=str(path),
             config=config,
-            generation_config=(
-                read_json(generation) if not alone and generation.exists() else None
-            ),
-            tensors=weights.tensors,
-            files=weights.files,
-            format=weights.format,
-            fingerprint=_fingerprint(config, _remote_code(root, config), weights),
+            generation_config=None,
+            tensors=None,
+            files=(),
+            format="none",
+            fingerprint=_fingerprint(config, (), _NO_WEIGHTS),
             trust_remote_code=trust_remote_code,
+        )
+
+    @classmethod
+    def _of(cls, folder: Folder, *, trust_remote_code: bool) -> Checkpoint:
+        names = folder.names()
+        if _CONFIG not in names:
+            raise CheckpointError(
+                f"{folder.source} holds no {_CONFIG}{folder.explain()}",
+                hint="give the directory that holds config.json",
+            )
+        config = _read_config(folder, _CONFIG)
+        weights = _find_weights(folder)
+        num_tensors = None if weights.tensors is None else len(weights.tensors)
+        where = str(folder.path / _CONFIG)
+        configs.check_config(config, num_tensors=num_tensors, source=where)
+        code = _read_code(folder) if trust_remote_code and "auto_map" in config else ()
+        generation = _GENERATION_CONFIG in names
+        return cls(
+            path=folder.path,
+            source=folder.source,
+            config=config,
+            generation_config=_read_config(folder, _GENERATION_CONFIG) if generation else None,
+            tensors=weights.tensors,
+            files=tuple(folder.path / name for name in weights.sizes),
+            format=weights.format,
+            fingerprint=_fingerprint(config, code, weights),
+            trust_remote_code=trust_remote_code,
+            code=code,
+            stamps=_stamps(folder, weights),
+            folder=folder,
         )
 
     @property
     def has_weights(self) -> bool:
-        """Whether the weights are there to be loaded."""
+        """Whether there are weights; those on the Hub need not be here yet."""
         return self.format != "none"
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The files that `fetch` has yet to download, before the checkpoint can be loaded."""
+        return () if self.folder is None else self.folder.missing(self._needed())
+
+    def fetch(self, progress: Progress | None = None) -> Checkpoint:
+        """Download what loading needs, and see to it that it is whole.
+
+        Parameters
+        ----------
+        progress : callable, optional
+            Called with the bytes done so far and the bytes there are.
+
+        Returns
+        -------
+        Checkpoint
+            The same one, with all its files on this machine.
+
+        Raises
+        ------
+        CheckpointError
+            If a file can't be had, or isn't what it should be; nothing half is left in its place.
+        MachineError
+            If there is no room for them.
+        """
+        if self.folder is None:
+            return self
+        self.folder.download(self._needed(), progress)
+        return Checkpoint.open(self.source, trust_remote_code=self.trust_remote_code)
+
+    def _needed(self) -> list[str]:
+        assert self.folder is not None
+        small = {name for name in self.folder.names() if _TOKENIZER.fullmatch(name)}
+        return [*sorted(small), *(file.name for file in self.files)]
+
+    @property
+    def remote_code(self) -> tuple[tuple[str, str], ...]:
+        """Name and sha256 of each file of the checkpoint's own code that may run."""
+        return tuple((file.name, file.sha256) for file in self.code)
+
+    @contextmanager
+    def code_directory(self) -> Iterator[Path | None]:
+        """A directory with the code that may run, and nothing else; None if none may.
+
+        It holds what was hashed, even if the checkpoint's files were changed since.
+        """
+        if not self.code:
+            yield None
+            return
+        key = hashlib.sha256(repr(self.remote_code).encode()).hexdigest()[:16]
+        with tempfile.TemporaryDirectory(prefix="duoka-code-") as scratch:
+            # The name becomes that of a Python package, the same one for the same code.
+            directory = Path(scratch) / f"checkpoint_{key}"
+            directory.mkdir()
+            for file in self.code:
+                (directory / file.name).write_bytes(file.content)
+            yield directory
 
     @property
     def weight_bytes(self) -> int | None:
@@ -131,64 +267,33 @@ class Checkpoint:
 
         The config's word counts; without one, the type that most of the stored bytes have.
         """
-        for config in _with_text_config(self.config):
-            for key in ("dtype", "torch_dtype"):
-                name = str(config.get(key)).removeprefix("torch.")
-                if name in _MODEL_DTYPES:
-                    return name
         sizes: dict[str, int] = {}
         for tensor in (self.tensors or {}).values():
-            if tensor.dtype in _MODEL_DTYPES:
+            if tensor.dtype is not None:
                 sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + (tensor.nbytes or 0)
-        return max(sizes, key=sizes.__getitem__, default=None)
+        return configs.default_dtype(self.config) or configs.commonest_dtype(sizes)
 
     @property
     def max_context_tokens(self) -> int | None:
         """The longest context that the config names; None when it names none."""
-        for config in _with_text_config(self.config):
-            for key in _CONTEXT_KEYS:
-                value = config.get(key)
-                if type(value) is int and value > 0:
-                    return value
-        return None
+        return configs.max_context_tokens(self.config)
 
 
-class _Weights(NamedTuple):
-    tensors: Mapping[str, TensorInfo] | None
-    files: tuple[Path, ...]
-    format: Literal["safetensors", "bin", "none"]
+# ── where it is ──
 
 
-_NO_WEIGHTS = _Weights(None, (), "none")
-
-
-def _with_text_config(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The config, then the language model's part of it where the model has several."""
-    nested = (config.get(key) for key in _TEXT_CONFIGS)
-    return [config, *(part for part in nested if isinstance(part, dict))]
-
-
-def _resolve(path: str | os.PathLike[str]) -> Path:
+def _local(path: str | os.PathLike[str]) -> Path | None:
+    """The directory or config on this machine; None if there is none."""
     root = Path(path).expanduser()
     try:
         mode = root.stat().st_mode
-    except (OSError, ValueError) as error:
-        text = str(path)
-        hint = "give the directory that holds config.json"
-        if _HUB_ID.fullmatch(text):
-            folder = text.rpartition("/")[2]
-            hint = f"download it first: hf download {text} --local-dir {folder}"
-        if isinstance(error, PermissionError):
-            raise CheckpointError(f"{text!r} can't be read with your permissions") from error
-        raise CheckpointError(
-            f"no such directory: {text!r}; duoka reads local directories", hint=hint
-        ) from error
+    except PermissionError as error:
+        raise CheckpointError(f"{str(path)!r} can't be read with your permissions") from error
+    except (OSError, ValueError):
+        return None
     if stat.S_ISDIR(mode):
-        if not (root / "config.json").exists():
-            raise CheckpointError(
-                f"{root} holds no config.json", hint="give the directory that holds config.json"
-            )
-    elif not stat.S_ISREG(mode) or root.suffix != ".json":
+        return root
+    if not stat.S_ISREG(mode) or root.suffix != ".json":
         raise CheckpointError(
             f"{root} is neither a directory nor a config",
             hint="give the directory that holds config.json and the weights",
@@ -196,100 +301,172 @@ def _resolve(path: str | os.PathLike[str]) -> Path:
     return root
 
 
-def _find_weights(root: Path) -> _Weights:
+def _remote(text: str, revision: str | None) -> Folder:
+    # Here, because whoever reads a local directory doesn't need the network's libraries.
+    from .hub import open_snapshot, parse_name
+
+    name = parse_name(text, revision)
+    if name is None:
+        raise CheckpointError(
+            f"no such directory: {text[:300]!r}, and no name of a model on the Hub either",
+            hint='give the directory that holds config.json, or a name such as "org/model"',
+        )
+    return open_snapshot(name)
+
+
+def _read_config(folder: Folder, name: str) -> dict[str, Any]:
+    return read_json(folder.fetch(name), most_bytes=configs.MAX_CONFIG_BYTES)
+
+
+def _read_code(folder: Folder) -> tuple[CodeFile, ...]:
+    """The code, read once: what is hashed is what will run."""
+    files = []
+    for name in sorted(name for name in folder.names() if name.endswith(".py")):
+        path = folder.fetch(name)
+        try:
+            content = read_bytes(path, most_bytes=_MAX_CODE_BYTES)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} can't be read: {error}") from error
+        digest = hashlib.sha256(content).hexdigest()
+        files.append(CodeFile(name=name, sha256=digest, content=content))
+    return tuple(files)
+
+
+# ── weights ──
+
+
+class _Weights(NamedTuple):
+    """Tensors by name, and the sizes of the files that hold them, by name."""
+
+    tensors: Mapping[str, TensorInfo] | None
+    sizes: Mapping[str, int]
+    format: Literal["safetensors", "bin", "none"]
+
+
+_NO_WEIGHTS = _Weights(None, {}, "none")
+
+
+def _find_weights(folder: Folder) -> _Weights:
     """Take the first source that is complete; a source with nothing but an index names tensors."""
     promised: _Weights | None = None
     broken: CheckpointError | None = None
+    names = folder.names()
     for name, kind in _SOURCES:
-        path = root / name
-        if not path.exists():
+        if name not in names:
             continue
         if not name.endswith(".index.json"):
-            return _single(path, kind)
-        index = read_index(path, suffix="." + kind).files
-        files = tuple(root / file for file in sorted(set(index.values())))
-        absent = [file.name for file in files if not file.exists()]
+            return _single(folder, name, kind)
+        index = read_index(folder.fetch(name), suffix="." + kind)
+        files = sorted(set(index.files.values()))
+        absent = [file for file in files if file not in names]
         if not absent:
-            return _sharded(index, files, kind)
+            return _sharded(folder, index, files, kind)
         if len(absent) < len(files):
             broken = broken or CheckpointError(
-                f"{path} lists {len(files)} files, of which {len(absent)} are not there: "
-                f"{', '.join(absent)}",
+                f"{folder.path / name} lists {len(files)} files, of which {len(absent)} are not "
+                f"there: {', '.join(absent)}{folder.explain()}",
                 hint=INCOMPLETE,
             )
-        promised = promised or _Weights({key: TensorInfo(name=key) for key in index}, (), "none")
+        promised = promised or _Weights(
+            {key: TensorInfo(name=key) for key in index.files}, {}, "none"
+        )
     if broken is not None:
         raise broken
     if promised is None:
-        _refuse_shards_without_index(root)
+        _refuse_shards_without_index(folder)
     return promised or _NO_WEIGHTS
 
 
-def _refuse_shards_without_index(root: Path) -> None:
-    shards = sorted(file.name for file in root.iterdir() if _SHARD.fullmatch(file.name))
+def _refuse_shards_without_index(folder: Folder) -> None:
+    shards = sorted(name for name in folder.names() if _SHARD.fullmatch(name))
     if shards:
         raise CheckpointError(
-            f"{root} holds {len(shards)} shards ({shards[0]}, …) but no index of them",
+            f"{folder.path} holds {len(shards)} shards ({shards[0]}, …) but no index of them"
+            f"{folder.explain()}",
             hint=INCOMPLETE,
         )
 
 
-def _single(path: Path, kind: _Kind) -> _Weights:
-    if kind == "safetensors":
-        return _Weights(read_header(path), (path,), kind)
-    _refuse_empty(path)
-    return _Weights(None, (path,), kind)
+def _single(folder: Folder, name: str, kind: _Kind) -> _Weights:
+    sizes = _sizes(folder, [name])
+    tensors = folder.headers([name])[name] if kind == "safetensors" else None
+    return _Weights(tensors, sizes, kind)
 
 
-def _sharded(index: Mapping[str, str], files: tuple[Path, ...], kind: _Kind) -> _Weights:
-    by_name = {file.name: file for file in files}
+def _sizes(folder: Folder, names: list[str]) -> dict[str, int]:
+    sizes = {name: folder.size(name) for name in names}
+    for name, size in sizes.items():
+        if size == 0:
+            raise CheckpointError(f"{folder.path / name} is empty", hint=INCOMPLETE)
+    return sizes
+
+
+def _sharded(folder: Folder, index: Index, files: list[str], kind: _Kind) -> _Weights:
+    sizes = _sizes(folder, files)
     if kind == "bin":
-        for file in files:
-            _refuse_empty(file)
-        named = {key: TensorInfo(name=key, file=by_name[shard]) for key, shard in index.items()}
-        return _Weights(named, files, kind)
+        _refuse_short(folder, index, sizes)
+        named = {
+            key: TensorInfo(name=key, file=folder.path / shard)
+            for key, shard in index.files.items()
+        }
+        return _Weights(named, sizes, kind)
     tensors: dict[str, TensorInfo] = {}
-    for file in files:
-        for key, tensor in read_header(file).items():
+    for held in folder.headers(files).values():
+        for key, tensor in held.items():
             if key in tensors:
-                raise CheckpointError(f"the tensor {key!r} stands in two files of {file.parent}")
+                raise CheckpointError(f"the tensor {key!r} stands in two files of {folder.path}")
             tensors[key] = tensor
     misplaced = [
         key
-        for key, shard in index.items()
-        if key not in tensors or tensors[key].file != by_name[shard]
+        for key, shard in index.files.items()
+        if key not in tensors or tensors[key].file != folder.path / shard
     ]
     if misplaced:
         raise CheckpointError(
             f"{len(misplaced)} tensors are not in the file that the index names, "
-            f"{misplaced[0]!r} in {index[misplaced[0]]} for one",
+            f"{misplaced[0]!r} in {index.files[misplaced[0]]} for one",
             hint=INCOMPLETE,
         )
-    return _Weights(tensors, files, kind)
+    return _Weights(tensors, sizes, kind)
 
 
-def _refuse_empty(path: Path) -> None:
-    if path.stat().st_size == 0:
-        raise CheckpointError(f"{path} is empty", hint=INCOMPLETE)
+def _refuse_short(folder: Folder, index: Index, sizes: Mapping[str, int]) -> None:
+    """Refuse pickles that can't hold what their index says; safetensors tell it more exactly."""
+    held = sum(sizes.values())
+    if index.total_bytes is not None and held < index.total_bytes:
+        raise CheckpointError(
+            f"{folder.path} is incomplete: its index speaks of {index.total_bytes} bytes of "
+            f"weights, and the {len(sizes)} files have {held}{folder.explain()}",
+            hint=INCOMPLETE,
+        )
 
 
-def _remote_code(root: Path, config: dict[str, Any]) -> list[Path]:
-    """The model's own code, where it has any: another code is another model."""
-    return sorted(root.glob("*.py")) if root.is_dir() and "auto_map" in config else []
+def _stamps(folder: Folder, weights: _Weights) -> dict[Path, Stamp]:
+    stamps = {}
+    for name, size in weights.sizes.items():
+        path = folder.path / name
+        try:
+            stamp = Stamp.of(path.stat())
+        except OSError:  # on the Hub, and not here yet
+            continue
+        if stamp.num_bytes != size:
+            raise CheckpointError(f"{path} is being written", hint=INCOMPLETE)
+        stamps[path] = stamp
+    return stamps
 
 
-def _fingerprint(config: dict[str, Any], code: list[Path], weights: _Weights) -> str:
+def _fingerprint(config: dict[str, Any], code: tuple[CodeFile, ...], weights: _Weights) -> str:
     digest = hashlib.sha256()
 
     def add(value: object) -> None:
         digest.update(json.dumps(value, sort_keys=True).encode() + b"\n")
 
     add(config)
-    for path in code:
-        add([path.name, hashlib.sha256(path.read_bytes()).hexdigest()])
+    for file in code:
+        add([file.name, file.sha256])
     add(weights.format)
     for name, tensor in sorted((weights.tensors or {}).items()):
         add([name, tensor.dtype, tensor.shape, tensor.file and tensor.file.name])
     # A pickle's contents aren't read; its size is all that is known.
-    add([[file.name, file.stat().st_size] for file in weights.files])
+    add(sorted(weights.sizes.items()))
     return digest.hexdigest()

@@ -1,0 +1,84 @@
+"""Names: "org/name", "org/name@revision"."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from duoka.errors import UsageError
+
+_NAME = re.compile(
+    r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>.+))?", re.ASCII
+)
+_REVISION = re.compile(r"[A-Za-z0-9_][\w./+-]{0,200}", re.ASCII)
+COMMIT = re.compile(r"[0-9a-f]{40}")
+MAIN = "main"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubName:
+    """A repository on the Hub, and one of its revisions.
+
+    Parameters
+    ----------
+    repo : str
+        As "org/name".
+    revision : str
+        A branch, a tag or a commit.
+    """
+
+    repo: str
+    revision: str = MAIN
+
+    def __str__(self) -> str:
+        return self.repo if self.revision == MAIN else f"{self.repo}@{self.revision}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is asked for, as messages say it.
+
+    Parameters
+    ----------
+    name : HubName
+    file : str
+        In the repository; empty for the repository itself.
+    """
+
+    name: HubName
+    file: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file} of {self.name}" if self.file else str(self.name)
+
+
+def parse_name(text: str, revision: str | None = None) -> HubName | None:
+    """Read a repository's name; None for what can't be one.
+
+    Parameters
+    ----------
+    text : str
+        "org/name" or "org/name@revision".
+    revision : str, optional
+        The revision, where the text names none.
+
+    Raises
+    ------
+    UsageError
+        If it is a repository's name with a revision that can't be one, or with two of them.
+
+    Examples
+    --------
+    >>> parse_name("zai-org/chatglm3-6b@v1.0")
+    HubName(repo='zai-org/chatglm3-6b', revision='v1.0')
+    """
+    match = _NAME.fullmatch(text)
+    if match is None:
+        return None
+    named = match["revision"]
+    if named is not None and revision is not None and named != revision:
+        raise UsageError(f"{text!r} names a revision, and {revision!r} is given as well")
+    wanted = named or revision or MAIN
+    if not _REVISION.fullmatch(wanted) or ".." in wanted or wanted.endswith("/"):
+        raise UsageError(f"{wanted!r} can't be a revision", hint="give a branch, a tag or a commit")
+    return HubName(repo=match["repo"], revision=wanted)
