@@ -6,7 +6,7 @@ import inspect
 import re
 
 from duoka import errors
-from duoka.errors import DuokaError, InfeasibleError, PlacementError
+from duoka.errors import DuokaError, Faults, InfeasibleError, PlacementError
 
 
 def classes() -> list[type[DuokaError]]:
@@ -37,7 +37,10 @@ def test_message_and_hint() -> None:
 
 
 def test_data_is_on_the_exception() -> None:
-    placement = PlacementError("x", missing=["a"], unknown=("b",), doubled=["c"], hint="h")
+    faults = Faults(missing=("a",), unknown=("b",), doubled=("c",), split=("d",), misplaced=("e",))
+    placement = PlacementError("x", faults=faults, hint="h")
     assert (placement.missing, placement.unknown, placement.doubled) == (("a",), ("b",), ("c",))
+    assert (placement.split, placement.misplaced, placement.completed) == (("d",), ("e",), None)
+    assert faults and not Faults()
     infeasible = InfeasibleError("x", shortfall_bytes=3, ways_out=["smaller"])
     assert (infeasible.shortfall_bytes, infeasible.ways_out) == (3, ("smaller",))

@@ -7,7 +7,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, cast
 
 import torch
 from torch import nn
@@ -19,8 +19,11 @@ from .dispatching import dispatch as spread
 from .dispatching import undispatch
 from .errors import CheckpointError, UsageError
 from .fleet import Fleet
+from .given import answer
+from .host import fleet_for
+from .maps import DeviceMap
 from .placement import Placement
-from .planner import Question, solve, with_chunks
+from .planner import Question, with_chunks
 from .plans import Plan
 from .profile import Profile
 from .search import Objective
@@ -31,14 +34,20 @@ Model = TypeVar("Model", bound=nn.Module)
 Progress = Callable[[int, int], None]
 
 
+class Choices(TypedDict, total=False):
+    """The keyword arguments of `plan`."""
+
+    use_all: bool
+    objective: Objective | Literal["auto"]
+    device_map: object
+    inputs: Mapping[str, Any] | tuple[Any, ...] | None
+
+
 def plan(
     model: str | os.PathLike[str] | Checkpoint | nn.Module,
     fleet: Fleet | str,
     workload: Workload | None = None,
-    *,
-    use_all: bool = False,
-    objective: Objective | Literal["auto"] = "auto",
-    inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    **choices: Unpack[Choices],
 ) -> Plan:
     """Find where every module goes.
 
@@ -57,6 +66,9 @@ def plan(
         Use every device, instead of as few as hold the workload.
     objective : {"auto", "headroom", "latency", "throughput"}
         What to optimise.
+    device_map : mapping, or one device
+        Put the modules where it says, in the names of the model or of its checkpoint; see
+        `Placement.from_device_map`.
     inputs : mapping or tuple, optional
         Arguments of one call of the module. The plan is then for such a call; a workload can't
         be given as well.
@@ -65,6 +77,8 @@ def plan(
     ------
     InfeasibleError
         If nothing fits: with the shortfall and what would fit.
+    PlacementError
+        If the device map misses, doubles, splits or invents a name: with all of them.
 
     Examples
     --------
@@ -74,6 +88,10 @@ def plan(
     """
     gpus = fleet if isinstance(fleet, str) else ""
     fleet = Fleet.parse(fleet) if isinstance(fleet, str) else fleet
+    _refuse_unknown(choices)
+    inputs = choices.get("inputs")
+    given = choices.get("device_map")
+    device_map = None if given is None else DeviceMap.of(given)
     if inputs is not None and (workload is not None or not isinstance(model, nn.Module)):
         raise UsageError(
             "example inputs are for a module, and are its workload",
@@ -81,7 +99,12 @@ def plan(
         )
     asked = workload or Workload()
     question = Question(
-        fleet=fleet, workload=asked, use_all=use_all, objective=objective, gpus=gpus
+        fleet=fleet_for(fleet, device_map),
+        workload=asked,
+        use_all=choices.get("use_all", False),
+        objective=choices.get("objective", "auto"),
+        gpus=gpus,
+        device_map=device_map,
     )
     if not isinstance(model, nn.Module):
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
@@ -91,14 +114,20 @@ def plan(
     profile = profile_module(model, asked, inputs)
     asked = asked if inputs is None else Workload(prompt_tokens=1, new_tokens=1)
     own = profile.dtype if profile.dtype in DTYPE_BYTES else "auto"
-    return solve(profile, replace(question, workload=replace(asked, dtype=cast(Dtype, own))))
+    return answer(profile, replace(question, workload=replace(asked, dtype=cast(Dtype, own))))
+
+
+def _refuse_unknown(choices: Choices) -> None:
+    unknown = choices.keys() - Choices.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"plan() has no argument {', '.join(sorted(unknown))}")
 
 
 def plan_checkpoint(checkpoint: Checkpoint, question: Question) -> Plan:
     """Answer a question about a checkpoint; it is traced where the cache has no profile."""
     workload = profiles.workload_for(checkpoint, question.workload)
     profile = profile_checkpoint(checkpoint, workload)
-    return solve(profile, replace(question, workload=workload), source=str(checkpoint.path))
+    return answer(profile, replace(question, workload=workload), source=str(checkpoint.path))
 
 
 def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
@@ -109,6 +138,7 @@ def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
         subject = Subject(
             fingerprint=checkpoint.fingerprint,
             max_context_tokens=checkpoint.max_context_tokens,
+            published=None if checkpoint.tensors is None else tuple(checkpoint.tensors),
         )
         profile, regular = _trace(lambda: _build(checkpoint, workload.dtype), subject, workload)
         # Where parts keep another type, the first parameter may be one of them.

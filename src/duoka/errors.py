@@ -7,7 +7,7 @@ The tree, with the exit code that the command line returns for each::
     ├── FleetError              3   a device that doesn't exist, or none at all
     ├── CheckpointError         4   a checkpoint that is missing, incomplete or damaged
     ├── ModelError              5   a model that can't be built or traced
-    ├── PlacementError          6   a placement that isn't complete: missing, unknown, doubled
+    ├── PlacementError          6   a placement or device map with names missing, unknown, …
     ├── InfeasibleError         7   nothing fits: carries the shortfall and the ways out
     ├── ProofError              8   the plan failed on virtual GPUs, before a weight was read
     ├── LoadError               9   what was loaded isn't what was expected
@@ -22,7 +22,8 @@ turns `exit_code` into the process's own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 class DuokaError(Exception):
@@ -67,6 +68,40 @@ class ModelError(DuokaError):
     exit_code = 5
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """What is wrong with a placement or a device map; every list is complete.
+
+    Parameters
+    ----------
+    missing : tuple of str
+        Parameters and buffers without a device.
+    unknown : tuple of str
+        Entries that name nothing in the model.
+    doubled : tuple of str
+        Entries or tensors with two devices.
+    split : tuple of str
+        Modules that must stay whole and don't.
+    misplaced : tuple of str
+        Entries whose device isn't one, or isn't in the fleet.
+    nearest : mapping of str to tuple of str
+        For an unknown name the real names that are like it, best first.
+    completed : mapping of str to (int or str), optional
+        A complete device map that keeps what could be kept, where one could be made.
+    """
+
+    missing: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    doubled: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()
+    misplaced: tuple[str, ...] = ()
+    nearest: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    completed: Mapping[str, int | str] | None = None
+
+    def __bool__(self) -> bool:
+        return any((self.missing, self.unknown, self.doubled, self.split, self.misplaced))
+
+
 class PlacementError(DuokaError):
     """A placement that doesn't name exactly one device for every parameter and buffer.
 
@@ -74,25 +109,22 @@ class PlacementError(DuokaError):
     ----------
     message : str
         The summary.
-    missing, unknown, doubled : sequence of str
-        All names at fault, each kind complete.
+    faults : Faults
+        All names at fault, which are attributes of the error as well: `missing`, `unknown`,
+        `doubled`, `split`, `misplaced`, `nearest`, `completed`.
     """
 
     exit_code = 6
 
     def __init__(
-        self,
-        message: str,
-        *,
-        hint: str | None = None,
-        missing: Sequence[str] = (),
-        unknown: Sequence[str] = (),
-        doubled: Sequence[str] = (),
+        self, message: str, *, hint: str | None = None, faults: Faults | None = None
     ) -> None:
         super().__init__(message, hint=hint)
-        self.missing = tuple(missing)
-        self.unknown = tuple(unknown)
-        self.doubled = tuple(doubled)
+        self.faults = faults = faults or Faults()
+        self.missing, self.unknown = faults.missing, faults.unknown
+        self.doubled, self.split = faults.doubled, faults.split
+        self.misplaced, self.nearest = faults.misplaced, faults.nearest
+        self.completed = faults.completed
 
 
 class InfeasibleError(DuokaError):

@@ -9,6 +9,7 @@ from typing import Literal
 from .errors import InfeasibleError, UsageError
 from .fleet import Fleet
 from .forecast import Costs, DeviceForecast, Forecast
+from .maps import DeviceMap
 from .placement import Placement
 from .plans import Plan, Request
 from .profile import Profile
@@ -22,13 +23,15 @@ _LARGEST_CHUNK_TOKENS = 8192
 _MOST_GPUS = 16
 # How often a way out is made a little shorter, where it fits but for fragmentation.
 _STEPS_DOWN = 16
+_CPU_UNUSED = "The CPU computes nothing: it would be slow. A device map can put modules there."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """What the planner is asked, besides the profile.
 
-    `gpus` is how the fleet was named, where it was; plans keep it.
+    `gpus` is how the fleet was named, where it was; plans keep it. With a `device_map` the modules
+    go where it says (`given.answer`).
     """
 
     fleet: Fleet
@@ -36,6 +39,7 @@ class Question:
     objective: Objective | Literal["auto"] = "auto"
     use_all: bool = False
     gpus: str = ""
+    device_map: DeviceMap | None = None
 
 
 def solve(profile: Profile, question: Question, *, source: str = "") -> Plan:
@@ -43,7 +47,8 @@ def solve(profile: Profile, question: Question, *, source: str = "") -> Plan:
 
     The fewest devices that hold the workload are used, all of them with `use_all`; among the
     placements on so many devices the one that is best for the objective is taken, and it is the
-    optimum over all contiguous cuts and all orders of the devices.
+    optimum over all contiguous cuts and all orders of the devices. The CPU is used only where
+    there is nothing else.
 
     Parameters
     ----------
@@ -60,6 +65,21 @@ def solve(profile: Profile, question: Question, *, source: str = "") -> Plan:
         If the context is longer than the model was made for.
     """
     check_context(question.workload, profile.max_context_tokens, profile.model)
+    gpus = _without_cpu(question.fleet)
+    if gpus == question.fleet:
+        return _solve(profile, question, source)
+    plan = _solve(profile, replace(question, fleet=gpus), source)
+    return replace(plan, why=(*plan.why, _CPU_UNUSED))
+
+
+def _without_cpu(fleet: Fleet) -> Fleet:
+    """The GPUs of a fleet; the CPU too where it has nothing else."""
+    gpus = tuple(device for device in fleet.devices if device.name != "cpu")
+    links = tuple(link for link in fleet.links if "cpu" not in (link.source, link.target))
+    return replace(fleet, devices=gpus, links=links) if gpus else fleet
+
+
+def _solve(profile: Profile, question: Question, source: str) -> Plan:
     candidates = list(with_chunks(question.workload))
     best: Plan | None = None
     shortage: NoPlacement | None = None
@@ -216,8 +236,13 @@ def _reasons(costs: Costs, solution: Solution, question: Question) -> Iterator[s
     tied = any(block.modules and block.tied_to is not None for block in costs.profile.blocks)
     if tied and used > 1:
         yield "Tied weights are kept once: the tied module runs on its partner's GPU."
-    chunk = costs.workload.prefill_chunk_tokens
-    if question.workload.prefill_chunk_tokens == "auto" and chunk is not None:
+    yield from chunk_reason(question.workload, costs.workload)
+
+
+def chunk_reason(asked: Workload, chosen: Workload) -> Iterator[str]:
+    """Why the prompt runs in chunks, where that wasn't asked for."""
+    chunk = chosen.prefill_chunk_tokens
+    if asked.prefill_chunk_tokens == "auto" and chunk is not None:
         yield f"The prompt runs in chunks of {chunk} tokens: whole, it needs more memory."
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .errors import ModelError, UsageError
+from .outline import Outline, OutlineBlock, Roster
 
 Phase = Literal["prefill", "extend", "decode"]
 
@@ -198,6 +199,8 @@ class Profile:
         Where the tapes hold.
     max_context_tokens : int, optional
         The longest context that the model was made for.
+    roster : Roster, optional
+        The names of the tensors; `outline` gives them block by block.
     """
 
     fingerprint: str
@@ -207,16 +210,38 @@ class Profile:
     kinds: tuple[Kind, ...]
     regimes: tuple[Regime, ...]
     max_context_tokens: int | None = None
+    roster: Roster | None = None
 
     def __post_init__(self) -> None:
         if not self.blocks:
             raise ModelError("the model has no parameters to place")
+        assert self.roster is None or len(self.roster.blocks) == len(self.blocks)
         assert all(len(kind.tapes) == len(self.regimes) for kind in self.kinds)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all parameters and buffers, ties counted once."""
         return sum(sum(self.kinds[block.kind].weight_bytes) for block in self.blocks)
+
+    @property
+    def outline(self) -> Outline:
+        """The names of all tensors, to judge a device map by.
+
+        Raises
+        ------
+        ModelError
+            If the profile was made without them.
+        """
+        if self.roster is None:
+            raise ModelError(f"the profile of {self.model} holds no names of tensors")
+        return Outline(
+            blocks=tuple(
+                OutlineBlock(modules=block.modules, tensors=tuple(tensors), tied_to=block.tied_to)
+                for block, tensors in zip(self.blocks, self.roster.tensors(), strict=True)
+            ),
+            model=self.model,
+            fingerprint=self.fingerprint,
+        )
 
     def regime_of(self, phase: Phase, *, batch: int, query: int, keys: int) -> int:
         """Index of the regime that holds for a step.

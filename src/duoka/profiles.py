@@ -16,13 +16,14 @@ from typing import cast
 from .checkpoint import Checkpoint
 from .errors import FormatError, UsageError
 from .files import cache_directory, write_whole
-from .planner import Question, check_context, solve
+from .given import answer
+from .planner import Question, check_context
 from .plans import Plan
 from .profile import Profile
 from .serial import from_dict, parse_json_object, to_dict
 from .workload import Dtype, Workload
 
-_VERSION = 3
+_VERSION = 4
 _PACKAGES = ("torch", "transformers", "duoka")
 
 
@@ -38,7 +39,7 @@ def plan_from_cache(checkpoint: Checkpoint, question: Question) -> Plan | None:
     profile = find_profile(checkpoint.fingerprint, workload)
     if profile is None:
         return None
-    return solve(profile, replace(question, workload=workload), source=str(checkpoint.path))
+    return answer(profile, replace(question, workload=workload), source=str(checkpoint.path))
 
 
 def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from duoka.errors import ModelError, PlacementError
+from duoka.errors import Faults, ModelError, PlacementError
 from duoka.placement import Placement
 
 
@@ -77,7 +77,7 @@ def _refuse_split(tensors: Mapping[str, Tensor], devices: Mapping[str, torch.dev
         raise PlacementError(
             f"tied parameters are placed on several devices: {'; '.join(listed)}",
             hint="a tied parameter runs on one device: give all its names the same",
-            doubled=[name for names in split for name in names],
+            faults=Faults(doubled=tuple(name for names in split for name in names)),
         )
 
 

@@ -239,6 +239,7 @@ class ChatGLMPreTrainedModel(GlmPreTrainedModel):
     _no_split_modules = ["ChatGLMDecoderLayer"]  # noqa: RUF012 (transformers' own form)
     # A buffer that follows from the configuration; published files hold it nevertheless.
     _keys_to_ignore_on_load_unexpected = [r"rotary_pos_emb\.inv_freq"]  # noqa: RUF012
+    published_buffers = ("transformer.rotary_pos_emb.inv_freq",)
 
 
 class ChatGLMModel(ChatGLMPreTrainedModel, GlmModel):

@@ -16,11 +16,13 @@ from torch import nn
 from .. import virtual
 from ..dispatching import place
 from ..errors import ModelError
+from ..outline import NamedTensor
 from ..placement import Placement
 from ..profile import ALIGNED_TOKENS, Block, Kind, Phase, Profile, Regime, Tape
 from ..workload import Workload
 from .fitting import Sample, Unlike, fit
 from .grouping import Group, find_groups
+from .naming import name_tensors, roster
 from .recording import Recorder
 from .stepping import Stepper
 
@@ -42,10 +44,14 @@ Found = tuple[Regime, list[Tape]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is traced, besides the model itself."""
+    """What is traced, besides the model itself.
+
+    `published` are the checkpoint's names of its tensors, where they are known.
+    """
 
     fingerprint: str
     max_context_tokens: int | None = None
+    published: tuple[str, ...] | None = None
 
 
 class Irregular(Exception):
@@ -77,10 +83,11 @@ def trace(model: nn.Module, subject: Subject) -> Profile:
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise Irregular("what an encoder and its decoder cost depends on two lengths")
+    named = name_tensors(model, subject.published)
     with _running(model), _whole(model) as device:
         tracer = _Tracer(model, device, subject.max_context_tokens or _ENDLESS)
         try:
-            return _profile(model, tracer.groups, subject, list(tracer.rules()))
+            return _profile(model, tracer.groups, subject, list(tracer.rules()), named)
         except (Unlike, *_FAILURES) as error:
             # A step far from any that is asked for may fail where the asked one doesn't.
             raise Irregular(f"{type(model).__name__}: {error}") from error
@@ -97,6 +104,7 @@ def trace_workload(model: nn.Module, subject: Subject, workloads: Sequence[Workl
     workloads : sequence of Workload
         With their prefill chunks resolved; of equal batch.
     """
+    named = name_tensors(model, subject.published)
     with _running(model), _whole(model) as device:
         tracer = _Tracer(model, device, _ENDLESS)
         found = {
@@ -104,7 +112,7 @@ def trace_workload(model: nn.Module, subject: Subject, workloads: Sequence[Workl
             for workload in workloads
             for regime, tapes in tracer.points(workload)
         }
-        return _profile(model, tracer.groups, subject, list(found.values()))
+        return _profile(model, tracer.groups, subject, list(found.values()), named)
 
 
 def trace_call(
@@ -126,6 +134,7 @@ def trace_call(
         Its tapes hold for this call alone, whatever workload is asked about.
     """
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+    named = name_tensors(model, subject.published)
     with _running(model), _whole(model) as device:
 
         def call() -> None:
@@ -137,7 +146,7 @@ def trace_call(
         regime = Regime(
             phase="prefill", many=False, query=_EVERYWHERE, past=_EVERYWHERE, keys=_EVERYWHERE
         )
-        return _profile(model, groups, subject, [_fitted(regime, [sample])])
+        return _profile(model, groups, subject, [_fitted(regime, [sample])], named)
 
 
 # What model code raises when it can't run as it is asked to.
@@ -373,7 +382,11 @@ def _moved(tree: Any, device: torch.device) -> Any:
 
 
 def _profile(
-    model: nn.Module, groups: Sequence[Group], subject: Subject, found: Sequence[Found]
+    model: nn.Module,
+    groups: Sequence[Group],
+    subject: Subject,
+    found: Sequence[Found],
+    named: Sequence[NamedTensor],
 ) -> Profile:
     weights, ties = _weights(model, groups)
     kinds: dict[Kind, int] = {}
@@ -393,6 +406,7 @@ def _profile(
         kinds=tuple(kinds),
         regimes=tuple(regime for regime, _ in found),
         max_context_tokens=subject.max_context_tokens,
+        roster=roster(named, [block.modules for block in blocks]),
     )
 
 

@@ -1,0 +1,261 @@
+"""A plan for a device map that a person wrote: judged, forecast, and compared with duoka's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from .errors import InfeasibleError, UsageError
+from .fleet import Device, Fleet
+from .forecast import Costs, DeviceForecast, Forecast
+from .placement import Placement
+from .planner import Question, check_context, chunk_reason, solve, with_chunks
+from .plans import Plan, Request
+from .profile import Profile
+from .replay import Replay, StageBytes
+from .units import format_bytes
+from .workload import Workload
+
+OBJECTIVE = "given"
+"""What a plan for a map has in the place of an objective: nothing was optimised."""
+
+
+def answer(profile: Profile, question: Question, *, source: str = "") -> Plan:
+    """The best plan, or the plan for the question's device map where it has one.
+
+    Parameters
+    ----------
+    profile : Profile
+    question : Question
+    source : str
+        The checkpoint's directory, kept in the plan.
+
+    Raises
+    ------
+    PlacementError
+        If the map isn't complete: with all names at fault, and a completed one.
+    InfeasibleError
+        If nothing fits, or the map doesn't: with what would fit.
+    UsageError
+        If the context is longer than the model was made for.
+    """
+    if question.device_map is None:
+        return solve(profile, question, source=source)
+    if question.use_all or question.objective != "auto":
+        raise UsageError(
+            "a device map says which GPUs are used, and how: nothing is left to optimise",
+            hint="leave out the map, or the objective and `use_all`",
+        )
+    placement = Placement.from_device_map(question.device_map, profile, question.fleet)
+    check_context(question.workload, profile.max_context_tokens, profile.model)
+    return _Given(profile, question, placement).plan(source)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Need:
+    """What the blocks on one device need; no `peaks` where they don't fit it."""
+
+    device: Device
+    bytes: int
+    peaks: StageBytes | None
+
+
+class _Given:
+    def __init__(self, profile: Profile, question: Question, placement: Placement) -> None:
+        self.profile = profile
+        self.question = question
+        self.placement = placement
+        self.device_of = _devices(profile, placement)
+
+    def plan(self, source: str) -> Plan:
+        """The plan, with the largest chunk of the prompt with which the map fits."""
+        needs: list[_Need] = []
+        for workload in with_chunks(self.question.workload):
+            needs = self._needs(workload)
+            if all(need.peaks is not None for need in needs):
+                return self._made(workload, needs, source)
+        raise self._infeasible(needs)
+
+    def _needs(self, workload: Workload) -> list[_Need]:
+        brief = Replay(self.profile, workload, brief=True)
+        full = Replay(self.profile, workload)
+        return [self._need(name, brief, full) for name in self.placement.devices]
+
+    def _need(self, name: str, brief: Replay, full: Replay) -> _Need:
+        device = self.question.fleet.device(name)
+        blocks = [index for index, at in enumerate(self.device_of) if at == name]
+        least = brief.run(blocks)
+        assert least is not None, "nothing limits this run"
+        needed, budget = least.reserved, device.budget_bytes
+        # Giving memory back early can fragment more than giving it back late.
+        if needed > budget and brief.run(blocks, budget) is not None:
+            needed = budget
+        peaks = full.run(blocks, budget) if needed <= budget else None
+        return _Need(device=device, bytes=needed, peaks=peaks)
+
+    def _made(self, workload: Workload, needs: list[_Need], source: str) -> Plan:
+        question, profile = self.question, self.profile
+        forecasts = tuple(_forecasts(needs))
+        own = self._own()
+        best = self._best(workload)
+        tightest = min(forecasts, key=lambda each: each.free_bytes)
+        free = float(tightest.free_bytes)
+        return Plan(
+            source=source,
+            model=profile.model,
+            fingerprint=profile.fingerprint,
+            fleet=question.fleet,
+            workload=workload,
+            placement=self.placement,
+            forecast=Forecast(devices=forecasts, decode_seconds=self._seconds(workload)),
+            objective=OBJECTIVE,
+            value=free,
+            bound=free if best is None else max(free, best),
+            binding_device=tightest.device,
+            request=Request(workload=question.workload, gpus=question.gpus),
+            why=tuple(self._reasons(workload, tightest, own)),
+        )
+
+    def _own(self) -> Plan | None:
+        """What duoka would do by itself; None where nothing fits."""
+        try:
+            return solve(self.profile, replace(self.question, device_map=None))
+        except InfeasibleError:
+            return None
+
+    def _best(self, workload: Workload) -> float | None:
+        """The most that a placement in stages leaves free on each of the map's devices."""
+        devices = tuple(self.question.fleet.device(name) for name in self.placement.devices)
+        question = Question(
+            fleet=Fleet(devices=devices), workload=workload, objective="headroom", use_all=True
+        )
+        try:
+            return solve(self.profile, question).value
+        except (InfeasibleError, UsageError):
+            return None
+
+    def _reasons(
+        self, workload: Workload, tightest: DeviceForecast, own: Plan | None
+    ) -> Iterator[str]:
+        crossings = _crossings(self.device_of)
+        yield f"As the device map says: {_told(crossings, tightest.free_bytes)}."
+        if own is not None and own.device_map != self.placement.device_map:
+            others = _crossings(_devices(self.profile, own.placement))
+            least = min(each.free_bytes for each in own.forecast.devices)
+            used = ", ".join(own.devices)
+            yield f"duoka's own plan for these GPUs uses {used}: {_told(others, least)}."
+        if _comes_back(self.profile, self.device_of):
+            yield (
+                "The map leaves a layer and comes back to it: an argument of the layer may then "
+                "be copied once more than is forecast here. The proof before loading measures it."
+            )
+        yield from chunk_reason(self.question.workload, workload)
+
+    def _seconds(self, workload: Workload) -> float | None:
+        costs, total = Costs(self.profile, workload), 0.0
+        tables = {
+            name: costs.seconds(self.question.fleet.device(name)) for name in self.placement.devices
+        }
+        for place, block in enumerate(costs.chain):
+            table = tables[self.device_of[block]]
+            if table is None:
+                return None
+            total += float(table[place, place + 1])
+        return total
+
+    def _infeasible(self, needs: list[_Need]) -> InfeasibleError:
+        over = [need for need in needs if need.peaks is None]
+        missing = [max(need.bytes - need.device.budget_bytes, 1) for need in over]
+        workload = self.question.workload
+        told = "; ".join(map(_shortage, over))
+        ways = tuple(self._ways_out())
+        return InfeasibleError(
+            f"the device map does not fit: {told}. {self.profile.model}, "
+            f"{workload.context_tokens} tokens, batch {workload.batch}",
+            hint="; or ".join(ways) if ways else "spread the model over more GPUs",
+            shortfall_bytes=sum(missing),
+            ways_out=ways,
+        )
+
+    def _ways_out(self) -> Iterator[str]:
+        try:
+            own = solve(self.profile, replace(self.question, device_map=None))
+        except InfeasibleError as error:
+            yield from (f"without the map, {way}" for way in error.ways_out)
+            return
+        sizes = ", ".join(
+            f"{each.device} {format_bytes(each.needed_bytes)} of {format_bytes(each.budget_bytes)}"
+            for each in own.forecast.devices
+        )
+        yield f"without the map duoka's own plan fits ({sizes})"
+
+
+def _devices(profile: Profile, placement: Placement) -> list[str]:
+    """The device of every block."""
+    found: list[str] = []
+    for block in profile.blocks:
+        # What the caller does has no module; it happens where the block is that it's tied to.
+        root = None if block.tied_to is None else found[block.tied_to]
+        device = placement.device_of(block.modules[0]) if block.modules else root
+        assert device is not None, "a judged placement is complete"
+        found.append(device)
+    return found
+
+
+def _crossings(device_of: list[str]) -> int:
+    """How often one token goes from one device to another, on its way through the blocks."""
+    return sum(before != after for before, after in pairwise(device_of))
+
+
+def _comes_back(profile: Profile, device_of: list[str]) -> bool:
+    """Whether a layer of several blocks goes on where earlier blocks are, not where it began.
+
+    What the layer was given has gone to where it began, and comes back from there as a copy.
+    """
+    began: dict[str, str] = {}
+    met: set[str] = set()
+    for block, device in zip(profile.blocks, device_of, strict=True):
+        layer = _layer(block.modules[0]) if block.modules else None
+        if layer is not None and began.setdefault(layer, device) != device and device in met:
+            return True
+        met.add(device)
+    return False
+
+
+def _layer(module: str) -> str | None:
+    """The numbered module around a module."""
+    parts = module.split(".")[:-1]
+    number = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
+    return None if number is None else ".".join(parts[: number + 1])
+
+
+def _told(crossings: int, free_bytes: int) -> str:
+    times = {0: "nothing crosses between devices", 1: "each token crosses between devices once"}
+    crossed = times.get(crossings, f"each token crosses between devices {crossings} times")
+    return f"{crossed}, and at least {format_bytes(free_bytes)} stay free on each"
+
+
+def _forecasts(needs: list[_Need]) -> Iterator[DeviceForecast]:
+    for need in needs:
+        assert need.peaks is not None, "only what fits is forecast"
+        yield DeviceForecast(
+            device=need.device.name,
+            weight_bytes=need.peaks.weights,
+            kv_cache_bytes=need.peaks.kv_cache,
+            activation_bytes=need.peaks.activations,
+            allocated_bytes=need.peaks.allocated,
+            reserved_bytes=need.peaks.reserved,
+            needed_bytes=need.bytes,
+            budget_bytes=need.device.budget_bytes,
+        )
+
+
+def _shortage(need: _Need) -> str:
+    budget = need.device.budget_bytes
+    if need.bytes <= budget:
+        return f"on {need.device.name} its {format_bytes(budget)} are too fragmented"
+    return (
+        f"{need.device.name} needs {format_bytes(need.bytes)} of a budget of "
+        f"{format_bytes(budget)}: {format_bytes(need.bytes - budget)} are missing"
+    )

@@ -1,0 +1,56 @@
+"""The host: how much memory its processor may use, for modules that a device map puts there."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from .errors import FleetError
+from .fleet import Device, Fleet
+from .maps import DeviceMap
+
+_AVAILABLE = re.compile(r"^MemAvailable:\s+(\d{1,15}) kB$", re.MULTILINE)
+
+
+def fleet_for(fleet: Fleet, device_map: DeviceMap | None) -> Fleet:
+    """The fleet, with the CPU where a device map names it and nobody gave it a budget.
+
+    Raises
+    ------
+    FleetError
+        If it isn't known how much memory there is.
+    """
+    if device_map is None or not device_map.names_cpu or "cpu" in fleet.names:
+        return fleet
+    budget = available_bytes()
+    if not budget:
+        raise FleetError(
+            "how much memory the CPU may use isn't known",
+            hint='give it a budget: Fleet.from_max_memory({0: "24GiB", "cpu": "30GiB"})',
+        )
+    return replace(fleet, devices=(*fleet.devices, Device(name="cpu", budget_bytes=budget)))
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that can be had without swapping, within the limit of a container; None if unknown.
+
+    Parameters
+    ----------
+    root : Path
+        Where Linux's `proc` and `sys` are.
+    """
+    found: list[int] = []
+    with suppress(OSError):
+        match = _AVAILABLE.search((root / "proc/meminfo").read_text(encoding="utf-8"))
+        found += [] if match is None else [int(match[1]) * 1024]
+    with suppress(OSError, ValueError):
+        group = root / "sys/fs/cgroup"
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        found.append(max(limit - used, 0))
+    if not found and root == Path("/"):
+        with suppress(OSError, ValueError):
+            found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
+    return min(found, default=None)

@@ -1,0 +1,276 @@
+"""The judgement: one device for every block, or everything that is wrong at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..errors import Faults, PlacementError
+from ..fleet import Fleet
+from ..outline import NamedTensor, Outline, OutlineBlock
+from .matching import Match, Matcher
+from .nearest import Finder, Nearest
+from .reading import DeviceMap, Devices, NoDevice
+from .spelling import Spelling, is_within
+from .wording import arrows, listed, runs, shown
+
+# A hostile map may hold a million unknown names.
+_MOST_LOOKED_FOR = 5_000
+
+_HINT = (
+    "`duoka plan --device-map … --save-device-map FILE` writes the completed map; in Python it is "
+    "the error's `completed`"
+)
+
+Entries = tuple[tuple[str, str], ...]
+
+
+def judge(device_map: object, outline: Outline, fleet: Fleet | None = None) -> Entries:
+    """Turn a map written by hand into one device for every block.
+
+    Parameters
+    ----------
+    device_map : DeviceMap, mapping or one device
+        See `DeviceMap.of`.
+    outline : Outline
+    fleet : Fleet, optional
+        The devices that may be named; without one every device may be.
+
+    Returns
+    -------
+    tuple of (str, str)
+        Native names of the blocks' modules and devices, in execution order.
+
+    Raises
+    ------
+    PlacementError
+        With all names at fault of every kind, and a completed map.
+    UsageError
+        If it is no map.
+    """
+    return _Judge(DeviceMap.of(device_map), outline, Devices(fleet)).judge()
+
+
+@dataclass(slots=True)
+class _Read:
+    """A map's entries, with what is wrong about them by themselves."""
+
+    entries: dict[str, str | None] = field(default_factory=dict)
+    unknown: dict[str, Nearest] = field(default_factory=dict)
+    misplaced: dict[str, str] = field(default_factory=dict)
+    doubled: tuple[str, ...] = ()
+    wanted: dict[str, str] = field(default_factory=dict)
+    numbered: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """Blocks that must be on one device: one, or several that are tied."""
+
+    blocks: list[OutlineBlock]
+    matches: dict[str, Match]
+
+    @property
+    def tensors(self) -> list[NamedTensor]:
+        return [tensor for block in self.blocks for tensor in block.tensors]
+
+    def devices(self) -> list[str]:
+        """Devices that the map gives to tensors of these blocks without contradiction."""
+        clear = (m.devices for m in self.matches.values() if not m.clash)
+        return list(dict.fromkeys(device for devices in clear for device in devices))
+
+    def heaviest(self) -> str | None:
+        """The device with most of the bytes, among those that the map names."""
+        weights: Counter[str] = Counter()
+        for tensor in self.tensors:
+            for device in self.matches[tensor.name].devices:
+                weights[device] += tensor.num_bytes
+        # Of equal ones the first that is met: max keeps the order.
+        return max(weights, key=weights.__getitem__) if weights else None
+
+
+class _Judge:
+    def __init__(self, device_map: DeviceMap, outline: Outline, devices: Devices) -> None:
+        self.outline = outline
+        self.devices = devices
+        self.spelling = Spelling(outline)
+        self.read = self._read(device_map)
+        self.published = self._is_published()
+
+    def judge(self) -> Entries:
+        parts = self._parts(self.read.entries)
+        faults = self._faults(parts)
+        if not faults:
+            return tuple(self._placed(parts))
+        completed = self._completed()
+        faults = replace(faults, completed=completed)
+        raise PlacementError(
+            self._message(faults, parts),
+            hint=_HINT,
+            faults=faults,
+        )
+
+    # ── reading ──
+
+    def _read(self, device_map: DeviceMap) -> _Read:
+        names = Counter(name for name, _ in device_map.entries)
+        read = _Read(doubled=tuple(name for name, count in names.items() if count > 1))
+        values = []
+        finder = Finder([*self.spelling.native, *self.spelling.published])
+        for name, value in device_map.entries:
+            device = None
+            try:
+                device = self.devices.find(value)
+                values.append(value)
+            except NoDevice as problem:
+                read.misplaced[name] = f"{shown(str(value))} ({problem})"
+            if self.spelling.is_known(name):
+                read.entries[name] = device
+                continue
+            if name not in read.unknown:
+                looked_for = len(read.unknown) < _MOST_LOOKED_FOR
+                read.unknown[name] = finder.find(name) if looked_for else Nearest()
+            meant = read.unknown[name].meant
+            if meant is not None and device is not None:
+                read.wanted.setdefault(meant, device)
+        others = [str(value) for value in values if str(value) != "cpu"]
+        read.numbered = bool(others) and all(text.isdecimal() for text in others)
+        return read
+
+    def _is_published(self) -> bool:
+        """Whether the map is written in the checkpoint's names, mostly."""
+        meant = (near.names[0] for near in self.read.unknown.values() if near.names)
+        names = [*self.read.entries, *meant]
+        published = sum(name in self.spelling.published for name in names)
+        return published > sum(name != "" for name in names) - published
+
+    # ── judging ──
+
+    def _parts(self, entries: Mapping[str, str | None]) -> list[_Part]:
+        """What the map says, block by block; tied blocks together."""
+        matcher = Matcher(self.spelling, entries)
+        tied: dict[int, list[OutlineBlock]] = {}
+        blocks = self.outline.blocks
+        for index, block in enumerate(blocks):
+            root = index
+            while (partner := blocks[root].tied_to) is not None:
+                root = partner
+            if block.modules:
+                tied.setdefault(root, []).append(block)
+        return [
+            _Part(group, self._matches(matcher, [t for block in group for t in block.tensors]))
+            for group in tied.values()
+        ]
+
+    def _matches(self, matcher: Matcher, tensors: Sequence[NamedTensor]) -> dict[str, Match]:
+        """What the map says of tensors; a name that it lacks has the device of its tie."""
+        matches = {tensor.name: matcher.match(tensor) for tensor in tensors}
+        given = {
+            tensor.tied_to or tensor.name for tensor in tensors if not matches[tensor.name].missing
+        }
+        return {
+            tensor.name: replace(matches[tensor.name], missing=())
+            if (tensor.tied_to or tensor.name) in given
+            else matches[tensor.name]
+            for tensor in tensors
+        }
+
+    def _faults(self, parts: Sequence[_Part]) -> Faults:
+        clashes = [m.clash for part in parts for m in part.matches.values() if m.clash]
+        return Faults(
+            missing=tuple(
+                dict.fromkeys(n for part in parts for n in self._missing(part, part.tensors))
+            ),
+            unknown=tuple(self.read.unknown),
+            doubled=tuple(dict.fromkeys([*self.read.doubled, *(k for c in clashes for k in c)])),
+            split=tuple(name for part in parts for name in self._split(part)),
+            misplaced=tuple(self.read.misplaced),
+            nearest={name: near.names for name, near in self.read.unknown.items() if near.names},
+        )
+
+    def _missing(self, part: _Part, tensors: Iterable[NamedTensor]) -> Iterator[str]:
+        for tensor in tensors:
+            missing = part.matches[tensor.name].missing
+            if missing and not tensor.tied_to:
+                yield from missing if self.published else (tensor.name,)
+
+    def _split(self, part: _Part) -> list[str]:
+        return list(self._modules(part.blocks)) if len(part.devices()) > 1 else []
+
+    def _modules(self, blocks: Iterable[OutlineBlock]) -> Iterator[str]:
+        """The names of modules as the map's author writes them."""
+        for block in blocks:
+            for module in block.modules:
+                yield self.spelling.module(module, block.tensors, published=self.published)
+
+    def _placed(self, parts: Sequence[_Part]) -> Iterator[tuple[str, str]]:
+        device_of = {id(block): part.devices()[0] for part in parts for block in part.blocks}
+        for block in self.outline.blocks:
+            for module in block.modules:
+                yield module, device_of[id(block)]
+
+    # ── completing ──
+
+    def _completed(self) -> dict[str, int | str]:
+        """What could be kept, what was meant, and for the rest the device of its neighbours."""
+        kept = {name: device for name, device in self.read.entries.items() if device}
+        parts = self._parts({**self.read.wanted, **kept})
+        chosen = {part: part.heaviest() for part in parts}
+        part_of = {id(block): part for part in parts for block in part.blocks}
+        blocks = [block for block in self.outline.blocks if block.modules]
+        order = [part_of[id(block)] for block in blocks]
+        before = next(filter(None, map(chosen.__getitem__, order)), self.devices.first)
+        completed: dict[str, int | str] = {}
+        for block, part in zip(blocks, order, strict=True):
+            before = chosen[part] = chosen[part] or before
+            completed |= dict.fromkeys(self._modules([block]), self._value(before))
+        return completed
+
+    def _value(self, device: str) -> int | str:
+        """A device as the map's author writes them."""
+        number = device.partition(":")[2]
+        return int(number) if self.read.numbered and number else device
+
+    # ── telling ──
+
+    def _message(self, faults: Faults, parts: Sequence[_Part]) -> str:
+        lines = [
+            ("has no device for", listed(runs(self._missing_modules(parts)))),
+            ("names what isn't there", listed(list(arrows(self._meant(faults))))),
+            ("gives two devices to", listed(runs(faults.doubled))),
+            ("cuts what must stay whole", listed(list(self._cuts(parts)))),
+            ("names devices that can't be used", listed(self._no_devices())),
+        ]
+        told = "\n".join(f"  it {what}: {names}" for what, names in lines if names)
+        return f"the device map doesn't place {self.outline.model}:\n{told}"
+
+    def _missing_modules(self, parts: Sequence[_Part]) -> Iterator[str]:
+        """What is missing, with one name for a module of which all is."""
+        pairs = ((part, block) for part in parts for block in part.blocks)
+        for part, block in pairs:
+            for module, called in zip(block.modules, self._modules([block]), strict=True):
+                held = [tensor for tensor in block.tensors if is_within(tensor.name, module)]
+                if all(part.matches[tensor.name].missing for tensor in held):
+                    yield called
+                else:
+                    yield from self._missing(part, held)
+
+    def _meant(self, faults: Faults) -> dict[str, str]:
+        nearest = faults.nearest
+        return {name: nearest[name][0] if name in nearest else "" for name in faults.unknown}
+
+    def _cuts(self, parts: Sequence[_Part]) -> Iterator[str]:
+        cut: dict[tuple[str, ...], list[str]] = {}
+        for part in parts:
+            names = self._split(part)
+            if names:
+                cut.setdefault(tuple(part.devices()), []).extend(names)
+        for devices, names in cut.items():
+            yield f"{listed(runs(names))} (on {' and '.join(devices)})"
+
+    def _no_devices(self) -> list[str]:
+        at: dict[str, list[str]] = {}
+        for name, problem in self.read.misplaced.items():
+            at.setdefault(problem, []).append(name)
+        return [f"{problem} for {listed(runs(names))}" for problem, names in at.items()]

@@ -1,0 +1,114 @@
+"""The real names that an unknown one probably means.
+
+Names are compared with a "*" for each number in them; so a map of another version of a model, with
+hundreds of entries, asks only a few questions.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+_LONGEST_NAME = 200
+# Comparing letters takes long; a hostile map must not make it last. Beyond so many comparisons
+# only names with a part more or less are found.
+_MOST_COMPARISONS = 20_000
+_MOST_PATTERNS = 1_000
+_LIKE, _ALMOST = 0.6, 0.85
+_MOST_SHOWN = 3
+
+Numbers = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """Real names, best first; `meant` is the one that is surely meant, if any is."""
+
+    names: tuple[str, ...] = ()
+    meant: str | None = None
+
+
+class Finder:
+    """Looks for real names.
+
+    Parameters
+    ----------
+    names : iterable of str
+        All real names of modules and tensors.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._numbered: dict[str, dict[Numbers, str]] = {}
+        for name in names:
+            pattern, numbers = _pattern(name)
+            self._numbered.setdefault(pattern, {}).setdefault(numbers, name)
+        self._found: dict[str, list[tuple[float, str]]] = {}
+        self._ordered: dict[str, list[Numbers]] = {}
+        self._comparisons = 0
+
+    def find(self, name: str) -> Nearest:
+        """Find what a name that isn't real means."""
+        if len(name) > _LONGEST_NAME:
+            return Nearest()
+        pattern, numbers = _pattern(name.strip().strip("."))
+        if pattern not in self._found:
+            if len(self._found) >= _MOST_PATTERNS:
+                return Nearest()
+            self._found[pattern] = self._like(pattern)
+        near: dict[str, float] = {}
+        meant = None
+        for score, other in self._found[pattern]:
+            known = self._numbered[other]
+            if meant is None and not near and score >= _ALMOST:
+                meant = known.get(numbers)
+            real = known.get(numbers) or self._closest(other, numbers)
+            near[real] = score
+        return Nearest(tuple(near), meant)
+
+    def _like(self, pattern: str) -> list[tuple[float, str]]:
+        scored = ((self._score(pattern, other), other) for other in self._numbered if other)
+        best = sorted((pair for pair in scored if pair[0] >= _LIKE), key=lambda pair: -pair[0])
+        surest = best[0][0] if best else 0.0
+        # Beside one that is almost equal, what is merely alike only confuses.
+        return [pair for pair in best if pair[0] >= min(surest, _ALMOST)][:_MOST_SHOWN]
+
+    def _closest(self, pattern: str, numbers: Numbers) -> str:
+        """The name of this kind that is next in order: the last layer for one beyond it."""
+        ordered = self._ordered.setdefault(pattern, sorted(self._numbered[pattern]))
+        place = min(bisect_left(ordered, numbers), len(ordered) - 1)
+        return self._numbered[pattern][ordered[place]]
+
+    def _score(self, pattern: str, other: str) -> float:
+        one, two = pattern.lower().split("."), other.lower().split(".")
+        if one == two:
+            return 1.0
+        short, long = sorted((one, two), key=len)
+        if short[-1] == long[-1] and _is_within(short, long):
+            return _ALMOST + (1 - _ALMOST) * len(short) / len(long)
+        self._comparisons += 1
+        if self._comparisons > _MOST_COMPARISONS:
+            return 0.0
+        matcher = SequenceMatcher(None, pattern, other, autojunk=False)
+        if matcher.real_quick_ratio() < _LIKE or matcher.quick_ratio() < _LIKE:
+            return 0.0
+        # Another number of numbers is another kind of module.
+        return matcher.ratio() * (1.0 if one.count("*") == two.count("*") else 0.8)
+
+
+def _pattern(name: str) -> tuple[str, Numbers]:
+    """The name with "*" for its numbers, and these."""
+    parts = name.split(".")
+    numbers = tuple(int(part) for part in parts if _is_number(part))
+    return ".".join("*" if _is_number(part) else part for part in parts), numbers
+
+
+def _is_number(part: str) -> bool:
+    return part.isascii() and part.isdecimal()
+
+
+def _is_within(short: list[str], long: list[str]) -> bool:
+    """Whether the parts of one stand in the other in the same order."""
+    rest = iter(long)
+    return all(part in rest for part in short)

@@ -1,0 +1,147 @@
+"""Outline: the names of a model's parameters and buffers, block by block.
+
+Every tensor is known by its *native* name, the model's own (`model.layers.3.mlp.up_proj.weight`),
+and by the *published* names under which its checkpoint holds it, where those are others
+(`transformer.encoder.layers.3.mlp.dense_h_to_4h.weight`). With an outline a map written by hand is
+judged without the model and without torch. It knows nothing of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+_ANY = "*"  # stands for a block's number, in names that several blocks share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedTensor:
+    """One name of a parameter or buffer.
+
+    Parameters
+    ----------
+    name : str
+        Native.
+    num_bytes : int
+        Of the tensor; 0 under every name but its first.
+    published : tuple of str
+        The checkpoint's names of what it is made of, where they differ from the native one.
+    tied_to : str
+        The first name of the same tensor; empty for that one.
+    """
+
+    name: str
+    num_bytes: int
+    published: tuple[str, ...] = ()
+    tied_to: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roster:
+    """Names of tensors in the compact form in which a profile keeps them.
+
+    Parameters
+    ----------
+    groups : tuple of tuple of NamedTensor
+        The tensors of blocks that are alike; a part "*" of a name stands for the block's number.
+    blocks : tuple of (int, str)
+        For each block of the profile its group, and its number, if it has one.
+    """
+
+    groups: tuple[tuple[NamedTensor, ...], ...]
+    blocks: tuple[tuple[int, str], ...]
+
+    @classmethod
+    def of(cls, blocks: Iterable[tuple[Sequence[str], Sequence[NamedTensor]]]) -> Roster:
+        """Build from each block's modules and tensors."""
+        groups: dict[tuple[NamedTensor, ...], int] = {}
+        found = []
+        for modules, tensors in blocks:
+            number = _number(modules, tensors)
+            group = tuple(_renumbered(tensor, number, _ANY) for tensor in tensors)
+            found.append((groups.setdefault(group, len(groups)), number))
+        return cls(groups=tuple(groups), blocks=tuple(found))
+
+    def tensors(self) -> Iterator[list[NamedTensor]]:
+        """Yield each block's tensors."""
+        for group, number in self.blocks:
+            yield [_renumbered(tensor, _ANY, number) for tensor in self.groups[group]]
+
+
+def _number(modules: Sequence[str], tensors: Sequence[NamedTensor]) -> str:
+    """The number in a block's first module, if "*" may stand for it."""
+    numbers = [part for part in (modules[0] if modules else "").split(".") if part.isdecimal()]
+    names = (name for tensor in tensors for name in (tensor.name, *tensor.published))
+    if not numbers or any(_ANY in name.split(".") for name in names):
+        return ""
+    return numbers[0]
+
+
+def _renumbered(tensor: NamedTensor, old: str, new: str) -> NamedTensor:
+    if not old or not new:
+        return tensor
+    return replace(
+        tensor,
+        name=_swapped(tensor.name, old, new),
+        published=tuple(_swapped(name, old, new) for name in tensor.published),
+        tied_to=_swapped(tensor.tied_to, old, new),
+    )
+
+
+def _swapped(name: str, old: str, new: str) -> str:
+    """The name with its first part `old` replaced: the later ones number other things."""
+    parts = name.split(".")
+    if old in parts:
+        parts[parts.index(old)] = new
+    return ".".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutlineBlock:
+    """What stays whole: its modules, its tensors, and the earlier block that it is tied to."""
+
+    modules: tuple[str, ...]
+    tensors: tuple[NamedTensor, ...]
+    tied_to: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """All tensors of one model by name, in its blocks, in execution order.
+
+    Parameters
+    ----------
+    blocks : tuple of OutlineBlock
+    model : str
+        The class's name, for people.
+    fingerprint : str
+        Of the checkpoint or model; empty when unknown.
+    """
+
+    blocks: tuple[OutlineBlock, ...]
+    model: str = "the model"
+    fingerprint: str = ""
+
+    @classmethod
+    def of_names(cls, names: Iterable[str]) -> Outline:
+        """The outline of tensors of which only the names are known.
+
+        Every module that holds some is taken for a block; what must stay whole beyond that, and
+        which tensors are tied, nobody can tell from names.
+
+        Examples
+        --------
+        >>> outline = Outline.of_names(["embed.weight", "layer.0.weight", "layer.0.bias"])
+        >>> [block.modules for block in outline.blocks]
+        [('embed',), ('layer.0',)]
+        """
+        owners: dict[str, list[NamedTensor]] = {}
+        for name in dict.fromkeys(names):
+            owner = name.rpartition(".")[0]
+            owners.setdefault(owner, []).append(NamedTensor(name=name, num_bytes=1))
+        blocks = []
+        for owner, tensors in owners.items():
+            inner = not owner or any(other.startswith(owner + ".") for other in owners)
+            modules = [tensor.name for tensor in tensors] if inner else [owner]
+            blocks.append(OutlineBlock(modules=tuple(modules), tensors=tuple(tensors)))
+        return cls(blocks=tuple(blocks))
