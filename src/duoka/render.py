@@ -70,7 +70,7 @@ def _heading(plan: Plan) -> Text:
         f"batch {workload.batch}",
         f"context {workload.context_tokens} ({workload.prompt_tokens} + {workload.new_tokens} new)",
         "whole prompt at once" if chunk is None else f"prompt in chunks of {chunk}",
-        f"for {plan.objective}",
+        "as given" if plan.objective == "given" else f"for {plan.objective}",
     ]
     return text.append("\n" + " · ".join(parts), style="not bold")
 

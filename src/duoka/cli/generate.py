@@ -48,6 +48,7 @@ def generate(
     prefill_chunk: options.PrefillChunk = None,
     objective: options.Objective = None,
     use_all: options.UseAll = False,
+    device_map: options.DeviceMapFile = None,
     plan_file: options.PlanFile = None,
     replan: options.Replan = False,
     temperature: options.Temperature = None,
@@ -77,6 +78,7 @@ def generate(
         prefill_chunk=prefill_chunk,
         objective=objective,
         use_all=use_all,
+        device_map=device_map,
     )
     made = planning.make_plan(
         model, plan_file, wishes, replan=replan, trust_remote_code=trust_remote_code

@@ -158,6 +158,16 @@ UseAll = Annotated[
         rich_help_panel=PLANNING,
     ),
 ]
+DeviceMapFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--device-map",
+        metavar="FILE",
+        help="Put the modules where a JSON file says, in the names of the model or its checkpoint.",
+        rich_help_panel=PLANNING,
+        show_default=False,
+    ),
+]
 PlanFile = Annotated[
     Path | None,
     typer.Option(

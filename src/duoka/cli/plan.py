@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json as json_format
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from duoka.errors import Faults, PlacementError
 
 from . import options, planning
 from .terminal import stdout
@@ -21,11 +25,21 @@ def plan(
     prefill_chunk: options.PrefillChunk = None,
     objective: options.Objective = None,
     use_all: options.UseAll = False,
+    device_map: options.DeviceMapFile = None,
     plan_file: options.PlanFile = None,
     replan: options.Replan = False,
     save: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Keep the plan in a file.", show_default=False),
+    ] = None,
+    save_device_map: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the plan's device map, as transformers takes it, to a file; of a "
+            "--device-map that is refused, the completed one.",
+            show_default=False,
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     trust_remote_code: options.TrustRemoteCode = False,
@@ -48,10 +62,21 @@ def plan(
         prefill_chunk=prefill_chunk,
         objective=objective,
         use_all=use_all,
+        device_map=device_map,
     )
-    made = planning.make_plan(
-        model, plan_file, wishes, replan=replan, trust_remote_code=trust_remote_code
-    )
+    try:
+        made = planning.make_plan(
+            model, plan_file, wishes, replan=replan, trust_remote_code=trust_remote_code
+        )
+    except PlacementError as error:
+        if json:
+            typer.echo(_faults(error.faults))
+        if save_device_map is not None and error.completed is not None:
+            planning.save_device_map(error.completed, save_device_map)
+            error.hint = f"look it over, then: --device-map {save_device_map}"
+        raise
+    if save_device_map is not None:
+        planning.save_device_map(made.device_map, save_device_map)
     if save is not None:
         planning.save(made, save)
     if json:
@@ -60,3 +85,8 @@ def plan(
     from duoka.render import render_plan
 
     stdout().print(render_plan(made))
+
+
+def _faults(faults: Faults) -> str:
+    """Every name at fault, as JSON."""
+    return json_format.dumps(asdict(faults), indent=1)

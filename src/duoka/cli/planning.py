@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import duoka
 from duoka.errors import UsageError
+from duoka.files import write_whole
+from duoka.given import OBJECTIVE as GIVEN
+from duoka.host import fleet_for
+from duoka.maps import DeviceMap
 from duoka.planner import Question
 from duoka.profiles import plan_from_cache
 
@@ -20,7 +26,12 @@ if TYPE_CHECKING:
 _CONTEXT_TOKENS = 4096
 _NEW_TOKENS = 512
 _NEW_SHARE = 4
-_OPTION = {"new_tokens": "--new-tokens", "prefill_chunk": "--prefill-chunk", "use_all": "--use-all"}
+_OPTION = {
+    "new_tokens": "--new-tokens",
+    "prefill_chunk": "--prefill-chunk",
+    "use_all": "--use-all",
+    "device_map": "--device-map",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +46,7 @@ class Wishes:
     prefill_chunk: str | None
     objective: str | None
     use_all: bool
+    device_map: Path | None
 
     def refuse_any(self) -> None:
         """Raise UsageError if anything was said: a saved plan has decided it all."""
@@ -68,13 +80,15 @@ def make_plan(
         return _replan(saved, checkpoint, plan_file) if replan else _reuse(saved, checkpoint)
     if replan:
         raise UsageError("--replan is for a saved plan", hint="name it with --plan FILE")
+    device_map = None if wishes.device_map is None else DeviceMap.load(wishes.device_map)
     checkpoint = _checkpoint(model, trust_remote_code=trust_remote_code)
     question = Question(
-        fleet=_fleet(wishes.gpus),
+        fleet=fleet_for(_fleet(wishes.gpus), device_map),
         workload=_workload(checkpoint, wishes),
         objective=wishes.objective or "auto",  # type: ignore[arg-type]
         use_all=wishes.use_all,
         gpus=wishes.gpus or "",
+        device_map=device_map,
     )
     return _answer(checkpoint, question)
 
@@ -126,12 +140,14 @@ def _replan(plan: duoka.Plan, checkpoint: duoka.Checkpoint, file: Path) -> duoka
         fleet = _fleet(asked.gpus or None)
     else:
         fleet = plan.fleet
+    device_map = DeviceMap.of(plan.device_map) if plan.objective == GIVEN else None
     question = Question(
-        fleet=fleet,
+        fleet=fleet_for(fleet, device_map),
         workload=asked.workload,
         objective=asked.objective,
         use_all=asked.use_all,
         gpus=asked.gpus,
+        device_map=device_map,
     )
     made = _answer(checkpoint, question)
     save(made, file)
@@ -140,10 +156,20 @@ def _replan(plan: duoka.Plan, checkpoint: duoka.Checkpoint, file: Path) -> duoka
 
 def save(plan: duoka.Plan, file: Path) -> None:
     """Keep a plan in a file, and say so."""
+    _write(file, plan.to_json(), "the plan")
+
+
+def save_device_map(device_map: Mapping[str, int | str], file: Path) -> None:
+    """Keep a device map in a file, and say so."""
+    text = json.dumps(dict(device_map), indent=1, ensure_ascii=False)
+    _write(file, text, "the device map")
+
+
+def _write(file: Path, text: str, what: str) -> None:
     try:
-        plan.save(file)
+        write_whole(file, text + "\n")
     except OSError as error:
-        raise UsageError(f"the plan can't be written to {file}: {error.strerror}") from error
+        raise UsageError(f"{what} can't be written to {file}: {error.strerror}") from error
     stderr().print(f"saved to {file}", markup=False, soft_wrap=True)
 
 

@@ -240,7 +240,7 @@ class _Judge:
             ("names what isn't there", listed(list(arrows(self._meant(faults))))),
             ("gives two devices to", listed(runs(faults.doubled))),
             ("cuts what must stay whole", listed(list(self._cuts(parts)))),
-            ("names devices that can't be used", listed(self._no_devices())),
+            ("names devices that can't be used", listed(self._no_devices(), "; ")),
         ]
         told = "\n".join(f"  it {what}: {names}" for what, names in lines if names)
         return f"the device map doesn't place {self.outline.model}:\n{told}"
@@ -273,4 +273,7 @@ class _Judge:
         at: dict[str, list[str]] = {}
         for name, problem in self.read.misplaced.items():
             at.setdefault(problem, []).append(name)
-        return [f"{problem} for {listed(runs(names))}" for problem, names in at.items()]
+        told = [f"{problem} for {listed(runs(names))}" for problem, names in at.items()]
+        if told and self.devices.names:
+            told.append(f"the fleet is {', '.join(self.devices.names)}")
+        return told

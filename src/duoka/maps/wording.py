@@ -49,11 +49,10 @@ def arrows(pairs: Mapping[str, str]) -> Iterator[str]:
         yield f"{left} → {shorten(news)}" if any(news) else left
 
 
-def listed(texts: list[str]) -> str:
+def listed(texts: list[str], between: str = ", ") -> str:
     """Join texts; of very many only the first, and how many more there are."""
-    if len(texts) <= _MOST_RUNS:
-        return ", ".join(texts)
-    return ", ".join(texts[:_MOST_RUNS]) + f", and {len(texts) - _MOST_RUNS} more"
+    more = [f"and {len(texts) - _MOST_RUNS} more"] if len(texts) > _MOST_RUNS else []
+    return between.join([*texts[:_MOST_RUNS], *more])
 
 
 def shown(name: str) -> str:
