@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from duoka.fleet import Fleet
+from duoka.fleet import Device, Fleet
 from duoka.forecast import DeviceForecast, Forecast
 from duoka.placement import Placement
 from duoka.plans import Plan, Request
@@ -103,6 +103,42 @@ def test_small_sizes_are_in_mib() -> None:
     text = printed(replace(PLAN, forecast=Forecast(devices=tuple(small))), 80)
     assert "in MiB" in text
     assert "12.00" in text
+
+
+def with_fleet(fleet: Fleet) -> Plan:
+    return replace(PLAN, fleet=fleet)
+
+
+def test_budgets_of_cards_are_explained() -> None:
+    text = printed(with_fleet(Fleet.parse("2xRTX4090")), 80)
+    assert "cuda:0, cuda:1: RTX 4090, 23.61 GiB when empty, less 768.00 MiB kept for CUDA" in (
+        " ".join(text.split())
+    )
+    mixed = printed(with_fleet(Fleet.parse("MyCard:16GiB+24GiB")), 80)
+    assert "cuda:0: MyCard, 16.00 GiB when empty, less 768.00 MiB kept for CUDA" in mixed
+    assert mixed.count("kept for CUDA") == 1
+
+
+def test_budgets_of_gpus_that_are_there_are_explained() -> None:
+    reserve = 768 * 2**20
+    there = Device(
+        name="cuda:0",
+        budget_bytes=20 * GIB - reserve,
+        product="NVIDIA X",
+        uuid="GPU-1",
+        pci_address="00000000:41:00.0",
+        memory_bytes=24 * GIB,
+        reserve_bytes=reserve,
+    )
+    other = replace(there, name="cuda:1", uuid="GPU-2", pci_address="", memory_bytes=None)
+    text = printed(with_fleet(Fleet(devices=(there, other))), 100)
+    rest = "less 768.00 MiB kept for CUDA"
+    assert f"cuda:0: NVIDIA X at 00000000:41:00.0, 20.00 GiB free of 24.00 GiB, {rest}" in text
+    assert f"cuda:1: NVIDIA X, 20.00 GiB free, {rest}" in text
+
+
+def test_a_plain_budget_needs_no_explanation() -> None:
+    assert "kept for CUDA" not in printed(PLAN, 80)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from .fleet import Device
 from .forecast import DeviceForecast
 from .plans import Plan
 from .units import format_bytes
@@ -53,6 +54,7 @@ class _View:
         yield _heading(self._plan)
         yield ""
         yield _table(self._plan) if wide else _list(self._plan)
+        yield from _budgets(self._plan)
         yield ""
         yield _bars(self._plan, options.max_width, ascii_only=options.ascii_only)
         for reason in self._plan.why:
@@ -110,6 +112,28 @@ def _list(plan: Plan) -> Group:
         reserved, budget = format_bytes(device.reserved_bytes), format_bytes(device.budget_bytes)
         rows.append(Text(f"  reserved: {reserved} of {budget}"))
     return Group(*rows)
+
+
+def _budgets(plan: Plan) -> Iterator[Text]:
+    """What the budgets of GPUs that are there, or of cards, are made of; equal ones together."""
+    alike: dict[str, list[str]] = {}
+    for name in plan.devices:
+        device = plan.fleet.device(name)
+        if device.reserve_bytes:
+            alike.setdefault(_made_of(device), []).append(name)
+    for text, names in alike.items():
+        yield Text(f"{', '.join(names)}: {text}")
+
+
+def _made_of(device: Device) -> str:
+    offered = format_bytes(device.budget_bytes + device.reserve_bytes)
+    if device.uuid:
+        total = "" if device.memory_bytes is None else f" of {format_bytes(device.memory_bytes)}"
+        place = f" at {device.pci_address}" if device.pci_address else ""
+        what = f"{device.product}{place}, {offered} free{total}"
+    else:
+        what = f"{device.product}, {offered} when empty"
+    return f"{what}, less {format_bytes(device.reserve_bytes)} kept for CUDA"
 
 
 def _bars(plan: Plan, columns: int, *, ascii_only: bool) -> Group:

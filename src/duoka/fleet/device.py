@@ -13,6 +13,7 @@ RESERVE_BYTES = 768 * 2**20
 """Kept out of the budget of a real GPU: CUDA's context, and what kernels and libraries load on
 first use, all of which lie outside torch's allocator."""
 
+_MAX_TEXT = 120
 _NAME = re.compile(r"[a-z]+(:(0|[1-9][0-9]{0,3}))?", re.ASCII)
 
 
@@ -39,7 +40,7 @@ class Device:
     Raises
     ------
     FleetError
-        If the name isn't one of torch's form, or a number isn't positive.
+        If the name isn't one of torch's form, a text can't be shown, or a number isn't positive.
     """
 
     name: str
@@ -58,6 +59,11 @@ class Device:
                 f"{self.name!r} is not the name of a device",
                 hint="torch's names are cuda:0, cpu, vgpu:1",
             )
+        for field in ("product", "uuid", "pci_address"):
+            # They are shown, and a plan's file can say anything.
+            text = getattr(self, field)
+            if not text.isprintable() or len(text) > _MAX_TEXT:
+                raise FleetError(f"the {field} of {self.name} can't be shown: {text[:40]!a}")
         if self.budget_bytes <= 0:
             raise FleetError(f"the budget of {self.name} is {self.budget_bytes} bytes")
         if self.reserve_bytes < 0:

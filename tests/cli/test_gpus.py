@@ -1,0 +1,145 @@
+"""``--gpus`` of the program: recorded machines, cards, and what is told when it can't be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from recordings import replay
+
+import duoka
+
+from .conftest import SIZES, Program
+
+
+@pytest.fixture(autouse=True)
+def unrestricted(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(environment, "CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def planned(program: Program, tiny: Path, *arguments: str) -> duoka.Plan:
+    done = program("plan", tiny, *SIZES, "--json", *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    return duoka.Plan.from_json(done.stdout)
+
+
+def refused(program: Program, tiny: Path, *arguments: str, code: int = 3) -> str:
+    done = program("plan", tiny, *SIZES, *arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert "Traceback" not in done.stderr
+    assert "hint:" in done.stderr
+    return done.stderr
+
+
+def test_two_of_eight(tiny: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = replay(monkeypatch, "eight-3090")
+    plan = planned(program, tiny, "--gpus", "2,3", "--use-all")
+    assert plan.devices == ("cuda:2", "cuda:3")
+    assert [device.uuid for device in plan.fleet.devices] == recording.uuids[2:4]
+    shown = program("plan", tiny, *SIZES, "--use-all", "--gpus", "2,3").stdout
+    words = " ".join(shown.split())
+    assert (
+        "cuda:2: NVIDIA GeForce RTX 3090 at 00000000:3D:00.0, 23.69 GiB free of 24.00 GiB, "
+        "less 768.00 MiB kept for CUDA"
+    ) in words
+    assert "cuda:3: NVIDIA GeForce RTX 3090 at 00000000:3E:00.0, 18.81 GiB free" in words
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_all_by_default(tiny: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay(monkeypatch, "eight-3090")
+    fleets = [planned(program, tiny, *chosen).fleet for chosen in ([], ["--gpus", "all"])]
+    assert len(fleets[0].devices) == 8
+    assert fleets[0] == fleets[1]
+
+
+def test_other_visible_devices(
+    tiny: Path,
+    program: Program,
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replay(monkeypatch, "eight-3090", visible=[6, 3, 2])
+    monkeypatch.setitem(environment, "CUDA_VISIBLE_DEVICES", "6,3,2")
+    assert planned(program, tiny, "--gpus", "2,3").fleet.names == ("cuda:2", "cuda:1")
+    told = refused(program, tiny, "--gpus", "2,5")
+    assert "GPU 5 can't be used: it is hidden" in told
+    assert "CUDA_VISIBLE_DEVICES='6,3,2'" in told
+    assert told.count("NVIDIA GeForce RTX 3090") == 8
+
+
+def test_fastest_first(tiny: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay(monkeypatch, "fastest-first", visible=[1, 0])
+    plan = planned(program, tiny, "--gpus", "1")
+    assert plan.devices == ("cuda:0",)
+    assert plan.fleet.devices[0].product == "NVIDIA GeForce RTX 4090"
+
+
+def test_mig(tiny: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = replay(monkeypatch, "mig", visible=[0])
+    told = refused(program, tiny, "--gpus", "1")
+    assert "it is in MIG mode" in told
+    instances = [
+        each["nvmlDeviceGetUUID"] for each in recording.data["devices"][1]["instances"][:2]
+    ]
+    assert all(uuid in told for uuid in instances)
+    replay(monkeypatch, "mig", visible=[instances[0]])
+    assert planned(program, tiny, "--gpus", instances[0]).fleet.devices[0].uuid == instances[0]
+
+
+def test_a_card_that_fell_off(
+    tiny: Path, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay(monkeypatch, "fell-off", visible=[0, 2])
+    assert "GPU 1 doesn't answer: GPU is lost" in refused(program, tiny, "--gpus", "0,1")
+    assert planned(program, tiny).fleet.names == ("cuda:0", "cuda:1")
+
+
+def test_no_driver(tiny: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay(monkeypatch, "no-driver")
+    for arguments in (["--gpus", "2,3"], []):
+        told = refused(program, tiny, *arguments)
+        assert "libnvidia-ml.so.1) is not here" in told
+        assert "virtual:2x24GiB" in told
+
+
+def test_busy_cards(tiny: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay(monkeypatch, "busy")
+    told = refused(program, tiny, "--gpus", "0,1")
+    assert "GPU 0 can't be used: 488.00 MiB are free" in told
+    assert "python3.12 (pid 977" in told
+    assert "\x1b" not in told
+
+
+def test_what_there_is_not(tiny: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay(monkeypatch, "eight-3090")
+    assert "there is no GPU 24" in refused(program, tiny, "--gpus", "24")
+    assert "named twice" in refused(program, tiny, "--gpus", "1,1")
+
+
+def test_mixed_bridges(tiny: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay(monkeypatch, "eight-3090")
+    plan = planned(program, tiny, "--gpus", "0,1,4", "--objective", "latency")
+    assert len(plan.fleet.links) == 6
+    near, far = plan.fleet.link("cuda:0", "cuda:1"), plan.fleet.link("cuda:0", "cuda:4")
+    assert near is not None
+    assert far is not None
+    assert near.bytes_per_second > 2 * far.bytes_per_second
+
+
+def test_cards(tiny: Path, program: Program) -> None:
+    plan = planned(program, tiny, "--gpus", "2xRTX4090+1xRTX3090")
+    assert [device.product for device in plan.fleet.devices] == ["RTX 4090", "RTX 4090", "RTX 3090"]
+    shown = program("plan", tiny, *SIZES, "--gpus", "RTX4090").stdout
+    assert "RTX 4090, 23.61 GiB when empty, less 768.00 MiB kept for CUDA" in (
+        " ".join(shown.split())
+    )
+
+
+def test_an_unknown_card(tiny: Path, program: Program) -> None:
+    told = refused(program, tiny, "--gpus", "2xRTX4095", code=2)
+    assert "the nearest are RTX 4090" in told
+    assert '--gpus "MyCard:24GiB,936GB/s,71TFLOPs"' in told
+    own = planned(program, tiny, "--gpus", "2x RTX 4095:24GiB,936GB/s,71TFLOPs")
+    assert json.loads(own.to_json())["fleet"]["devices"][1]["flops_per_second"] == 71e12
