@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from duoka import catalogue
 from duoka.errors import DuokaError, FleetError, UsageError
-from duoka.fleet import MAX_DEVICES, Device, Fleet, Link
+from duoka.fleet import MAX_DEVICES, RESERVE_BYTES, Device, Fleet, Link
 from duoka.serial import from_dict, to_dict
+
+from .fuzzing import fuzz
+from .recordings import replay
 
 GIB = 2**30
 
@@ -72,13 +77,219 @@ def test_parse_refuses(text: str, error: type[DuokaError]) -> None:
         assert "24GiB" in str(caught.value.hint)
 
 
-@given(st.text(alphabet="0123456789xGiBMvrtual:,. -", max_size=30))
-def test_any_text_is_a_fleet_or_a_duoka_error(text: str) -> None:
+RTX4090 = catalogue.find("RTX 4090")
+RTX3090 = catalogue.find("RTX 3090")
+
+
+def test_cards_have_budgets_and_speeds() -> None:
+    first, _, third = Fleet.parse("2xRTX4090+1xRTX3090").devices
+    assert first == Device(
+        name="cuda:0",
+        budget_bytes=RTX4090.usable_bytes - RESERVE_BYTES,
+        product="RTX 4090",
+        memory_bytes=RTX4090.usable_bytes,
+        reserve_bytes=RESERVE_BYTES,
+        memory_bytes_per_second=1008e9,
+        flops_per_second=165.2e12,
+    )
+    assert (third.name, third.product) == ("cuda:2", "RTX 3090")
+    assert RESERVE_BYTES == 768 * 2**20
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2xRTX4090+1xRTX3090",
+        "2xRTX4090,RTX3090",
+        " 2 x rtx 4090 , rtx-3090 ",
+        "2*GeForce RTX 4090 + NVIDIA GeForce RTX 3090",
+        "2x4090,1x3090",
+    ],
+)
+def test_cards_are_written_in_many_ways(text: str) -> None:
+    assert Fleet.parse(text) == Fleet.parse("RTX4090,RTX4090,RTX3090")
+
+
+def test_cards_and_budgets_may_be_mixed() -> None:
+    fleet = Fleet.parse("virtual:RTX4090+24GiB,2xMyCard:24GiB")
+    assert fleet.names == ("vgpu:0", "vgpu:1", "vgpu:2", "vgpu:3")
+    assert [device.product for device in fleet.devices] == ["RTX 4090", "", "MyCard", "MyCard"]
+    assert fleet.devices[1] == Device(name="vgpu:1", budget_bytes=24 * GIB)
+    assert fleet.links == ()
+
+
+def test_virtual_cards_are_as_the_real_ones() -> None:
+    real, virtual = Fleet.parse("2xL4+T4"), Fleet.parse("virtual:2xL4+T4")
+    assert [replace(device, name="cpu") for device in real.devices] == [
+        replace(device, name="cpu") for device in virtual.devices
+    ]
+    assert len(real.links) == len(virtual.links) == 6
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "MyCard:24GiB,936GB/s,71TFLOPs",
+        "MyCard:71TFLOPS,936GB/s,24GiB",
+        " MyCard : 936 GB/s , 24 GiB , 71 tflop/s ",
+        "1xMyCard:0.936TB/s,71000GFLOPs,24GiB",
+        "MyCard:24GiB,936GBps,0.071PFLOPS",
+    ],
+)
+def test_a_card_with_its_figures(text: str) -> None:
+    assert Fleet.parse(text).devices == (
+        Device(
+            name="cuda:0",
+            budget_bytes=24 * GIB - RESERVE_BYTES,
+            product="MyCard",
+            memory_bytes=24 * GIB,
+            reserve_bytes=RESERVE_BYTES,
+            memory_bytes_per_second=936e9,
+            flops_per_second=71e12,
+        ),
+    )
+
+
+def test_the_figures_of_a_card_end_at_a_plus() -> None:
+    fleet = Fleet.parse("4GiB,My Card v2:24GiB,936GB/s+RTX3090,Other:8GiB")
+    assert [device.product for device in fleet.devices] == ["", "My Card v2", "RTX 3090", "Other"]
+    assert fleet.devices[3].memory_bytes_per_second is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("MyCard:", "has '', which is no memory"),
+        ("MyCard:936GB/s", "doesn't say how much memory"),
+        ("MyCard:24GiB,24GiB", "two figures for its memory"),
+        ("MyCard:24GiB,1GB/s,2GB/s", "two figures for its memory speed"),
+        ("MyCard:24GiB,RTX4090", "has 'RTX4090', which is no memory"),
+        ("MyCard:24GiB,0TFLOPs", "has '0TFLOPs'"),
+        ("MyCard:24GiB,1e9TFLOPs", "has '1e9TFLOPs'"),
+        ("MyCard:24GiB,0GB/s", "not a positive size"),
+        ("MyCard:99999999999TiB", r"more than 1024\.00 TiB"),
+        ("MyCard:24GiB,99999999999TB/s", r"more than 1024\.00 TiB"),
+        (":24GiB", "'' is not a name for a card"),
+        ("\x1b[31m:24GiB", "is not a name for a card"),
+        ("x" * 41 + ":24GiB", "is not a name for a card"),
+        ("cuda:0", "'cuda' is not a name for a card"),
+        ("virtual:virtual:24GiB", "'virtual' is not a name for a card"),
+        ("RTX4095", "the nearest are RTX 4090"),
+        ("A100", "can be several GPUs: A100-40GB-PCIe"),
+        ("2,24GiB", "mixes GPUs of this machine .'2'. with declared ones"),
+        ("RTX4090+GPU-8932f937", "mixes GPUs of this machine .'GPU-8932f937'."),
+        ("virtual:2", "takes '2' for a virtual GPU"),
+        ("virtual:all", "takes 'all' for a virtual GPU"),
+        ("all,2", '"all" stands alone'),
+        ("all,all", '"all" stands alone'),
+        ("24GiB+", "has an empty entry"),
+        ("+", "has an empty entry"),
+        ("2x24", "'24' is not a size"),
+        ("24G", "'24G' is not a size"),
+        ("99999999TiB", r"is more than 1024\.00 TiB"),
+    ],
+)
+def test_what_isnt_understood_is_told(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        Fleet.parse(text)
+    assert caught.value.hint
+
+
+def test_a_card_smaller_than_the_reserve() -> None:
+    with pytest.raises(FleetError, match=r"Tiny has 512\.00 MiB, and 768\.00 MiB are kept") as e:
+        Fleet.parse("Tiny:512MiB")
+    assert '"512MiB"' in str(e.value.hint)
+
+
+def test_links_between_cards() -> None:
+    fleet = Fleet.parse("RTX4090+RTX 4060 Ti+2xH100-SXM+2xV100-16GB-SXM+H100-NVL")
+
+    def speed(source: int, target: int) -> float:
+        link = fleet.link(f"cuda:{source}", f"cuda:{target}")
+        assert link is not None
+        return link.bytes_per_second / 1e9
+
+    assert speed(0, 2) == pytest.approx(0.6 * 31.5, rel=1e-3)  # PCIe 4.0 on 16 lanes
+    assert speed(0, 1) == speed(1, 0) == pytest.approx(0.6 * 15.75, rel=1e-3)  # on 8
+    assert speed(2, 3) == pytest.approx(0.8 * 450)  # over switches
+    assert speed(4, 5) == pytest.approx(0.8 * 25)  # one link of a mesh
+    assert speed(3, 4) == pytest.approx(0.6 * 15.75, rel=1e-3)
+    assert speed(2, 6) == pytest.approx(0.6 * 63, rel=1e-3)  # another kind of card
+    bridged = Fleet.parse("2xRTX3090").links[0]  # a bridge is not taken to be there
+    assert bridged.bytes_per_second == pytest.approx(0.6 * 31.5e9, rel=1e-3)
+    assert bridged.latency_seconds == 15e-6
+
+
+def test_links_of_unknown_cards_are_unknown() -> None:
+    fleet = Fleet.parse("2xRTX4090+24GiB")
+    assert fleet.link("cuda:0", "cuda:1") is not None
+    assert fleet.link("cuda:0", "cuda:2") is None
+
+
+_PIECES = (
+    "2x 1x 0x 64x 65x 99999999999x x X × * 24GiB 12 GiB 8 0GiB 1e9 .5GiB 1..2GiB -1GiB 24G TiB "
+    "RTX4090 rtx 3090 A100 A100-80GB MyCard : :24GiB 936GB/s 71TFLOPs 0TFLOPs /s virtual: virtual "
+    "all ALL 2 3 007 GPU- GPU-0 MIG-1/2/3 cuda:0 , + ,, ++ \x00 \x1b[31m ٣ 卡 \ud800"
+)
+PIECES = st.sampled_from(_PIECES.split(" "))
+SPLIT = st.sampled_from(["", "", ",", "+", " ", ":"])
+
+
+def read(text: str) -> Fleet | DuokaError:
     try:
-        fleet = Fleet.parse(text)
-    except DuokaError:
+        return Fleet.parse(text)
+    except DuokaError as error:
+        return error
+
+
+@fuzz()
+@given(
+    st.one_of(
+        st.text(max_size=60),
+        st.text(alphabet="0123456789xGiBMvrtual:,. -+", max_size=40),
+        st.lists(st.tuples(PIECES, SPLIT), max_size=12).map(
+            lambda pairs: "".join(piece + split for piece, split in pairs)
+        ),
+    )
+)
+def test_any_text_is_a_fleet_or_a_duoka_error(text: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        recording = replay(patch, "eight-3090")
+        fleet = read(text)
+    if isinstance(fleet, DuokaError):
+        assert len(str(fleet)) < 1000
+        assert str(fleet).isprintable()
+        assert fleet.hint
         return
-    assert len(fleet.devices) == len(set(fleet.names)) > 0
+    assert 0 < len(fleet.devices) <= MAX_DEVICES
+    assert len(set(fleet.names)) == len(fleet.devices)
+    assert all(0 < device.budget_bytes <= 2**50 for device in fleet.devices)
+    there = [device.uuid in recording.uuids for device in fleet.devices]
+    assert all(there) or not any(there)
+    assert from_dict(Fleet, json.loads(json.dumps(to_dict(fleet)))) == fleet
+
+
+@fuzz()
+@given(st.lists(st.sampled_from([card.name for card in catalogue.cards()]), min_size=1, max_size=8))
+def test_any_cards_are_a_fleet(names: list[str]) -> None:
+    fleet = Fleet.parse("+".join(names))
+    assert [device.product for device in fleet.devices] == names
+    assert Fleet.parse(",".join(names)) == fleet
+    assert all(link.bytes_per_second > 1e9 for link in fleet.links)
+
+
+@fuzz()
+@given(st.data())
+def test_any_choice_of_gpus_is_that_choice(data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(8)))
+    chosen = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True))
+    with pytest.MonkeyPatch.context() as patch:
+        recording = replay(patch, "eight-3090", visible=order)
+        as_uuid = data.draw(st.lists(st.booleans(), min_size=8, max_size=8))
+        texts = [recording.uuids[i] if as_uuid[i] else str(i) for i in chosen]
+        fleet = Fleet.parse(",".join(texts))
+    assert [device.uuid for device in fleet.devices] == [recording.uuids[i] for i in chosen]
+    assert fleet.names == tuple(f"cuda:{order.index(i)}" for i in chosen)
 
 
 def test_json_form() -> None:
