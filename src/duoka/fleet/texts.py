@@ -110,7 +110,9 @@ def _declared(entries: list[str], kind: str, text: str) -> Found:
         assert match is not None, "an empty entry was refused"
         count = _count(match[1], entry)
         if count > MAX_DEVICES - len(found):
-            raise FleetError(f"{_short(text)} is more than {MAX_DEVICES} devices")
+            raise FleetError(
+                f"{_short(text)} is more than {MAX_DEVICES} devices", hint="name fewer of them"
+            )
         found += [_entry(match[2], text)] * count
     names = [f"{kind}:{index}" for index in range(len(found))]
     return Found(
