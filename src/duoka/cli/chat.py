@@ -31,6 +31,7 @@ def chat(
     prefill_chunk: options.PrefillChunk = None,
     objective: options.Objective = None,
     use_all: options.UseAll = False,
+    device_map: options.DeviceMapFile = None,
     plan_file: options.PlanFile = None,
     replan: options.Replan = False,
     temperature: options.Temperature = None,
@@ -59,6 +60,7 @@ def chat(
         prefill_chunk=prefill_chunk,
         objective=objective,
         use_all=use_all,
+        device_map=device_map,
     )
     made = planning.make_plan(
         model, plan_file, wishes, replan=replan, trust_remote_code=trust_remote_code
@@ -90,6 +92,7 @@ def _talk_with_a_person(conversation: Conversation) -> None:
                 with signals.listening():
                     goes_on = _turn(conversation, _read_prompted(), is_stoppable=True)
             except KeyboardInterrupt:
+                signals.taken()
                 stderr().print("\n/exit leaves")
 
 
@@ -110,6 +113,7 @@ def _turn(conversation: Conversation, said: str | None, *, is_stoppable: bool = 
         except KeyboardInterrupt:
             if not is_stoppable:
                 raise
+            signals.taken()
             sys.stdout.write("\n")
             stderr().print("stopped")
     return True

@@ -38,6 +38,7 @@ def report(error: BaseException, *, debug: bool) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     signum = _signal_of(error)
+    signals.taken()
     # When the terminal has gone, nobody can be told; the exit code is still right.
     with suppress(OSError, ValueError):
         if debug and not isinstance(error, _WRONG_OPTIONS | BrokenPipeError):

@@ -70,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program and end the process with its exit code."""
     signals.install()
     code = _open_streams() or run(arguments)
+    signals.ignore()
     with suppress(OSError, ValueError):
         sys.stderr.flush()
     if signals.has_stray_threads():

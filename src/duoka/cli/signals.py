@@ -1,9 +1,9 @@
 """Ctrl-C and other signals that end the program, so that none is lost and none leaves a mess.
 
 Python alone has three gaps. A signal that comes just before a blocking call waits until that call
-returns; one whose exception is raised in a finaliser is printed and forgotten; and a second one
-interrupts the clean-up after the first. Here a thread repeats a signal that nobody took, and after
-the first one the next waits until the program listens again.
+returns; one whose exception is raised in a finaliser, or in a library that catches everything, is
+forgotten; and a second one interrupts the clean-up after the first. Here a thread repeats a signal
+that nobody took, and after the first one the next waits until the program listens again.
 """
 
 from __future__ import annotations
@@ -37,11 +37,30 @@ class Terminated(BaseException):
         self.signum = signum
 
 
+class _Noticed:
+    """Of an exception that notices when somebody else caught it and went on."""
+
+    handler: _Handler
+    signum: int
+
+    def __del__(self) -> None:
+        self.handler.repeat_unless_taken(self.signum)
+
+
+class _Interrupt(_Noticed, KeyboardInterrupt):
+    pass
+
+
+class _Terminated(_Noticed, Terminated):
+    pass
+
+
 class _Handler:
     """What Python calls for a signal. It raises once, then no more until somebody listens."""
 
     def __init__(self) -> None:
         self.stopped_by: int | None = None
+        self.taken = False
         self._listens = True
         self._waiting: int | None = None
         self._deaf_since = 0.0
@@ -77,16 +96,19 @@ class _Handler:
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         threading.Thread(target=self._repeat, args=(main,), name=_WATCHER, daemon=True).start()
 
-    def repeat_later(self, signum: int) -> None:
-        """Raise a signal again whose exception could not get through."""
-        self.stopped_by, self._listens = None, True
-        with suppress(BlockingIOError):
-            os.write(self._write, bytes([signum]))
+    def repeat_unless_taken(self, signum: int) -> None:
+        """Raise a signal again whose exception did not get through."""
+        if not self.taken:
+            self._listens = True
+            with suppress(OSError):
+                os.write(self._write, bytes([signum]))
 
     def _raise(self, signum: int) -> None:
         self.be_deaf()
-        self.stopped_by = signum
-        raise KeyboardInterrupt if signum == signal.SIGINT else Terminated(signum)
+        self.stopped_by, self.taken = signum, False
+        error = _Interrupt() if signum == signal.SIGINT else _Terminated(signum)
+        error.handler, error.signum = self, signum
+        raise error
 
     def _drain(self) -> bytes:
         with suppress(BlockingIOError):
@@ -137,14 +159,25 @@ def _unraisable(handler: _Handler, otherwise: Callable[[Any], Any]) -> Callable[
     """What Python calls for an exception in a finaliser, which goes no further."""
 
     def hook(told: Any) -> None:
-        if isinstance(told.exc_value, KeyboardInterrupt):
-            handler.repeat_later(signal.SIGINT)
-        elif isinstance(told.exc_value, Terminated):
-            handler.repeat_later(told.exc_value.signum)
-        elif handler.stopped_by is None:
+        if handler.stopped_by is None:  # a signal's own is repeated, and others follow from it
             otherwise(told)
 
     return hook
+
+
+def taken() -> None:
+    """Tell that the exception of a signal has come to where it should."""
+    handler = _installed()
+    if handler is not None:
+        handler.taken = True
+
+
+def ignore() -> None:
+    """Let no signal change the exit code any more: the program is ending."""
+    # Not blocked, which holds for one thread only; and Python leaves what is ignored ignored when
+    # it puts everything else back at its end.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def stopped_by() -> int | None:
