@@ -442,16 +442,16 @@ def _refuse_short(folder: Folder, index: Index, sizes: Mapping[str, int]) -> Non
 
 
 def _stamps(folder: Folder, weights: _Weights) -> dict[Path, Stamp]:
+    absent = folder.missing(weights.sizes)
     stamps = {}
-    for name, size in weights.sizes.items():
+    for name in weights.sizes.keys() - set(absent):
         path = folder.path / name
         try:
-            stamp = Stamp.of(path.stat())
-        except OSError:  # on the Hub, and not here yet
-            continue
-        if stamp.num_bytes != size:
+            stamps[path] = Stamp.of(path.stat())
+        except OSError as error:
+            raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
+        if stamps[path].num_bytes != weights.sizes[name]:
             raise CheckpointError(f"{path} is being written", hint=INCOMPLETE)
-        stamps[path] = stamp
     return stamps
 
 

@@ -78,7 +78,7 @@ def parse_name(text: str, revision: str | None = None) -> HubName | None:
     named = match["revision"]
     if named is not None and revision is not None and named != revision:
         raise UsageError(f"{text!r} names a revision, and {revision!r} is given as well")
-    wanted = named or revision or MAIN
+    wanted = named or (MAIN if revision is None else revision)
     if not _REVISION.fullmatch(wanted) or ".." in wanted or wanted.endswith("/"):
         raise UsageError(f"{wanted!r} can't be a revision", hint="give a branch, a tag or a commit")
     return HubName(repo=match["repo"], revision=wanted)

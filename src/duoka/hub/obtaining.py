@@ -33,9 +33,9 @@ def obtain(store: Store, wanted: Wanted, file: RemoteFile, moved: Moved) -> None
     """
     commit = wanted.name.revision
     if store.find(commit, file) is None:
-        store.drop(commit, file)  # something longer or shorter
         blob = store.blob(file)
         blob.parent.mkdir(parents=True, exist_ok=True)
+        store.drop_other_length(file)
         if not transfer_by_xet(wanted, file, blob, moved):
             transfer(wanted, file, blob, moved)
             remember(blob, file)

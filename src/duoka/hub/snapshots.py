@@ -36,7 +36,6 @@ from .web import read_range
 # Most headers are shorter than this; the rest costs one request more.
 _FIRST_BYTES = 2**16
 _HEADERS_AT_ONCE = 8
-_SPARE_BYTES = 64 * 2**20
 
 
 def open_snapshot(name: HubName) -> Snapshot:
@@ -178,7 +177,7 @@ class Snapshot:
     def _refuse_full_disk(self, names: Iterable[str]) -> None:
         needed = sum(self._store.remaining_bytes(self._files[name]) for name in names)
         free = self._store.free_bytes()
-        if needed and needed + _SPARE_BYTES > free:
+        if needed > free:
             raise MachineError(
                 f"{self.source} needs {format_bytes(needed)} more on the disk, and "
                 f"{self._store.root.parent} has {format_bytes(free)} free",

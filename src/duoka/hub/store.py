@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import shutil
 import stat
 from contextlib import suppress
@@ -95,14 +96,21 @@ class Store:
         if self.find(commit, file) == pointer:
             return
         pointer.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
-            pointer.unlink()
+        # Made under another name, and renamed: at no moment another process finds it gone.
+        link = pointer.with_name(f".{pointer.name}.{secrets.token_hex(4)}.link")
         try:
-            pointer.symlink_to(os.path.relpath(blob, pointer.parent))
-        except FileExistsError:  # another process was quicker
-            return
+            link.symlink_to(os.path.relpath(blob, pointer.parent))
+            link.replace(pointer)
         except OSError:  # a file system without links
             blob.replace(pointer)
+        finally:
+            link.unlink(missing_ok=True)
+
+    def drop_other_length(self, file: RemoteFile) -> None:
+        """Remove a content that is longer or shorter than it should be."""
+        with suppress(OSError):
+            if self.blob(file).stat().st_size != file.num_bytes:
+                self.blob(file).unlink()
 
     def drop(self, commit: str, file: RemoteFile) -> None:
         """Remove a content that isn't what it should be."""

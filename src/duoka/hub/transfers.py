@@ -21,7 +21,9 @@ from .answers import Passing
 from .listings import Digest, RemoteFile
 from .names import Wanted
 from .places import endpoint, raw_endpoint
-from .web import CHUNK_BYTES, NoRanges, broken, check_range, persist, request
+from .web import NoRanges, broken, check_range, persist, request
+
+_CHUNK_BYTES = 2**20
 
 Moved = Callable[[int], None]
 """Called with the bytes of a file that are there so far."""
@@ -115,7 +117,7 @@ class _Part:
         try:
             with request(self._url, self._wanted, start=self.num_bytes) as response:
                 check_range(response, self._wanted, self.num_bytes, self._file.num_bytes)
-                for chunk in response.iter_bytes(CHUNK_BYTES):
+                for chunk in response.iter_raw():
                     self._add(chunk)
         except NoRanges as error:
             self._begin_again()
@@ -129,7 +131,7 @@ class _Part:
         """Count what an earlier attempt left."""
         if os.fstat(self._opened.fileno()).st_size > self._file.num_bytes:
             self._begin_again()
-        while chunk := self._opened.read(CHUNK_BYTES):
+        while chunk := self._opened.read(_CHUNK_BYTES):
             self.digest.update(chunk)
             self.num_bytes += len(chunk)
         self._moved(self.num_bytes)

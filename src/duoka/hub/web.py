@@ -33,7 +33,6 @@ CONNECT_ATTEMPTS = 2
 MAX_RETRY_AFTER_SECONDS = 60
 MAX_REDIRECTS = 10
 SMALL_SECONDS = 120  # for an answer that is read into memory
-CHUNK_BYTES = 2**20
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})", re.ASCII)
@@ -239,8 +238,8 @@ def _troubles(wanted: Wanted) -> Iterator[None]:
         ) from error
     except (_http.NetworkError, _http.RemoteProtocolError) as error:
         raise Passing(broken(wanted)) from error
-    except (_http.HTTPError, _http.InvalidURL) as error:
-        raise CheckpointError(f"{wanted} can't be asked for: {error}") from error
+    except (_http.HTTPError, _http.InvalidURL, ValueError) as error:
+        raise CheckpointError(f"{wanted} can't be asked for at {endpoint()}: {error}") from error
 
 
 def _unreachable(wanted: Wanted, reason: str) -> CheckpointError:
@@ -267,7 +266,7 @@ def _collect(response: Any, wanted: Wanted, most_bytes: int, *, cut: bool = Fals
     """Read a body, as it may be long; `cut` takes its beginning."""
     content = bytearray()
     end = time.monotonic() + SMALL_SECONDS
-    for chunk in response.iter_bytes(2**16):
+    for chunk in response.iter_bytes():
         content += chunk
         if len(content) >= most_bytes and cut:
             return bytes(content[:most_bytes])
