@@ -29,8 +29,14 @@ def cache_directory() -> Path:
     named = os.environ.get("DUOKA_CACHE")
     if named:
         return Path(named)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "duoka"
+    base = os.environ.get("XDG_CACHE_HOME")
+    if base:
+        return Path(base) / "duoka"
+    try:
+        return Path.home() / ".cache" / "duoka"
+    except RuntimeError:
+        # A user without a home, as in some containers: nothing can be kept here, nor found.
+        return Path(os.devnull) / "duoka"
 
 
 def open_regular(path: Path) -> BinaryIO:

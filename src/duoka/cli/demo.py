@@ -15,7 +15,7 @@ from rich.table import Table
 from duoka.errors import DuokaError, UsageError
 from duoka.units import format_bytes
 
-from . import options
+from . import options, outputs
 from .terminal import stderr, stdout
 
 if TYPE_CHECKING:
@@ -47,19 +47,31 @@ def demo(
 
     [bold]duoka demo[/] --json demo.json --keep demo-model
     """
-    if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        raise UsageError(f"{keep} is there already", hint="name a new directory")
-    with tempfile.TemporaryDirectory(prefix="duoka-demo-") as scratch:
-        done = _run(keep or Path(scratch) / "chatglm3-demo")
+    _check_new(keep)
+    outputs.check(json, "the demo's JSON")
+    # Beside its place, so that a directory that was half made is never taken for a checkpoint.
+    with tempfile.TemporaryDirectory(
+        prefix=".duoka-demo-", suffix=".partial", dir=None if keep is None else keep.parent
+    ) as scratch:
+        made = Path(scratch) / "chatglm3-demo"
+        done = _run(made)
+        if keep is not None:
+            made.rename(keep)
     _show(done)
     if json is not None:
         text = json_format.dumps(done.to_dict(), ensure_ascii=False, indent=1) + "\n"
-        try:
-            json.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"{json} can't be written: {error.strerror}") from error
+        outputs.write(json, text, "the demo's JSON")
     if not done.is_right:
         raise DuokaError("the model's answers are not those that it learnt")
+
+
+def _check_new(keep: Path | None) -> None:
+    if keep is None:
+        return
+    if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise UsageError(f"{keep} is there already", hint="name a new directory")
+    if not keep.exists():
+        outputs.check(keep, "the checkpoint")
 
 
 def _run(directory: Path) -> Demo:

@@ -11,7 +11,7 @@ import typer
 
 from duoka.errors import Faults, PlacementError
 
-from . import options, planning
+from . import options, outputs, planning
 from .terminal import stdout
 
 
@@ -64,6 +64,8 @@ def plan(
         use_all=use_all,
         device_map=device_map,
     )
+    outputs.check(save, "the plan")
+    outputs.check(save_device_map, "the device map")
     try:
         made = planning.make_plan(
             model, plan_file, wishes, replan=replan, trust_remote_code=trust_remote_code

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import duoka
 from duoka.errors import UsageError
-from duoka.files import write_whole
 from duoka.given import OBJECTIVE as GIVEN
 from duoka.host import fleet_for
 from duoka.maps import DeviceMap
 from duoka.planner import Question
 from duoka.profiles import plan_from_cache
 
+from . import outputs
 from .options import parse_chunk, parse_tokens
 from .terminal import loading, stderr
 
@@ -156,21 +156,13 @@ def _replan(plan: duoka.Plan, checkpoint: duoka.Checkpoint, file: Path) -> duoka
 
 def save(plan: duoka.Plan, file: Path) -> None:
     """Keep a plan in a file, and say so."""
-    _write(file, plan.to_json(), "the plan")
+    outputs.write(file, plan.to_json() + "\n", "the plan")
 
 
 def save_device_map(device_map: Mapping[str, int | str], file: Path) -> None:
     """Keep a device map in a file, and say so."""
     text = json.dumps(dict(device_map), indent=1, ensure_ascii=False)
-    _write(file, text, "the device map")
-
-
-def _write(file: Path, text: str, what: str) -> None:
-    try:
-        write_whole(file, text + "\n")
-    except OSError as error:
-        raise UsageError(f"{what} can't be written to {file}: {error.strerror}") from error
-    stderr().print(f"saved to {file}", markup=False, soft_wrap=True)
+    outputs.write(file, text + "\n", "the device map")
 
 
 def _fleet(gpus: str | None) -> duoka.Fleet:
