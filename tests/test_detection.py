@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from duoka import cuda, nvml
 from duoka.errors import FleetError
 from duoka.fleet import RESERVE_BYTES, Fleet
+from duoka.serial import from_dict
 
-from .recordings import replay
+from .recordings import DIRECTORY, replay
 
 MIB = 2**20
 
@@ -233,3 +241,36 @@ def test_more_gpus_than_can_be_planned_for(monkeypatch: pytest.MonkeyPatch) -> N
     ]
     monkeypatch.setattr(cuda, "visible_uuids", lambda: tuple(f"{i:04}" for i in range(70)))
     assert len(Fleet.detect().devices) == 64
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_nvidias_own_bindings(tmp_path: Path) -> None:
+    """pynvml and ctypes as they are, on a driver of our own: names, layouts and results fit."""
+    library = tmp_path / "libnvidia-ml.so.1"
+    source = DIRECTORY / "driver.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-w", "-o", library, source], check=True)
+    shutil.copy(library, tmp_path / "libcuda.so.1")
+    code = """if True:
+        import duoka, json
+        from duoka import nvml, serial
+        print(json.dumps([serial.to_dict(duoka.Fleet.parse("1,0")), serial.to_dict(nvml.read())]))
+        duoka.Fleet.parse("2")
+    """
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+    )
+    assert "FleetError: GPU 2 doesn't answer: GPU is lost" in done.stderr
+    told, machine = json.loads(done.stdout)
+    fleet = from_dict(Fleet, told)
+    assert fleet.names == ("cuda:0", "cuda:1")
+    assert fleet.devices[0].product == "NVIDIA GeForce RTX 3090"
+    assert fleet.devices[0].pci_address == "00000000:41:00.0"
+    assert fleet.budget_bytes == 2 * ((24 * 1024 - 300 - 1024) * MIB - RESERVE_BYTES)
+    assert {link.bytes_per_second for link in fleet.links} == {0.8 * 4 * 14.062e9}
+    gpu = machine["gpus"][1]
+    assert (machine["driver_version"], machine["cuda_version"]) == ("570.1", [12, 8])
+    assert gpu["processes"] == [{"pid": 4242, "name": "", "used_bytes": 900 * MIB}]
+    assert machine["gpus"][0]["processes"][0]["used_bytes"] is None
+    assert (gpu["compute_capability"], gpu["used_bytes"]) == ([8, 6], 1024 * MIB)
+    assert machine["lost"] == [{"index": 2, "reason": "GPU is lost"}]

@@ -140,7 +140,7 @@ def test_names_of_processes_are_fit_to_be_shown(monkeypatch: pytest.MonkeyPatch)
 
 def test_this_process_is_not_among_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = replay(monkeypatch, "busy")
-    processes = recording.data["devices"][0]["nvmlDeviceGetComputeRunningProcesses"]
+    processes = recording.data["devices"][0]["nvmlDeviceGetComputeRunningProcesses_v3"]
     processes[0]["pid"] = os.getpid()
     assert nvml.read().gpus[0].processes == ()
 

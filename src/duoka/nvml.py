@@ -283,8 +283,10 @@ def _memory(handle: Any) -> tuple[int | None, int | None, int | None]:
 def _processes(handle: Any) -> tuple[Process, ...]:
     found = {}
     for function in (
-        pynvml.nvmlDeviceGetComputeRunningProcesses,
-        pynvml.nvmlDeviceGetGraphicsRunningProcesses,
+        # By their versions: where a driver lacks the newest one, the names without it raise
+        # something that is no NVMLError.
+        pynvml.nvmlDeviceGetComputeRunningProcesses_v3,
+        pynvml.nvmlDeviceGetGraphicsRunningProcesses_v3,
     ):
         for process in _ask(function, handle) or ():
             found[process.pid] = Process(
