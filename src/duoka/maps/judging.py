@@ -117,7 +117,7 @@ class _Judge:
         names = Counter(name for name, _ in device_map.entries)
         read = _Read(doubled=tuple(name for name, count in names.items() if count > 1))
         values = []
-        finder = Finder([*self.spelling.native, *self.spelling.published])
+        finder: Finder | None = None
         for name, value in device_map.entries:
             device = None
             try:
@@ -129,6 +129,7 @@ class _Judge:
                 read.entries[name] = device
                 continue
             if name not in read.unknown:
+                finder = finder or Finder([*self.spelling.native, *self.spelling.published])
                 looked_for = len(read.unknown) < _MOST_LOOKED_FOR
                 read.unknown[name] = finder.find(name) if looked_for else Nearest()
             meant = read.unknown[name].meant
@@ -143,7 +144,7 @@ class _Judge:
         meant = (near.names[0] for near in self.read.unknown.values() if near.names)
         names = [*self.read.entries, *meant]
         published = sum(name in self.spelling.published for name in names)
-        return published > sum(name != "" for name in names) - published
+        return published > sum(name in self.spelling.renamed for name in names)
 
     # ── judging ──
 

@@ -20,7 +20,7 @@ class Match:
     missing : tuple of str
         What of it has no entry: its own name, or those of the published tensors that make it.
     clash : tuple of str
-        Two entries, by a native and a published name, that say different things of it.
+        Entries, by its native and by published names, that say different things of it.
     """
 
     devices: tuple[str, ...]
@@ -48,8 +48,8 @@ class Matcher:
         clash: tuple[str, ...] = ()
         for source, other in self._by_source(tensor):
             keys = _stronger(own, other)
-            if len(keys) > 1 and self._entries[keys[0]] != self._entries[keys[1]]:
-                clash = keys
+            said = {device for key in keys if (device := self._entries[key]) is not None}
+            clash += keys if len(said) > 1 else ()
             if not keys:
                 missing.append(source)
             used.update(dict.fromkeys(keys))

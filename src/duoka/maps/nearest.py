@@ -71,8 +71,9 @@ class Finder:
         scored = ((self._score(pattern, other), other) for other in self._numbered if other)
         best = sorted((pair for pair in scored if pair[0] >= _LIKE), key=lambda pair: -pair[0])
         surest = best[0][0] if best else 0.0
-        # Beside one that is almost equal, what is merely alike only confuses.
-        return [pair for pair in best if pair[0] >= min(surest, _ALMOST)][:_MOST_SHOWN]
+        # Beside one that is equal or almost equal, what is merely alike only confuses.
+        least = surest if surest == 1.0 else min(surest, _ALMOST)
+        return [pair for pair in best if pair[0] >= least][:_MOST_SHOWN]
 
     def _closest(self, pattern: str, numbers: Numbers) -> str:
         """The name of this kind that is next in order: the last layer for one beyond it."""

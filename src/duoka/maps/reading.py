@@ -59,7 +59,7 @@ class DeviceMap:
             return cls(tuple(pairs))
         if isinstance(given, str) and given.strip().lower() in _AUTOMATIC:
             raise UsageError(f"{given!r} is no device map", hint=_LEAVE_OUT)
-        if isinstance(given, str) or _is_whole(given) or _is_torch_device(given):
+        if isinstance(given, str) or _whole(given) is not None or _is_torch_device(given):
             return cls((("", given),))
         raise UsageError(
             f"a device map is a mapping from names to devices, not {type(given).__name__}",
@@ -114,8 +114,12 @@ class _Pairs(list[tuple[str, object]]):
     """A JSON object with all its keys, those that stand twice too."""
 
 
-def _is_whole(value: object) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+def _whole(value: object) -> int | None:
+    """A number, of Python's or of any library's; None for everything else."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def _is_torch_device(value: object) -> bool:
@@ -158,8 +162,9 @@ class Devices:
         NoDevice
             With what is wrong.
         """
-        if _is_whole(value):
-            return self._numbered(operator.index(value))  # type: ignore[arg-type]
+        number = _whole(value)
+        if number is not None:
+            return self._numbered(number)
         if not isinstance(value, str) and not _is_torch_device(value):
             kind = type(value).__name__
             raise NoDevice(f"{_KINDS.get(kind, kind)} is no device")
@@ -171,8 +176,8 @@ class Devices:
             raise NoDevice("no device has such a name")
         if text in ("disk", "meta"):
             raise NoDevice(_NO_OFFLOAD)
-        kind, number = match.groups()
-        return self._known(text if kind == "cpu" or number is not None else self._alone(kind))
+        kind, index = match.groups()
+        return self._known(text if kind == "cpu" or index is not None else self._alone(kind))
 
     def _numbered(self, number: int) -> str:
         if len(self._kinds) > 1:

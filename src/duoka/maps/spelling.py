@@ -35,6 +35,11 @@ class Spelling:
             self.native.update(prefixes(tensor.name))
 
     @cached_property
+    def renamed(self) -> set[str]:
+        """The native names of what the checkpoint calls otherwise."""
+        return {n for t in self.tensors if t.published for n in prefixes(t.name)} - {""}
+
+    @cached_property
     def published(self) -> dict[str, set[str]]:
         """For each name that only the checkpoint knows, the native names of what it holds."""
         found: dict[str, set[str]] = {}

@@ -1,0 +1,276 @@
+"""Maps are complete or refused with every name at fault, and the completed map is always good."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from duoka import Fleet
+from duoka.errors import PlacementError
+from duoka.maps import DeviceMap, judge
+from duoka.outline import Outline
+
+from .outlines import SMALL
+
+FLEET = Fleet.parse("virtual:3x1GiB")
+NATIVE = {
+    "m.emb": 0,
+    "m.rot": 0,
+    "m.layers.0": 0,
+    "m.layers.1": 1,
+    "m.norm": 1,
+    "out": 1,
+    "head": 0,
+}
+PUBLISHED = {"p.e": 0, "p.r": 0, "p.enc.0": 0, "p.enc.1": 1, "m.norm": 1, "out": 1}
+PLACED = tuple((name, f"vgpu:{device}") for name, device in NATIVE.items())
+
+
+def refused(device_map: object, outline: Outline = SMALL) -> PlacementError:
+    with pytest.raises(PlacementError) as caught:
+        judge(device_map, outline, FLEET)
+    error = caught.value
+    assert error.completed is not None
+    judge(error.completed, outline, FLEET)
+    return error
+
+
+@pytest.mark.parametrize(
+    "device_map",
+    [
+        NATIVE,
+        PUBLISHED,
+        {"": 0, "m.layers.1": 1, "m.norm": 1, "out": 1},
+        {"m": 0, "p.enc.1": "vgpu:1", "m.layers.1": "1", "m.norm": 1, "out": 1, "head": 0},
+        {"m.emb": 0, "p.r.freq": 0, "m.layers": 0, "m.layers.1": 1, "m.norm": 1, "out.weight": 1},
+        {"": 1, "p.e": 0, "p.r": 0, "m.layers.0": 0, "head": 0},
+        {"p": 1, "p.e": 0, "p.r": 0, "p.enc.0": 0, "m.norm.step": 1, "out": 1},
+    ],
+)
+def test_forms_that_mean_the_same(device_map: object) -> None:
+    assert judge(device_map, SMALL, FLEET) == PLACED
+
+
+def test_all_on_one() -> None:
+    names = [name for name, _ in PLACED]
+    assert judge({"": 2}, SMALL, FLEET) == tuple((name, "vgpu:2") for name in names)
+    assert judge("cpu", SMALL) == tuple((name, "cpu") for name in names)
+
+
+def test_a_tied_tensor_has_the_device_of_any_of_its_names() -> None:
+    without = {name: device for name, device in NATIVE.items() if name != "head"}
+    assert judge(without, SMALL, FLEET) == PLACED
+    moved = {**NATIVE, "head": 1}
+    del moved["m.emb"]
+    error = refused(moved)
+    assert error.missing == ()
+    assert error.split == ("m.emb", "m.rot", "head")  # the rotary frequencies stay at 0
+    assert error.completed == {**NATIVE, "m.emb": 0}
+
+
+def test_missing_names_are_those_of_the_author() -> None:
+    native = {
+        name: device for name, device in NATIVE.items() if name not in ("m.rot", "m.layers.0")
+    }
+    error = refused(native)
+    assert error.missing == (
+        "m.rot.freq",
+        "m.rot.kept",
+        "m.layers.0.attn.q.weight",
+        "m.layers.0.attn.k.weight",
+        "m.layers.0.norm.weight",
+        "m.layers.0.experts",
+    )
+    assert "it has no device for: m.rot, m.layers.0" in str(error)
+    assert error.completed == NATIVE
+    published = {k: v for k, v in PUBLISHED.items() if k not in ("p.r", "p.enc.0")}
+    error = refused(published)
+    assert error.missing == (
+        "p.r.freq",
+        "p.enc.0.qkv.weight",
+        "p.enc.0.n.weight",
+        "p.enc.0.x.0.weight",
+        "p.enc.0.x.1.weight",
+    )
+    assert "it has no device for: p.r, p.enc.0" in str(error)
+    assert error.completed == {**PUBLISHED, "head": 0}
+
+
+def test_a_buffer_alone_can_be_missing() -> None:
+    error = refused({**NATIVE, "m.norm": "disk", "m.norm.weight": 1})
+    assert error.missing == ()
+    assert error.misplaced == ("m.norm",)
+    del (fewer := dict(NATIVE))["m.norm"]
+    error = refused({**fewer, "m.norm.weight": 1})
+    assert error.missing == ("m.norm.step",)
+    assert "no device for: m.norm.step" in str(error)
+
+
+def test_half_of_a_stacked_tensor_is_missing() -> None:
+    half = {**PUBLISHED, "p.enc.0.qkv": 0, "p.enc.0.n": 0, "p.enc.0.x.1": 0}
+    del half["p.enc.0"]
+    error = refused(half)
+    assert error.missing == ("p.enc.0.x.0.weight",)
+    error = refused({**PUBLISHED, "p.enc.0.x.1": 2})
+    assert (error.missing, error.split) == ((), ("p.enc.0",))
+
+
+def test_unknown_names_and_what_they_mean() -> None:
+    wrong = {
+        "m.emb.": 0,
+        " m.rot": 0,
+        "layers.0": 0,
+        "M.Layers.1": 1,
+        "m.nrom": 1,
+        "out": 1,
+        "m.layers.7": 2,
+        "nothing.like.it": 2,
+    }
+    error = refused(wrong)
+    assert error.unknown == tuple(name for name in wrong if name != "out")
+    assert {name: near[0] for name, near in error.nearest.items()} == {
+        "m.emb.": "m.emb",
+        " m.rot": "m.rot",
+        "layers.0": "m.layers.0",
+        "M.Layers.1": "m.layers.1",
+        "m.nrom": "m.norm",
+        "m.layers.7": "m.layers.1",
+    }
+    assert error.completed == NATIVE
+    assert "m.nrom → m.norm" in str(error)
+    assert "' m.rot' → m.rot" in str(error)
+
+
+def test_what_stands_twice() -> None:
+    entries = (*NATIVE.items(), ("m.norm", 1))
+    error = refused(DeviceMap(entries))
+    assert error.doubled == ("m.norm",)
+    assert (error.missing, error.unknown, error.split) == ((), (), ())
+    assert error.completed == NATIVE
+
+
+def test_two_conventions_that_contradict_each_other() -> None:
+    error = refused({**NATIVE, "p.enc.1": 0})
+    assert error.doubled == ("m.layers.1", "p.enc.1")
+    assert error.split == ()
+    assert "it gives two devices to: m.layers.1, p.enc.1" in str(error)
+    # Of one opinion they may be.
+    assert judge({**NATIVE, "p.enc.1": 1}, SMALL, FLEET) == PLACED
+
+
+def test_what_must_stay_whole() -> None:
+    error = refused({**NATIVE, "m.layers.0.attn": 1, "m.layers.1.norm": 2, "m.rot": 1})
+    assert error.split == ("m.emb", "m.rot", "head", "m.layers.0", "m.layers.1")
+    assert "m.layers.0 (on vgpu:1 and vgpu:0)" in str(error)
+    # Where most of the bytes are.
+    assert error.completed == {**NATIVE, "m.layers.0": 1}
+    error = refused({**PUBLISHED, "p.enc.0.qkv": 2})
+    assert error.split == ("p.enc.0",)
+    assert error.completed is not None
+    assert error.completed["p.enc.0"] == 2
+
+
+def test_everything_at_once() -> None:
+    entries = (
+        ("m.emb", 0),
+        ("m.layers.0", 0),
+        ("m.layers.0.norm", 1),
+        ("p.enc.1", "disk"),
+        ("m.nrom", 7),
+        ("out", 1),
+        ("out", 2),
+    )
+    error = refused(DeviceMap(entries))
+    assert error.missing == ("m.rot.freq", "m.rot.kept", "m.norm.weight", "m.norm.step")
+    assert error.unknown == ("m.nrom",)
+    assert error.doubled == ("out",)
+    assert error.split == ("m.layers.0",)
+    assert error.misplaced == ("p.enc.1", "m.nrom")
+    assert len(str(error).splitlines()) == 6
+    assert "the fleet is vgpu:0, vgpu:1, vgpu:2" in str(error)
+
+
+def test_an_empty_map_is_completed_on_the_first_device() -> None:
+    error = refused({})
+    assert len(error.missing) == 14
+    assert set(error.completed.values()) == {"vgpu:0"}  # type: ignore[union-attr]
+
+
+def test_the_completed_map_is_written_as_the_map_was() -> None:
+    for device, shown in ((1, 1), ("1", 1), ("vgpu:1", "vgpu:1")):
+        error = refused({"p.e": device, "p.enc": device})
+        assert list(error.completed or ()) == [
+            "p.e",
+            "p.r",
+            "p.enc.0",
+            "p.enc.1",
+            "m.norm",
+            "out",
+            "head",
+        ]
+        assert set((error.completed or {}).values()) == {shown}
+
+
+def test_a_tied_tensor_under_a_wide_name_is_there_too() -> None:
+    error = refused({"": 1, "m.emb": 0, "m.rot": 0})
+    assert error.split == ("m.emb", "m.rot", "head")
+
+
+def test_neighbours_decide_about_what_is_missing() -> None:
+    error = refused({"m.layers.0": 1, "m.norm": 2})
+    assert error.completed == {
+        "m.emb": 1,
+        "m.rot": 1,
+        "m.layers.0": 1,
+        "m.layers.1": 1,
+        "m.norm": 2,
+        "out": 2,
+        "head": 1,
+    }
+
+
+def test_names_cannot_break_the_terminal() -> None:
+    error = refused({"\x1b[2Jm.emb": 0, "\ud800": "\x1b[31mred", "a" * 10_000: 0})
+    str(error).encode("utf-8")
+    assert "\x1b" not in str(error)
+    assert max(map(len, str(error).splitlines())) < 1000
+    assert error.unknown[-1] == "a" * 10_000
+
+
+def test_a_million_unknown_names_are_told_in_time() -> None:
+    huge: dict[str, Any] = {f"m.layer{n % 977}.{n}.x{n % 13}": 0 for n in range(60_000)}
+    error = refused(huge)
+    assert len(error.unknown) == 60_000
+    assert len(str(error)) < 20_000
+
+
+def test_names_alone_are_enough_for_completeness() -> None:
+    outline = Outline.of_names(["a.w", "a.b", "b.c.w", "b.w", "top"])
+    assert [block.modules for block in outline.blocks] == [("a",), ("b.c",), ("b.w",), ("top",)]
+    assert dict(judge({"a": 0, "b": 1, "b.c": 0, "top": 1}, outline)) == {
+        "a": "cuda:0",
+        "b.c": "cuda:0",
+        "b.w": "cuda:1",
+        "top": "cuda:1",
+    }
+    with pytest.raises(PlacementError) as caught:
+        judge({"a": 0, "b": 1}, outline)
+    assert caught.value.missing == ("top",)
+    assert caught.value.completed == {"a": 0, "b.c": 1, "b.w": 1, "top": 1}
+
+
+def test_names_that_are_exchanged_between_the_conventions() -> None:
+    # Native a is published as b, and the other way round: a known name is a native one.
+    blocks = SMALL.blocks[:1]
+    tensors = tuple(
+        replace(tensor, published=(other.name,))
+        for tensor, other in zip(blocks[0].tensors, reversed(blocks[0].tensors), strict=True)
+    )
+    outline = replace(SMALL, blocks=(replace(blocks[0], tensors=tensors),))
+    assert judge({"m.emb": 0, "m.rot": 0}, outline, FLEET) == (
+        ("m.emb", "vgpu:0"),
+        ("m.rot", "vgpu:0"),
+    )
+    assert refused({"m.emb": 0}, outline).missing == ("m.rot.freq", "m.rot.kept")
