@@ -74,8 +74,10 @@ def test_a_hidden_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     replay(monkeypatch, "eight-3090", visible=[0, 1])
     monkeypatch.setenv(cuda.VARIABLE, "0,1")
     hint = refused("2,3", "GPU 2 can't be used: it is hidden .* by CUDA_VISIBLE_DEVICES='0,1'")
-    assert len(hint.splitlines()) == 9
-    assert hint.count("hidden") == 6
+    advice, _, *lines = hint.splitlines()
+    assert advice.startswith("leave CUDA_VISIBLE_DEVICES out, or name it there: GPU-")
+    assert len(lines) == 8
+    assert [line.count("  hidden") for line in lines] == [0, 0, 1, 1, 1, 1, 1, 1]
     monkeypatch.delenv(cuda.VARIABLE)
     refused("2", "hidden from this process by CUDA$")
 
@@ -84,7 +86,8 @@ def test_all_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     replay(monkeypatch, "fastest-first", visible=[])
     monkeypatch.setenv(cuda.VARIABLE, "")
     hint = refused(None, "no GPU can be used")
-    assert hint.count("hidden from this process by CUDA_VISIBLE_DEVICES=''") == 2
+    assert hint.count("  hidden") == 2
+    refused("0", "hidden from this process by CUDA_VISIBLE_DEVICES=''")
 
 
 def test_cudas_fastest_first_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +147,8 @@ def test_a_card_that_fell_off_the_bus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Fleet.detect().names == ("cuda:0", "cuda:1")
     assert Fleet.detect("2").names == ("cuda:1",)
     hint = refused("0,1", "GPU 1 doesn't answer: GPU is lost")
-    indices = [line.split()[0] for line in hint.splitlines()[1:]]
+    assert "dmesg" in hint
+    indices = [line.split()[0] for line in hint.splitlines()[2:]]
     assert indices == ["0", "1", "2", "3"]
     assert hint.count("GPU is lost") == 2
 
@@ -155,7 +159,10 @@ def test_a_gpu_in_mig_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     hint = refused("1", "GPU 1 can't be used: it is in MIG mode")
     assert all(uuid in hint for uuid in instances)
     assert Fleet.detect().names == ("cuda:0",)
-    refused(instances[0], "an instance of GPU 1 can't be used: it is hidden")
+    assert hint.count("  hidden") == 2
+    assert hint.count("  in MIG mode") == 1
+    hint = refused(instances[0], "an instance of GPU 1 can't be used: it is hidden")
+    assert f"CUDA_VISIBLE_DEVICES={instances[0]}" in hint
     # CUDA shows an instance where CUDA_VISIBLE_DEVICES names it.
     recording = replay(monkeypatch, "mig", visible=[instances[1]])
     (device,) = Fleet.detect(instances[1]).devices
@@ -172,14 +179,15 @@ def test_full_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     hint = refused(
         "0", "GPU 0 can't be used: 488.00 MiB are free, and 768.00 MiB are kept for CUDA"
     )
-    assert "used by python3.12 (pid 977, 43.93 GiB)" in hint
+    assert "end what uses it" in hint
+    assert "  full  used by python3.12 (pid 977, 43.93 GiB)" in hint
     assert "used by a process (pid 979)" in hint
     assert "\x1b" not in hint
 
 
 def test_memory_that_isnt_told(monkeypatch: pytest.MonkeyPatch) -> None:
     replay(monkeypatch, "unified-gb10")
-    refused("0", "the driver doesn't tell its memory")
+    assert "  memory unknown" in refused("0", "the driver doesn't tell its memory")
     refused(None, "no GPU can be used")
 
 

@@ -53,6 +53,30 @@ class _Part:
         return (self.instance or self.gpu).free_bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trouble:
+    """Why something can't be used: in a word, in a sentence, and what to do."""
+
+    state: str
+    reason: str
+    advice: str
+
+
+_DIVIDED = _Trouble(
+    state="in MIG mode",
+    reason="it is in MIG mode, and only its instances compute",
+    advice=f"name an instance by its UUID, and show it to CUDA: {cuda.VARIABLE}=MIG-…",
+)
+_UNTOLD = _Trouble(
+    state="memory unknown",
+    reason="the driver doesn't tell its memory",
+    advice='say how much of it may be used, as a budget: "24GiB"',
+)
+_FELL_OFF = (
+    "it may have fallen off the bus: `dmesg | grep -i xid` tells; often only a restart helps"
+)
+
+
 def is_detected(text: str) -> bool:
     """Whether a text names a GPU of this machine: by its index or its UUID."""
     return bool(_INDEX.fullmatch(text) or _UUID.fullmatch(text))
@@ -120,7 +144,7 @@ class _View:
             chosen[part.uuid] = text.strip()
             trouble = self._trouble(part)
             if trouble is not None:
-                raise self._error(f"{part.name} can't be used: {trouble}")
+                raise self._error(f"{part.name} can't be used: {trouble.reason}", trouble.advice)
             parts.append(part)
         return parts
 
@@ -145,24 +169,19 @@ class _View:
                 return part
         for lost in self._machine.lost:
             if lost.index == index:
-                raise self._error(f"GPU {index} doesn't answer: {lost.reason}")
+                raise self._error(f"GPU {index} doesn't answer: {lost.reason}", _FELL_OFF)
         raise self._error(f"there is no GPU {index}", _BARE_NUMBER)
 
-    def _trouble(self, part: _Part) -> str | None:
+    def _trouble(self, part: _Part) -> _Trouble | None:
         """Why it can't be used; None when it can."""
         if part.instance is None and part.gpu.is_mig:
-            return "it is in MIG mode, and only its instances compute: name one by its UUID"
+            return _DIVIDED
         if _bare(part.uuid) not in self._numbers:
-            value = cuda.restriction()
-            by = "CUDA" if value is None else f"{cuda.VARIABLE}={value!r}"
-            return f"it is hidden from this process by {by}"
+            return _hidden(part)
         if part.free_bytes is None:
-            return "the driver doesn't tell its memory"
+            return _UNTOLD
         if part.free_bytes <= RESERVE_BYTES:
-            return (
-                f"{format_bytes(part.free_bytes)} are free, and {format_bytes(RESERVE_BYTES)} are "
-                "kept for CUDA"
-            )
+            return _full(part.free_bytes)
         return None
 
     def _error(self, message: str, advice: str | None = None) -> FleetError:
@@ -172,9 +191,8 @@ class _View:
     def _listing(self) -> Iterator[str]:
         """What there is, a line for each."""
         lines = [(part.gpu.index, self._line(part)) for part in self._parts]
-        lines += [
-            (lost.index, f"  {lost.index}  lost: {lost.reason}") for lost in self._machine.lost
-        ]
+        for lost in self._machine.lost:
+            lines.append((lost.index, f"  {lost.index}  lost: {lost.reason}"))
         if not lines:
             yield "  no GPU"
         for _, line in sorted(lines, key=lambda each: each[0]):
@@ -186,10 +204,31 @@ class _View:
             free, total = format_bytes(part.free_bytes), format_bytes(part.total_bytes)
             about.append(f"{free} free of {total}")
         trouble = self._trouble(part)
-        about += [trouble] if trouble else []
+        about += [trouble.state] if trouble else []
         if part.instance is None:
             about += [f"used by {_process(process)}" for process in part.gpu.processes[:4]]
         return "  ".join(about)
+
+
+def _hidden(part: _Part) -> _Trouble:
+    value = cuda.restriction()
+    by = "CUDA" if value is None else f"{cuda.VARIABLE}={value!r}"
+    if part.instance is not None:
+        advice = f"CUDA shows an instance where it is named: {cuda.VARIABLE}={part.uuid}"
+    elif value is None:
+        advice = "`nvidia-smi -q` may tell why: its compute mode, its state, MIG"
+    else:
+        advice = f"leave {cuda.VARIABLE} out, or name it there: {part.uuid}"
+    return _Trouble(state="hidden", reason=f"it is hidden from this process by {by}", advice=advice)
+
+
+def _full(free_bytes: int) -> _Trouble:
+    return _Trouble(
+        state="full",
+        reason=f"{format_bytes(free_bytes)} are free, and {format_bytes(RESERVE_BYTES)} are kept "
+        "for CUDA",
+        advice="name another one, or end what uses it",
+    )
 
 
 def _process(process: nvml.Process) -> str:
