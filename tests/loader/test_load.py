@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import weakref
@@ -277,9 +278,22 @@ def test_a_file_cut_short_after_it_was_opened(form: str, tmp_path: Path) -> None
     model = build(checkpoint.config)
     file = checkpoint.files[0]
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(LoadError, match=rf"{file.name} can't be read"):
+    with pytest.raises(LoadError, match=rf"{file.name} has changed since"):
         load_weights(model, checkpoint, halves(model))
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_a_file_cut_short_while_it_is_read(form: str, tmp_path: Path) -> None:
+    path = write("llama", tmp_path, form=form)
+    file = Checkpoint.open(path).files[0]
+
+    def cut(done: int, total: int) -> None:
+        if done > total // 2:
+            os.truncate(file, 4096)
+
+    with pytest.raises(LoadError, match=r"has changed since .* and has 4096"):
+        load(path, progress=cut)
 
 
 class Hostile:
@@ -290,9 +304,9 @@ class Hostile:
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        (Hostile(), "can't be read"),
+        (Hostile(), "asks for '__builtin__.exec', and weights need no code"),
         ([torch.zeros(1)], "holds list, not a dict"),
-        ({"epoch": 3, "model": {}}, "2 entries that are no tensors: epoch, model"),
+        ({"epoch": 3, "model": {}}, "2 entries that are no tensors: 'epoch', 'model'"),
     ],
     ids=["code", "list", "trainer state"],
 )

@@ -8,7 +8,6 @@ of those one is in memory at a time. Pickles are read with ``weights_only``.
 from __future__ import annotations
 
 import pickle
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,9 @@ from torch import Tensor
 
 from duoka.checkpoint import Checkpoint
 from duoka.errors import LoadError
+from duoka.files import Stamp
+
+from .pickles import load_pickle
 
 _DAMAGED = "the download may be incomplete: fetch it again"
 
@@ -37,12 +39,15 @@ class Source:
     dtype : torch.dtype
     shape : tuple of int
     file : Path
+    stamp : Stamp, optional
+        Of the file when it was described.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     file: Path
+    stamp: Stamp | None = None
 
 
 def list_sources(checkpoint: Checkpoint) -> dict[str, Source]:
@@ -62,11 +67,16 @@ def list_sources(checkpoint: Checkpoint) -> dict[str, Source]:
         return {source.name: source for source in _safetensors_sources(checkpoint)}
     sources: dict[str, Source] = {}
     for file in checkpoint.files:
-        for name, tensor in _load_pickle(file, map_location="meta").items():
+        _refuse_changed(file, checkpoint.stamps.get(file))
+        for name, tensor in _read_pickle(file, "meta").items():
             if name in sources:
                 raise LoadError(f"the tensor {name!r} stands in {sources[name].file} and {file}")
             sources[name] = Source(
-                name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), file=file
+                name=name,
+                dtype=tensor.dtype,
+                shape=tuple(tensor.shape),
+                file=file,
+                stamp=checkpoint.stamps.get(file),
             )
     return sources
 
@@ -78,7 +88,13 @@ def _safetensors_sources(checkpoint: Checkpoint) -> Iterator[Source]:
         dtype = getattr(torch, str(tensor.dtype), None)
         if not isinstance(dtype, torch.dtype):
             raise LoadError(f"{name!r} is stored as {tensor.dtype}, which torch doesn't have")
-        yield Source(name=name, dtype=dtype, shape=tensor.shape, file=tensor.file)
+        yield Source(
+            name=name,
+            dtype=dtype,
+            shape=tensor.shape,
+            file=tensor.file,
+            stamp=checkpoint.stamps.get(tensor.file),
+        )
 
 
 class Reader:
@@ -109,8 +125,11 @@ class Reader:
         """
         if self._file != source.file:
             self._close()
+            _refuse_changed(source.file, source.stamp)
             self._tensors = _open(source.file)
             self._file = source.file
+        # Once more for each tensor: reading what was cut off from a mapped file ends the process.
+        _refuse_changed(source.file, source.stamp)
         with _damage_told(source.file):
             if isinstance(self._tensors, dict):
                 tensor: Tensor = self._tensors[source.name]
@@ -126,31 +145,29 @@ class Reader:
 
 def _open(file: Path) -> Any:
     if file.suffix != ".safetensors":
-        return _load_pickle(file, map_location="cpu")
+        return _read_pickle(file, "cpu")
     with _damage_told(file):
         return safe_open(file, framework="pt", device="cpu")
 
 
-def _load_pickle(file: Path, *, map_location: str) -> dict[str, Tensor]:
+def _read_pickle(file: Path, map_location: str) -> dict[str, Tensor]:
     with _damage_told(file):
-        loaded = _torch_load(file, map_location)
-    if not isinstance(loaded, dict):
-        raise LoadError(f"{file} holds {type(loaded).__name__}, not a dict of tensors")
-    strange = [str(name) for name, value in loaded.items() if not _is_entry(name, value)]
-    if strange:
+        return load_pickle(file, map_location=map_location)
+
+
+def _refuse_changed(file: Path, stamp: Stamp | None) -> None:
+    if stamp is None:
+        return
+    try:
+        now = Stamp.of(file.stat())
+    except OSError as error:
+        raise LoadError(f"{file} can't be read: {error.strerror}", hint=_DAMAGED) from error
+    if now != stamp:
         raise LoadError(
-            f"{file} holds {len(strange)} entries that are no tensors: {', '.join(strange)}"
+            f"{file} has changed since the checkpoint was opened: it had {stamp.num_bytes} bytes, "
+            f"and has {now.num_bytes}",
+            hint="wait until nobody writes into the directory, then try again",
         )
-    return loaded
-
-
-def _torch_load(file: Path, map_location: str) -> Any:
-    mapped = zipfile.is_zipfile(file)  # the format since PyTorch 1.6
-    return torch.load(file, map_location=map_location, weights_only=True, mmap=mapped)
-
-
-def _is_entry(name: object, value: object) -> bool:
-    return isinstance(name, str) and isinstance(value, Tensor)
 
 
 @contextmanager
