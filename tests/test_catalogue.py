@@ -101,6 +101,16 @@ def test_every_card_has_its_sources(card: Card) -> None:
         assert re.fullmatch(r"github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", card.usable_seen)
 
 
+def test_the_documentation_lists_every_card() -> None:
+    page = (ROOT / "docs" / "gpus.md").read_text(encoding="utf-8")
+    rows = [
+        f"| {card.name} | {', '.join(card.aliases)} | {card.usable_gib:g} "
+        f"| {card.bandwidth_gb_per_second:g} | {card.flops_per_second / 1e12:g} |"
+        for card in catalogue.cards()
+    ]
+    assert page.splitlines()[-len(rows) :] == rows
+
+
 def test_every_source_is_used() -> None:
     used = {key for card in catalogue.cards() for key in card.sources}
     assert used == set(catalogue.sources())
