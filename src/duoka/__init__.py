@@ -1,23 +1,25 @@
 """duoka puts a large language model on the GPUs that a person has.
 
 It plans where every module goes, proves the plan before a weight is read, loads it, and runs it.
-What needs torch is imported on first use, so that planning from a cached profile starts at once.
+Each name is imported on first use, so that the program starts at once, and planning from a cached
+profile never waits for torch.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import errors
-from .checkpoint import Checkpoint
-from .fleet import Device, Fleet, Link
-from .forecast import Forecast
-from .placement import Placement
-from .plans import Plan
-from .workload import Workload
 
 if TYPE_CHECKING:
     from .api import dispatch, load, plan
+    from .checkpoint import Checkpoint
+    from .fleet import Device, Fleet, Link
+    from .forecast import Forecast
+    from .placement import Placement
+    from .plans import Plan
+    from .workload import Workload
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,12 +37,22 @@ __all__ = [
     "plan",
 ]
 
-_NEED_TORCH = frozenset({"dispatch", "load", "plan"})
+_ROOMS = {
+    "Checkpoint": "checkpoint",
+    "Device": "fleet",
+    "Fleet": "fleet",
+    "Forecast": "forecast",
+    "Link": "fleet",
+    "Placement": "placement",
+    "Plan": "plans",
+    "Workload": "workload",
+    "dispatch": "api",
+    "load": "api",
+    "plan": "api",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NEED_TORCH:
-        from . import api
-
-        return getattr(api, name)
+    if name in _ROOMS:
+        return getattr(import_module(f".{_ROOMS[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,6 +24,13 @@ class Stamp(NamedTuple):
         return cls(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
 
+def why(error: OSError | ValueError) -> str:
+    """Say why a file can't be read or written, without its name."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is no text in UTF-8: byte {error.start} is {error.object[error.start]:#04x}"
+    return str(getattr(error, "strerror", None) or error)
+
+
 def cache_directory() -> Path:
     """Where duoka keeps what it can make again: DUOKA_CACHE, or `duoka` in the user's cache."""
     named = os.environ.get("DUOKA_CACHE")

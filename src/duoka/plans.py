@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .errors import FleetError, FormatError
-from .files import read_text, write_whole
+from .files import read_text, why, write_whole
 from .fleet import Device, Fleet
 from .forecast import Forecast
 from .placement import Placement
@@ -169,7 +169,10 @@ class Plan:
         try:
             text = read_text(Path(path), most_bytes=_MAX_BYTES)
         except (OSError, ValueError) as error:
-            raise FormatError(f"the plan {path} can't be read: {error}") from None
+            raise FormatError(
+                f"the plan {path} can't be read: {why(error)}",
+                hint="`duoka plan --save FILE` makes one",
+            ) from None
         return cls.from_json(text)
 
     @classmethod

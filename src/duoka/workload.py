@@ -11,6 +11,12 @@ Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
+# Far above what can be run; with more, bytes would no longer fit 64-bit integers.
+MOST_BATCH = 2**16
+MOST_TOKENS = 2**24
+MOST_BATCH_TOKENS = 2**30
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """Inference over a batch of prompts.
@@ -48,18 +54,37 @@ class Workload:
     def __post_init__(self) -> None:
         for name in ("batch", "prompt_tokens", "new_tokens"):
             if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
+                raise UsageError(
+                    f"{name} is {getattr(self, name)}; it must be at least 1",
+                    hint="write a number from 1 on, or leave it out",
+                )
+        self._refuse_too_many()
         chunk = self.prefill_chunk_tokens
         if isinstance(chunk, str) and chunk != "auto":
             raise UsageError(
                 f"prefill_chunk_tokens is {chunk!r}", hint='give a number, None or "auto"'
             )
-        if isinstance(chunk, int) and chunk < 1:
-            raise UsageError(f"prefill_chunk_tokens is {chunk}; it must be at least 1")
+        if isinstance(chunk, int) and not 1 <= chunk <= MOST_TOKENS:
+            raise UsageError(
+                f"prefill_chunk_tokens is {chunk}; it must be from 1 to {MOST_TOKENS}",
+                hint="leave it out, and the largest chunk that fits is taken",
+            )
         if self.dtype not in get_args(Dtype):
             raise UsageError(
                 f"dtype {self.dtype!r} is unknown", hint=f"known are {', '.join(get_args(Dtype))}"
             )
+
+    def _refuse_too_many(self) -> None:
+        for name, got, most in (
+            ("batch", self.batch, MOST_BATCH),
+            ("the context", self.context_tokens, MOST_TOKENS),
+            ("batch times context", self.batch * self.context_tokens, MOST_BATCH_TOKENS),
+        ):
+            if got > most:
+                raise UsageError(
+                    f"{name} is {got}; duoka plans for at most {most}",
+                    hint="plan for less: no GPUs of today hold that much",
+                )
 
     @property
     def context_tokens(self) -> int:

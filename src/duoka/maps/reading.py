@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import FormatError, UsageError
-from ..files import read_text
+from ..files import read_text, why
 from ..fleet import MAX_DEVICES, Fleet
 
 _MAX_BYTES = 16 * 2**20
@@ -101,7 +101,10 @@ class DeviceMap:
         try:
             text = read_text(Path(path), most_bytes=_MAX_BYTES)
         except (OSError, ValueError) as error:
-            raise FormatError(f"the device map {path} can't be read: {error}") from None
+            raise FormatError(
+                f"the device map {path} can't be read: {why(error)}",
+                hint="name a JSON file that holds a device map",
+            ) from None
         return cls.parse(text, f"the device map {path}")
 
     @property

@@ -49,16 +49,31 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UsageError(f"temperature is {self.temperature}; it must be 0 or more")
-        if not 0 < self.top_p <= 1:
-            raise UsageError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
-        if self.top_k < 0:
-            raise UsageError(f"top_k is {self.top_k}; it must be 0 (no limit) or more")
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise UsageError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise UsageError(f"seed is {self.seed}; it must be from 0 to 2^63 - 1")
+        longest, seed = self.max_new_tokens, self.seed
+        for name, fits, limits, hint in (
+            (
+                "temperature",
+                math.isfinite(self.temperature) and self.temperature >= 0,
+                "it must be 0 or more",
+                "0 takes the likeliest token each time; 0.8 is common",
+            ),
+            ("top_p", 0 < self.top_p <= 1, "it must be above 0 and at most 1", "1 is no limit"),
+            ("top_k", self.top_k >= 0, "it must be 0 or more", "0 is no limit"),
+            (
+                "max_new_tokens",
+                longest is None or longest >= 1,
+                "it must be at least 1",
+                "leave it out for as many as were planned",
+            ),
+            (
+                "seed",
+                seed is None or 0 <= seed < 2**63,
+                "it must be from 0 to 2^63 - 1",
+                "any number in this range does",
+            ),
+        ):
+            if not fits:
+                raise UsageError(f"{name} is {getattr(self, name)}; {limits}", hint=hint)
 
     @property
     def is_greedy(self) -> bool:
