@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 from urllib.parse import quote
+
+from huggingface_hub import HfApi, ModelInfo, constants
 
 from duoka.errors import CheckpointError
 from duoka.files import cache_directory, read_bytes, write_whole
@@ -16,22 +18,11 @@ from duoka.folders import CHAT_TEMPLATES
 from duoka.headers import is_plain_name, parse_json
 
 from .names import COMMIT, HubName, Wanted
-from .places import api_url, endpoint
-from .web import read_small
+from .troubles import ask, breaking, endpoint
 
 _MOST_BYTES = 32 * 2**20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHA1 = re.compile(r"[0-9a-f]{40}")
-
-
-class Digest(Protocol):
-    """What `hashlib` makes."""
-
-    def update(self, data: bytes, /) -> None:
-        """Take more bytes."""
-
-    def hexdigest(self) -> str:
-        """The hash of all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,28 +33,14 @@ class RemoteFile:
     ----------
     name : str
     num_bytes : int
-    sha256 : str or None
-        Of the content, for files in large-file storage.
-    git_sha1 : str or None
-        Git's name of the content, for all others.
+    etag : str
+        What the Hub, and its cache, call the content: its sha256 for files in large-file storage,
+        git's name of it for all others.
     """
 
     name: str
     num_bytes: int
-    sha256: str | None
-    git_sha1: str | None
-
-    @property
-    def etag(self) -> str:
-        """What the Hub, and its cache, call the content."""
-        return self.sha256 or self.git_sha1 or ""
-
-    def digest(self) -> Digest:
-        """A hash to be fed the content; `is_right` takes its result."""
-        if self.sha256 is not None:
-            return hashlib.sha256()
-        # Git's name of a content: not a proof against attackers, but against accidents.
-        return hashlib.sha1(b"blob %d\0" % self.num_bytes, usedforsecurity=False)
+    etag: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,81 +58,70 @@ def ask_listing(name: HubName) -> Listing:
     ------
     CheckpointError
     """
-    wanted = Wanted(name=name)
-    url = api_url(f"models/{name.repo}/revision/{quote(name.revision, safe='')}?blobs=true")
-    content = read_small(url, wanted, most_bytes=_MOST_BYTES)
-    listing = _parse(content, name)
-    if COMMIT.fullmatch(name.revision) and listing.commit != name.revision:
-        raise CheckpointError(f"{endpoint()} tells of commit {listing.commit} instead of {name}")
-    _keep(name.repo, listing)
+    api = HfApi(library_name="duoka")
+
+    def attempt() -> ModelInfo:
+        with breaking():
+            return api.model_info(
+                name.repo,
+                revision=name.revision,
+                files_metadata=True,
+                timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+            )
+
+    told = ask(Wanted(name=name), attempt)
+    siblings = (
+        (each.rfilename, each.size, each.lfs.sha256 if each.lfs else each.blob_id)
+        for each in told.siblings or ()
+    )
+    listing = _listing(told.sha, siblings, name)
+    for revision in {name.revision, listing.commit}:
+        _keep(name.repo, revision, listing)
     return listing
 
 
-def kept_listing(repo: str, commit: str) -> Listing | None:
-    """What was told of a commit before; None if nothing was, or it can't be read."""
-    name = HubName(repo=repo, revision=commit)
+def kept_listing(name: HubName) -> Listing | None:
+    """What was told of a revision before; None if nothing was, or it can't be read."""
+    path = _path(name.repo, name.revision)
     try:
-        listing = _parse(read_bytes(_path(repo, commit), most_bytes=_MOST_BYTES), name)
-    except (OSError, ValueError, CheckpointError):
+        kept = parse_json(read_bytes(path, most_bytes=_MOST_BYTES), str(path))
+        return _listing(kept["commit"], kept["files"], name)
+    except (OSError, ValueError, KeyError, TypeError, CheckpointError):
         return None
-    return listing if listing.commit == commit else None
 
 
-def _path(repo: str, commit: str) -> Any:
-    return cache_directory() / "hub" / repo.replace("/", "--") / f"{commit}.json"
+def _path(repo: str, revision: str) -> Path:
+    names = (quote(part, safe="") for part in (repo, f"{revision}.json"))
+    return cache_directory().joinpath("hub", *names)
 
 
-def _keep(repo: str, listing: Listing) -> None:
-    siblings = [
-        {
-            "rfilename": file.name,
-            "size": file.num_bytes,
-            "blobId": file.git_sha1,
-            "lfs": {"sha256": file.sha256} if file.sha256 else None,
-        }
-        for file in listing.files.values()
-    ]
-    path = _path(repo, listing.commit)
+def _keep(repo: str, revision: str, listing: Listing) -> None:
+    files = [(file.name, file.num_bytes, file.etag) for file in listing.files.values()]
+    path = _path(repo, revision)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps({"sha": listing.commit, "siblings": siblings}))
+        write_whole(path, json.dumps({"commit": listing.commit, "files": files}))
     except OSError:  # asked again next time
         return
 
 
-def _parse(content: bytes, name: HubName) -> Listing:
-    if content.lstrip()[:1] == b"<":
+def _listing(commit: object, files: Iterable[Any], name: HubName) -> Listing:
+    if not (isinstance(commit, str) and COMMIT.fullmatch(commit)):
         raise CheckpointError(
-            f"{endpoint()} answers with a web page instead of data about {name}",
-            hint="is HF_ENDPOINT the address of a Hub, or does a network log-in page answer?",
-        )
-    told = parse_json(content, f"what {endpoint()} tells about {name}")
-    commit, siblings = told.get("sha"), told.get("siblings")
-    if not (isinstance(commit, str) and COMMIT.fullmatch(commit) and isinstance(siblings, list)):
-        raise CheckpointError(
-            f"{endpoint()} tells neither commit nor files of {name}",
+            f"{endpoint()} doesn't tell the commit of {name}",
             hint="is HF_ENDPOINT the address of a Hub?",
         )
-    return Listing(commit=commit, files={file.name: file for file in _files(siblings)})
+    if COMMIT.fullmatch(name.revision) and commit != name.revision:
+        raise CheckpointError(f"{endpoint()} tells of commit {commit} instead of {name}")
+    return Listing(commit=commit, files={file.name: file for file in _files(files)})
 
 
-def _files(siblings: list[object]) -> Iterator[RemoteFile]:
-    """Those files that can belong to a checkpoint; what else there is doesn't matter."""
-    for sibling in siblings:
-        if not isinstance(sibling, dict) or not _is_name(sibling.get("rfilename")):
-            continue
-        lfs = sibling.get("lfs")
-        sha256 = lfs.get("sha256") if isinstance(lfs, dict) else None
-        git_sha1, size = sibling.get("blobId"), sibling.get("size")
-        sha256 = sha256 if isinstance(sha256, str) and _SHA256.fullmatch(sha256) else None
-        git_sha1 = git_sha1 if isinstance(git_sha1, str) and _SHA1.fullmatch(git_sha1) else None
-        if type(size) is int and 0 <= size < 2**63 and (sha256 or git_sha1):
-            yield RemoteFile(
-                name=sibling["rfilename"],
-                num_bytes=size,
-                sha256=sha256,
-                git_sha1=None if sha256 else git_sha1,
-            )
+def _files(files: Iterable[Any]) -> Iterator[RemoteFile]:
+    """Those that can belong to a checkpoint; what else there is doesn't matter."""
+    for file, size, etag in files:
+        known = isinstance(etag, str) and (_SHA256.fullmatch(etag) or _SHA1.fullmatch(etag))
+        if _is_name(file) and type(size) is int and 0 <= size < 2**63 and known:
+            yield RemoteFile(name=file, num_bytes=size, etag=etag)
 
 
 def _is_name(name: object) -> bool:

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import hf_hub_url, is_offline_mode
+from huggingface_hub import (
+    constants,
+    get_session,
+    hf_hub_download,
+    hf_hub_url,
+    is_offline_mode,
+    try_to_load_from_cache,
+)
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    build_hf_headers,
+    hf_raise_for_status,
+    tqdm,
+)
 
 from duoka.errors import CheckpointError, MachineError
 from duoka.files import cache_directory, read_bytes, write_whole
-from duoka.folders import Progress
+from duoka.folders import Progress, is_inside
 from duoka.headers import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
@@ -24,14 +38,10 @@ from duoka.headers import (
 )
 from duoka.units import format_bytes
 
-from .answers import offline
+from .hashes import is_right
 from .listings import Listing, RemoteFile, ask_listing, kept_listing
 from .names import COMMIT, HubName, Wanted
-from .obtaining import obtain
-from .places import raw_endpoint
-from .store import Store
-from .transfers import Moved
-from .web import read_range
+from .troubles import Broken, ask, breaking, endpoint, offline
 
 # Most headers are shorter than this; the rest costs one request more.
 _FIRST_BYTES = 2**16
@@ -46,17 +56,24 @@ def open_snapshot(name: HubName) -> Snapshot:
     CheckpointError
         If there is no such repository or revision, or it can't be asked for.
     """
-    store = Store(name.repo)
     if is_offline_mode():
-        commit = store.commit_of(name.revision)
-        listing = commit and (kept_listing(name.repo, commit) or store.local_listing(commit))
-        if not listing:
-            raise offline(Wanted(name=name))
-        return Snapshot(name.repo, listing)
-    known = COMMIT.fullmatch(name.revision) and kept_listing(name.repo, name.revision)
-    listing = known or ask_listing(name)
-    store.keep_commit(name.revision, listing.commit)
-    return Snapshot(name.repo, listing)
+        return Snapshot(name.repo, kept_listing(name) or _cached_listing(name))
+    known = kept_listing(name) if COMMIT.fullmatch(name.revision) else None
+    return Snapshot(name.repo, known or ask_listing(name))
+
+
+def _cached_listing(name: HubName) -> Listing:
+    """What is in huggingface_hub's cache of a revision, whoever put it there."""
+    config = try_to_load_from_cache(name.repo, "config.json", revision=name.revision)
+    if not isinstance(config, str):
+        raise offline(Wanted(name=name))
+    snapshot = Path(config).parent
+    files = [
+        RemoteFile(name=path.name, num_bytes=path.stat().st_size, etag=path.resolve().name)
+        for path in snapshot.iterdir()
+        if path.is_file()
+    ]
+    return Listing(commit=snapshot.name, files={file.name: file for file in files})
 
 
 class Snapshot:
@@ -71,12 +88,13 @@ class Snapshot:
     def __init__(self, repo: str, listing: Listing) -> None:
         self._name = HubName(repo=repo, revision=listing.commit)
         self._files = listing.files
-        self._store = Store(repo)
+        self._cache = Path(constants.HF_HUB_CACHE).expanduser()
 
     @property
     def path(self) -> Path:
         """The directory in huggingface_hub's cache where fetched files can be seen."""
-        return self._store.snapshot(self._name.revision)
+        repo = "--".join(["models", *self._name.repo.split("/")])
+        return self._cache / repo / "snapshots" / self._name.revision
 
     @property
     def source(self) -> str:
@@ -120,8 +138,7 @@ class Snapshot:
 
     def missing(self, names: Iterable[str]) -> tuple[str, ...]:
         """Which of these files are not on this machine."""
-        commit = self._name.revision
-        return tuple(n for n in names if self._store.find(commit, self._files[n]) is None)
+        return tuple(name for name in names if not self._is_here(name))
 
     def download(self, names: Sequence[str], progress: Progress | None = None) -> None:
         """Make sure that files are here, whole and right.
@@ -147,25 +164,12 @@ class Snapshot:
         total = sum(self.size(name) for name in names)
         done = 0
         for name in names:
-
-            def moved(now: int, before: int = done) -> None:
-                if progress is not None:
-                    progress(before + now, total)
-
-            moved(0)
-            self._obtain(name, moved)
+            if name in absent:
+                self._get(name, partial(_report, progress, done, total))
+            self._verify(name)
             done += self.size(name)
-        if progress is not None:
-            progress(done, total)
-
-    def _obtain(self, name: str, moved: Moved) -> None:
-        try:
-            obtain(self._store, self._wanted(name), self._files[name], moved)
-        except OSError as error:
-            raise MachineError(
-                f"{self._wanted(name)} can't be kept in {self._store.root}: {error.strerror}",
-                hint="HF_HOME names another place for what is downloaded",
-            ) from error
+            if progress is not None:
+                progress(done, total)
 
     def explain(self) -> str:
         """Nothing: what a commit holds never changes."""
@@ -174,13 +178,56 @@ class Snapshot:
     def _wanted(self, name: str) -> Wanted:
         return Wanted(name=self._name, file=name)
 
+    def _is_here(self, name: str) -> bool:
+        """Whether a file is in the cache, has the right length and doesn't lie elsewhere."""
+        path = self.path / name
+        with suppress(OSError):
+            return path.stat().st_size == self.size(name) and is_inside(path, self.path)
+        return False
+
+    def _get(self, name: str, moved: Callable[[int], object]) -> None:
+        self._remove(name)  # something longer or shorter
+        try:
+            ask(
+                self._wanted(name),
+                lambda: hf_hub_download(
+                    self._name.repo,
+                    name,
+                    revision=self._name.revision,
+                    library_name="duoka",
+                    tqdm_class=_counter(moved),
+                ),
+            )
+        except OSError as error:
+            raise MachineError(
+                f"{self._wanted(name)} can't be kept in {self._cache}: {error.strerror}",
+                hint="HF_HOME names another place for what is downloaded",
+            ) from error
+
+    def _verify(self, name: str) -> None:
+        if not self._is_here(name) or not is_right(self.path / name, self._files[name]):
+            self._remove(name)
+            raise CheckpointError(
+                f"{self._wanted(name)} has another content in {self._cache} than {endpoint()} "
+                "tells of; it was removed",
+                hint="run the command again; if it happens again, the file on the Hub is damaged",
+            )
+
+    def _remove(self, name: str) -> None:
+        path = self.path / name
+        blob = path.parents[2 + name.count("/")] / "blobs" / self._files[name].etag
+        for each in (path, blob):
+            with suppress(OSError):
+                each.unlink()
+
     def _refuse_full_disk(self, names: Iterable[str]) -> None:
-        needed = sum(self._store.remaining_bytes(self._files[name]) for name in names)
-        free = self._store.free_bytes()
+        needed = sum(self.size(name) for name in names)
+        place = next(each for each in (self._cache, *self._cache.parents) if each.exists())
+        free = shutil.disk_usage(place).free
         if needed > free:
             raise MachineError(
                 f"{self.source} needs {format_bytes(needed)} more on the disk, and "
-                f"{self._store.root.parent} has {format_bytes(free)} free",
+                f"{self._cache} has {format_bytes(free)} free",
                 hint="free some, or let HF_HOME name a place on another disk",
             )
 
@@ -188,9 +235,8 @@ class Snapshot:
 
     def _header(self, name: str) -> dict[str, TensorInfo]:
         file, path = self._files[name], self.path / name
-        here = self._store.find(self._name.revision, file)
-        if here is not None:
-            return _at(path, read_header(here))
+        if self._is_here(name):
+            return read_header(path)
         kept = cache_directory() / "headers" / f"{file.etag}-{file.num_bytes}"
         with suppress(OSError, ValueError, CheckpointError):
             return self._parse(file, read_bytes(kept, most_bytes=MAX_HEADER_BYTES))
@@ -209,16 +255,77 @@ class Snapshot:
         wanted, size = self._wanted(file.name), file.num_bytes
         if is_offline_mode():
             raise offline(wanted)
-        url = hf_hub_url(
-            self._name.repo, file.name, revision=self._name.revision, endpoint=raw_endpoint()
-        )
-        start = read_range(url, wanted, 0, min(_FIRST_BYTES, size), size) if size else b""
+        start = self._ask_range(file, 0, min(_FIRST_BYTES, size)) if size else b""
         stop = LENGTH_BYTES + header_length(start[:LENGTH_BYTES], size, str(wanted))
         if stop > len(start):
-            start += read_range(url, wanted, len(start), stop, size)
+            start += self._ask_range(file, len(start), stop)
         return start[LENGTH_BYTES:stop]
 
+    def _ask_range(self, file: RemoteFile, start: int, stop: int) -> bytes:
+        """Some bytes of a file, and no more, whatever the server sends."""
+        repo, commit = self._name.repo, self._name.revision
+        headers = {
+            **build_hf_headers(library_name="duoka"),
+            "Range": f"bytes={start}-{stop - 1}",
+            "Accept-Encoding": "identity",
+        }
+        content = bytearray()
 
-def _at(path: Path, tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The same tensors in a file that shows the same content under another name."""
-    return {name: replace(tensor, file=path) for name, tensor in tensors.items()}
+        def attempt() -> bytes:
+            content.clear()
+            with (
+                breaking(),
+                get_session().stream(
+                    "GET",
+                    hf_hub_url(repo, file.name, revision=commit),
+                    headers=headers,
+                    timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+                ) as response,
+            ):
+                hf_raise_for_status(response)
+                first = self._first_byte(response, file)
+                if first not in (0, start):
+                    raise ValueError("another part than was asked for")
+                for chunk in response.iter_bytes(_FIRST_BYTES):
+                    content.extend(chunk)
+                    if first + len(content) >= stop:
+                        return bytes(content[start - first : stop - first])
+            raise Broken
+
+        return ask(self._wanted(file.name), attempt)
+
+    def _first_byte(self, response: Any, file: RemoteFile) -> int:
+        """Where in a file an answer begins: 0 where a server doesn't send parts."""
+        if response.status_code != 206:
+            length = response.headers.get("content-length", str(file.num_bytes))
+            first, size = "0", length
+        else:
+            first, _, size = response.headers["content-range"].removeprefix("bytes ").partition("/")
+            first = first.partition("-")[0]
+        if int(size) != file.num_bytes:
+            raise CheckpointError(
+                f"{endpoint()} sends {self._wanted(file.name)} with {int(size)} bytes, and told "
+                f"of {file.num_bytes}",
+                hint="the repository may have changed, or a proxy is in between: try again",
+            )
+        return int(first)
+
+
+def _report(progress: Progress | None, before: int, total: int, now: int) -> None:
+    if progress is not None:
+        progress(before + now, total)
+
+
+def _counter(moved: Callable[[int], object]) -> type:
+    """What huggingface_hub takes for a progress bar; it draws nothing."""
+
+    class Counter(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self.num_bytes = int(options.get("initial") or 0)
+            super().__init__(*args, **{**options, "disable": True})  # type: ignore[no-untyped-call]
+
+        def update(self, num_bytes: float | None = 1) -> None:
+            self.num_bytes += int(num_bytes or 0)
+            moved(self.num_bytes)
+
+    return Counter
