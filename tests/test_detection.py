@@ -191,6 +191,13 @@ def test_memory_that_isnt_told(monkeypatch: pytest.MonkeyPatch) -> None:
     refused(None, "no GPU can be used")
 
 
+def test_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = replay(monkeypatch, "fastest-first", visible=[])
+    recording.data["devices"] = []
+    assert refused(None, "no GPU can be used") == "this machine has\n  no GPU"
+    refused("0", "there is no GPU 0")
+
+
 def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     replay(monkeypatch, "no-driver")
     for which in (None, "2,3"):
