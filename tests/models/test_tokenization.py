@@ -253,3 +253,17 @@ def test_any_sentencepiece_byte_pair_encoding(tmp_path: Path, options: dict[str,
     assert special_id(tokenizer, "[gMASK]") == 401
     for text in ("two cards", "  two   cards ", "ﬁ ½ 两张卡 好", "a<tool>b", "😀 x"):
         assert plain(tokenizer, text) == slow.encode(text), text
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json", "tokenizer.json"])
+def test_files_that_are_far_too_large(name: str, tmp_path: Path) -> None:
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(2**30)
+    with pytest.raises(CheckpointError, match="at most .* are read"):
+        load_tokenizer(tmp_path, {"model_type": "llama"})
+
+
+def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
+    for directory in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(CheckpointError, match="holds no tokenizer"):
+            load_tokenizer(directory, {"model_type": "llama"})

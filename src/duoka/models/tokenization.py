@@ -9,6 +9,7 @@ and passes no foreign text, asks for ``split_special_tokens=False``.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from duoka.errors import CheckpointError
+from duoka.units import format_bytes
 
 from .vocabularies import PieceKind, SentencePieceModel, read_vocabulary
 
@@ -37,6 +39,15 @@ _GLM4_PATTERN = (
 )
 
 
+_HINT = "its tokenizer.json or tokenizer.model belongs into the same directory"
+_NAMED = re.compile(r"token|vocab|sentencepiece|spiece|merges|tekken")
+_MOST_BYTES = (
+    (re.compile(r"\.jinja$|^chat_template"), 2**20),
+    (re.compile(r"^(tokenizer_config|special_tokens_map|added_tokens)\.json$"), 2**26),
+    (_NAMED, 2**29),
+)
+
+
 def load_tokenizer(directory: Path, config: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     """Load the tokenizer that a checkpoint's directory holds. No code from there is run.
 
@@ -52,6 +63,7 @@ def load_tokenizer(directory: Path, config: Mapping[str, Any]) -> PreTrainedToke
     CheckpointError
         If there is none, or its files are damaged.
     """
+    _look_at_files(directory)
     vocabulary = directory / "tokenizer.model"
     if config.get("model_type") == "chatglm" and vocabulary.is_file():
         return _chatglm_tokenizer(vocabulary, config)
@@ -62,9 +74,22 @@ def load_tokenizer(directory: Path, config: Mapping[str, Any]) -> PreTrainedToke
     except Exception as error:
         raise CheckpointError(
             f"no tokenizer could be loaded from {directory}: {error}",
-            hint="its tokenizer.json or tokenizer.model belongs into the same directory",
+            hint=_HINT,
         ) from error
     return loaded
+
+
+def _look_at_files(directory: Path) -> None:
+    """Refuse a directory without a tokenizer, and files that are far larger than any published."""
+    files = directory.iterdir() if directory.is_dir() else ()
+    sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
+    if not any(_NAMED.search(name) for name in sizes):
+        raise CheckpointError(f"{directory} holds no tokenizer", hint=_HINT)
+    for name, size in sizes.items():
+        most = next((most for pattern, most in _MOST_BYTES if pattern.search(name)), size)
+        if size > most:
+            got, limit = format_bytes(size), format_bytes(most)
+            raise CheckpointError(f"{directory / name} has {got}; at most {limit} are read")
 
 
 def special_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:

@@ -1,0 +1,49 @@
+"""Every wrong input that ``docs/errors.md`` lists is answered with just what it says there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from duoka.cli.failures import DEFECT
+
+from .wrong_inputs import Row, look, prepare, rows
+
+
+@pytest.fixture(scope="module", autouse=True)
+def place(
+    tiny: Path, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    here = tmp_path_factory.mktemp("wrong")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(here)
+        patch.setattr(os, "environ", {**environment, "HF_HUB_OFFLINE": "1"})
+        shutil.copytree(tiny, "tiny")
+        prepare()
+        yield
+
+
+def without_versions(row: Row) -> Row:
+    return replace(row, message=re.sub(r"(transformers) [\w.]+", r"\1 …", row.message))
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.command)
+def test_what_the_user_sees(row: Row) -> None:
+    seen, printed = look(row.command)
+    assert without_versions(seen) == without_versions(row)
+    assert "Traceback" not in printed
+    assert row.message
+    assert 0 < row.code < DEFECT
+
+
+def test_there_are_enough_of_them() -> None:
+    listed = rows()
+    assert len(listed) >= 30
+    assert {row.command.split()[1] for row in listed} >= {"plan", "generate", "chat", "demo"}
+    assert sum(bool(row.hint) for row in listed) >= len(listed) - 5
