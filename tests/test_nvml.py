@@ -76,6 +76,17 @@ def test_a_link_of_an_unknown_version_has_no_speed(monkeypatch: pytest.MonkeyPat
     assert nvml.read().gpus[0].peers[0].bytes_per_second is None
 
 
+def test_links_that_sleep_or_lead_somewhere_unknown_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = replay(monkeypatch, "eight-3090")
+    before = nvml.read().gpus[0].peers
+    for link in recording.data["devices"][0]["nvlinks"]:
+        link["nvmlDeviceGetNvLinkState"] = 2
+        link["nvmlDeviceGetNvLinkRemoteDeviceType"] = pynvml.NVML_NVLINK_DEVICE_TYPE_UNKNOWN
+    assert nvml.read().gpus[0].peers == before
+    recording.data["devices"][0]["nvlinks"][0]["nvmlDeviceGetNvLinkState"] = 0
+    assert nvml.read().gpus[0].peers[0].num_links == 3
+
+
 def test_links_to_other_things_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = replay(monkeypatch, "eight-3090")
     for link in recording.data["devices"][0]["nvlinks"]:

@@ -23,7 +23,9 @@ _MAX_NAME = 60
 _PEER_KINDS: dict[int | None, Literal["gpu", "switch"]] = {
     pynvml.NVML_NVLINK_DEVICE_TYPE_GPU: "gpu",
     pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH: "switch",
-    None: "gpu",  # drivers before 470 don't say; its address tells whether it is one
+    # Where a driver doesn't say, the address tells whether it is one.
+    pynvml.NVML_NVLINK_DEVICE_TYPE_UNKNOWN: "gpu",
+    None: "gpu",
 }
 # Bytes per second of one link in one direction, by NVML's number of the version: NVIDIA's
 # whitepapers on Pascal (1.0), Volta (2.0), Turing (2.2), Ampere (3.0; 3.1 on GA102, from
@@ -313,7 +315,7 @@ def _peers(handle: Any) -> tuple[Peer, ...]:
     common = _link_speed(handle)
     found: dict[tuple[Literal["gpu", "switch"], str], list[float | None]] = {}
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
-        if _ask(pynvml.nvmlDeviceGetNvLinkState, handle, link) != pynvml.NVML_FEATURE_ENABLED:
+        if not _ask(pynvml.nvmlDeviceGetNvLinkState, handle, link):  # a link that sleeps counts
             continue
         kind = _PEER_KINDS.get(_ask(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link))
         if kind is None:
