@@ -69,13 +69,10 @@ def read(text: str) -> Found:
     detected = [entry for entry in entries if is_detected(entry) or entry.lower() == _ALL]
     if not detected:
         return _declared(entries, "vgpu" if is_virtual else "cuda", text)
-    if is_virtual or len(detected) < len(entries) or (len(entries) > 1 and _ALL in _lower(entries)):
+    everything = [entry.lower() for entry in entries] == [_ALL]
+    if is_virtual or not (everything or all(map(is_detected, entries))):
         raise _mixture(text, detected, is_virtual=is_virtual)
-    return detect(None if len(entries) == 1 and _ALL in _lower(entries) else ",".join(entries))
-
-
-def _lower(entries: list[str]) -> list[str]:
-    return [entry.lower() for entry in entries]
+    return detect(None if everything else ",".join(entries))
 
 
 def _entries(body: str) -> Iterator[str]:
@@ -94,7 +91,7 @@ def _mixture(text: str, detected: list[str], *, is_virtual: bool) -> UsageError:
             f"{_short(text)} takes {first!r} for a virtual GPU: that is one of this machine",
             hint='a virtual GPU is a budget or a card: "virtual:2x24GiB", "virtual:2xRTX4090"',
         )
-    if first.lower() == _ALL or _ALL in _lower(detected):
+    if _ALL in [entry.lower() for entry in detected]:
         return UsageError(f'{_short(text)}: "all" stands alone', hint=FORMS)
     return UsageError(
         f"{_short(text)} mixes GPUs of this machine ({first!r}) with declared ones",
