@@ -80,8 +80,10 @@ class HubServer:
         self._line: list[tuple[str, Misbehaviour]] = []
         self._lock = threading.Lock()
         self._servers = [_Server(self, handler) for handler in (_Hub, _Storage)]
+        # Two hosts, as the Hub's and its storage's are.
         self.url, self.storage_url = (
-            f"http://127.0.0.1:{server.server_port}" for server in self._servers
+            f"http://{host}:{server.server_port}"
+            for host, server in zip(("127.0.0.1", "localhost"), self._servers, strict=True)
         )
 
     def next(self, place: str, *misbehaviours: Misbehaviour) -> None:

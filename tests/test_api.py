@@ -438,9 +438,11 @@ def test_a_loaded_plan_runs_remote_code_only_when_asked_for(
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     save_file(state, remote / "model.safetensors")
     trusted = Checkpoint.open(remote, trust_remote_code=True)
-    assert trusted.fingerprint == Checkpoint.open(remote).fingerprint
     plan = duoka.plan(trusted, TWO, LOAD)
-    with pytest.raises(duoka.errors.ModelError, match="pebble"):
+    with pytest.raises(duoka.errors.ModelError, match="that code may not run"):
         duoka.load(plan)
     loaded = duoka.load(plan, trust_remote_code=True)
     assert type(loaded).__name__ == "PebbleForCausalLM"
+    (remote / "pebble.py").write_text(_REMOTE + "# changed\n")
+    with pytest.raises(duoka.errors.FormatError, match="another checkpoint"):
+        duoka.load(plan, trust_remote_code=True)

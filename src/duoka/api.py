@@ -17,7 +17,7 @@ from . import checker, devices, loader, models, profiles
 from .checkpoint import Checkpoint
 from .dispatching import dispatch as spread
 from .dispatching import undispatch
-from .errors import CheckpointError, UsageError
+from .errors import CheckpointError, ModelError, UsageError
 from .fleet import Fleet
 from .given import answer
 from .host import fleet_for
@@ -53,9 +53,10 @@ def plan(
 
     Parameters
     ----------
-    model : path, Checkpoint or torch.nn.Module
-        A directory with a published checkpoint, a model of transformers, or any module together
-        with example `inputs`. Model code that comes with a checkpoint runs only when this is
+    model : path, str, Checkpoint or torch.nn.Module
+        A directory with a published checkpoint, a model's name on the Hub ("org/name"), a model
+        of transformers, or any module together with example `inputs`. Model code that comes
+        with a checkpoint runs only when this is
         ``Checkpoint.open(path, trust_remote_code=True)``.
     fleet : Fleet or str
         The devices that may be used; a text is read by `Fleet.parse`.
@@ -127,7 +128,7 @@ def plan_checkpoint(checkpoint: Checkpoint, question: Question) -> Plan:
     """Answer a question about a checkpoint; it is traced where the cache has no profile."""
     workload = profiles.workload_for(checkpoint, question.workload)
     profile = profile_checkpoint(checkpoint, workload)
-    return answer(profile, replace(question, workload=workload), source=str(checkpoint.path))
+    return answer(profile, replace(question, workload=workload), source=checkpoint.source)
 
 
 def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
@@ -172,14 +173,24 @@ def _trace(
         return trace_workload(build(), subject, list(with_chunks(workload))), False
 
 
-def load(plan: Plan, *, progress: Progress | None = None, trust_remote_code: bool = False) -> Any:
+def load(
+    plan: Plan,
+    *,
+    progress: Progress | None = None,
+    download_progress: Progress | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
     """Prove a plan, then load the model onto its devices.
+
+    What a model from the Hub lacks on this machine is downloaded in between.
 
     Parameters
     ----------
     plan : Plan
     progress : callable, optional
         Called with (bytes done, bytes in all) while the weights are read.
+    download_progress : callable, optional
+        The same, while files are downloaded.
     trust_remote_code : bool
         Run model code that comes with the checkpoint.
 
@@ -196,6 +207,8 @@ def load(plan: Plan, *, progress: Progress | None = None, trust_remote_code: boo
         If the plan was made for another checkpoint.
     FleetError
         If a GPU of the plan is gone, or has less free memory now than the plan needs.
+    CheckpointError
+        If a file can't be had from the Hub, or isn't what it should be.
     LoadError
         If what is in the files isn't what the model expects; nothing stays loaded then.
     """
@@ -210,13 +223,29 @@ def load(plan: Plan, *, progress: Progress | None = None, trust_remote_code: boo
             f"{plan.source} has no weights to load",
             hint="plan for a directory that holds the weight files",
         )
+    _refuse_untrusted(plan, checkpoint)
     plan.refuse_other(checkpoint.fingerprint, plan.source)
     plan = plan.here()
     devices.materialise(plan.fleet)
     checker.prove(plan, _build(checkpoint, plan.workload.dtype))
+    checkpoint = checkpoint.fetch(download_progress)
+    plan.refuse_other(checkpoint.fingerprint, plan.source)
     model = _build(checkpoint, plan.workload.dtype)
     loader.load_weights(model, checkpoint, plan.placement, progress=progress)
     return spread(model, plan.placement)
+
+
+def _refuse_untrusted(plan: Plan, checkpoint: Checkpoint) -> None:
+    """Say so when a plan differs in one thing: that the checkpoint's own code may run."""
+    if plan.fingerprint == checkpoint.fingerprint or checkpoint.trust_remote_code:
+        return
+    trusted = Checkpoint.open(plan.source, trust_remote_code=True)
+    if plan.fingerprint == trusted.fingerprint:
+        raise ModelError(
+            f"the plan was made with the model code that comes with {plan.source}, "
+            "and that code may not run",
+            hint="it runs only with --trust-remote-code (trust_remote_code=True)",
+        )
 
 
 def dispatch(model: Model, placement: Placement | Plan | Mapping[str, str]) -> Model:
@@ -272,9 +301,5 @@ def without_data(model: nn.Module) -> nn.Module:
 
 
 def _build(checkpoint: Checkpoint, dtype: Dtype) -> PreTrainedModel:
-    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    return models.build(
-        checkpoint.config,
-        dtype=getattr(torch, dtype),
-        trust_remote_code=folder if checkpoint.trust_remote_code else None,
-    )
+    with checkpoint.code_directory() as code:
+        return models.build(checkpoint.config, dtype=getattr(torch, dtype), trust_remote_code=code)

@@ -191,6 +191,12 @@ class Checkpoint:
         )
 
     @property
+    def name(self) -> str:
+        """How people call it: the directory's name, or "org/name"."""
+        remote = self.source != str(self.path)
+        return self.source.partition("@")[0] if remote else self.path.name
+
+    @property
     def has_weights(self) -> bool:
         """Whether there are weights; those on the Hub need not be here yet."""
         return self.format != "none"

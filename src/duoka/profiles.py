@@ -15,7 +15,7 @@ from typing import cast
 
 from .checkpoint import Checkpoint
 from .errors import FormatError, UsageError
-from .files import cache_directory, write_whole
+from .files import cache_directory, read_text, write_whole
 from .given import answer
 from .planner import Question, check_context
 from .plans import Plan
@@ -24,6 +24,7 @@ from .serial import from_dict, parse_json_object, to_dict
 from .workload import Dtype, Workload
 
 _VERSION = 4
+_MOST_BYTES = 2**30
 _PACKAGES = ("torch", "transformers", "duoka")
 
 
@@ -39,7 +40,7 @@ def plan_from_cache(checkpoint: Checkpoint, question: Question) -> Plan | None:
     profile = find_profile(checkpoint.fingerprint, workload)
     if profile is None:
         return None
-    return answer(profile, replace(question, workload=workload), source=str(checkpoint.path))
+    return answer(profile, replace(question, workload=workload), source=checkpoint.source)
 
 
 def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
@@ -50,7 +51,7 @@ def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
     UsageError
         If the model wasn't made for such a context: said before anything is traced.
     """
-    check_context(workload, checkpoint.max_context_tokens, checkpoint.path.name)
+    check_context(workload, checkpoint.max_context_tokens, checkpoint.name)
     if checkpoint.config.get("is_encoder_decoder", False):
         workload = whole_prompt(workload)
     return workload.resolved(dtype=cast(Dtype, checkpoint.default_dtype or "float32"))
@@ -85,9 +86,12 @@ def find_profile(fingerprint: str, workload: Workload) -> Profile | None:
     """
     for key in (_key(fingerprint, workload.dtype), _key(fingerprint, workload.dtype, workload)):
         try:
-            text = _path(key).read_text(encoding="utf-8")
-            return from_dict(Profile, parse_json_object(text, "the profile"))
-        except (OSError, UnicodeDecodeError, FormatError):
+            text = read_text(_path(key), most_bytes=_MOST_BYTES)
+            digest, _, told = text.partition("\n")
+            # A number that a bad disk changed is as good a number as any other.
+            if digest == _digest(told):
+                return from_dict(Profile, parse_json_object(told, "the profile"))
+        except (OSError, ValueError, FormatError):
             continue
     return None
 
@@ -97,7 +101,8 @@ def keep_profile(profile: Profile, workload: Workload | None) -> None:
     path = _path(_key(profile.fingerprint, profile.dtype, workload))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(to_dict(profile)))
+        told = json.dumps(to_dict(profile))
+        write_whole(path, f"{_digest(told)}\n{told}")
     except OSError:
         return
 
@@ -112,6 +117,10 @@ def _key(fingerprint: str, dtype: str, workload: Workload | None = None) -> str:
         **{name: _version(name) for name in _PACKAGES},
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def _path(key: str) -> Path:

@@ -39,6 +39,7 @@ def chat(
     top_k: options.TopK = None,
     seed: options.Seed = None,
     system: options.System = None,
+    revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
     debug: options.Debug = False,
 ) -> None:
@@ -51,6 +52,7 @@ def chat(
     [bold]duoka chat[/] --plan chatglm3.plan --system "Answer in one sentence."
     """
     options.refuse_damaged(system or "")
+    chosen = planning.chosen(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     wishes = planning.Wishes(
         gpus=gpus,
         context=context,
@@ -62,11 +64,10 @@ def chat(
         use_all=use_all,
         device_map=device_map,
     )
-    made = planning.make_plan(
-        model, plan_file, wishes, replan=replan, trust_remote_code=trust_remote_code
-    )
+    asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code)
+    made = planning.make_plan(model, plan_file, wishes, replan=replan, asked=asked)
     generator = planning.load_generator(made, trust_remote_code=trust_remote_code)
-    sampling = planning.sampling(made, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    sampling = planning.sampling(made, chosen)
     from duoka.runtime import Conversation
 
     _talk(Conversation(generator, sampling, system=system))

@@ -13,6 +13,7 @@ import typer
 
 import duoka
 from duoka.errors import UsageError
+from duoka.files import why
 
 from . import options, planning
 from .terminal import answer
@@ -57,6 +58,7 @@ def generate(
     seed: options.Seed = None,
     system: options.System = None,
     json: Annotated[bool, typer.Option("--json", help="Print the answers as JSON.")] = False,
+    revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
     debug: options.Debug = False,
 ) -> None:
@@ -68,7 +70,9 @@ def generate(
 
     cat question.txt | [bold]duoka generate[/] ./chatglm3-6b --prompt - --temperature 0.8
     """
+    options.refuse_damaged(system or "")
     questions = _questions(prompt or [], prompt_file or [])
+    chosen = planning.chosen(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     wishes = planning.Wishes(
         gpus=gpus,
         context=context,
@@ -80,11 +84,10 @@ def generate(
         use_all=use_all,
         device_map=device_map,
     )
-    made = planning.make_plan(
-        model, plan_file, wishes, replan=replan, trust_remote_code=trust_remote_code
-    )
+    asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code)
+    made = planning.make_plan(model, plan_file, wishes, replan=replan, asked=asked)
     generator = planning.load_generator(made, trust_remote_code=trust_remote_code)
-    sampling = planning.sampling(made, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    sampling = planning.sampling(made, chosen)
     prompts = [_prompt(generator, question, raw=raw, system=system) for question in questions]
     if json:
         answers = _answer(generator, prompts, sampling)
@@ -105,7 +108,10 @@ def _questions(prompts: Sequence[str], files: Sequence[Path]) -> list[str]:
         try:
             texts.append(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"the prompt file {file} can't be read: {error}") from error
+            raise UsageError(
+                f"the prompt file {file} can't be read: {why(error)}",
+                hint="name a text file in UTF-8",
+            ) from error
     for text in texts:
         options.refuse_damaged(text)
     if not texts:

@@ -77,7 +77,16 @@ Model = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="Directory of a checkpoint (config.json, weights), or a config.json to plan for.",
+        help="Directory of a checkpoint (config.json, weights), a config.json to plan for, or a "
+        'model on the Hub, as "org/name" or "org/name@revision".',
+        show_default=False,
+    ),
+]
+Revision = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help='Branch, tag or commit of a model on the Hub. By default "main".',
         show_default=False,
     ),
 ]

@@ -42,6 +42,7 @@ def plan(
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
     debug: options.Debug = False,
 ) -> None:
@@ -66,10 +67,9 @@ def plan(
     )
     outputs.check(save, "the plan")
     outputs.check(save_device_map, "the device map")
+    asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code)
     try:
-        made = planning.make_plan(
-            model, plan_file, wishes, replan=replan, trust_remote_code=trust_remote_code
-        )
+        made = planning.make_plan(model, plan_file, wishes, replan=replan, asked=asked)
     except PlacementError as error:
         if json:
             typer.echo(_faults(error.faults))

@@ -18,7 +18,7 @@ from duoka.profiles import plan_from_cache
 
 from . import outputs
 from .options import parse_chunk, parse_tokens
-from .terminal import loading, stderr
+from .terminal import progress_bars, stderr
 
 if TYPE_CHECKING:
     from duoka.runtime import Generator, Sampling
@@ -62,26 +62,39 @@ class Wishes:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Which checkpoint a person means, besides its name, and what it may do."""
+
+    revision: str | None
+    trust_remote_code: bool
+
+
 def make_plan(
     model: str | None,
     plan_file: Path | None,
     wishes: Wishes,
     *,
     replan: bool,
-    trust_remote_code: bool,
+    asked: Asked,
 ) -> duoka.Plan:
     """Take the saved plan, or make one."""
+    if model is None and asked.revision is not None:
+        raise UsageError(
+            "--revision is for a model on the Hub, and no model was given",
+            hint="name the model; a plan keeps its own revision",
+        )
     if plan_file is not None:
         wishes.refuse_any()
         saved = duoka.Plan.load(plan_file)
-        if model is None and not replan:
+        if model is None and not replan and not asked.trust_remote_code:
             return saved  # to look at it, neither the checkpoint nor the GPUs need be here
-        checkpoint = _checkpoint(model or saved.source, trust_remote_code=trust_remote_code)
+        checkpoint = _checkpoint(model or saved.source, asked)
         return _replan(saved, checkpoint, plan_file) if replan else _reuse(saved, checkpoint)
     if replan:
         raise UsageError("--replan is for a saved plan", hint="name it with --plan FILE")
     device_map = None if wishes.device_map is None else DeviceMap.load(wishes.device_map)
-    checkpoint = _checkpoint(model, trust_remote_code=trust_remote_code)
+    checkpoint = _checkpoint(model, asked)
     question = Question(
         fleet=fleet_for(_fleet(wishes.gpus), device_map),
         workload=_workload(checkpoint, wishes),
@@ -98,24 +111,52 @@ def load_generator(plan: duoka.Plan, *, trust_remote_code: bool) -> Generator:
     from duoka.runtime import Generator
 
     stderr().print(f"{plan.model} on {', '.join(plan.devices)}")
-    with loading() as progress:
-        model: Any = duoka.load(plan, progress=progress, trust_remote_code=trust_remote_code)
+    with progress_bars() as bar:
+        model: Any = duoka.load(
+            plan,
+            progress=bar("loading"),
+            download_progress=bar("downloading"),
+            trust_remote_code=trust_remote_code,
+        )
     return Generator.of(model, duoka.Checkpoint.open(plan.source), plan.workload)
 
 
-def sampling(plan: duoka.Plan, **chosen: float | None) -> Sampling:
+def chosen(**values: float | None) -> dict[str, Any]:
+    """What a person chose of how tokens are chosen; refused here if it makes no sense."""
+    from duoka.runtime import Sampling
+
+    given = {name: value for name, value in values.items() if value is not None}
+    Sampling(**given)  # type: ignore[arg-type]
+    return given
+
+
+def sampling(plan: duoka.Plan, chosen: dict[str, Any]) -> Sampling:
     """How tokens are chosen: as the person said, else as the checkpoint recommends."""
     from duoka.runtime import Sampling
 
     return Sampling.recommended(duoka.Checkpoint.open(plan.source).generation_config, **chosen)
 
 
-def _checkpoint(model: str | None, *, trust_remote_code: bool) -> duoka.Checkpoint:
+def _checkpoint(model: str | None, asked: Asked) -> duoka.Checkpoint:
     if not model:
         raise UsageError(
             "no model was given", hint="name the directory of a checkpoint, or a --plan"
         )
-    return duoka.Checkpoint.open(model, trust_remote_code=trust_remote_code)
+    checkpoint = duoka.Checkpoint.open(
+        model, revision=asked.revision, trust_remote_code=asked.trust_remote_code
+    )
+    _show_code(checkpoint)
+    return checkpoint
+
+
+def _show_code(checkpoint: duoka.Checkpoint) -> None:
+    """Say what may run, before it does; a plan made with it holds for this code alone."""
+    if not checkpoint.remote_code:
+        return
+    console = stderr()
+    console.print(f"code that comes with {checkpoint.source} may run:", markup=False)
+    for name, sha256 in checkpoint.remote_code:
+        console.print(f"  {name}  sha256 {sha256}", markup=False, soft_wrap=True)
 
 
 def _answer(checkpoint: duoka.Checkpoint, question: Question) -> duoka.Plan:
@@ -129,8 +170,8 @@ def _answer(checkpoint: duoka.Checkpoint, question: Question) -> duoka.Plan:
 
 
 def _reuse(plan: duoka.Plan, checkpoint: duoka.Checkpoint) -> duoka.Plan:
-    plan.refuse_other(checkpoint.fingerprint, str(checkpoint.path))
-    return replace(plan, source=str(checkpoint.path))
+    plan.refuse_other(checkpoint.fingerprint, checkpoint.source)
+    return replace(plan, source=checkpoint.source)
 
 
 def _replan(plan: duoka.Plan, checkpoint: duoka.Checkpoint, file: Path) -> duoka.Plan:

@@ -69,10 +69,14 @@ def stderr() -> Console:
 
 
 @contextmanager
-def loading() -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar, on a terminal only, and give what it is driven by: (done, total)."""
+def progress_bars() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
+    """Show progress bars, on a terminal only.
+
+    What is given makes a bar by its label; the bar is driven by (done, total), and is seen from
+    the first time on.
+    """
     columns = (
-        TextColumn("loading"),
+        TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
@@ -82,5 +86,13 @@ def loading() -> Iterator[Callable[[int, int], None]]:
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as progress:
-        task = progress.add_task("loading", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+        def bar(label: str) -> Callable[[int, int], None]:
+            task = progress.add_task(label, total=None, visible=False)
+
+            def drive(done: int, total: int) -> None:
+                progress.update(task, completed=done, total=total, visible=True)
+
+            return drive
+
+        yield bar

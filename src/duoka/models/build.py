@@ -33,6 +33,9 @@ _CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
 _ENCODER_DECODER = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 _IMAGE = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 _REMOTE_CLASSES = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel")
+_MODEL_TYPE = re.compile(r"[\w.+-]{1,100}", re.ASCII)
+# "file.Class"; transformers would fetch "org/name--file.Class" from another repository and run it.
+_REFERENCE = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*", re.ASCII)
 _FREQUENCIES = re.compile(r"(^|[._])inv_freq$")
 
 
@@ -85,7 +88,8 @@ def build(
             _replace_buffers(model, _frequencies(construct(partial(make, torch.float32))))
     except Exception as error:
         raise ModelError(
-            f"{model_class.__name__} could not be built from its configuration: {error}"
+            f"{model_class.__name__} could not be built from its configuration: {error}",
+            hint="compare config.json with the published one",
         ) from error
     _keep_in_32_bit(model, chosen)
     model.tie_weights()
@@ -105,8 +109,10 @@ def resolve(
     """
     chatglm.register()
     model_type = config.get("model_type")
-    if not isinstance(model_type, str):
-        raise ModelError(f"the configuration's model_type is {model_type!r}, not a name")
+    if not isinstance(model_type, str) or not _MODEL_TYPE.fullmatch(model_type):
+        raise ModelError(
+            f"the configuration's model_type is {str(model_type)[:60]!a}, which is no name"
+        )
     if "quantization_config" in config:
         raise ModelError("quantized checkpoints are not supported", hint="use the 16-bit weights")
     if model_type in CONFIG_MAPPING:
@@ -193,15 +199,24 @@ def _remote(
     config: Mapping[str, Any], directory: Path
 ) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """Load configuration and model class from the code in the checkpoint's directory."""
-    references = config.get("auto_map", {})
+    found = config.get("auto_map")
+    references = found if isinstance(found, dict) else {}
     wanted = next((references[name] for name in _REMOTE_CLASSES if name in references), None)
-    if wanted is None or "AutoConfig" not in references:
+    stated = references.get("AutoConfig")
+    if not isinstance(wanted, str) or not isinstance(stated, str):
         raise ModelError(
             f"model_type {config.get('model_type')!r} is unknown, and the checkpoint's auto_map "
             "names no code for its configuration and model"
         )
+    for reference in (stated, wanted):
+        if not _REFERENCE.fullmatch(reference):
+            raise ModelError(
+                f"the checkpoint's auto_map asks for {reference[:200]!a}, which is no code of its "
+                "own; code from elsewhere is not run",
+                hint="use the repository that holds the code, or put its files into this one",
+            )
     try:
-        config_class = get_class_from_dynamic_module(references["AutoConfig"], str(directory))
+        config_class = get_class_from_dynamic_module(stated, str(directory))
         model_class = get_class_from_dynamic_module(wanted, str(directory))
     except Exception as error:
         raise ModelError(f"the checkpoint's own code could not be loaded: {error}") from error

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import hub_server
+import pytest
+from hub_server import COMMIT, HubServer
+
+from duoka.checkpoint import Checkpoint
+
+from .conftest import (
+    CONFIG,
+    NAME,
+    TOKEN,
+    fetch_it,
+    is_right,
+    open_it,
+    refused,
+)
+
+# ── who may ask ──
+
+LOG_IN = "log in (`hf auth login`), or set HF_TOKEN"
+
+
+def test_no_such_repository(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_other() -> Checkpoint:
+        return Checkpoint.open("org/modle")
+
+    message = f"{hub.url} has no such repository: org/modle"
+    hint = "check the spelling, or give the path of a local directory"
+    assert refused(open_other) == (message, f"{hint}; if it is private, log in: hf auth login")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert refused(open_other) == (message, hint)
+
+
+def test_a_private_repository(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.repos[NAME].private = True
+    assert "has no such repository: org/model" in refused(open_it)[0]
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert is_right(fetch_it())
+
+
+def test_a_wrong_token(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_badtoken00000")
+    assert refused(open_it) == (
+        f"{hub.url} doesn't accept the token: it is wrong, or has expired; it was about org/model",
+        "log in again (`hf auth login`), or correct or unset HF_TOKEN",
+    )
+
+
+def test_a_token_is_wanted(hub: HubServer) -> None:
+    hub.next("api", hub_server.status(401))
+    message = f"{hub.url} wants to know who asks for org/model, and there is no token"
+    assert refused(open_it) == (message, LOG_IN)
+
+
+def test_a_token_without_the_permission(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.next("config.json", hub_server.status(403))
+    assert refused(open_it) == (
+        f"{hub.url} doesn't let this token read config.json of {NAME}@{COMMIT}",
+        "the token needs the permission to read this repository",
+    )
+
+
+def test_a_gated_repository(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.repos[NAME].gated = True
+    message = "org/model is gated: its authors must grant you access"
+    hint = "ask for it at https://huggingface.co/org/model"
+    assert refused(open_it) == (message, f"{hint}, then log in: hf auth login")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert refused(open_it) == (message, hint)
+
+
+# ── what is there ──
+
+
+def test_no_such_revision(hub: HubServer) -> None:
+    assert refused(lambda: Checkpoint.open("org/model@v9")) == (
+        f"{hub.url} has no such revision: org/model@v9",
+        "give a branch, a tag or a commit",
+    )
+
+
+def test_no_such_file(hub: HubServer) -> None:
+    hub.next("config.json", hub_server.status(404, X_Error_Code="EntryNotFound"))
+    message = f"{hub.url} has no such file: config.json of {NAME}@{COMMIT}"
+    assert refused(open_it) == (message, None)
+
+
+def test_a_repository_without_a_config(hub: HubServer) -> None:
+    del hub.repos[NAME].files["config.json"]
+    assert refused(open_it)[0] == f"{NAME}@{COMMIT} holds no config.json"
+
+
+NO_HUB = "is HF_ENDPOINT the address of a Hub, or does a network log-in page answer?"
+
+
+@pytest.mark.parametrize(
+    "told", [b"[]", b"{", b"{}", b'{"id": "org/model", "siblings": [3]}', b"\xff", b"<html>"]
+)
+def test_what_the_hub_tells_is_no_listing(hub: HubServer, told: bytes) -> None:
+    hub.next("api", hub_server.status(200, told))
+    assert refused(open_it) == (
+        f"{hub.url} answers with something else than a Hub does to the request for org/model",
+        NO_HUB,
+    )
+
+
+@pytest.mark.parametrize("commit", ["../..", "main", "A" * 40, ""])
+def test_what_the_hub_tells_is_no_commit(hub: HubServer, commit: str) -> None:
+    told = json.dumps({"id": NAME, "sha": commit, "siblings": []}).encode()
+    hub.next("api", hub_server.status(200, told))
+    assert refused(open_it)[0] == f"{hub.url} doesn't tell the commit of org/model"
+
+
+def test_another_commit_than_was_asked_for(hub: HubServer) -> None:
+    hub.repos[NAME].revisions[other := "a" * 40] = COMMIT
+    assert refused(lambda: Checkpoint.open(NAME, revision=other))[0] == (
+        f"{hub.url} tells of commit {COMMIT} instead of {NAME}@{other}"
+    )
+
+
+def test_names_that_lead_out_of_the_cache_are_left_alone(hub: HubServer, tmp_path: Path) -> None:
+    hub.repos[NAME].files |= {"../../../evil.json": b"{}", "/evil.json": b"{}", "..": b"{}"}
+    fetch_it()
+    assert not list(tmp_path.rglob("evil.json"))
+
+
+def test_a_web_page_instead_of_a_file(hub: HubServer) -> None:
+    hub.next("config.json", hub_server.html)
+    assert refused(open_it) == (
+        f"{hub.url} sends config.json of {NAME}@{COMMIT} with another length than it told of",
+        "the repository may have changed, or a proxy is in between: try again",
+    )
+    assert open_it().config == CONFIG

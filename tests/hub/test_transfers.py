@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import hub_server
+import huggingface_hub
+import pytest
+from hub_server import COMMIT, HubServer
+
+from .conftest import (
+    CONFIG,
+    NAME,
+    SHARD,
+    fetch_it,
+    is_right,
+    open_it,
+    refused,
+    some_files,
+)
+
+# ── files ──
+
+
+def test_connections_that_break_off(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What huggingface_hub reads at once is 10 MB; what is less than that, it asks for again.
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
+    hub.next("config.json", hub_server.break_off(10))
+    hub.next("storage", *[hub_server.break_off(100)] * 2)
+    checkpoint = open_it()
+    assert checkpoint.weight_bytes == 200 * (300 + 600) * 4
+    hub.storage_requests.clear()
+    hub.next("storage", *[hub_server.break_off(n) for n in (0, 24, 100_000, 100_000)])
+    assert is_right(checkpoint.fetch())
+    # Each time what had arrived was gone on with.
+    ranges = [request.headers.get("range") for request in hub.storage_requests]
+    assert "bytes=100000-" in ranges
+    assert "bytes=200000-" in ranges
+
+
+def test_a_connection_that_always_breaks_off(hub: HubServer) -> None:
+    checkpoint = open_it()
+    checkpoint.folder.download([n for n in checkpoint.missing if n != SHARD])
+    hub.next("storage", *[hub_server.hang_up] * 6)  # what huggingface_hub bears
+    assert refused(checkpoint.fetch) == (
+        f"the connection to {hub.url} broke off in {SHARD} of {NAME}@{COMMIT} again and again",
+        "run the command again: files that are complete are kept",
+    )
+    assert open_it().missing == (SHARD,)
+    assert is_right(fetch_it())
+
+
+def test_a_storage_without_ranges_begins_again(hub: HubServer) -> None:
+    checkpoint = open_it()
+    hub.next("storage", hub_server.break_off(20), hub_server.ignore_ranges)
+    assert is_right(checkpoint.fetch())
+
+
+def test_a_wrong_hash(hub: HubServer) -> None:
+    checkpoint = open_it()
+    hub.next("storage", hub_server.spoil)
+    assert refused(checkpoint.fetch) == (
+        f"tokenizer.model of {NAME}@{COMMIT} has another content in {checkpoint.path.parents[2]} "
+        f"than {hub.url} tells of; it was removed",
+        "run the command again; if it happens again, the file on the Hub is damaged",
+    )
+    assert not list((checkpoint.path.parents[1] / "blobs").glob("*.incomplete"))
+    assert "tokenizer.model" in open_it().missing
+    assert is_right(fetch_it())
+
+
+def test_a_small_file_with_a_wrong_hash(hub: HubServer) -> None:
+    hub.next("config.json", hub_server.spoil)
+    assert "config.json of" in refused(open_it)[0]
+    assert open_it().config == CONFIG
+
+
+def test_another_length_than_was_told(hub: HubServer) -> None:
+    checkpoint = open_it()
+    hub.next("storage", hub_server.replace(bytes(1000)))
+    assert refused(checkpoint.fetch)[0] == (
+        f"{hub.url} sends tokenizer.model of {NAME}@{COMMIT} with another length than it told of"
+    )
+    assert "tokenizer.model" in open_it().missing
+
+
+@pytest.mark.parametrize("told", ["bytes 5-65535/9", "bytes 5-{size}", "bytes 0-23/*", "x", ""])
+def test_another_part_of_a_header_than_was_asked_for(hub: HubServer, told: str) -> None:
+    size = len(some_files()[SHARD])
+    answer = hub_server.status(206, bytes(99), Content_Range=told.format(size=f"9/{size}"))
+    hub.next("storage", answer, answer)
+    message, _ = refused(open_it)
+    assert ("and told of" in message) or ("something else than a Hub does" in message)
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        (b"", "{path} is empty"),
+        (b"short", "of {name} is no safetensors file, or cut off: its header should have"),
+        ((2**60).to_bytes(8, "little") + b"{}", "should have 1152921504606846976 bytes"),
+        ((10**6).to_bytes(8, "little") + b"{}", "its header should have 1000000 bytes"),
+        ((2).to_bytes(8, "little") + b"[]", "its header doesn't begin with '{{'"),
+        ((2).to_bytes(8, "little") + b"{}more", "bytes that belong to no tensor"),
+    ],
+)
+def test_headers_that_lie(hub: HubServer, file: bytes, message: str) -> None:
+    hub.repos[NAME].files = {"config.json": b"{}", "model.safetensors": file}
+    path = Path(huggingface_hub.constants.HF_HUB_CACHE, "models--org--model/snapshots", COMMIT)
+    expected = message.format(path=path / "model.safetensors", name=f"{NAME}@{COMMIT}")
+    assert expected in refused(open_it)[0]
+
+
+# ── processes ──
+
+_FETCH = f"from duoka.checkpoint import Checkpoint; Checkpoint.open({NAME!r}).fetch()"
+
+
+def start(hub: HubServer) -> subprocess.Popen[str]:
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
+        "HF_ENDPOINT": hub.url,
+        "HF_HUB_CACHE": huggingface_hub.constants.HF_HUB_CACHE,
+        "HF_HUB_DISABLE_XET": "1",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", _FETCH], env=environment, stderr=subprocess.PIPE, text=True
+    )
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        threading.Event().wait(0.02)
+
+
+def test_killed_in_mid_file_and_run_again(hub: HubServer) -> None:
+    checkpoint = open_it()
+    checkpoint.folder.download([n for n in checkpoint.missing if n != SHARD])
+    over = threading.Event()
+    hub.next("storage", hub_server.stall(300_000, over))
+    process = start(hub)
+    blobs = checkpoint.path.parents[1] / "blobs"
+    until(lambda: bool(hub.storage_requests) and any(blobs.glob("*.incomplete")))
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=30)
+    over.set()
+    assert process.returncode == -signal.SIGKILL
+    assert open_it().missing == (SHARD,)
+    again = start(hub)
+    _, told = again.communicate(timeout=60)
+    assert (again.returncode, told) == (0, "")
+    assert is_right(open_it())
+
+
+def test_two_at_once(hub: HubServer) -> None:
+    processes = [start(hub) for _ in range(2)]
+    for process in processes:
+        assert process.communicate(timeout=60)[1] == ""
+    assert is_right(open_it())

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import threading
+
+import hub_server
+import huggingface_hub
+import pytest
+from hub_server import COMMIT, HubServer
+
+from .conftest import (
+    ATTEMPTS,
+    CONFIG,
+    NAME,
+    TOKEN,
+    fetch_it,
+    open_it,
+    refused,
+)
+
+# ── too much, too often, out of order ──
+
+
+def test_too_many_requests(hub: HubServer, waits: list[float]) -> None:
+    hub.next("api", *[hub_server.status(429, Retry_After="7")] * 2, hub_server.status(429))
+    open_it()
+    assert waits == [7, 7, 4]
+    hub.next("api", hub_server.status(429, Retry_After="3600"))
+    assert refused(open_it) == (
+        f"{hub.url} gets too many requests from here and asks to wait 3600 s; it was about "
+        "org/model",
+        "try again later; with a token (`hf auth login`) the Hub allows more",
+    )
+    assert waits == [7, 7, 4]
+    hub.next("api", *[hub_server.status(429, Retry_After="1")] * ATTEMPTS)
+    assert "too many requests" in refused(open_it)[0]
+    assert waits[3:] == [1] * (ATTEMPTS - 1)
+
+
+@pytest.mark.parametrize("code", [500, 502, 503, 504])
+def test_a_hub_in_trouble(hub: HubServer, code: int, waits: list[float]) -> None:
+    hub.next("api", *[hub_server.status(code)] * 2)
+    hub.next("storage", hub_server.status(code))
+    open_it()
+    assert waits == [1, 2, 1]
+    hub.next("api", *[hub_server.status(code)] * ATTEMPTS)
+    assert refused(open_it) == (
+        f"{hub.url} answers with status {code} to the request for org/model",
+        "the Hub has a problem of its own: try again later",
+    )
+    assert waits[3:] == [1, 2, 4, 8]
+
+
+def test_a_status_that_nobody_expects(hub: HubServer) -> None:
+    hub.next("api", hub_server.status(418))
+    message = f"{hub.url} answers with status 418 to the request for org/model"
+    assert refused(open_it) == (message, None)
+
+
+def test_a_config_of_any_length_is_not_downloaded(hub: HubServer) -> None:
+    hub.repos[NAME].lies["config.json"] = {"size": 10**10}
+    assert refused(open_it)[0] == (
+        f"config.json of {NAME}@{COMMIT} has 10000000000 bytes; at most 100000000 are read"
+    )
+
+
+def test_nothing_is_sent(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
+    late = threading.Event()
+    hub.next("api", *[hub_server.wait_for(late)] * ATTEMPTS)
+    told = refused(open_it)
+    late.set()
+    assert told == (
+        f"{hub.url} sent nothing of org/model for 0.2 seconds",
+        "try again; HF_HUB_DOWNLOAD_TIMEOUT allows for slower servers",
+    )
+
+
+def test_a_connection_that_is_refused(hub: HubServer, waits: list[float]) -> None:
+    hub.close()
+    message, hint = refused(open_it)
+    assert message == f"{hub.url} can't be reached for org/model: [Errno 111] Connection refused"
+    assert hint == (
+        "check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 uses what was downloaded before"
+    )
+    assert waits == []
+
+
+def test_a_name_that_no_one_has(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://user:pw@hub.invalid")
+    message, _ = refused(open_it)
+    assert message.startswith("http://hub.invalid can't be reached for org/model: ")
+
+
+def test_no_http(hub: HubServer) -> None:
+    hub.next("api", *[hub_server.gibberish] * ATTEMPTS)
+    assert refused(open_it) == (
+        f"the connection to {hub.url} broke off in org/model again and again",
+        "run the command again: files that are complete are kept",
+    )
+
+
+# ── redirects ──
+
+
+def test_the_token_goes_to_the_hub_alone(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    fetch_it()
+    assert hub.requests
+    assert all(request.has_token for request in hub.requests)
+    assert hub.storage_requests
+    assert not any(request.has_token for request in hub.storage_requests)
+
+
+def test_a_redirect_within_the_hub_is_followed(hub: HubServer) -> None:
+    path = f"/{NAME}/resolve/main/config.json"
+    hub.next("config.json", hub_server.redirect(path))
+    assert open_it().config == CONFIG
+
+
+def test_redirects_without_end(hub: HubServer) -> None:
+    hub.next("api", *[hub_server.redirect_to_itself] * 30)
+    assert refused(open_it) == (
+        f"{hub.url} redirects again and again for org/model",
+        "is HF_ENDPOINT right, or a proxy in between?",
+    )
+
+
+@pytest.mark.parametrize("target", ["file:///etc/passwd", "ftp://x/y", "http://[", "//:99999/", ""])
+def test_a_redirect_to_nowhere(hub: HubServer, target: str) -> None:
+    hub.next("api", *[hub_server.redirect(target)] * 30)
+    assert "org/model" in refused(open_it)[0]
