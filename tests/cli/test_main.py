@@ -80,7 +80,7 @@ def test_wrong_usage(
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        (["--gpus", "frob"], 2, "'frob' is not a fleet"),
+        (["--gpus", "frob"], 2, "no GPU 'frob' is in the catalogue"),
         (["--gpus", "24GiB", "--context", "x"], 2, "'x' is not a number of tokens"),
         (["--gpus", "24GiB", "--context", "8", "--new-tokens", "8"], 2, "no room for a prompt"),
         (["--gpus", "24GiB", "--batch", "0"], 2, "batch"),
