@@ -16,6 +16,7 @@ import torch
 
 from duoka import Fleet, Placement, Plan, Workload, models, virtual
 from duoka.dispatching import dispatch
+from duoka.outline import NamedTensor, Roster
 from duoka.planner import with_chunks
 from duoka.profile import MONOMIALS, Block, Kind, Phase, Profile, Read, Ref, Regime, Rule, Tape
 from duoka.tracing import Irregular, Stepper, Subject, trace, trace_workload
@@ -154,6 +155,14 @@ def made_up(
         number = kinds.setdefault(kind, len(kinds))
         blocks.append(Block(modules=(f"block.{index}",), kind=number, tied_to=tied_to.get(index)))
     everywhere = (0, ENDLESS)
+    names = [
+        NamedTensor(
+            name=f"block.{index}.weight",
+            num_bytes=0 if index in tied_to else size,
+            tied_to=f"block.{tied_to[index]}.weight" if index in tied_to else "",
+        )
+        for index, size in enumerate(weights)
+    ]
     return Profile(
         fingerprint="made up",
         model="MadeUp",
@@ -166,6 +175,9 @@ def made_up(
             for many in (False, True)
         ),
         max_context_tokens=max_context_tokens,
+        roster=Roster.of(
+            (block.modules, [name]) for block, name in zip(blocks, names, strict=True)
+        ),
     )
 
 

@@ -85,13 +85,14 @@ class _Given:
     def _need(self, name: str, brief: Replay, full: Replay) -> _Need:
         device = self.question.fleet.device(name)
         blocks = [index for index, at in enumerate(self.device_of) if at == name]
-        least = brief.run(blocks)
+        least = brief.run(blocks, device_of=self.device_of)
         assert least is not None, "nothing limits this run"
         needed, budget = least.reserved, device.budget_bytes
         # Giving memory back early can fragment more than giving it back late.
-        if needed > budget and brief.run(blocks, budget) is not None:
+        if needed > budget and brief.run(blocks, budget, device_of=self.device_of):
             needed = budget
-        peaks = full.run(blocks, budget) if needed <= budget else None
+        fits = needed <= budget
+        peaks = full.run(blocks, budget, device_of=self.device_of) if fits else None
         return _Need(device=device, bytes=needed, peaks=peaks)
 
     def _made(self, workload: Workload, needs: list[_Need], source: str) -> Plan:
@@ -145,11 +146,6 @@ class _Given:
             least = min(each.free_bytes for each in own.forecast.devices)
             used = ", ".join(own.devices)
             yield f"duoka's own plan for these GPUs uses {used}: {_told(others, least)}."
-        if _comes_back(self.profile, self.device_of):
-            yield (
-                "The map leaves a layer and comes back to it: an argument of the layer may then "
-                "be copied once more than is forecast here. The proof before loading measures it."
-            )
         yield from chunk_reason(self.question.workload, workload)
 
     def _seconds(self, workload: Workload) -> float | None:
@@ -206,28 +202,6 @@ def _devices(profile: Profile, placement: Placement) -> list[str]:
 def _crossings(device_of: list[str]) -> int:
     """How often one token goes from one device to another, on its way through the blocks."""
     return sum(before != after for before, after in pairwise(device_of))
-
-
-def _comes_back(profile: Profile, device_of: list[str]) -> bool:
-    """Whether a layer of several blocks goes on where earlier blocks are, not where it began.
-
-    What the layer was given has gone to where it began, and comes back from there as a copy.
-    """
-    began: dict[str, str] = {}
-    met: set[str] = set()
-    for block, device in zip(profile.blocks, device_of, strict=True):
-        layer = _layer(block.modules[0]) if block.modules else None
-        if layer is not None and began.setdefault(layer, device) != device and device in met:
-            return True
-        met.add(device)
-    return False
-
-
-def _layer(module: str) -> str | None:
-    """The numbered module around a module."""
-    parts = module.split(".")[:-1]
-    number = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
-    return None if number is None else ".".join(parts[: number + 1])
 
 
 def _told(crossings: int, free_bytes: int) -> str:

@@ -172,11 +172,15 @@ class Block:
         Index into `Profile.kinds`.
     tied_to : int, optional
         The earlier block whose device this one must have: they share a parameter.
+    inside : tuple of int
+        The first blocks of modules that contain this block and others, the outermost first: what
+        is given to such a module goes to the device of its first block.
     """
 
     modules: tuple[str, ...]
     kind: int
     tied_to: int | None = None
+    inside: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ held against.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -110,7 +111,13 @@ class Replay:
             self._events[key] = list(self._compile(block, step))
         return self._events[key]
 
-    def run(self, blocks: Sequence[int], capacity_bytes: int | None = None) -> StageBytes | None:
+    def run(
+        self,
+        blocks: Sequence[int],
+        capacity_bytes: int | None = None,
+        *,
+        device_of: Sequence[str] | None = None,
+    ) -> StageBytes | None:
         """The peaks of a stage; None where it doesn't fit its capacity.
 
         Parameters
@@ -119,9 +126,12 @@ class Replay:
             The stage's blocks in execution order.
         capacity_bytes : int, optional
             The device's budget. When it is reached, cached segments are given back, as CUDA does.
+        device_of : sequence of str, optional
+            The device of every block. It matters where the stage isn't contiguous: what a module
+            is given may reach a part of it by way of the device of the module's first part.
         """
         try:
-            return _StageRun(self, blocks, capacity_bytes).run()
+            return _StageRun(self, blocks, capacity_bytes, device_of).run()
         except OutOfCapacity:
             return None
 
@@ -223,14 +233,23 @@ class Replay:
 class _StageRun:
     """One replay: the allocator and what is alive on it."""
 
-    def __init__(self, replay: Replay, blocks: Sequence[int], capacity: int | None) -> None:
+    def __init__(
+        self,
+        replay: Replay,
+        blocks: Sequence[int],
+        capacity: int | None,
+        device_of: Sequence[str] | None = None,
+    ) -> None:
         self.replay = replay
+        self.device_of = device_of
         self.blocks = frozenset(blocks)
         self.allocator = CachingAllocator(capacity, frugal=replay.brief and capacity is None)
         self.kept: dict[int, list[Allocation]] = {block: [] for block in blocks}
         self.kept_bytes = 0
         self.kept_bytes_at_peak = 0
         self.alive: dict[Key, Allocation] = {}
+        # Copies of copies: they live as long as what they were made from.
+        self.detoured: dict[Key, dict[tuple[str, ...], Allocation]] = {}
 
     def run(self) -> StageBytes:
         profile = self.replay.profile
@@ -257,7 +276,7 @@ class _StageRun:
             else:
                 for ref in replay.foreign_frees(block, step):
                     self._release(replay.key_of(block, ref, step))
-        for key in list(self.alive):
+        for key in [*self.alive, *self.detoured]:
             self._release(key)
 
     def _run_block(self, block: int, step: int) -> None:
@@ -273,6 +292,8 @@ class _StageRun:
                 allocation = alive.pop((block - number, other), None)
                 if allocation is not None:
                     free(allocation)
+                if self.detoured:
+                    self._release((block - number, other))
             elif code == _KEEP:
                 born.append(self._keep(other))
             elif code == _DROP:
@@ -284,9 +305,29 @@ class _StageRun:
     def _move_in(self, block: int, step: int) -> None:
         for read in self.replay.tape(block, step).reads:
             key = self.replay.key_of(block, read.ref, step)
+            detour = self._detour(block, key[0])
+            if detour:
+                copies = self.detoured.setdefault(key, {})
+                if detour not in copies:
+                    size = evaluate(read.size, self.replay.steps[step].values)
+                    copies[detour] = self._malloc(size)
+                continue
             here = key[0] in self.blocks or (key[0] == -1 and 0 in self.blocks)
             if not here and key not in self.alive:
                 self.alive[key] = self._malloc(evaluate(read.size, self.replay.steps[step].values))
+
+    def _detour(self, block: int, maker: int) -> tuple[str, ...]:
+        """The devices over which something comes to a block from its maker."""
+        inside = self.replay.profile.blocks[block].inside
+        if not inside or self.device_of is None:
+            return ()
+        at = self.device_of
+        # What was made before a module began was given to it, and has gone to where it begins.
+        path = [at[max(maker, 0)], *(at[first] for first in inside if first > maker)]
+        hops = [device for device, _ in itertools.groupby(path)]
+        while hops and hops[-1] == at[block]:
+            hops.pop()
+        return tuple(hops[1:])
 
     def _malloc(self, num_bytes: int) -> Allocation:
         allocator = self.allocator
@@ -313,6 +354,8 @@ class _StageRun:
         allocation = self.alive.pop(key, None)
         if allocation is not None:
             self.allocator.free(allocation)
+        for copy in self.detoured.pop(key, {}).values():
+            self.allocator.free(copy)
 
 
 def _ends(items: Sequence[T]) -> Sequence[T]:

@@ -9,7 +9,7 @@ execution; nothing is assumed about names, class lists or registration order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,31 @@ def find_groups(model: nn.Module, run: Callable[[], None]) -> list[Group]:
         blocks[order.get(owner, 0)].append(owner)
     blocks = _without_empty(model, blocks)
     return [Group(names=_names(model, block, blocks), owners=tuple(block)) for block in blocks]
+
+
+def find_containers(model: nn.Module, groups: Sequence[Group]) -> list[tuple[int, ...]]:
+    """For each block the first blocks of what contains it and others, and is called itself.
+
+    The outermost first; what begins with the model's first block is left out, since nothing was
+    made before it.
+    """
+    members: dict[str, list[int]] = {}
+    for index, group in enumerate(groups):
+        for container in {c for name in group.names for c in _containing(name)}:
+            members.setdefault(container, []).append(index)
+    inside: list[list[int]] = [[] for _ in groups]
+    for name in sorted(members, key=lambda name: name.count(".")):
+        first, *others = members[name]
+        is_called = type(model.get_submodule(name)).forward is not nn.Module.forward
+        if first > 0 and others and is_called:
+            for index in members[name]:
+                inside[index].append(first)
+    return [tuple(firsts) for firsts in inside]
+
+
+def _containing(name: str) -> Iterator[str]:
+    while name := name.rpartition(".")[0]:
+        yield name
 
 
 class _Experiment:

@@ -21,7 +21,7 @@ from ..placement import Placement
 from ..profile import ALIGNED_TOKENS, Block, Kind, Phase, Profile, Regime, Tape
 from ..workload import Workload
 from .fitting import Sample, Unlike, fit
-from .grouping import Group, find_groups
+from .grouping import Group, find_containers, find_groups
 from .naming import name_tensors, roster
 from .recording import Recorder
 from .stepping import Stepper
@@ -391,12 +391,15 @@ def _profile(
     weights, ties = _weights(model, groups)
     kinds: dict[Kind, int] = {}
     blocks = []
+    inside = find_containers(model, groups)
     for index, group in enumerate(groups):
         kind = Kind(weight_bytes=weights[index], tapes=tuple(tapes[index] for _, tapes in found))
         number = kinds.setdefault(kind, len(kinds))
         # The caller samples where it has made the inputs, which is where the first block lies.
         tied_to = 0 if group is _CALLER else ties.get(index)
-        blocks.append(Block(modules=group.names, kind=number, tied_to=tied_to))
+        blocks.append(
+            Block(modules=group.names, kind=number, tied_to=tied_to, inside=inside[index])
+        )
     first = next(iter(model.parameters()), None)
     return Profile(
         fingerprint=subject.fingerprint,

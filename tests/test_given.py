@@ -1,0 +1,231 @@
+"""Plans for maps by hand: judged, forecast as they will run, and refused when they don't fit."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from duoka import Device, Fleet, Plan, Workload
+from duoka.errors import FleetError, InfeasibleError, PlacementError, UsageError
+from duoka.given import answer
+from duoka.host import available_bytes, fleet_for
+from duoka.maps import DeviceMap
+from duoka.planner import Question, solve
+from duoka.profile import Profile
+from duoka.replay import Replay
+
+from . import tiny
+from .tiny import MIB
+
+LOAD = Workload(prompt_tokens=700, new_tokens=40, dtype="bfloat16", prefill_chunk_tokens=None)
+LAYERS = tiny.made_up([60 * MIB, *[40 * MIB] * 6, 60 * MIB], tiny.Costs(cache=2048))
+TIED = tiny.made_up([60 * MIB, *[40 * MIB] * 4, 0], tiny.Costs(cache=2048), tied_to={5: 0})
+SHORT = Workload(prompt_tokens=300, new_tokens=9, dtype="bfloat16", prefill_chunk_tokens=None)
+CHUNKED = replace(SHORT, batch=3, prefill_chunk_tokens=100)
+
+
+def ask(device_map: object, *budgets_mib: float, load: Workload = LOAD) -> Question:
+    return Question(
+        fleet=tiny.fleet(*budgets_mib), workload=load, device_map=DeviceMap.of(device_map)
+    )
+
+
+def scattered(profile: Profile, num_devices: int, seed: int) -> dict[str, int]:
+    """Every block anywhere; tied ones with their partners, and all before the layers together.
+
+    What a model's own code makes between two blocks (a mask) counts as the earlier one's, and
+    Bloom makes its mask from the inputs when two blocks have run.
+    """
+    chance = random.Random(seed)
+    at: list[int] = []
+    is_early = True
+    for block in profile.blocks:
+        is_early = is_early and not any(
+            name.split(".")[-1].isdecimal() or ".0." in name for name in block.modules
+        )
+        anywhere = at[0] if at and is_early else chance.randrange(num_devices)
+        at.append(anywhere if block.tied_to is None else at[block.tied_to])
+    pairs = zip(profile.blocks, at, strict=True)
+    return {module: device for block, device in pairs for module in block.modules}
+
+
+def test_a_plan_says_what_the_map_says() -> None:
+    device_map = {"": 1, "block.0": 0, "block.7": 0}
+    plan = answer(LAYERS, ask(device_map, 300, 400), source="there")
+    assert plan.device_map == {
+        f"block.{n}": "vgpu:0" if n in (0, 7) else "vgpu:1" for n in range(8)
+    }
+    assert (plan.objective, plan.source) == ("given", "there")
+    free = [device.free_bytes for device in plan.forecast.devices]
+    assert plan.value == min(free)
+    assert plan.binding_device == plan.forecast.devices[free.index(min(free))].device
+    assert [d.weight_bytes // MIB for d in plan.forecast.devices] == [120, 240]
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("budgets", [(240, 200, 220), (900, 900, 900)])
+@pytest.mark.parametrize("profile", [LAYERS, TIED])
+def test_duokas_own_plan_by_hand_is_forecast_the_same(
+    profile: Profile, budgets: tuple[int, ...]
+) -> None:
+    own = solve(profile, replace(ask({}, *budgets), device_map=None, use_all=True))
+    plan = answer(profile, ask(own.device_map, *budgets))
+    assert plan.forecast == own.forecast
+    assert plan.placement == own.placement
+    assert plan.value == plan.bound == own.value
+    assert plan.binding_device == own.binding_device
+
+
+def test_the_bound_is_what_stages_could_reach() -> None:
+    question = ask({"": 0, "block.7": 1}, 600, 600)
+    plan = answer(LAYERS, question)
+    best = solve(LAYERS, replace(question, device_map=None, use_all=True))
+    assert plan.bound == best.value > plan.value
+
+
+def test_the_reasons_count_crossings() -> None:
+    turns = {f"block.{n}": n % 2 for n in range(8)}
+    first, second = answer(LAYERS, ask(turns, 600, 600)).why
+    assert "crosses between devices 7 times" in first
+    assert "uses vgpu:0: nothing crosses" in second
+    own = solve(LAYERS, replace(ask({}, 600, 600), device_map=None))
+    (only,) = answer(LAYERS, ask(own.device_map, 600, 600)).why
+    assert "nothing crosses between devices" in only
+    # To the embedding's device, where a tied head is.
+    (told, *_) = answer(TIED, ask({"": 1, "block.0": 0, "block.5": 0}, 600, 600)).why
+    assert "crosses between devices 2 times" in told
+
+
+def test_speeds_are_those_of_each_blocks_device() -> None:
+    devices = tuple(
+        Device(
+            name=f"vgpu:{n}",
+            budget_bytes=600 * MIB,
+            memory_bytes_per_second=speed,
+            flops_per_second=1e15,
+        )
+        for n, speed in enumerate((1e9, 4e9))
+    )
+    question = replace(ask({"": 0}, 1), fleet=Fleet(devices=devices))
+    seconds = []
+    for device_map in ({"": 0}, {f"block.{n}": n % 2 for n in range(8)}, {"": 1}):
+        plan = answer(LAYERS, replace(question, device_map=DeviceMap.of(device_map)))
+        assert plan.forecast.decode_seconds is not None
+        seconds.append(plan.forecast.decode_seconds)
+    assert seconds[1] == pytest.approx((seconds[0] + seconds[2]) / 2)
+    assert answer(LAYERS, ask({"": 0}, 600)).forecast.decode_seconds is None
+
+
+HUNGRY = tiny.made_up([40 * MIB] * 4, tiny.Costs(cache=256, result=8192, work=32768))
+
+
+def test_the_largest_chunk_that_fits() -> None:
+    load = replace(LOAD, prompt_tokens=4000, prefill_chunk_tokens="auto")
+    plan = answer(HUNGRY, ask({"": 0}, 300, load=load))
+    assert plan.workload.prefill_chunk_tokens == 2048
+    assert any("chunks of 2048 tokens" in reason for reason in plan.why)
+    assert plan.request.workload.prefill_chunk_tokens == "auto"
+    whole = answer(HUNGRY, ask({"": 0}, 900, load=load))
+    assert whole.workload.prefill_chunk_tokens is None
+
+
+def test_what_does_not_fit_is_refused_device_by_device() -> None:
+    device_map = {"": 1, "block.0": 0, "block.1": 2}
+    with pytest.raises(InfeasibleError) as caught:
+        answer(LAYERS, ask(device_map, 50, 100, 300))
+    told = str(caught.value)
+    assert "vgpu:0 needs" in told
+    assert "vgpu:1 needs" in told
+    assert "vgpu:2" not in told
+    assert caught.value.shortfall_bytes >= 10 * MIB + 160 * MIB
+    with pytest.raises(InfeasibleError) as caught:
+        answer(LAYERS, ask({"": 0}, 240, 300))
+    assert "without the map duoka's own plan fits" in str(caught.value.hint)
+    own = solve(LAYERS, replace(ask({}, 240, 300), device_map=None))
+    for device in own.devices:
+        assert device in str(caught.value.hint)
+
+
+def test_what_would_fit_without_the_map_where_nothing_does() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        answer(LAYERS, ask({"": 0}, 200, 150))
+    assert caught.value.ways_out
+    assert all(way.startswith("without the map, ") for way in caught.value.ways_out)
+
+
+def test_fragmentation_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Replay.run
+
+    def run(replay: Replay, *given: Any, **named: Any) -> Any:
+        return real(replay, *given, **named) if replay.brief else None
+
+    monkeypatch.setattr(Replay, "run", run)
+    with pytest.raises(
+        InfeasibleError, match=r"vgpu:1 its 600.00 MiB are too fragmented"
+    ) as caught:
+        answer(LAYERS, ask({"": 1}, 600, 600))
+    assert caught.value.shortfall_bytes > 0
+
+
+def test_what_goes_with_a_map() -> None:
+    for question in (
+        replace(ask({"": 0}, 600), use_all=True),
+        replace(ask({"": 0}, 600), objective="headroom"),
+    ):
+        with pytest.raises(UsageError, match="nothing is left to optimise"):
+            answer(LAYERS, question)
+    with pytest.raises(UsageError, match="was made for 512"):
+        answer(replace(LAYERS, max_context_tokens=512), ask({"": 0}, 600))
+    with pytest.raises(PlacementError) as caught:
+        answer(LAYERS, ask({"block.0": 0}, 600))
+    assert len(caught.value.missing) == 7
+
+
+# The forecast of a map is what virtual GPUs measure, wherever its blocks are.
+
+
+@pytest.mark.parametrize("load", [SHORT, CHUNKED])
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+def test_scattered_blocks_are_forecast_exactly(name: str, load: Workload) -> None:
+    profile = tiny.profile_for(name, load)
+    for seed in range(2):
+        device_map = scattered(profile, 3, seed)
+        plan = answer(profile, ask(device_map, 512, 512, 512, load=load))
+        forecast = [(d.allocated_bytes, d.reserved_bytes) for d in plan.forecast.devices]
+        assert forecast == tiny.measure(plan, tiny.CONFIGS[name]), (name, seed)
+
+
+# The CPU.
+
+
+def test_the_cpu_computes_only_where_a_map_says_so() -> None:
+    fleet = Fleet(devices=(*tiny.fleet(330, 330).devices, Device(name="cpu", budget_bytes=2**40)))
+    question = replace(ask({}, 1), fleet=fleet, device_map=None)
+    own = solve(LAYERS, question)
+    assert "cpu" not in own.devices
+    assert "The CPU computes nothing" in own.why[-1]
+    assert own == replace(solve(LAYERS, replace(question, fleet=tiny.fleet(330, 330))), why=own.why)
+    plan = answer(LAYERS, replace(question, device_map=DeviceMap.of({"": 0, "block.7": "cpu"})))
+    assert plan.devices == ("vgpu:0", "cpu")
+    alone = Fleet(devices=fleet.devices[2:])
+    assert solve(LAYERS, replace(question, fleet=alone)).devices == ("cpu",)
+
+
+def test_the_cpu_is_in_the_fleet_when_a_map_names_it() -> None:
+    fleet = tiny.fleet(300)
+    assert fleet_for(fleet, None) is fleet
+    assert fleet_for(fleet, DeviceMap.of({"": 0})) is fleet
+    with_cpu = fleet_for(fleet, DeviceMap.of({"": 0, "head": "cpu"}))
+    assert with_cpu.names == ("vgpu:0", "cpu")
+    assert 2**20 < with_cpu.device("cpu").budget_bytes <= (available_bytes() or 0) * 2
+    given = Fleet(devices=(*fleet.devices, Device(name="cpu", budget_bytes=7)))
+    assert fleet_for(given, DeviceMap.of("cpu")) is given
+
+
+def test_memory_that_nobody_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("duoka.host.available_bytes", lambda: None)
+    with pytest.raises(FleetError, match="isn't known"):
+        fleet_for(tiny.fleet(300), DeviceMap.of("cpu"))
