@@ -23,7 +23,7 @@ from .profile import Profile
 from .serial import from_dict, parse_json_object, to_dict
 from .workload import Dtype, Workload
 
-_VERSION = 4
+_VERSION = 5
 _MOST_BYTES = 2**30
 _PACKAGES = ("torch", "transformers", "duoka")
 
