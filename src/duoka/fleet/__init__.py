@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from duoka.errors import FleetError
 from duoka.units import format_bytes
 
-from . import texts
+from . import budgets, texts
 from .detection import detect
 from .device import MAX_DEVICES, RESERVE_BYTES, Device, Link
 
@@ -117,6 +117,31 @@ class Fleet:
         """
         found = detect(which)
         return cls(devices=found.devices, links=found.links)
+
+    @classmethod
+    def from_max_memory(cls, max_memory: object) -> Fleet:
+        """Take budgets as transformers' and accelerate's ``max_memory`` states them.
+
+        Parameters
+        ----------
+        max_memory : mapping of int or str to int or str
+            Bytes, or sizes like "10GiB" and "10GB", by the number of a CUDA device or the name of
+            any. A device with 0 is left out. duoka doesn't offload: "cpu" is a device that
+            computes, and is used where a device map names it, or when there is no other.
+
+        Raises
+        ------
+        FleetError
+            If it leaves no device, or names one that can't be.
+        UsageError
+            If it can't be understood.
+
+        Examples
+        --------
+        >>> Fleet.from_max_memory({0: "10GiB", 1: 20 * 2**30, "cpu": "30GiB"}).describe()
+        'cuda:0 10.00 GiB, cuda:1 20.00 GiB, cpu 30.00 GiB'
+        """
+        return cls(devices=budgets.read(max_memory))
 
     @property
     def names(self) -> tuple[str, ...]:
