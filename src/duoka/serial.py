@@ -183,7 +183,9 @@ def parse_json_object(text: str | bytes, source: str) -> dict[str, Any]:
         deeply.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(
+            text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
+        )
     except (ValueError, RecursionError) as error:
         problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise FormatError(f"{source} is not valid JSON: {problem}") from error
@@ -209,6 +211,13 @@ def _first_doubled(names: Iterable[str]) -> str:
             return name
         seen.add(name)
     raise AssertionError("no name stands twice")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text[:20]} is larger than any number of 64 bits")
+    return number
 
 
 def _no_constant(name: str) -> float:

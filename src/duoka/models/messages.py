@@ -77,3 +77,20 @@ def last_is_answerable(messages: Sequence[Message]) -> None:
         raise UsageError("there is no message to answer")
     if messages[-1].role == "assistant":
         raise UsageError("the last message is the assistant's own; there is nothing to answer")
+
+
+def tool_function(tool: Tool) -> Mapping[str, Any]:
+    """Return the function that a tool describes, taken out of OpenAI's wrapping.
+
+    Raises
+    ------
+    UsageError
+        If it has no name.
+    """
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else tool
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UsageError(
+            "a tool is an object with a name, a description and parameters",
+            hint="give its JSON schema, bare or as OpenAI wraps it",
+        )
+    return function

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from duoka.errors import CheckpointError, UsageError
 
-from .messages import Message, Tool, ToolCall, last_is_answerable
+from .messages import Message, Tool, ToolCall, last_is_answerable, tool_function
 from .templates import encode_template
 from .tokenization import special_id
 from .toolcalls import parse_json_call, parse_python_call, write_json_call, write_python_call
@@ -171,20 +171,6 @@ def _glm4_tools(leading: str, tools: Sequence[Tool]) -> str:
             f"{_json(function)}\n在调用上述函数时，请使用 Json 格式表示调用的参数。",
         ]
     return "\n\n".join(parts)
-
-
-def tool_function(tool: Tool) -> Mapping[str, Any]:
-    """Return the function that a tool describes, taken out of OpenAI's wrapping.
-
-    Raises
-    ------
-    UsageError
-        If it has no name.
-    """
-    function = tool.get("function", tool) if isinstance(tool, Mapping) else tool
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise UsageError("a tool is an object with a name, a description and parameters")
-    return function
 
 
 def _json(value: object) -> str:

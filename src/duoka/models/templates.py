@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from duoka.errors import CheckpointError, UsageError
 
-from .messages import Message, Tool
+from .messages import Message, Tool, tool_function
 from .rendering import render
 from .tokenization import special_id
 
@@ -81,7 +81,9 @@ class _Special:
         self._pattern = re.compile("|".join(map(re.escape, self._texts)) or r"(?!)")
 
     def refuse_in_tools(self, tools: Sequence[Tool]) -> None:
-        """Raise UsageError for a special token in a tool: templates write those in many ways."""
+        """Raise UsageError for a special token in a tool: templates write tools in many ways."""
+        for tool in tools:
+            tool_function(tool)  # refuses what is none
         for text in _texts(list(tools)):
             found = self._pattern.search(text)
             if found is not None:

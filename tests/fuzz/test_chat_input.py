@@ -1,0 +1,242 @@
+"""What people and tools say, what models answer, and what templates somebody may have written.
+
+Whatever a text contains, a prompt has the special tokens of its structure and no others, and the
+text comes out of it again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fuzzing import JSON, damaged_text, examples, fuzz, told_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from duoka.errors import CheckpointError, UsageError
+from duoka.models import rendering, sandbox
+from duoka.models.messages import Message, ToolCall
+from duoka.models.prompts import ChatFormat, chat_format
+from duoka.models.tokenization import load_tokenizer
+from duoka.models.toolcalls import (
+    parse_json_call,
+    parse_python_call,
+    write_json_call,
+    write_python_call,
+)
+
+CHATGLM = {"model_type": "chatglm"}
+TOKENS = ("<|user|>", "<|system|>", "<|assistant|>", "<|observation|>", "[gMASK]", "sop", "<sop>")
+TOKENS += ("<|endoftext|>", "</s>", "<s>", "<|im_start|>", "<|im_end|>", "[MASK]", "\ue0f0", "x")
+PIECES = st.sampled_from((*TOKENS, "<|im_", "end|>", "<|", "|>", "<", ">", "|im_end|", "\n", " "))
+# The texts that make trouble are those that look like special tokens, whole or in part.
+SAID = st.lists(PIECES | st.text(max_size=6), max_size=8).map("".join)
+ROLES = st.sampled_from(("user", "assistant", "observation", "system"))
+TALKS = st.lists(st.tuples(ROLES, SAID), max_size=4).map(lambda said: [*said, ("user", "")])
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chatglm2(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
+    directory = tmp_path_factory.mktemp("chatglm2")
+    vocabulary = shared_data / "tokenizers" / "chatglm3-6b" / "tokenizer.model"
+    (directory / "tokenizer.model").write_bytes(vocabulary.read_bytes())
+    config = {**CHATGLM, "_name_or_path": "THUDM/chatglm2-6b"}
+    return chat_format(load_tokenizer(directory, config), config)
+
+
+@pytest.fixture(scope="module")
+def chatglm3(small_checkpoint: Path) -> ChatFormat:
+    return chat_format(load_tokenizer(small_checkpoint, CHATGLM), CHATGLM)
+
+
+@pytest.fixture(scope="module")
+def glm4(shared_data: Path) -> ChatFormat:
+    directory = shared_data / "tokenizers" / "glm-4-9b-chat"
+    return chat_format(load_tokenizer(directory, CHATGLM), CHATGLM)
+
+
+@pytest.fixture(scope="module")
+def template_tokenizer() -> PreTrainedTokenizerBase:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(BPE(vocab={letter: n for n, letter in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        extra_special_tokens=["<|im_start|>"],
+        chat_template=TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def template(template_tokenizer: PreTrainedTokenizerBase) -> Iterator[ChatFormat]:
+    def render_here(request: bytes) -> dict[str, Any]:
+        return sandbox.render(json.loads(request))
+
+    # A process for each of ten thousand would take most of the time; they are tested elsewhere.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendering, "_ask", render_here)
+        yield chat_format(template_tokenizer, {"model_type": "llama"})
+
+
+def special_in(chat: Any, ids: list[int]) -> list[int]:
+    special = set(chat.tokenizer.all_special_ids)
+    special |= {number for number, t in chat.tokenizer.added_tokens_decoder.items() if t.special}
+    return [number for number in ids if number in special]
+
+
+def check(chat: Any, talk: list[tuple[Any, str]], last: str) -> None:
+    said = [*talk[:-1], ("user", last)]
+    try:
+        messages = [Message(role=role, content=content) for role, content in said]
+        ids = chat.prompt(messages)
+    except UsageError as error:
+        told_of(error, "", 600)
+        return
+    harmless = chat.prompt([Message(role=role, content="y") for role, _ in said])
+    assert special_in(chat, ids) == special_in(chat, harmless)
+    text = chat.tokenizer.decode(ids, skip_special_tokens=False)
+    for _, content in said:
+        # Published tokenizers join blanks and replace what isn't normal Unicode.
+        if content.isascii() and "  " not in content and content.isprintable():
+            assert content.strip() in text
+
+
+@fuzz()
+@given(TALKS, SAID)
+def test_chatglm3(chatglm3: ChatFormat, talk: Any, last: str) -> None:
+    check(chatglm3, talk, last)
+
+
+@fuzz()
+@given(TALKS, SAID)
+def test_glm4(glm4: ChatFormat, talk: Any, last: str) -> None:
+    check(glm4, talk, last)
+
+
+@fuzz()
+@given(TALKS, SAID)
+def test_chatglm2(chatglm2: ChatFormat, talk: Any, last: str) -> None:
+    check(chatglm2, talk, last)
+
+
+@fuzz()
+@given(TALKS, SAID)
+def test_a_template(template: ChatFormat, talk: Any, last: str) -> None:
+    check(template, talk, last)
+
+
+@fuzz()
+@given(st.lists(JSON | st.dictionaries(st.sampled_from(("name", "function", "x")), JSON)))
+def test_tools(chatglm3: ChatFormat, template: ChatFormat, tools: list[Any]) -> None:
+    asked = [Message(role="user", content="y")]
+    for chat in (chatglm3, template):
+        try:
+            ids = chat.prompt(asked, tools)
+        except UsageError as error:
+            told_of(error, "", 600)
+            continue
+        assert len(special_in(chat, ids)) <= len(special_in(chat, chat.prompt(asked))) + 1
+
+
+BLOCKS = st.sampled_from(
+    (
+        *(
+            "{% for m in messages %}",
+            "{% endfor %}",
+            "{% if m %}",
+            "{% endif %}",
+            "{{ m.content }}",
+        ),
+        *("{{ messages }}", "{{ m.content }}", "{% set x = messages[0] %}", "{{ x | tojson }}"),
+        *("{{ ''.__class__ }}", "{% macro f() %}", "{% endmacro %}", "{{ f() }}", "{#", "{{", "%}"),
+        *("{{ raise_exception() }}", "{{ cycler.__init__.__globals__ }}", "{% include 'x' %}"),
+        *("<|im_start|>", "-%}"),
+    )
+)
+TEMPLATES = st.lists(BLOCKS | st.text(max_size=5), max_size=8).map("".join) | damaged_text(TEMPLATE)
+
+
+@fuzz()
+@given(TEMPLATES, SAID)
+def test_templates(
+    template: Any, template_tokenizer: PreTrainedTokenizerBase, text: str, said: str
+) -> None:
+    template_tokenizer.chat_template = text
+    try:
+        ids = template.prompt([Message(role="user", content=said)])
+    except (UsageError, CheckpointError) as error:
+        told_of(error, "", 700)
+    else:
+        harmless = "y" * len(said)
+        if "{" not in text:
+            fixed = template.prompt([Message(role="user", content=harmless)])
+            assert special_in(template, ids) == special_in(template, fixed)
+        shown = template_tokenizer.decode(ids)
+        assert "<class" not in shown or "<class" in text + said
+    finally:
+        template_tokenizer.chat_template = TEMPLATE
+
+
+@pytest.mark.fuzz
+@settings(max_examples=max(examples(10) // 50, 10))
+@given(text=TEMPLATES)
+def test_templates_in_their_process(text: str) -> None:
+    chat = [{"role": "user", "content": "y"}]
+    try:
+        (shown,) = rendering.render(text, [chat], {})
+    except (UsageError, CheckpointError) as error:
+        told_of(error, "", 700)
+    else:
+        assert "<class" not in shown or "<class" in text
+
+
+NAMES = st.sampled_from(("weather", "x", "")) | st.text(max_size=6)
+CODE = damaged_text("tool_call(city='北京', days=[1, {'a': None}], note=\"it's\", far=-2.5)")
+CALLS = CODE.map(lambda code: f"```python\n{code}\n```") | damaged_text(
+    "```python\ntool_call()\n```"
+)
+OBJECTS = damaged_text('{"city": "北京", "days": [1, {"a": null}], "far": -2.5}') | st.text()
+
+
+@fuzz()
+@given(NAMES, CALLS | st.text())
+def test_python_calls(name: str, content: str) -> None:
+    call = parse_python_call(name, content)
+    if call is not None:
+        assert parse_python_call(call.name, write_python_call(call)) == call
+        assert all(isinstance(key, str) for key in call.arguments)
+
+
+@fuzz()
+@given(NAMES, OBJECTS | JSON.map(json.dumps))
+def test_json_calls(name: str, content: str) -> None:
+    call = parse_json_call(name, content)
+    if call is not None:
+        assert json.loads(content) == call.arguments
+        assert parse_json_call(call.name, write_json_call(call)) == call
+
+
+@fuzz()
+@given(
+    st.lists(st.sampled_from(("<|assistant|>", "\n", "weather", "{}")) | CALLS | SAID, max_size=6)
+)
+def test_answers(chatglm3: ChatFormat, glm4: ChatFormat, pieces: list[str]) -> None:
+    for chat in (chatglm3, glm4):
+        message = chat.parse("".join(pieces))
+        assert message.role == "assistant"
+        assert message.tool_call is None or isinstance(message.tool_call, ToolCall)
+        known = chat.parse("".join(pieces), [{"name": "weather"}])
+        assert known.tool_call is None or known.tool_call.name == "weather"

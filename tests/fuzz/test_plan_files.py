@@ -1,0 +1,81 @@
+"""Plan files as somebody may have damaged or forged them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+import tiny
+from fuzzing import JSON, damaged, damaged_text, fuzz, told_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from duoka.errors import FormatError
+from duoka.planner import Question, solve
+from duoka.plans import Plan
+from duoka.workload import Workload
+
+_PLAN = solve(
+    tiny.made_up([30 * tiny.MIB] * 5, tiny.Costs(cache=512)),
+    Question(
+        fleet=tiny.fleet(120, 100),
+        workload=Workload(prompt_tokens=300, new_tokens=20, dtype="bfloat16"),
+    ),
+    source="模型/glm",
+)
+VALID: dict[str, Any] = json.loads(_PLAN.to_json())
+SCHEMA = jsonschema.Draft202012Validator(Plan.schema())
+
+
+def accepted(text: str) -> Plan | None:
+    """A plan, if it is one: then it says what the text says, and nothing contradicts itself."""
+    try:
+        plan = Plan.from_json(text)
+    except FormatError as error:
+        told_of(error, "", 2000)
+        return None
+    told = json.loads(text)
+    assert json.loads(plan.to_json()) == told
+    assert Plan.from_json(plan.to_json()) == plan
+    SCHEMA.validate(told)
+    names = {device.name for device in plan.fleet.devices}
+    assert set(plan.devices) <= names
+    assert len(names) == len(plan.fleet.devices)
+    assert {device.device for device in plan.forecast.devices} == set(plan.devices)
+    assert plan.placement.fingerprint == plan.fingerprint
+    return plan
+
+
+@fuzz()
+@given(damaged(VALID))
+def test_parts_that_were_changed(told: Any) -> None:
+    accepted(json.dumps(told))
+
+
+@fuzz()
+@given(damaged_text(_PLAN.to_json()))
+def test_text_that_was_changed(text: str) -> None:
+    accepted(text)
+
+
+@fuzz()
+@given(JSON | st.fixed_dictionaries({"format": st.just("duoka.plan"), "version": JSON}))
+def test_any_json(told: Any) -> None:
+    assert accepted(json.dumps(told)) is None
+
+
+@fuzz()
+@given(st.text())
+def test_any_text(text: str) -> None:
+    assert accepted(text) is None
+
+
+def test_what_is_valid_is_accepted() -> None:
+    assert accepted(_PLAN.to_json()) == _PLAN
+
+
+@pytest.mark.parametrize("depth", [10, 1000, 100_000])
+def test_depth(depth: int) -> None:
+    assert accepted('{"format": ' + "[" * depth + "]" * depth + "}") is None
