@@ -87,7 +87,7 @@ class HubServer:
         )
 
     def next(self, place: str, *misbehaviours: Misbehaviour) -> None:
-        """Answer the next requests so: at "api", "resolve" or "storage", or to one file."""
+        """Answer the next requests so: at "api", "head", "resolve", "storage", or to one file."""
         with self._lock:
             self._line += [(place, misbehaviour) for misbehaviour in misbehaviours]
 
@@ -215,7 +215,8 @@ class _Hub(Handler):
 
     def _do(self, places: tuple[str, ...], normal: Callable[[], None]) -> None:
         # huggingface_hub asks for a file's hash (HEAD) before it asks for the file.
-        misbehaviour = None if self.command == "HEAD" else self.hub.take(*places)
+        places = ("head",) if self.command == "HEAD" else places
+        misbehaviour = self.hub.take(*places)
         if misbehaviour is None:
             normal()
         else:

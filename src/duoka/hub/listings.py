@@ -69,7 +69,7 @@ def ask_listing(name: HubName) -> Listing:
                 timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
             )
 
-    told = ask(Wanted(name=name), attempt)
+    told = ask(Wanted(name=name), attempt, most_bytes=_MOST_BYTES)
     siblings = (
         (each.rfilename, each.size, each.lfs.sha256 if each.lfs else each.blob_id)
         for each in told.siblings or ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -46,6 +47,8 @@ from .troubles import Broken, ask, breaking, endpoint, offline
 # Most headers are shorter than this; the rest costs one request more.
 _FIRST_BYTES = 2**16
 _HEADERS_AT_ONCE = 8
+# huggingface_hub's downloads write every few seconds, or give up.
+_ABANDONED_SECONDS = 3600
 
 
 def open_snapshot(name: HubName) -> Snapshot:
@@ -167,6 +170,8 @@ class Snapshot:
             if name in absent:
                 self._get(name, partial(_report, progress, done, total))
             self._verify(name)
+            if name in absent:
+                self._sweep(name)
             done += self.size(name)
             if progress is not None:
                 progress(done, total)
@@ -186,7 +191,7 @@ class Snapshot:
         return False
 
     def _get(self, name: str, moved: Callable[[int], object]) -> None:
-        self._remove(name)  # something longer or shorter
+        self._remove_other_length(name)
         try:
             ask(
                 self._wanted(name),
@@ -197,6 +202,7 @@ class Snapshot:
                     library_name="duoka",
                     tqdm_class=_counter(moved),
                 ),
+                most_bytes=self.size(name),
             )
         except OSError as error:
             raise MachineError(
@@ -213,12 +219,28 @@ class Snapshot:
                 hint="run the command again; if it happens again, the file on the Hub is damaged",
             )
 
+    def _blob(self, name: str) -> Path:
+        return self.path.parents[1] / "blobs" / self._files[name].etag
+
     def _remove(self, name: str) -> None:
-        path = self.path / name
-        blob = path.parents[2 + name.count("/")] / "blobs" / self._files[name].etag
-        for each in (path, blob):
+        for each in (self.path / name, self._blob(name)):
             with suppress(OSError):
                 each.unlink()
+
+    def _sweep(self, name: str) -> None:
+        """Remove what killed downloads of a file left, now that it is here."""
+        blob = self._blob(name)
+        for path in blob.parent.glob(f"{blob.name}*.incomplete"):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+                    path.unlink()
+
+    def _remove_other_length(self, name: str) -> None:
+        """Remove what is longer or shorter: never what another process has just put there."""
+        for each in (self.path / name, self._blob(name)):
+            with suppress(OSError):
+                if each.stat().st_size != self.size(name):
+                    each.unlink()
 
     def _refuse_full_disk(self, names: Iterable[str]) -> None:
         needed = sum(self.size(name) for name in names)
@@ -292,7 +314,7 @@ class Snapshot:
                         return bytes(content[start - first : stop - first])
             raise Broken
 
-        return ask(self._wanted(file.name), attempt)
+        return ask(self._wanted(file.name), attempt, most_bytes=file.num_bytes)
 
     def _first_byte(self, response: Any, file: RemoteFile) -> int:
         """Where in a file an answer begins: 0 where a server doesn't send parts."""

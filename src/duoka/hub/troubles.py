@@ -5,12 +5,10 @@ What may go better next time is tried again, within limits.
 
 from __future__ import annotations
 
-import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from huggingface_hub import HfApi, constants, get_token
@@ -27,6 +25,7 @@ from huggingface_hub.errors import (
 
 from duoka.errors import CheckpointError
 
+from .guard import Busy, TooLong, guarded, http
 from .names import Wanted
 
 T = TypeVar("T")
@@ -34,9 +33,6 @@ T = TypeVar("T")
 WAITS_SECONDS = (1.0, 2.0, 4.0, 8.0)
 MAX_RETRY_AFTER_SECONDS = 60
 HOME = "https://huggingface.co"
-_PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
-# httpx or its successor, whichever this version of huggingface_hub is built on.
-_http: Any = sys.modules[HfHubHTTPError.__mro__[1].__module__.partition(".")[0]]
 
 
 def endpoint() -> str:
@@ -45,7 +41,7 @@ def endpoint() -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def ask(wanted: Wanted, action: Callable[[], T]) -> T:
+def ask(wanted: Wanted, action: Callable[[], T], *, most_bytes: int) -> T:
     """Ask the Hub for something, several times if need be.
 
     Parameters
@@ -55,6 +51,8 @@ def ask(wanted: Wanted, action: Callable[[], T]) -> T:
     action : callable
         What asks. Where it goes on by itself after a connection broke, as huggingface_hub's
         downloads do, its last word counts.
+    most_bytes : int
+        More than that is not read of an answer.
 
     Raises
     ------
@@ -63,7 +61,7 @@ def ask(wanted: Wanted, action: Callable[[], T]) -> T:
     OSError
         If the disk refuses it.
     """
-    with _told(wanted):
+    with _told(wanted), guarded(most_bytes):
         for wait in WAITS_SECONDS:
             try:
                 return action()
@@ -89,9 +87,9 @@ def breaking() -> Iterator[None]:
     """
     try:
         yield
-    except (_http.ConnectError, _http.ConnectTimeout):
+    except (http.ConnectError, http.ConnectTimeout):
         raise
-    except (_http.TimeoutException, _http.NetworkError, _http.RemoteProtocolError) as error:
+    except (http.TimeoutException, http.NetworkError, http.RemoteProtocolError) as error:
         raise Broken from error
 
 
@@ -104,16 +102,10 @@ def _root(error: BaseException) -> BaseException:
 
 def _delay(error: BaseException, wait: float) -> float | None:
     """Seconds after which to try again; None if that is of no use."""
-    if isinstance(error, HfHubHTTPError) and error.response.status_code in _PASSING:
-        asked = _retry_after(error)
-        seconds = wait if asked is None else asked
+    if isinstance(error, Busy):
+        seconds = wait if error.wait_seconds is None else error.wait_seconds
         return seconds if seconds <= MAX_RETRY_AFTER_SECONDS else None
     return wait if isinstance(error, Broken) else None
-
-
-def _retry_after(error: HfHubHTTPError) -> float | None:
-    text = error.response.headers.get("retry-after", "")
-    return float(text) if re.fullmatch("[0-9]{1,6}", text, re.ASCII) else None
 
 
 @contextmanager
@@ -134,9 +126,16 @@ def _explain(error: BaseException, wanted: Wanted) -> CheckpointError | None:
     """What an error means; None for what has nothing to do with the Hub."""
     if isinstance(error, OfflineModeIsEnabled):
         return offline(wanted)
+    if isinstance(error, Busy):
+        return _busy(error, wanted)
+    if isinstance(error, TooLong):
+        return CheckpointError(
+            f"{endpoint()} sends more than {error.limit_bytes} bytes as {wanted}; that is not read",
+            hint="the repository may have changed, or a proxy is in between: try again",
+        )
     if isinstance(error, HfHubHTTPError):
         return _refused(error, wanted)
-    if isinstance(error, (Broken, _http.HTTPError, _http.InvalidURL)):
+    if isinstance(error, (Broken, http.HTTPError, http.InvalidURL)):
         return _unreachable(error, wanted)
     if isinstance(error, (FileMetadataError, ValueError, TypeError, KeyError)):
         return CheckpointError(
@@ -152,25 +151,25 @@ def _explain(error: BaseException, wanted: Wanted) -> CheckpointError | None:
 
 
 def _unreachable(error: BaseException, wanted: Wanted) -> CheckpointError:
-    if isinstance(error, (_http.ConnectError, _http.ConnectTimeout)):
+    if isinstance(error, (http.ConnectError, http.ConnectTimeout)):
         reason = str(error) or "no answer in time"
         return CheckpointError(
             f"{endpoint()} can't be reached for {wanted}: {reason}",
             hint="check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 uses what was downloaded "
             "before",
         )
-    if isinstance(error, _http.TimeoutException):
+    if isinstance(error, http.TimeoutException):
         return CheckpointError(
             f"{endpoint()} sent nothing of {wanted} for {constants.HF_HUB_DOWNLOAD_TIMEOUT} "
             "seconds",
             hint="try again; HF_HUB_DOWNLOAD_TIMEOUT allows for slower servers",
         )
-    if isinstance(error, _http.TooManyRedirects):
+    if isinstance(error, http.TooManyRedirects):
         return CheckpointError(
             f"{endpoint()} redirects again and again for {wanted}",
             hint="is HF_ENDPOINT right, or a proxy in between?",
         )
-    if isinstance(error, (Broken, _http.NetworkError, _http.RemoteProtocolError)):
+    if isinstance(error, (Broken, http.NetworkError, http.RemoteProtocolError)):
         return CheckpointError(
             f"the connection to {endpoint()} broke off in {wanted} again and again",
             hint="run the command again: files that are complete are kept",
@@ -206,7 +205,7 @@ def _refused(error: HfHubHTTPError, wanted: Wanted) -> CheckpointError:
             f"{endpoint()} doesn't let this token read {wanted}",
             hint="the token needs the permission to read this repository",
         )
-    return _busy(error, wanted)
+    return CheckpointError(f"{endpoint()} answers with status {status} to the request for {wanted}")
 
 
 def _unauthorized(wanted: Wanted) -> CheckpointError:
@@ -222,18 +221,17 @@ def _unauthorized(wanted: Wanted) -> CheckpointError:
     )
 
 
-def _busy(error: HfHubHTTPError, wanted: Wanted) -> CheckpointError:
-    status = error.response.status_code
-    if status == 429:
-        asked = _retry_after(error)
+def _busy(error: Busy, wanted: Wanted) -> CheckpointError:
+    if error.status == 429:
+        asked = error.wait_seconds
         wait = "" if asked is None else f" and asks to wait {asked:.0f} s"
         return CheckpointError(
             f"{endpoint()} gets too many requests from here{wait}; it was about {wanted}",
             hint="try again later; with a token (`hf auth login`) the Hub allows more",
         )
     return CheckpointError(
-        f"{endpoint()} answers with status {status} to the request for {wanted}",
-        hint="the Hub has a problem of its own: try again later" if status >= 500 else None,
+        f"{endpoint()} answers with status {error.status} to the request for {wanted}",
+        hint="the Hub has a problem of its own: try again later",
     )
 
 
