@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from duoka.checkpoint import Checkpoint
+from duoka.checkpoint import Checkpoint, differences
 from duoka.errors import CheckpointError, UsageError
 
 CONFIG = {"model_type": "llama", "torch_dtype": "bfloat16", "max_position_embeddings": 4096}
@@ -179,6 +179,18 @@ def test_dtype_of_most_bytes_when_the_config_is_silent(directory: Path) -> None:
         directory / "model.safetensors",
     )
     assert Checkpoint.open(directory).default_dtype == "float16"
+
+
+def test_what_differs(sharded: Path, tmp_path: Path) -> None:
+    one = Checkpoint.open(sharded).fingerprint
+    copy = tmp_path / "copy"
+    shutil.copytree(sharded, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"rope_theta": 1.5}))
+    other = Checkpoint.open(copy).fingerprint
+    assert differences(one, one) == ()
+    assert differences(one, other) == ("config.json",)
+    assert len(differences(one, "of a module")) == 3
 
 
 def test_fingerprint(sharded: Path, tmp_path: Path) -> None:

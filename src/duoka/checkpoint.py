@@ -83,8 +83,8 @@ class Checkpoint:
     format : {"safetensors", "bin", "none"}
         Of those files; "none" without any.
     fingerprint : str
-        Equal for equal configs, tensors and trusted code, wherever they lie; in hexadecimal.
-        The tensors' values don't count.
+        Equal for equal configs, tensors and trusted code, wherever they lie; `differences` tells
+        two apart. The tensors' values don't count.
     trust_remote_code : bool
         Whether model code that comes with the checkpoint may run.
     code : tuple of CodeFile
@@ -461,18 +461,34 @@ def _stamps(folder: Folder, weights: _Weights) -> dict[Path, Stamp]:
     return stamps
 
 
+# ── fingerprints ──
+
+_PARTS = ("config.json", "the names, shapes, types or files of its tensors", "its code")
+
+
+def differences(one: str, other: str) -> tuple[str, ...]:
+    """What two checkpoints differ in, by their fingerprints; all of it if one is no checkpoint's.
+
+    Examples
+    --------
+    >>> differences("1-2-3", "1-5-3")
+    ('the names, shapes, types or files of its tensors',)
+    """
+    pairs = list(zip(one.split("-"), other.split("-"), strict=False))
+    if len(pairs) != len(_PARTS):
+        return _PARTS
+    return tuple(part for part, (a, b) in zip(_PARTS, pairs, strict=True) if a != b)
+
+
 def _fingerprint(config: dict[str, Any], code: tuple[CodeFile, ...], weights: _Weights) -> str:
-    digest = hashlib.sha256()
-
-    def add(value: object) -> None:
-        digest.update(json.dumps(value, sort_keys=True).encode() + b"\n")
-
-    add(config)
-    for file in code:
-        add([file.name, file.sha256])
-    add(weights.format)
-    for name, tensor in sorted((weights.tensors or {}).items()):
-        add([name, tensor.dtype, tensor.shape, tensor.file and tensor.file.name])
+    """One hash for each of `_PARTS`."""
+    tensors = [
+        (name, tensor.dtype, tensor.shape, tensor.file and tensor.file.name)
+        for name, tensor in sorted((weights.tensors or {}).items())
+    ]
     # A pickle's contents aren't read; its size is all that is known.
-    add(sorted(weights.sizes.items()))
-    return digest.hexdigest()
+    sizes = sorted(weights.sizes.items())
+    parts = (config, (weights.format, tensors, sizes), [(file.name, file.sha256) for file in code])
+    return "-".join(
+        hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:32] for part in parts
+    )

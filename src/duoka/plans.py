@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from .checkpoint import differences
 from .errors import FleetError, FormatError
 from .files import read_text, why, write_whole
 from .fleet import Device, Fleet
@@ -199,8 +200,10 @@ class Plan:
             If the fingerprint isn't the plan's.
         """
         if fingerprint != self.fingerprint:
+            differ = ", ".join(differences(self.fingerprint, fingerprint))
             raise FormatError(
-                f"the plan was made for another checkpoint than {source} is now",
+                f"the plan was made for another checkpoint than {source} is now; these differ: "
+                f"{differ}",
                 hint=_REPLAN,
             )
 
