@@ -108,6 +108,7 @@ def make_plan(
 
 def load_generator(plan: duoka.Plan, *, trust_remote_code: bool) -> Generator:
     """Prove and load a plan, with a progress bar."""
+    plan = plan.here()  # a GPU that is gone is told at once, before torch is imported
     from duoka.runtime import Generator
 
     stderr().print(f"{plan.model} on {', '.join(plan.devices)}")
