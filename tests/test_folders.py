@@ -1,0 +1,250 @@
+"""A directory on this machine: links, pipes, pointers, and downloads that aren't done."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from duoka.checkpoint import Checkpoint
+from duoka.errors import CheckpointError
+from duoka.folders import LocalFolder
+
+WAIT = "wait until the download is done, or start it again"
+POINTER = (
+    b"version https://git-lfs.github.com/spec/v1\n"
+    b"oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"
+)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    root = tmp_path / "model"
+    root.mkdir()
+    (root / "config.json").write_text('{"model_type": "llama"}')
+    (root / "tokenizer.json").write_text("{}")
+    save_file({"w": np.zeros((2, 3), np.float16)}, root / "model.safetensors")
+    return root
+
+
+def refused(path: Path) -> tuple[str, str | None]:
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(path).fetch()
+    return str(caught.value), caught.value.hint
+
+
+# ── links ──
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.json", "generation_config.json", "model.safetensors.index.json"),
+        *("model.safetensors", "pytorch_model.bin", "tokenizer.json", "tokenizer.model"),
+        *("modeling_x.py", "chat_template.jinja", "merges.txt"),
+    ],
+)
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_out_of_the_directory(directory: Path, name: str, exists: bool) -> None:
+    target = directory.parent / "secret"
+    if exists:
+        target.write_text("{}")
+    (directory / name).unlink(missing_ok=True)
+    (directory / name).symlink_to("../secret")
+    assert refused(directory) == (
+        f"{directory / name} is a link to {target}, which is outside of the checkpoint's directory",
+        "copy the file there, or give the directory that holds it",
+    )
+
+
+def test_links_out_by_detours(directory: Path) -> None:
+    (directory.parent / "model-secret").mkdir()
+    (directory.parent / "model-secret" / "x.json").write_text("{}")
+    (directory / "step").symlink_to("..")
+    (directory / "x.json").symlink_to("step/model-secret/x.json")
+    assert "x.json is a link to" in refused(directory)[0]
+    (directory / "x.json").unlink()
+    (directory / "x.json").symlink_to("/etc/passwd")
+    assert "is a link to /etc/passwd, which is outside" in refused(directory)[0]
+    (directory / "x.json").unlink()
+    (directory / "x.json").symlink_to("x.json")
+    assert "x.json is a link that leads nowhere" in refused(directory)[0]
+
+
+def test_a_chat_template_that_is_a_link(directory: Path) -> None:
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "x.jinja").symlink_to("/etc/passwd")
+    assert "x.jinja is a link to /etc/passwd" in refused(directory)[0]
+
+
+def test_links_inside_and_links_of_other_things(directory: Path) -> None:
+    (directory / "shards").mkdir()
+    (directory / "model.safetensors").rename(directory / "shards" / "whole.safetensors")
+    (directory / "model.safetensors").symlink_to("shards/whole.safetensors")
+    (directory / "venv").symlink_to("/usr")
+    (directory / "notes.md").symlink_to("/etc/hostname")
+    expected = Checkpoint.open(directory).fingerprint
+    link = directory.parent / "link"
+    link.symlink_to(directory)
+    assert Checkpoint.open(link).fingerprint == expected
+
+
+def test_the_links_of_the_hub_cache(directory: Path, tmp_path: Path) -> None:
+    repo = tmp_path / "hub" / "models--org--model"
+    snapshot = repo / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (repo / "blobs").mkdir()
+    shared = tmp_path / "hub" / "blobs" / "ab"
+    shared.mkdir(parents=True)
+    for number, file in enumerate(directory.iterdir()):
+        place = (shared if number == 0 else repo / "blobs") / f"blob{number}"
+        file.rename(place)
+        if number == 0:  # a blob that models share
+            (repo / "blobs" / place.name).symlink_to(os.path.relpath(place, repo / "blobs"))
+        (snapshot / file.name).symlink_to(f"../../blobs/{place.name}")
+    assert Checkpoint.open(snapshot).has_weights
+    other = tmp_path / "hub" / "models--org--other" / "blobs"
+    other.mkdir(parents=True)
+    (other / "secret").write_text("{}")
+    (snapshot / "x.json").symlink_to("../../../models--org--other/blobs/secret")
+    assert "x.json is a link to" in refused(snapshot)[0]
+
+
+# ── what is no file ──
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "x.py"])
+def test_pipes_and_sockets_are_not_waited_for(directory: Path, name: str) -> None:
+    (directory / name).unlink(missing_ok=True)
+    os.mkfifo(directory / name)
+    assert refused(directory)[0] == f"{directory / name} is not a regular file"
+    (directory / name).unlink()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(directory / name))
+        assert refused(directory)[0] == f"{directory / name} is not a regular file"
+
+
+def test_directories_in_place_of_files(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors").mkdir()
+    assert not Checkpoint.open(directory).has_weights
+    (directory / "config.json").unlink()
+    (directory / "config.json").mkdir()
+    assert "holds no config.json" in refused(directory)[0]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "tokenizer.model"])
+def test_what_git_lfs_leaves(directory: Path, name: str) -> None:
+    (directory / "model.safetensors").rename(directory / "other")
+    if name == "tokenizer.model":
+        (directory / "other").rename(directory / "model.safetensors")
+    (directory / name).write_bytes(POINTER)
+    assert refused(directory) == (
+        f"{directory / name} is not the file, but the pointer that git-lfs puts in its place",
+        f"fetch the files: git -C {directory} lfs pull",
+    )
+
+
+def test_a_pointer_that_nobody_needs(directory: Path) -> None:
+    (directory / "pytorch_model.bin").write_bytes(POINTER)
+    (directory / "README.md").write_bytes(POINTER)
+    assert Checkpoint.open(directory).fetch().has_weights
+
+
+# ── what isn't done ──
+
+
+def test_a_download_that_goes_on(directory: Path) -> None:
+    place = directory / ".cache" / "huggingface" / "download"
+    place.mkdir(parents=True)
+    (place / "abc=.etag.incomplete").touch()
+    message, hint = refused(directory)
+    assert message.startswith(f"{directory} is still being written: abc=.etag.incomplete changed")
+    assert hint == WAIT
+    os.utime(place / "abc=.etag.incomplete", (1, 1))  # one that was killed, of another file
+    Checkpoint.open(directory)
+
+
+@pytest.mark.parametrize("suffix", ["incomplete", "part", "partial", "aria2", "tmp", "crdownload"])
+def test_names_of_downloads(directory: Path, suffix: str) -> None:
+    (directory / f"model-00001-of-00002.safetensors.{suffix}").touch()
+    assert f"safetensors.{suffix} changed 0 seconds ago" in refused(directory)[0]
+
+
+def test_modelscope(directory: Path) -> None:
+    (directory / "._____temp").mkdir()
+    (directory / "._____temp" / "model.safetensors").touch()
+    assert "is still being written: model.safetensors changed" in refused(directory)[0]
+
+
+def test_a_lock_that_is_held(directory: Path) -> None:
+    place = directory / ".cache" / "huggingface" / "download"
+    place.mkdir(parents=True)
+    lock = place / "model-00001-of-00002.safetensors.lock"
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        message = f"{directory} is still being written: another process downloads {lock.stem}"
+        assert refused(directory) == (message, WAIT)
+    Checkpoint.open(directory)  # lock files themselves are left behind for ever
+
+
+def test_aria2_fills_holes_in_a_file_of_full_length(directory: Path) -> None:
+    control = directory / "model.safetensors.aria2"
+    control.touch()
+    os.utime(control, (1, 1))
+    message = f"{directory / 'model.safetensors'} is not complete: {control.name} lies beside it"
+    assert refused(directory) == (message, WAIT)
+
+
+def test_missing_shards_and_an_old_download(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    shards = {name: f"model-0000{name}-of-00002.safetensors" for name in ("1", "2")}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    save_file({"1": np.zeros(1)}, directory / shards["1"])
+    part = directory / f"{shards['2']}.part"
+    part.touch()
+    os.utime(part, (1, 1))
+    assert refused(directory)[0] == (
+        f"{directory}/model.safetensors.index.json lists 2 files, of which 1 are not there: "
+        f"{shards['2']}; an unfinished download lies there: {part.name}"
+    )
+
+
+def test_pickles_shorter_than_their_index_says(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    index = {"metadata": {"total_size": 1000}, "weight_map": {"w": "pytorch_model-1.bin"}}
+    (directory / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (directory / "pytorch_model-1.bin").write_bytes(bytes(999))
+    message, _ = refused(directory)
+    assert message == (
+        f"{directory} is incomplete: its index speaks of 1000 bytes of weights, and the 1 files "
+        "have 999"
+    )
+    (directory / "pytorch_model-1.bin").write_bytes(bytes(1000))
+    assert Checkpoint.open(directory).format == "bin"
+
+
+def test_a_header_that_changes_while_it_is_read(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from duoka import folders
+
+    def read_and_touch(path: Path) -> dict[str, object]:
+        os.utime(path, ns=(time.time_ns(), time.time_ns()))
+        return {}
+
+    monkeypatch.setattr(folders, "read_header", read_and_touch)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is being written"):
+        LocalFolder(directory).headers(["model.safetensors"])
+
+
+def test_a_directory_with_too_many_files(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("duoka.folders._MOST_ENTRIES", 2)
+    assert refused(directory)[0] == f"{directory} holds more than 2 files"
