@@ -108,7 +108,10 @@ class _Handler:
         self.stopped_by, self.taken = signum, False
         error = _Interrupt() if signum == signal.SIGINT else _Terminated(signum)
         error.handler, error.signum = self, signum
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # or its traceback, which holds this frame, would keep it alive
 
     def _drain(self) -> bytes:
         with suppress(BlockingIOError):

@@ -1,0 +1,194 @@
+"""Ctrl-C, SIGTERM and SIGHUP at many moments: one word, the right exit code, nothing left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from .conftest import GPUS, MAIN, PROGRAM, SIZES
+from .terminals import Terminal
+
+# What a small program does with the signals after `signals.install()`.
+FRAME = """
+import gc, os, signal, sys, threading, time, _thread
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from duoka.cli import signals
+signals.install()
+def say(*what): print(*what, flush=True)
+def later(seconds, act): threading.Timer(seconds, act).start()
+def press(): os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", FRAME + code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_swallowed_one_comes_again() -> None:
+    done = run(
+        "try: press(); time.sleep(5)\n"
+        "except BaseException: pass\n"
+        "try: time.sleep(30)\n"
+        "except KeyboardInterrupt: signals.taken(); say('again')\n"
+        "time.sleep(0.5); say('once')\n"
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("again\nonce\n", "", 0)
+
+
+def test_one_in_a_finaliser_comes_again() -> None:
+    done = run(
+        "class Thing:\n"
+        "    def __del__(self): press(); time.sleep(0.3)\n"
+        "try:\n"
+        "    Thing(); time.sleep(30)\n"
+        "except KeyboardInterrupt: signals.taken(); say('again')\n"
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("again\n", "", 0)
+
+
+def test_one_that_came_before_a_blocking_call_ends_it() -> None:
+    # interrupt_main notes a signal without sending one, as if it had come a moment earlier.
+    done = run(
+        "later(0.5, lambda: _thread.interrupt_main(signal.SIGINT))\n"
+        "try: time.sleep(30)\n"
+        "except KeyboardInterrupt: signals.taken(); say('ended')\n"
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("ended\n", "", 0)
+
+
+def test_a_second_one_waits_for_the_clean_up() -> None:
+    done = run(
+        "try:\n"
+        "    try: press(); time.sleep(30)\n"
+        "    finally: press(); press(); time.sleep(0.3); say('clean')\n"
+        "except KeyboardInterrupt: signals.taken(); say('once')\n"
+        "time.sleep(0.3); say('on')\n"
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("clean\nonce\non\n", "", 0)
+
+
+def test_the_next_one_is_heard_when_the_program_listens() -> None:
+    done = run(
+        "with signals.deferring():\n"
+        "    press(); say('deaf')\n"
+        "    for _ in range(2):\n"
+        "        try:\n"
+        "            with signals.listening():\n"
+        "                time.sleep(0.2); say('none'); press(); time.sleep(9)\n"
+        "        except KeyboardInterrupt: signals.taken(); say('heard')\n"
+    )
+    assert (done.stdout, done.stderr) == ("deaf\nheard\nnone\nheard\n", "")
+
+
+def test_a_clean_up_without_end_can_be_left() -> None:
+    done = run(
+        "signals._PATIENCE_SECONDS = 0.2\n"
+        "later(0.5, press)\n"
+        "try: press(); time.sleep(30)\n"
+        "finally:\n"
+        "    while True: time.sleep(0.1)\n"
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("", "stopped\n", 130)
+
+
+def test_signals_that_the_parent_ignored_stay_ignored() -> None:
+    code = FRAME.replace("default_int_handler", "SIG_IGN") + "press(); time.sleep(0.2); say('on')"
+    ignoring = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{code}\n"
+    ignoring += "os.kill(os.getpid(), signal.SIGHUP); time.sleep(0.2); say('still')"
+    done = subprocess.run(
+        [sys.executable, "-c", ignoring], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("on\nstill\n", "", 0)
+
+
+def stopped(
+    arguments: list[str], environment: dict[str, str], seconds: float, signum: int, again: bool
+) -> tuple[int, str, str]:
+    """Run a command, send it a signal after some time, and perhaps the same once more."""
+    ready, tell = os.pipe()
+    process = subprocess.Popen(
+        [PROGRAM[0], "-c", f"import os; os.write({tell}, b'x'); {MAIN}", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        pass_fds=(tell,),
+    )
+    os.close(tell)
+    os.read(ready, 1)
+    os.close(ready)
+    time.sleep(seconds)
+    process.send_signal(signum)
+    if again:
+        time.sleep(0.1)
+        process.send_signal(signum)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+MOMENTS = [0.4, 0.8, 1.3, 1.8, 2.4, 3.2, 4.0, 5.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", MOMENTS)
+@pytest.mark.parametrize("command", ["plan", "generate", "demo"])
+def test_at_any_moment(
+    command: str, seconds: float, tiny: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    signum = (signal.SIGINT, signal.SIGTERM)[int(seconds * 10) % 2]
+    arguments = {
+        "plan": ["plan", str(tiny), *GPUS, *SIZES, "--save", str(tmp_path / "saved")],
+        "generate": ["generate", str(tiny), *GPUS, "--new-tokens", "900", "-p", "hi"],
+        "demo": ["demo", "--keep", str(tmp_path / "kept"), "--json", str(tmp_path / "saved")],
+    }[command]
+    (tmp_path / "cache").mkdir()
+    inside = {**environment, "DUOKA_CACHE": str(tmp_path / "cache")}
+    code, _, err = stopped(arguments, inside, seconds, signum, again=seconds > 1)
+    left = {file.name for file in tmp_path.rglob("*")}
+    assert not [name for name in left if name.endswith(".partial")]
+    if code == 0:  # it was faster
+        return
+    assert code == 128 + signum, err
+    assert err.splitlines()[-1] == "stopped"
+    assert "Traceback" not in err
+    # Saved just before the signal came, or not at all.
+    assert "saved" not in left or "saved to" in err
+    assert "kept" not in left or "config.json" in left
+
+
+def test_a_terminal_is_left_in_order(environment: dict[str, str]) -> None:
+    terminal = Terminal(["demo"], environment)
+    try:
+        terminal.wait_for(r"training a small")
+        time.sleep(0.5)
+        terminal.send("\x03")
+        seen = terminal.rest()
+        assert terminal.process.wait(timeout=30) == 130
+        assert seen.rstrip().endswith("stopped")
+        assert seen.rfind("\x1b[?25h") > seen.rfind("\x1b[?25l")  # the cursor is shown
+        assert "Traceback" not in seen
+        assert terminal.echoes
+    finally:
+        terminal.close()
+
+
+def test_a_terminal_that_goes_away(tiny: Path, environment: dict[str, str]) -> None:
+    terminal = Terminal(["chat", str(tiny), *GPUS, *SIZES], environment)
+    try:
+        terminal.wait_for("> ")
+        terminal.hang_up()
+        assert terminal.process.wait(timeout=30) == 129
+    finally:
+        terminal.close()

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from duoka.cli import failures, terminal
+from duoka.cli.terminal import printable
+from duoka.errors import CheckpointError
+
+HOSTILE = [
+    "\x1b[31m",
+    "\x1b]0;title\x07",
+    "\x9b31m",
+    "\x07",
+    "\x08",
+    "\r",
+    "\x7f",
+    "\u202e",
+    "\u2066",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_what_a_terminal_would_obey_is_spelled_out(text: str) -> None:
+    shown = printable(f"a{text}b")
+    assert shown.isprintable()
+    assert shown.startswith("a\\")
+    assert shown.endswith("b")
+
+
+@pytest.mark.parametrize("text", ["", "plain", "两张卡\n\ttab", "👩‍🚀 family", "می‌خواهم", "\u00a0"])
+def test_other_text_stays(text: str) -> None:
+    assert printable(text) == text
+
+
+def test_errors_from_checkpoints_are_spelled_out(capsys: pytest.CaptureFixture[str]) -> None:
+    failures.report(CheckpointError("the model '\x1b[2J' is unknown", hint="\x07"), debug=False)
+    err = capsys.readouterr().err
+    assert "\x1b" not in err
+    assert "\x07" not in err
+    assert "\\x1b[2J" in err
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_answers_are_harmless_to_a_terminal_and_whole_in_a_pipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for stream, shown in ((Screen(), "a\\x1b[2Jb\n"), (io.StringIO(), "a\x1b[2Jb\n")):
+        monkeypatch.setattr(sys, "stdout", stream)
+        terminal.answer("a\x1b[2Jb\n")
+        assert stream.getvalue() == shown
