@@ -6,6 +6,7 @@ or a checkpoint says never reaches a terminal as a command to it.
 
 from __future__ import annotations
 
+import os
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ from rich.progress import (
 # Control characters and those that turn the direction of writing around can make a terminal show
 # something else than the text says, or do something; Cf also holds what emoji and Persian need.
 _KEPT = frozenset("\n\t\u200c\u200d")
+_NARROWEST = 20
+_UNKNOWN = 80  # a terminal that says it has no columns doesn't know how many
 _HIDDEN = ("Cc", "Cf", "Cs")
 
 
@@ -60,12 +63,20 @@ class _Console(Console):
 
 def stdout() -> Console:
     """For the answer."""
-    return _Console(highlight=False)
+    return _Console(highlight=False, width=_width())
 
 
 def stderr() -> Console:
     """For everything else."""
-    return _Console(stderr=True, highlight=False)
+    return _Console(stderr=True, highlight=False, width=_width())
+
+
+def _width() -> int | None:
+    """The columns to print for, where rich must not go by COLUMNS; None to leave it to rich."""
+    told = os.environ.get("COLUMNS", "")
+    if not told.isdecimal() or int(told) >= _NARROWEST:
+        return None
+    return _NARROWEST if int(told) else _UNKNOWN
 
 
 @contextmanager

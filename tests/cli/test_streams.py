@@ -1,0 +1,195 @@
+"""What goes where: the answer alone to the standard output, in whatever surroundings."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import GPUS, MAIN, PROGRAM, SIZES
+
+PLAN = ("plan", *GPUS, *SIZES)
+GENERATE = ("generate", *GPUS, *SIZES, "-p", "hi")
+
+
+def start(
+    tiny: Path,
+    environment: dict[str, str],
+    command: tuple[str, ...],
+    *,
+    python: tuple[str, ...] = (),
+    shell: str = "",
+    **changed: str | None,
+) -> subprocess.CompletedProcess[bytes]:
+    """Run a command on the tiny model; `shell` redirects, and None takes a variable away."""
+    name, *options = command
+    program = [PROGRAM[0], *python, "-c", MAIN, name, str(tiny), *options]
+    inside = {**environment, **changed}
+    return subprocess.run(
+        ["sh", "-c", f'exec "$@" {shell}', "sh", *program] if shell else program,
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        env={key: value for key, value in inside.items() if value is not None},
+        timeout=240,
+        check=False,
+    )
+
+
+def test_json_of_a_plan_is_all_there_is(tiny: Path, environment: dict[str, str]) -> None:
+    done = start(tiny, environment, (*PLAN, "--json"), python=("-W", "always"))
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["format"] == "duoka.plan"
+
+
+def test_json_of_an_answer_is_all_there_is(tiny: Path, environment: dict[str, str]) -> None:
+    done = start(tiny, environment, (*GENERATE, "--json"), python=("-W", "always"))
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["answers"][0]["prompt"] == "hi"
+
+
+@pytest.mark.parametrize("command", [PLAN, GENERATE], ids=["plan", "generate"])
+def test_a_locale_that_knows_only_ascii(
+    command: tuple[str, ...], tiny: Path, environment: dict[str, str]
+) -> None:
+    done = start(
+        tiny,
+        environment,
+        command,
+        LANG="C",
+        LC_ALL="C",
+        PYTHONUTF8="0",
+        PYTHONCOERCECLOCALE="0",
+        PYTHONIOENCODING="ascii",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()
+
+
+@pytest.mark.parametrize("columns", ["20", "1", "0", "x", "10000"])
+def test_narrow_and_wide(columns: str, tiny: Path, environment: dict[str, str]) -> None:
+    done = start(tiny, environment, PLAN, COLUMNS=columns)
+    assert done.returncode == 0, done.stderr
+    assert b"vgpu:0" in done.stdout
+
+
+COLOURS = [
+    ({"NO_COLOR": "1"}, False),
+    ({"TERM": "dumb"}, False),
+    ({"FORCE_COLOR": "1"}, True),
+    ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+    ({}, False),
+]
+
+
+@pytest.mark.parametrize(("changed", "coloured"), COLOURS, ids=str)
+def test_colours_in_a_pipe(
+    changed: dict[str, str], coloured: bool, tiny: Path, environment: dict[str, str]
+) -> None:
+    done = start(tiny, environment, PLAN, **changed)
+    assert done.returncode == 0
+    colours = [part for part in done.stdout.split(b"\x1b[")[1:] if part[:1] in b"3489"]
+    assert bool(colours) == coloured
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("command", [PLAN, (*PLAN, "--json"), GENERATE], ids=str)
+def test_a_full_disk(command: tuple[str, ...], tiny: Path, environment: dict[str, str]) -> None:
+    done = start(tiny, environment, command, shell=">/dev/full")
+    assert done.returncode == 12, done.stderr
+    assert b"No space left on device" in done.stderr
+    assert b"Traceback" not in done.stderr
+    assert b"Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code"), [(">&-", 141), ("2>&-", 0), ("<&-", 0), ("<&- 2>&-", 0)]
+)
+def test_closed_streams(
+    redirection: str, code: int, tiny: Path, environment: dict[str, str]
+) -> None:
+    done = start(tiny, environment, PLAN, shell=redirection)
+    assert done.returncode == code, done.stderr
+    assert (b"vgpu:0" in done.stdout) == (code == 0)
+    assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"DUOKA_CACHE": "/dev/null/x"},
+        {"DUOKA_CACHE": "/proc/1/no"},
+        {"DUOKA_CACHE": None, "XDG_CACHE_HOME": None, "HOME": "/no/such/home"},
+        {"DUOKA_CACHE": None, "XDG_CACHE_HOME": None, "HOME": ""},
+        {"DUOKA_CACHE": None, "XDG_CACHE_HOME": None, "HOME": None},
+    ],
+    ids=str,
+)
+@pytest.mark.slow
+def test_a_cache_that_cannot_be_written_costs_time_alone(
+    changed: dict[str, str | None], tiny: Path, environment: dict[str, str]
+) -> None:
+    if os.getuid() == 0 and changed.get("HOME", "") is None:
+        pytest.skip("the home of the superuser would be written")
+    done = start(tiny, environment, PLAN, **changed)
+    assert done.returncode == 0, done.stderr
+    assert b"vgpu:0" in done.stdout
+
+
+def test_warnings_of_libraries_do_not_come_between(tiny: Path, environment: dict[str, str]) -> None:
+    done = start(tiny, environment, GENERATE, python=("-W", "always"))
+    quiet = start(tiny, environment, GENERATE)
+    assert done.returncode == quiet.returncode == 0
+    assert done.stdout == quiet.stdout
+    assert quiet.stderr == b"ChatGLMForCausalLM on vgpu:0\n"
+
+
+def test_a_library_that_is_missing(tiny: Path, environment: dict[str, str]) -> None:
+    code = f"import sys; sys.modules['torch'] = None; {MAIN}"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "generate", str(tiny), *GPUS, "-p", "hi"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 12, done.stderr
+    assert done.stderr.startswith("error: a library can't be imported: ")
+    assert "torch" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_directory_that_is_gone(tiny: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    place = tmp_path / "gone"
+    place.mkdir()
+    done = subprocess.run(
+        ["sh", "-c", 'cd "$0" && rmdir "$0" && exec "$@"', str(place), *PROGRAM, "plan", "x"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode in (4, 12), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_debug_stands_before_or_after_the_command(tiny: Path, environment: dict[str, str]) -> None:
+    for given in (["--debug", "plan", "/no/such"], ["plan", "--debug", "/no/such"]):
+        done = subprocess.run(
+            [*PROGRAM, *given], capture_output=True, text=True, env=environment, check=False
+        )
+        assert done.returncode == 4
+        assert "Traceback" in done.stderr
+        assert "error: " in done.stderr
+    done = subprocess.run(
+        [*PROGRAM, "generate", "/no/such", "-p", "--debug", "--gpus", "1GiB"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 4
+    assert "Traceback" not in done.stderr
