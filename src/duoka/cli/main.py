@@ -16,6 +16,7 @@ from .chat import chat
 from .demo import demo
 from .generate import generate
 from .plan import plan
+from .terminal import correct_columns
 
 _EPILOG = "\n\n".join(
     [
@@ -85,6 +86,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    correct_columns()
     given = list(sys.argv[1:] if arguments is None else arguments)
     state = options.State()
     # Not Typer's own call: its way to run turns Ctrl-C and a closed pipe into exit code 1.

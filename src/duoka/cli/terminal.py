@@ -63,20 +63,19 @@ class _Console(Console):
 
 def stdout() -> Console:
     """For the answer."""
-    return _Console(highlight=False, width=_width())
+    return _Console(highlight=False)
 
 
 def stderr() -> Console:
     """For everything else."""
-    return _Console(stderr=True, highlight=False, width=_width())
+    return _Console(stderr=True, highlight=False)
 
 
-def _width() -> int | None:
-    """The columns to print for, where rich must not go by COLUMNS; None to leave it to rich."""
+def correct_columns() -> None:
+    """Let nothing be printed for a terminal that is said to have no columns, or next to none."""
     told = os.environ.get("COLUMNS", "")
-    if not told.isdecimal() or int(told) >= _NARROWEST:
-        return None
-    return _NARROWEST if int(told) else _UNKNOWN
+    if told.isdecimal() and int(told) < _NARROWEST:
+        os.environ["COLUMNS"] = str(_NARROWEST if int(told) else _UNKNOWN)
 
 
 @contextmanager
