@@ -403,6 +403,50 @@ def test_an_incomplete_map_moves_nothing(model: PreTrainedModel) -> None:
     assert everything(model) == before
 
 
+# Maps by hand.
+
+
+@pytest.mark.parametrize("second", ["vgpu:1", "cpu"])
+def test_a_map_by_hand_is_loaded(model: PreTrainedModel, checkpoint: Path, second: str) -> None:
+    device_map = {"": torch.device("vgpu:0"), "model.layers.1": second, "lm_head": second}
+    plan = duoka.plan(checkpoint, TWO, LOAD, device_map=device_map)
+    assert list(plan.device_map.values()) == ["vgpu:0"] * 3 + [second] + ["vgpu:0"] * 2 + [second]
+    loaded = duoka.load(plan)
+    with torch.no_grad():
+        expected = model(ids()).logits
+        found = loaded(ids().to("vgpu:0")).logits
+    assert str(found.device) == second
+    assert torch.allclose(found.cpu(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("fleet", [TWO, "virtual:64MiB"])
+def test_an_incomplete_map_by_hand_is_refused(checkpoint: Path, fleet: str) -> None:
+    with pytest.raises(PlacementError) as caught:
+        duoka.plan(checkpoint, fleet, LOAD, device_map={"model.layers": 0, "model.norm": 0})
+    named = {"model.embed_tokens.weight", "lm_head.weight", "model.rotary_emb.inv_freq"}
+    assert named < set(caught.value.missing)
+    plan = duoka.plan(checkpoint, fleet, LOAD, device_map=caught.value.completed)
+    assert plan.devices == ("vgpu:0",)
+
+
+def test_a_map_by_hand_for_any_module() -> None:
+    module, inputs = Residual(), (torch.randn(4, 512),)
+    device_map: dict[str, object] = {"": 1, "out.weight": 0, "out.bias": "vgpu:0"}
+    plan = duoka.plan(module, "virtual:2x8MiB", inputs=inputs, device_map=device_map)
+    assert plan.device_map == {"first": "vgpu:1", "inner": "vgpu:1", "out": "vgpu:0"}
+    # What "inner" makes is added to what came into it.
+    with pytest.raises(PlacementError) as caught:
+        duoka.plan(module, "virtual:2x8MiB", inputs=inputs, device_map={**device_map, "inner": 0})
+    assert set(caught.value.split) == {"first", "inner"}
+
+
+def test_arguments_that_do_not_exist(checkpoint: Path) -> None:
+    with pytest.raises(TypeError, match="no argument devicemap"):
+        duoka.plan(checkpoint, TWO, LOAD, devicemap={"": 0})  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="'auto' is no device map"):
+        duoka.plan(checkpoint, TWO, LOAD, device_map="auto")
+
+
 # Remote code.
 
 _REMOTE = """

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from duoka import Device, Fleet, Plan, Workload
-from duoka.errors import FleetError, InfeasibleError, PlacementError, UsageError
+from duoka.errors import InfeasibleError, PlacementError, UsageError
 from duoka.given import answer
-from duoka.host import available_bytes, fleet_for
 from duoka.maps import DeviceMap
 from duoka.planner import Question, solve
 from duoka.profile import Profile
@@ -156,6 +156,22 @@ def test_what_would_fit_without_the_map_where_nothing_does() -> None:
     assert all(way.startswith("without the map, ") for way in caught.value.ways_out)
 
 
+def test_the_longest_context_with_the_map() -> None:
+    load = replace(LOAD, prompt_tokens=9000, new_tokens=100, prefill_chunk_tokens="auto")
+    question = ask({"": 1, "block.0": 0}, 100, 390, load=load)
+    with pytest.raises(InfeasibleError) as caught:
+        answer(LAYERS, question)
+    (way,) = (way for way in caught.value.ways_out if way.startswith("with the map"))
+    match = re.fullmatch(r"with the map a context of (\d+) .* --new-tokens (\d+)\)", way)
+    assert match
+    tokens, new = int(match[1]), int(match[2])
+    fitting = replace(load, prompt_tokens=tokens - new, new_tokens=new)
+    assert answer(LAYERS, replace(question, workload=fitting)).workload.context_tokens == tokens
+    longer = replace(load, prompt_tokens=tokens + tokens // 8 - new, new_tokens=new)
+    with pytest.raises(InfeasibleError):
+        answer(LAYERS, replace(question, workload=longer))
+
+
 def test_fragmentation_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Replay.run
 
@@ -212,20 +228,3 @@ def test_the_cpu_computes_only_where_a_map_says_so() -> None:
     assert plan.devices == ("vgpu:0", "cpu")
     alone = Fleet(devices=fleet.devices[2:])
     assert solve(LAYERS, replace(question, fleet=alone)).devices == ("cpu",)
-
-
-def test_the_cpu_is_in_the_fleet_when_a_map_names_it() -> None:
-    fleet = tiny.fleet(300)
-    assert fleet_for(fleet, None) is fleet
-    assert fleet_for(fleet, DeviceMap.of({"": 0})) is fleet
-    with_cpu = fleet_for(fleet, DeviceMap.of({"": 0, "head": "cpu"}))
-    assert with_cpu.names == ("vgpu:0", "cpu")
-    assert 2**20 < with_cpu.device("cpu").budget_bytes <= (available_bytes() or 0) * 2
-    given = Fleet(devices=(*fleet.devices, Device(name="cpu", budget_bytes=7)))
-    assert fleet_for(given, DeviceMap.of("cpu")) is given
-
-
-def test_memory_that_nobody_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("duoka.host.available_bytes", lambda: None)
-    with pytest.raises(FleetError, match="isn't known"):
-        fleet_for(tiny.fleet(300), DeviceMap.of("cpu"))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from duoka.errors import ModelError, UsageError
-from duoka.profile import MONOMIALS, Regime, evaluate, monomials
+from duoka.profile import MONOMIALS, Profile, Regime, evaluate, monomials
 from duoka.serial import from_dict, to_dict
 
 from . import tiny
@@ -92,3 +92,14 @@ def test_a_model_without_parameters_is_refused() -> None:
 def test_a_profile_survives_its_json_form() -> None:
     profile = tiny.made_up([1000, 500, 500, 1000], tiny.Costs(cache=64), tied_to={3: 0})
     assert from_dict(type(profile), to_dict(profile)) == profile
+
+
+def test_the_outline_is_named_block_by_block() -> None:
+    profile = tiny.made_up([10, 20, 0], tied_to={2: 0})
+    blocks = profile.outline.blocks
+    assert [block.modules for block in blocks] == [("block.0",), ("block.1",), ("block.2",)]
+    assert [block.tied_to for block in blocks] == [None, None, 0]
+    assert blocks[2].tensors[0].tied_to == "block.0.weight"
+    assert from_dict(Profile, to_dict(profile)).outline == profile.outline
+    with pytest.raises(ModelError, match="holds no names"):
+        _ = replace(profile, roster=None).outline

@@ -10,15 +10,27 @@ from .errors import InfeasibleError, UsageError
 from .fleet import Device, Fleet
 from .forecast import Costs, DeviceForecast, Forecast
 from .placement import Placement
-from .planner import Question, check_context, chunk_reason, solve, with_chunks
+from .planner import (
+    Question,
+    check_context,
+    chunk_reason,
+    context_way,
+    shortened,
+    solve,
+    with_chunks,
+)
 from .plans import Plan, Request
 from .profile import Profile
 from .replay import Replay, StageBytes
+from .search import largest
 from .units import format_bytes
 from .workload import Workload
 
 OBJECTIVE = "given"
 """What a plan for a map has in the place of an objective: nothing was optimised."""
+
+# How often a context is made a little shorter, where it fits but for fragmentation.
+_STEPS_DOWN = 16
 
 
 def answer(profile: Profile, question: Question, *, source: str = "") -> Plan:
@@ -77,12 +89,12 @@ class _Given:
                 return self._made(workload, needs, source)
         raise self._infeasible(needs)
 
-    def _needs(self, workload: Workload) -> list[_Need]:
+    def _needs(self, workload: Workload, *, thorough: bool = True) -> list[_Need]:
         brief = Replay(self.profile, workload, brief=True)
-        full = Replay(self.profile, workload)
+        full = Replay(self.profile, workload) if thorough else None
         return [self._need(name, brief, full) for name in self.placement.devices]
 
-    def _need(self, name: str, brief: Replay, full: Replay) -> _Need:
+    def _need(self, name: str, brief: Replay, full: Replay | None) -> _Need:
         device = self.question.fleet.device(name)
         blocks = [index for index, at in enumerate(self.device_of) if at == name]
         least = brief.run(blocks, device_of=self.device_of)
@@ -91,8 +103,9 @@ class _Given:
         # Giving memory back early can fragment more than giving it back late.
         if needed > budget and brief.run(blocks, budget, device_of=self.device_of):
             needed = budget
-        fits = needed <= budget
-        peaks = full.run(blocks, budget, device_of=self.device_of) if fits else None
+        peaks = None
+        if full is not None and needed <= budget:
+            peaks = full.run(blocks, budget, device_of=self.device_of)
         return _Need(device=device, bytes=needed, peaks=peaks)
 
     def _made(self, workload: Workload, needs: list[_Need], source: str) -> Plan:
@@ -175,11 +188,39 @@ class _Given:
         )
 
     def _ways_out(self) -> Iterator[str]:
+        shorter = self._shorter()
+        with_map = [f"with the map {context_way(shorter)}"] if shorter is not None else []
         try:
             own = solve(self.profile, replace(self.question, device_map=None))
         except InfeasibleError as error:
+            yield from with_map
             yield from (f"without the map, {way}" for way in error.ways_out)
             return
+        yield from self._own_way(own)
+        yield from with_map
+
+    def _shorter(self) -> Workload | None:
+        """The longest context with which the map fits."""
+        *_, asked = with_chunks(self.question.workload)  # the smallest chunk needs the least
+
+        def fits(tokens: int) -> bool:
+            try:
+                needs = self._needs(shortened(asked, tokens), thorough=False)
+            except UsageError:
+                return False  # a profile of one workload knows no other
+            return all(need.bytes <= need.device.budget_bytes for need in needs)
+
+        tokens = largest(fits, 2, asked.context_tokens - 1)
+        for _ in range(_STEPS_DOWN):
+            if tokens is None or tokens < 2:
+                return None
+            shorter = shortened(asked, tokens)
+            if all(need.peaks is not None for need in self._needs(shorter)):
+                return shorter
+            tokens -= 1 + tokens // _STEPS_DOWN // 2
+        return None
+
+    def _own_way(self, own: Plan) -> Iterator[str]:
         sizes = ", ".join(
             f"{each.device} {format_bytes(each.needed_bytes)} of {format_bytes(each.budget_bytes)}"
             for each in own.forecast.devices

@@ -64,6 +64,7 @@ def solve(profile: Profile, question: Question, *, source: str = "") -> Plan:
     UsageError
         If the context is longer than the model was made for.
     """
+    assert question.device_map is None, "given.answer follows maps"
     check_context(question.workload, profile.max_context_tokens, profile.model)
     gpus = _without_cpu(question.fleet)
     if gpus == question.fleet:
@@ -298,19 +299,28 @@ def _largest_that_works(
     return None
 
 
+def shortened(workload: Workload, context_tokens: int) -> Workload:
+    """The workload with so many tokens in all; at most half of them are new."""
+    new = max(1, min(workload.new_tokens, context_tokens // 2))
+    return replace(workload, new_tokens=new, prompt_tokens=context_tokens - new)
+
+
+def context_way(workload: Workload) -> str:
+    """A way out: a context that fits, and how to ask for it."""
+    tokens, new = workload.context_tokens, workload.new_tokens
+    return f"a context of {tokens} tokens fits (--context {tokens} --new-tokens {new})"
+
+
 def _ways_out(profile: Profile, question: Question) -> Iterator[str]:
     """What would fit instead, cheapest for quality first."""
     workload = question.workload
 
     def with_context(tokens: int) -> Question:
-        new = max(1, min(workload.new_tokens, tokens // 2))
-        shorter = replace(workload, new_tokens=new, prompt_tokens=tokens - new)
-        return replace(question, workload=shorter)
+        return replace(question, workload=shortened(workload, tokens))
 
     tokens = _largest_that_works(profile, with_context, 2, workload.context_tokens - 1)
     if tokens is not None:
-        new = with_context(tokens).workload.new_tokens
-        yield f"a context of {tokens} tokens fits (--context {tokens} --new-tokens {new})"
+        yield context_way(shortened(workload, tokens))
     if workload.batch > 1:
         batch = _largest_that_works(
             profile,

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from duoka import Device, Fleet
+from duoka.errors import FleetError
+from duoka.host import available_bytes, fleet_for
+from duoka.maps import DeviceMap
+
+FLEET = Fleet.parse("virtual:2x1GiB")
+GIB = 2**30
+
+
+def write(root: Path, *, available: str = "", limit: str = "", used: str = "") -> Path:
+    for name, content in (
+        ("proc/meminfo", available),
+        ("sys/fs/cgroup/memory.max", limit),
+        ("sys/fs/cgroup/memory.current", used),
+    ):
+        if content:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(content)
+    return root
+
+
+def test_what_is_available(tmp_path: Path) -> None:
+    text = f"MemTotal: {2**24} kB\nMemAvailable:   {2**22} kB\nSwapFree: 9 kB\n"
+    assert available_bytes(write(tmp_path, available=text)) == 4 * GIB
+    assert available_bytes(write(tmp_path, limit="max\n", used="5\n")) == 4 * GIB
+    assert available_bytes(write(tmp_path, limit=f"{3 * GIB}\n", used=f"{GIB}\n")) == 2 * GIB
+    assert available_bytes(write(tmp_path, limit="5", used="6")) == 0
+
+
+def test_where_nothing_is_known(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path) is None
+    assert available_bytes(write(tmp_path, available="nothing of that kind")) is None
+    assert (available_bytes() or 0) > 2**20
+
+
+def test_the_cpu_is_in_the_fleet_when_a_map_names_it() -> None:
+    assert fleet_for(FLEET, None) is FLEET
+    assert fleet_for(FLEET, DeviceMap.of({"": 0})) is FLEET
+    with_cpu = fleet_for(FLEET, DeviceMap.of({"": 0, "head": "cpu"}))
+    assert with_cpu.names == ("vgpu:0", "vgpu:1", "cpu")
+    given = Fleet(devices=(*FLEET.devices, Device(name="cpu", budget_bytes=7)))
+    assert fleet_for(given, DeviceMap.of("cpu")) is given
+
+
+def test_memory_that_nobody_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("duoka.host.available_bytes", lambda: None)
+    with pytest.raises(FleetError, match="isn't known"):
+        fleet_for(FLEET, DeviceMap.of("cpu"))
