@@ -221,6 +221,13 @@ def test_the_generation_config_comes_along(tmp_path: Path) -> None:
     assert generation.temperature == 0.8
 
 
+@pytest.mark.parametrize("text", ['{"validate": 3}', '{"dtype": {}}', '{"self": 1}'])
+def test_a_generation_config_that_is_none(text: str, tmp_path: Path) -> None:
+    path = write("llama", tmp_path)
+    (path / "generation_config.json").write_text(text)
+    assert_refused(path, r"generation_config\.json is not valid")
+
+
 # ── complete or not at all ──
 
 

@@ -335,7 +335,7 @@ class Snapshot:
 
 def _report(progress: Progress | None, before: int, total: int, now: int) -> None:
     if progress is not None:
-        progress(before + now, total)
+        progress(min(before + now, total), total)  # what is repaired is counted twice
 
 
 def _counter(moved: Callable[[int], object]) -> type:

@@ -68,13 +68,13 @@ def load_weights(
     """
     _refuse_loaded(model)
     devices = devices_by_name(model, placement)
+    generation = _generation_config(checkpoint)
     sources = list_sources(checkpoint)
     recipe = plan_tensors(model, {name: source.shape for name, source in sources.items()})
     _refuse_differences(model, recipe, sources)
     with _all_or_nothing(model, devices):
         _fill(model, devices, recipe, sources, progress)
-    if checkpoint.generation_config is not None and hasattr(model, "generation_config"):
-        generation = GenerationConfig.from_dict(checkpoint.generation_config)
+    if generation is not None and hasattr(model, "generation_config"):
         model.__dict__["generation_config"] = generation
     model.eval()
 
@@ -86,6 +86,18 @@ def _refuse_loaded(model: nn.Module) -> None:
             f"the model has weights already, {loaded[0]!r} for one",
             hint="build the model anew to load it again",
         )
+
+
+def _generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
+    if checkpoint.generation_config is None:
+        return None
+    try:
+        return GenerationConfig.from_dict(checkpoint.generation_config)
+    except Exception as error:  # whatever it makes of values that it doesn't expect
+        raise LoadError(
+            f"{checkpoint.path / 'generation_config.json'} is not valid: {str(error)[:200]}",
+            hint="fetch it again, or remove it",
+        ) from error
 
 
 # ── loaded == expected ──
