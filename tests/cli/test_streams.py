@@ -105,6 +105,22 @@ def test_a_full_disk(command: tuple[str, ...], tiny: Path, environment: dict[str
     assert b"Exception ignored" not in done.stderr
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_on_a_full_disk_and_in_a_closed_pipe(option: str, environment: dict[str, str]) -> None:
+    for shell, code in (('exec "$@" >/dev/full', 12), ('{ sleep 1; exec "$@"; } | true', 0)):
+        done = subprocess.run(
+            ["sh", "-c", shell, "sh", *PROGRAM, option],
+            capture_output=True,
+            text=True,
+            env=environment,
+            check=False,
+        )
+        assert done.returncode == code
+        assert "Traceback" not in done.stderr
+        assert "Exception ignored" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("redirection", "code"), [(">&-", 141), ("2>&-", 0), ("<&-", 0), ("<&- 2>&-", 0)]
 )

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -72,8 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signals.install()
     code = _open_streams() or run(arguments)
     signals.ignore()
-    with suppress(OSError, ValueError):
-        sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
     if signals.has_stray_threads():
         # The interpreter's end would catch them in the middle of a step, and may crash on that.
         os._exit(code)
@@ -92,13 +93,20 @@ def run(arguments: Sequence[str] | None = None) -> int:
     # Not Typer's own call: its way to run turns Ctrl-C and a closed pipe into exit code 1.
     program = typer.main.get_command(app)
     try:
-        with program.make_context("duoka", given, obj=state) as context:
-            program.invoke(context)
+        code = _invoke(program, given, state)
+        # Here, and not at the interpreter's end, a full disk or a closed pipe can be told.
         sys.stdout.flush()
-    except typer.Exit as ending:
-        return ending.exit_code
     except BaseException as error:
         return failures.report(error, debug=state.debug)
+    return code
+
+
+def _invoke(program: Any, arguments: list[str], state: options.State) -> int:
+    try:
+        with program.make_context("duoka", arguments, obj=state) as context:
+            program.invoke(context)
+    except typer.Exit as ending:
+        return ending.exit_code
     return 0
 
 
