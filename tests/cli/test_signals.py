@@ -138,9 +138,12 @@ def stopped(
     return process.returncode, out, err
 
 
-MOMENTS = [0.4, 0.8, 1.3, 1.8, 2.4, 3.2, 4.0, 5.0]
+MOMENTS = [0.4, 1.3, 2.4, 4.0]
+if "DUOKA_FUZZ_EXAMPLES" in os.environ:
+    MOMENTS = [number / 5 for number in range(2, 50)]
 
 
+@pytest.mark.fuzz
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", MOMENTS)
 @pytest.mark.parametrize("command", ["plan", "generate", "demo"])
