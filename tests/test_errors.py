@@ -41,6 +41,7 @@ def test_data_is_on_the_exception() -> None:
     placement = PlacementError("x", faults=faults, hint="h")
     assert (placement.missing, placement.unknown, placement.doubled) == (("a",), ("b",), ("c",))
     assert (placement.split, placement.misplaced, placement.completed) == (("d",), ("e",), None)
-    assert faults and not Faults()
+    assert faults
+    assert not Faults()
     infeasible = InfeasibleError("x", shortfall_bytes=3, ways_out=["smaller"])
     assert (infeasible.shortfall_bytes, infeasible.ways_out) == (3, ("smaller",))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from duoka.given import answer
 from duoka.maps import DeviceMap
 from duoka.planner import Question, solve
 from duoka.profile import Profile
+from duoka.profiles import keep_profile
 from duoka.replay import Replay
 
 from . import tiny
@@ -198,6 +202,33 @@ def test_what_goes_with_a_map() -> None:
     with pytest.raises(PlacementError) as caught:
         answer(LAYERS, ask({"block.0": 0}, 600))
     assert len(caught.value.missing) == 7
+
+
+def test_a_map_is_planned_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DUOKA_CACHE", str(tmp_path))
+    keep_profile(LAYERS, None)
+    code = """
+import sys
+from duoka import Fleet, Workload
+from duoka.errors import PlacementError
+from duoka.given import answer
+from duoka.maps import DeviceMap
+from duoka.planner import Question
+from duoka.profiles import find_profile
+
+load = Workload(prompt_tokens=100, new_tokens=10, dtype="bfloat16")
+profile = find_profile("made up", load)
+fleet = Fleet.parse("virtual:2x1GiB")
+for given in ({"": 0, "block.1": 1}, {"block.1": 1}):
+    question = Question(fleet=fleet, workload=load, device_map=DeviceMap.of(given))
+    try:
+        print(answer(profile, question).devices)
+    except PlacementError as error:
+        print(len(error.missing))
+print([name for name in ("torch", "transformers") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("('vgpu:0', 'vgpu:1')\n7\n[]\n", "")
 
 
 # The forecast of a map is what virtual GPUs measure, wherever its blocks are.

@@ -55,6 +55,7 @@ class _View:
         yield ""
         yield _table(self._plan) if wide else _list(self._plan)
         yield from _budgets(self._plan)
+        yield from _emulated(self._plan)
         yield ""
         yield _bars(self._plan, options.max_width, ascii_only=options.ascii_only)
         for reason in self._plan.why:
@@ -65,7 +66,8 @@ def _heading(plan: Plan) -> Text:
     workload = plan.workload
     num_devices = len(plan.devices)
     text = Text(plan.model or "model", style="bold")
-    text.append(f" on {num_devices} of {len(plan.fleet.devices)} GPUs", style="not bold")
+    kind = "devices" if "cpu" in plan.fleet.names else "GPUs"
+    text.append(f" on {num_devices} of {len(plan.fleet.devices)} {kind}", style="not bold")
     chunk = workload.prefill_chunk_tokens
     parts = [
         workload.dtype,
@@ -125,6 +127,19 @@ def _budgets(plan: Plan) -> Iterator[Text]:
         yield Text(f"{', '.join(names)}: {text}")
 
 
+def _emulated(plan: Plan) -> Iterator[Text]:
+    """Which of the GPUs that are used lack the plan's dtype."""
+    if plan.workload.dtype != "bfloat16":
+        return
+    lacking = [name for name in plan.devices if plan.fleet.device(name).has_bfloat16 is False]
+    if lacking:
+        products = sorted({plan.fleet.device(name).product for name in lacking})
+        yield Text(
+            f"{', '.join(lacking)}: no bfloat16 in {', '.join(filter(None, products)) or 'it'}; "
+            "torch emulates it, slowly: --dtype float16 is faster"
+        )
+
+
 def _made_of(device: Device) -> str:
     offered = format_bytes(device.budget_bytes + device.reserve_bytes)
     if device.uuid:
@@ -169,6 +184,8 @@ def _parts(device: DeviceForecast) -> tuple[int, ...]:
 
 def _share(parts: Sequence[int], width: int) -> list[int]:
     """Deal the cells of a bar to its parts, each within one cell of its share."""
+    # A plan's file can say anything: with a negative part another one would be longer than the bar.
+    parts = [max(part, 0) for part in parts]
     total = sum(parts) or 1
     ends = [0]
     for part in parts:

@@ -216,6 +216,7 @@ def test_the_completed_map_is_written_as_the_map_was() -> None:
 def test_a_tied_tensor_under_a_wide_name_is_there_too() -> None:
     error = refused({"": 1, "m.emb": 0, "m.rot": 0})
     assert error.split == ("m.emb", "m.rot", "head")
+    assert "m.emb, m.rot, head, which share weights (on vgpu:0 and vgpu:1)" in str(error)
 
 
 def test_neighbours_decide_about_what_is_missing() -> None:

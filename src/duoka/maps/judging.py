@@ -4,29 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ..errors import Faults, PlacementError
 from ..fleet import Fleet
 from ..outline import NamedTensor, Outline, OutlineBlock
+from .entries import Entries
 from .matching import Match, Matcher
-from .nearest import Finder, Nearest
-from .reading import DeviceMap, Devices, NoDevice
+from .reading import DeviceMap, Devices
 from .spelling import Spelling, is_within
-from .wording import arrows, listed, runs, shown
-
-# A hostile map may hold a million unknown names.
-_MOST_LOOKED_FOR = 5_000
+from .wording import arrows, listed, runs
 
 _HINT = (
     "`duoka plan --device-map … --save-device-map FILE` writes the completed map; in Python it is "
     "the error's `completed`"
 )
 
-Entries = tuple[tuple[str, str], ...]
+Placed = tuple[tuple[str, str], ...]
 
 
-def judge(device_map: object, outline: Outline, fleet: Fleet | None = None) -> Entries:
+def judge(device_map: object, outline: Outline, fleet: Fleet | None = None) -> Placed:
     """Turn a map written by hand into one device for every block.
 
     Parameters
@@ -50,18 +47,6 @@ def judge(device_map: object, outline: Outline, fleet: Fleet | None = None) -> E
         If it is no map.
     """
     return _Judge(DeviceMap.of(device_map), outline, Devices(fleet)).judge()
-
-
-@dataclass(slots=True)
-class _Read:
-    """A map's entries, with what is wrong about them by themselves."""
-
-    entries: dict[str, str | None] = field(default_factory=dict)
-    unknown: dict[str, Nearest] = field(default_factory=dict)
-    misplaced: dict[str, str] = field(default_factory=dict)
-    doubled: tuple[str, ...] = ()
-    wanted: dict[str, str] = field(default_factory=dict)
-    numbered: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -95,11 +80,11 @@ class _Judge:
         self.outline = outline
         self.devices = devices
         self.spelling = Spelling(outline)
-        self.read = self._read(device_map)
-        self.published = self._is_published()
+        self.entries = Entries.read(device_map, self.spelling, devices)
+        self.published = self.entries.are_published(self.spelling)
 
-    def judge(self) -> Entries:
-        parts = self._parts(self.read.entries)
+    def judge(self) -> Placed:
+        parts = self._parts(self.entries.known)
         faults = self._faults(parts)
         if not faults:
             return tuple(self._placed(parts))
@@ -110,41 +95,6 @@ class _Judge:
             hint=_HINT,
             faults=faults,
         )
-
-    # ── reading ──
-
-    def _read(self, device_map: DeviceMap) -> _Read:
-        names = Counter(name for name, _ in device_map.entries)
-        read = _Read(doubled=tuple(name for name, count in names.items() if count > 1))
-        values = []
-        finder: Finder | None = None
-        for name, value in device_map.entries:
-            device = None
-            try:
-                device = self.devices.find(value)
-                values.append(value)
-            except NoDevice as problem:
-                read.misplaced[name] = f"{shown(str(value))} ({problem})"
-            if self.spelling.is_known(name):
-                read.entries[name] = device
-                continue
-            if name not in read.unknown:
-                finder = finder or Finder([*self.spelling.native, *self.spelling.published])
-                looked_for = len(read.unknown) < _MOST_LOOKED_FOR
-                read.unknown[name] = finder.find(name) if looked_for else Nearest()
-            meant = read.unknown[name].meant
-            if meant is not None and device is not None:
-                read.wanted.setdefault(meant, device)
-        others = [str(value) for value in values if str(value) != "cpu"]
-        read.numbered = bool(others) and all(text.isdecimal() for text in others)
-        return read
-
-    def _is_published(self) -> bool:
-        """Whether the map is written in the checkpoint's names, mostly."""
-        meant = (near.names[0] for near in self.read.unknown.values() if near.names)
-        names = [*self.read.entries, *meant]
-        published = sum(name in self.spelling.published for name in names)
-        return published > sum(name in self.spelling.renamed for name in names)
 
     # ── judging ──
 
@@ -183,11 +133,11 @@ class _Judge:
             missing=tuple(
                 dict.fromkeys(n for part in parts for n in self._missing(part, part.tensors))
             ),
-            unknown=tuple(self.read.unknown),
-            doubled=tuple(dict.fromkeys([*self.read.doubled, *(k for c in clashes for k in c)])),
+            unknown=tuple(self.entries.unknown),
+            doubled=tuple(dict.fromkeys([*self.entries.doubled, *(k for c in clashes for k in c)])),
             split=tuple(name for part in parts for name in self._split(part)),
-            misplaced=tuple(self.read.misplaced),
-            nearest={name: near.names for name, near in self.read.unknown.items() if near.names},
+            misplaced=tuple(self.entries.misplaced),
+            nearest={name: near.names for name, near in self.entries.unknown.items() if near.names},
         )
 
     def _missing(self, part: _Part, tensors: Iterable[NamedTensor]) -> Iterator[str]:
@@ -215,8 +165,8 @@ class _Judge:
 
     def _completed(self) -> dict[str, int | str]:
         """What could be kept, what was meant, and for the rest the device of its neighbours."""
-        kept = {name: device for name, device in self.read.entries.items() if device}
-        parts = self._parts({**self.read.wanted, **kept})
+        kept = {name: device for name, device in self.entries.known.items() if device}
+        parts = self._parts({**self.entries.meant, **kept})
         chosen = {part: part.heaviest() for part in parts}
         part_of = {id(block): part for part in parts for block in part.blocks}
         blocks = [block for block in self.outline.blocks if block.modules]
@@ -231,7 +181,7 @@ class _Judge:
     def _value(self, device: str) -> int | str:
         """A device as the map's author writes them."""
         number = device.partition(":")[2]
-        return int(number) if self.read.numbered and number else device
+        return int(number) if self.entries.is_numbered and number else device
 
     # ── telling ──
 
@@ -262,17 +212,18 @@ class _Judge:
         return {name: nearest[name][0] if name in nearest else "" for name in faults.unknown}
 
     def _cuts(self, parts: Sequence[_Part]) -> Iterator[str]:
-        cut: dict[tuple[str, ...], list[str]] = {}
+        cut: dict[tuple[bool, tuple[str, ...]], list[str]] = {}
         for part in parts:
             names = self._split(part)
             if names:
-                cut.setdefault(tuple(part.devices()), []).extend(names)
-        for devices, names in cut.items():
-            yield f"{listed(runs(names))} (on {' and '.join(devices)})"
+                cut.setdefault((len(part.blocks) > 1, tuple(part.devices())), []).extend(names)
+        for (is_tied, devices), names in cut.items():
+            why = ", which share weights" if is_tied else ""
+            yield f"{listed(runs(names))}{why} (on {' and '.join(devices)})"
 
     def _no_devices(self) -> list[str]:
         at: dict[str, list[str]] = {}
-        for name, problem in self.read.misplaced.items():
+        for name, problem in self.entries.misplaced.items():
             at.setdefault(problem, []).append(name)
         told = [f"{problem} for {listed(runs(names))}" for problem, names in at.items()]
         if told and self.devices.names:
