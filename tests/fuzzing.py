@@ -60,7 +60,9 @@ def _damage(draw: st.DrawFn, value: Any) -> Any:
     """Walk down a random path; change what is found at its end."""
     is_end = not isinstance(value, dict | list) or not value or draw(st.integers(0, 5)) == 0
     if is_end:
-        return draw(st.sampled_from(_NASTY) | st.integers() | st.floats() | st.text(max_size=8))
+        # A copy: what is damaged once more must not change what the next example draws from.
+        nasty = st.sampled_from(_NASTY).map(copy.deepcopy)
+        return draw(nasty | st.integers() | st.floats() | st.text(max_size=8))
     if isinstance(value, dict):
         key = draw(st.sampled_from(sorted(value)))
         what = draw(st.sampled_from(("deeper", "deeper", "deeper", "drop", "rename", "swap")))
