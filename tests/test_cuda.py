@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +26,15 @@ def driver(*uuids: str, **results: int) -> Any:
     int_pointer = ctypes.POINTER(ctypes.c_int)
     octets_pointer = ctypes.POINTER(ctypes.c_ubyte * 16)
 
+    started = []
+
+    def init(flags: int) -> int:
+        started.append(flags)
+        return results.get("cuInit", 0)
+
     def count(pointer: Any) -> int:
         pointer[0] = len(uuids)
-        return results.get("cuDeviceGetCount", 0)
+        return results.get("cuDeviceGetCount", 0) if started else 3
 
     def get(pointer: Any, ordinal: int) -> int:
         pointer[0] = 70 + ordinal  # a handle need not be the ordinal
@@ -35,7 +47,7 @@ def driver(*uuids: str, **results: int) -> Any:
 
     c = ctypes.CFUNCTYPE
     return SimpleNamespace(
-        cuInit=c(ctypes.c_int, ctypes.c_uint)(lambda flags: results.get("cuInit", 0)),
+        cuInit=c(ctypes.c_int, ctypes.c_uint)(init),
         cuDeviceGetCount=c(ctypes.c_int, int_pointer)(count),
         cuDeviceGet=c(ctypes.c_int, int_pointer, ctypes.c_int)(get),
         cuDeviceGetUuid_v2=c(ctypes.c_int, octets_pointer, ctypes.c_int)(uuid),
@@ -65,6 +77,7 @@ def test_no_device_is_no_error() -> None:
         ("cuInit", 803, "different versions", "restart"),
         ("cuInit", 802, "not ready", "nvidia-fabricmanager"),
         ("cuInit", 34, "stub", "LD_LIBRARY_PATH"),
+        ("cuInit", 101, "a device is not valid", "CUDA_VISIBLE_DEVICES name a GPU twice"),
         ("cuInit", 7777, "doesn't know .CUresult 7777", "restart"),
         ("cuDeviceGetCount", 999, "doesn't count", "nvidia-smi"),
         ("cuDeviceGet", 101, "doesn't give cuda:0", "restart"),
@@ -75,6 +88,107 @@ def test_a_driver_that_fails(function: str, result: int, message: str, hint: str
     with pytest.raises(FleetError, match=message) as caught:
         cuda.visible_uuids(driver(FIRST, **{function: result}))
     assert hint in str(caught.value.hint)
+
+
+# ── a process of its own asks ──
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A driver that hasn't started in this process, and tells when it does."""
+    found = driver(FIRST)
+    monkeypatch.setattr(cuda, "_load", lambda: found)
+    return found
+
+
+def starts(library: Any) -> bool:
+    """Whether CUDA has started in this process."""
+    count = ctypes.c_int()
+    return bool(library.cuDeviceGetCount(ctypes.byref(count)) == 0)
+
+
+def child(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    monkeypatch.setattr(cuda, "_CHILD", program)
+
+
+def test_cuda_is_not_started_here(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    child(monkeypatch, f"import json; print(json.dumps({{'uuids': ['{SECOND}']}}))")
+    assert cuda.visible_uuids() == (SECOND,)
+    assert not starts(library)
+
+
+def test_where_cuda_has_started_it_is_asked_itself(
+    library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child(monkeypatch, "raise SystemExit('this process knows')")
+    library.cuInit(0)
+    assert cuda.visible_uuids() == (FIRST,)
+
+
+def test_what_the_other_process_finds_wrong_is_told(
+    library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child(monkeypatch, 'print(\'{"error": "it fails", "hint": "do something"}\')')
+    with pytest.raises(FleetError, match=r"^it fails$") as caught:
+        cuda.visible_uuids()
+    assert caught.value.hint == "do something"
+    assert not starts(library)
+
+
+@pytest.mark.parametrize("program", ["raise SystemExit(1)", "print('hello')", "", "import no.such"])
+def test_where_no_other_process_can_ask_this_one_does(
+    program: str, library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child(monkeypatch, program)
+    assert cuda.visible_uuids() == (FIRST,)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("executable", ""), ("executable", "/no/such/python"), ("frozen", True)]
+)
+def test_without_a_python_to_start_this_process_asks(
+    name: str, value: object, library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child(monkeypatch, f'print(\'{{"uuids": ["{SECOND}"]}}\')')
+    monkeypatch.setattr(sys, name, value, raising=False)
+    assert cuda.visible_uuids() == (FIRST,)
+
+
+@pytest.mark.usefixtures("library")
+def test_a_driver_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    child(monkeypatch, "import time; time.sleep(60)")
+    monkeypatch.setattr(cuda, "_MOST_SECONDS", 0.3)
+    with pytest.raises(FleetError, match="doesn't start within 0 seconds"):
+        cuda.visible_uuids()
+
+
+def test_what_is_printed_is_what_is_read(
+    library: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cuda.tell()
+    assert json.loads(capsys.readouterr().out) == {"uuids": [FIRST]}
+    monkeypatch.setattr(cuda, "_load", lambda: driver(FIRST, cuInit=802))
+    cuda.tell()
+    told = json.loads(capsys.readouterr().out)
+    assert "not ready" in told["error"]
+    assert "nvidia-fabricmanager" in told["hint"]
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_a_forked_child_can_use_cuda_after_asking(tmp_path: Path) -> None:
+    library = tmp_path / "libcuda.so.1"
+    source = Path(__file__).parent / "data" / "nvml" / "driver.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-w", "-o", library, source], check=True)
+    code = """if True:
+        import ctypes
+        from duoka import cuda
+        print(len(cuda.visible_uuids()))
+        print(ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int())))
+    """
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert told.stdout.split() == ["2", "3"]  # two GPUs, and CUDA is not initialised
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

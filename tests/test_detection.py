@@ -9,16 +9,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from duoka import cuda, nvml
 from duoka.errors import FleetError
-from duoka.fleet import RESERVE_BYTES, Fleet
+from duoka.fleet import RESERVE_BYTES, STEP_BYTES, Fleet, tells_memory
 from duoka.serial import from_dict
 
 from .recordings import DIRECTORY, replay
 
 MIB = 2**20
+
+
+def stepped(free_mib: int) -> int:
+    """The budget of a GPU that has so much free."""
+    return (free_mib * MIB - RESERVE_BYTES) // STEP_BYTES * STEP_BYTES
 
 
 @pytest.fixture(autouse=True)
@@ -40,12 +46,21 @@ def test_indices_are_those_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> Non
     third, fourth = fleet.devices
     assert (third.uuid, third.pci_address) == (recording.uuids[2], "00000000:3D:00.0")
     assert third.product == "NVIDIA GeForce RTX 3090"
-    assert third.budget_bytes == (24576 - 316 - 1) * MIB - RESERVE_BYTES
-    assert third.reserve_bytes == RESERVE_BYTES
+    assert third.budget_bytes == stepped(24576 - 316 - 1)
+    assert third.budget_bytes + third.reserve_bytes == (24576 - 316 - 1) * MIB
+    assert RESERVE_BYTES <= third.reserve_bytes < RESERVE_BYTES + STEP_BYTES
     assert third.memory_bytes == 24576 * MIB
     # Another process has 5000 MiB of the fourth: the budget is what is free, never the total.
-    assert fourth.budget_bytes == (24576 - 316 - 5000) * MIB - RESERVE_BYTES
+    assert fourth.budget_bytes == stepped(24576 - 316 - 5000)
     assert (third.memory_bytes_per_second, third.flops_per_second) == (936e9, 71.2e12)
+
+
+def test_twins_have_equal_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = replay(monkeypatch, "eight-3090")
+    for index, device in enumerate(recording.data["devices"]):
+        device["nvmlDeviceGetMemoryInfo_v2"]["free"] = (24200 + 3 * index) * MIB
+    budgets = {device.budget_bytes for device in Fleet.detect().devices}
+    assert budgets == {stepped(24200)}
 
 
 def test_the_order_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,19 +182,24 @@ def test_a_gpu_in_mig_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = replay(monkeypatch, "mig", visible=[instances[1]])
     (device,) = Fleet.detect(instances[1]).devices
     assert (device.name, device.uuid) == ("cuda:0", instances[1])
-    assert device.budget_bytes == 19949 * MIB - RESERVE_BYTES
+    assert device.budget_bytes == stepped(19949)
     assert device.flops_per_second is None
     assert Fleet.detect(f"{instances[1][:10]}") == Fleet.detect()
     assert len(recording.uuids) == 2
 
 
 def test_full_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    replay(monkeypatch, "busy")
+    recording = replay(monkeypatch, "busy")
     assert Fleet.detect().names == ("cuda:1", "cuda:2")
     hint = refused(
         "0", "GPU 0 can't be used: 488.00 MiB are free, and 768.00 MiB are kept for CUDA"
     )
     assert "end what uses it" in hint
+    free = recording.data["devices"][2]["nvmlDeviceGetMemoryInfo_v2"]
+    free["free"] = RESERVE_BYTES + STEP_BYTES - 1  # less than one step is nothing
+    refused("2", r"GPU 2 can't be used: 832\.00 MiB are free")
+    free["free"] += 1
+    assert Fleet.detect("2").budget_bytes == STEP_BYTES
     assert "  full  used by python3.12 (pid 977, 43.93 GiB)" in hint
     assert "used by a process (pid 979)" in hint
     assert "\x1b" not in hint
@@ -189,6 +209,71 @@ def test_memory_that_isnt_told(monkeypatch: pytest.MonkeyPatch) -> None:
     replay(monkeypatch, "unified-gb10")
     assert "  memory unknown" in refused("0", "the driver doesn't tell its memory")
     refused(None, "no GPU can be used")
+
+
+def test_whether_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {}
+    for name in ("eight-3090", "fell-off", "busy", "unified-gb10", "no-driver"):
+        replay(monkeypatch, name)
+        told[name] = tells_memory()
+    assert [name for name in told if not told[name]] == ["unified-gb10", "no-driver"]
+
+
+def test_compute_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = replay(monkeypatch, "busy")
+    _, half, free = recording.data["devices"]
+    half["nvmlDeviceGetComputeMode"] = pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
+    free["nvmlDeviceGetComputeMode"] = pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
+    assert Fleet.detect().names == ("cuda:2",)  # exclusive, and nobody has it
+    hint = refused("1", "its compute mode is Exclusive_Process, and .* has it")
+    assert "nvidia-smi -i 1 -c DEFAULT" in hint
+    assert "  taken" in hint
+    free["nvmlDeviceGetComputeMode"] = pynvml.NVML_COMPUTEMODE_PROHIBITED
+    hint = refused("2", "GPU 2 can't be used: its compute mode is Prohibited")
+    assert "  closed" in hint
+    refused(None, "no GPU can be used")
+
+
+def test_mps_shares_an_exclusive_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = replay(monkeypatch, "busy")
+    half = recording.data["devices"][1]
+    half["nvmlDeviceGetComputeMode"] = pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
+    pid = half["nvmlDeviceGetComputeRunningProcesses_v3"][-1]["pid"]
+    recording.data["nvmlSystemGetProcessName"][str(pid)] = "/usr/bin/nvidia-cuda-mps-server"
+    assert Fleet.detect("1").names == ("cuda:1",)
+
+
+def test_who_only_draws_takes_no_exclusive_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = replay(monkeypatch, "busy")
+    half = recording.data["devices"][1]
+    half["nvmlDeviceGetComputeMode"] = pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
+    half["nvmlDeviceGetGraphicsRunningProcesses_v3"] = half.pop(
+        "nvmlDeviceGetComputeRunningProcesses_v3"
+    )
+    assert Fleet.detect("1").names == ("cuda:1",)
+
+
+def test_a_lost_gpu_that_keeps_cuda_from_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> tuple[str, ...]:
+        raise FleetError("CUDA's driver fails", hint="restart")
+
+    replay(monkeypatch, "fell-off")
+    monkeypatch.setattr(cuda, "visible_uuids", fail)
+    message = r"fails; there is no answer from GPU 1 \(GPU is lost\), GPU 3 \(GPU is lost\)"
+    assert "name the others by their UUIDs in CUDA_VISIBLE_DEVICES" in refused(None, message)
+    replay(monkeypatch, "busy")
+    monkeypatch.setattr(cuda, "visible_uuids", fail)
+    assert refused(None, "^CUDA's driver fails$") == "restart"
+
+
+def test_bfloat16_by_compute_capability_or_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = replay(monkeypatch, "fastest-first")
+    assert [device.has_bfloat16 for device in Fleet.detect().devices] == [False, True]
+    for device in recording.data["devices"]:
+        del device["nvmlDeviceGetCudaComputeCapability"]
+    assert [device.has_bfloat16 for device in Fleet.detect().devices] == [False, True]
+    recording.data["devices"][0]["nvmlDeviceGetName"] = "NVIDIA Something New"
+    assert Fleet.detect("0").devices[0].has_bfloat16 is None
 
 
 def test_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,11 +366,12 @@ def test_nvidias_own_bindings(tmp_path: Path) -> None:
     assert fleet.names == ("cuda:0", "cuda:1")
     assert fleet.devices[0].product == "NVIDIA GeForce RTX 3090"
     assert fleet.devices[0].pci_address == "00000000:41:00.0"
-    assert fleet.budget_bytes == 2 * ((24 * 1024 - 300 - 1024) * MIB - RESERVE_BYTES)
+    assert fleet.budget_bytes == 2 * stepped(24 * 1024 - 300 - 1024)
     assert {link.bytes_per_second for link in fleet.links} == {0.8 * 4 * 14.062e9}
     gpu = machine["gpus"][1]
     assert (machine["driver_version"], machine["cuda_version"]) == ("570.1", [12, 8])
-    assert gpu["processes"] == [{"pid": 4242, "name": "", "used_bytes": 900 * MIB}]
+    process = {"pid": 4242, "name": "", "used_bytes": 900 * MIB, "computes": True}
+    assert gpu["processes"] == [process]
     assert machine["gpus"][0]["processes"][0]["used_bytes"] is None
     assert (gpu["compute_capability"], gpu["used_bytes"]) == ([8, 6], 1024 * MIB)
     assert machine["lost"] == [{"index": 2, "reason": "GPU is lost"}]

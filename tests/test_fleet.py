@@ -91,6 +91,7 @@ def test_cards_have_budgets_and_speeds() -> None:
         reserve_bytes=RESERVE_BYTES,
         memory_bytes_per_second=1008e9,
         flops_per_second=165.2e12,
+        has_bfloat16=True,
     )
     assert (third.name, third.product) == ("cuda:2", "RTX 3090")
     assert RESERVE_BYTES == 768 * 2**20
@@ -108,6 +109,12 @@ def test_cards_have_budgets_and_speeds() -> None:
 )
 def test_cards_are_written_in_many_ways(text: str) -> None:
     assert Fleet.parse(text) == Fleet.parse("RTX4090,RTX4090,RTX3090")
+
+
+def test_which_cards_have_bfloat16() -> None:
+    fleet = Fleet.parse("P100,V100-16GB,T4,RTX 2080 Ti,A100-80GB,RTX 3060,L4,B200,24GiB+My:24GiB")
+    has = [device.has_bfloat16 for device in fleet.devices]
+    assert has == [False] * 4 + [True] * 4 + [None] * 2
 
 
 def test_cards_and_budgets_may_be_mixed() -> None:

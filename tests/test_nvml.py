@@ -27,7 +27,9 @@ def test_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert third.total_bytes == 24576 * MIB
     assert third.free_bytes == (24576 - 316 - 5000) * MIB
     assert third.used_bytes == 5000 * MIB
-    assert third.processes == (nvml.Process(pid=4242, name="python3", used_bytes=4990 * MIB),)
+    assert third.processes == (
+        nvml.Process(pid=4242, name="python3", used_bytes=4990 * MIB, computes=True),
+    )
     assert third.compute_capability == (8, 6)
     assert not third.is_mig
     assert (machine.gpus[6].max_pcie_generation, machine.gpus[6].pcie_generation) == (4, 1)
@@ -83,8 +85,9 @@ def test_links_that_sleep_or_lead_somewhere_unknown_count(monkeypatch: pytest.Mo
         link["nvmlDeviceGetNvLinkState"] = 2
         link["nvmlDeviceGetNvLinkRemoteDeviceType"] = pynvml.NVML_NVLINK_DEVICE_TYPE_UNKNOWN
     assert nvml.read().gpus[0].peers == before
-    recording.data["devices"][0]["nvlinks"][0]["nvmlDeviceGetNvLinkState"] = 0
-    assert nvml.read().gpus[0].peers[0].num_links == 3
+    for link, state in enumerate((0, 3)):  # inactive, and active with its traffic disabled
+        recording.data["devices"][0]["nvlinks"][link]["nvmlDeviceGetNvLinkState"] = state
+    assert nvml.read().gpus[0].peers[0].num_links == 2
 
 
 def test_links_to_other_things_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +134,28 @@ def test_an_unknown_error_of_one_question_loses_no_gpu(monkeypatch: pytest.Monke
     machine = nvml.read()
     assert [gpu.name for gpu in machine.gpus] == [""]
     assert machine.lost == (nvml.Lost(index=1, reason="Unknown Error"),)
+
+
+def test_a_process_that_draws_and_computes_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = replay(monkeypatch, "busy")
+    device = recording.data["devices"][0]
+    drawing = device["nvmlDeviceGetComputeRunningProcesses_v3"]
+    device["nvmlDeviceGetGraphicsRunningProcesses_v3"] = [
+        *drawing,
+        {"pid": 5, "usedGpuMemory": None},
+    ]
+    found = {process.pid: process.computes for process in nvml.read().gpus[0].processes}
+    assert found == {**dict.fromkeys((each["pid"] for each in drawing), True), 5: False}
+
+
+@pytest.mark.parametrize(
+    ("told", "mode"),
+    [(0, "shared"), (1, None), (2, "prohibited"), (3, "exclusive"), ({"error": 3}, None)],
+)
+def test_compute_modes(told: object, mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = replay(monkeypatch, "eight-3090")
+    recording.data["devices"][0]["nvmlDeviceGetComputeMode"] = told
+    assert nvml.read().gpus[0].compute_mode == mode
 
 
 def test_names_of_processes_are_fit_to_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,26 @@ def test_budgets_of_gpus_that_are_there_are_explained() -> None:
     assert f"cuda:1: NVIDIA X, 20.00 GiB free, {rest}" in text
 
 
+def test_a_card_without_the_plans_dtype_is_told() -> None:
+    old = with_fleet(Fleet.parse("2xV100-16GB"))
+    told = "cuda:0, cuda:1: no bfloat16 in V100-16GB-PCIe; torch emulates it, slowly: --dtype float"
+    assert told in " ".join(printed(old, 200).split())
+    half = printed(with_fleet(Fleet.parse("RTX3090+T4")), 200)
+    assert "cuda:1: no bfloat16 in T4;" in half
+    assert max(map(len, printed(old, 40).splitlines())) <= 40
+    for fleet in ("2xRTX3090,T4", "24GiB,12GiB"):  # the third isn't used; what isn't known
+        assert "bfloat16 in" not in printed(with_fleet(Fleet.parse(fleet)), 200)
+    sixteen = replace(old, workload=replace(old.workload, dtype="float16"))
+    assert "bfloat16" not in printed(sixteen, 200)
+
+
+def test_bars_of_a_hostile_plan_are_no_longer_than_others() -> None:
+    first, second = PLAN.forecast.devices
+    huge = replace(first, weight_bytes=2**62, kv_cache_bytes=1 - 2**62)
+    text = printed(replace(PLAN, forecast=Forecast(devices=(huge, second))), 80)
+    assert max(map(len, text.splitlines())) <= 80
+
+
 def test_a_plain_budget_needs_no_explanation() -> None:
     assert "kept for CUDA" not in printed(PLAN, 80)
 

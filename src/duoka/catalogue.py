@@ -86,6 +86,11 @@ class Card:
         rates = self.tflops
         return 1e12 * rates.get("bf16", rates.get("fp16", rates["fp32"]))
 
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether it computes in bfloat16 by itself."""
+        return "bf16" in self.tflops
+
 
 def cards() -> tuple[Card, ...]:
     """All cards, in the file's order."""

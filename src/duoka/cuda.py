@@ -2,21 +2,29 @@
 
 The driver is asked itself (``libcuda``, through ctypes), because only it knows what
 CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER made of the machine: what is third here is torch's
-``cuda:2``. Asking initialises the driver as torch does; no GPU gets a context, and no memory is
-taken. Whoever forks afterwards can't use CUDA in the child, as always with CUDA.
+``cuda:2``. Where CUDA hasn't started in this process it isn't started: a child that was forked
+afterwards couldn't use it, and CUDA_VISIBLE_DEVICES could no longer be set. A short process of its
+own asks instead. No GPU gets a context, and no memory is taken.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 from .errors import FleetError
 
 LIBRARY = "libcuda.so.1"
 VARIABLE = "CUDA_VISIBLE_DEVICES"
-_SUCCESS, _NO_DEVICE = 0, 100
+_SUCCESS, _NOT_INITIALIZED, _NO_DEVICE = 0, 3, 100
+_MOST_SECONDS = 60.0
+# Run isolated: it imports the standard library and this duoka, nothing else.
+_CHILD = "import sys; sys.path.append(sys.argv[1]); from duoka import cuda; cuda.tell()"
 _RESTART = "restart the machine, or install the driver again"
 # Numbers and meanings of cuda.h's CUresult.
 _FAULTS = {
@@ -26,7 +34,7 @@ _FAULTS = {
         "take its directory out of LD_LIBRARY_PATH, and install the NVIDIA driver",
     ),
     46: ("a GPU is busy or unavailable", "look with nvidia-smi at what runs, and at MIG"),
-    101: ("a device is not valid", _RESTART),
+    101: ("a device is not valid", f"does {VARIABLE} name a GPU twice? If not, {_RESTART}"),
     802: (
         "the system is not ready yet",
         "on machines with NVSwitch the service nvidia-fabricmanager must run",
@@ -59,7 +67,51 @@ def visible_uuids(library: Any = None) -> tuple[str, ...]:
     FleetError
         If CUDA's driver isn't there, or doesn't start: why, and what to do about it.
     """
-    library = _load() if library is None else library
+    if library is not None:
+        return _ask(library)
+    library = _load()
+    count = ctypes.c_int()
+    if library.cuDeviceGetCount(ctypes.byref(count)) == _NOT_INITIALIZED:
+        return _ask_elsewhere(library)
+    return _ask(library)
+
+
+def tell() -> None:
+    """Write what another process wants to know to stdout; it started this one to ask."""
+    try:
+        told: dict[str, object] = {"uuids": _ask(_load())}
+    except FleetError as error:
+        told = {"error": str(error), "hint": error.hint}
+    sys.stdout.write(json.dumps(told))
+
+
+def _ask_elsewhere(library: Any) -> tuple[str, ...]:
+    # A program that brings its own Python would start itself again.
+    if not sys.executable or getattr(sys, "frozen", False):
+        return _ask(library)
+    path = str(Path(__file__).resolve().parents[1])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _CHILD, path],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=True,
+            timeout=_MOST_SECONDS,
+        )
+        told = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        raise FleetError(
+            f"CUDA's driver doesn't start within {_MOST_SECONDS:.0f} seconds",
+            hint=f"look with nvidia-smi whether the GPUs are well; {_RESTART}",
+        ) from None
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return _ask(library)  # no process can be started here, or not with this Python
+    if "error" in told:
+        raise FleetError(told["error"], hint=told["hint"])
+    return tuple(told["uuids"])
+
+
+def _ask(library: Any) -> tuple[str, ...]:
     result = library.cuInit(0)
     if result == _NO_DEVICE:
         return ()

@@ -27,6 +27,13 @@ _PEER_KINDS: dict[int | None, Literal["gpu", "switch"]] = {
     pynvml.NVML_NVLINK_DEVICE_TYPE_UNKNOWN: "gpu",
     None: "gpu",
 }
+# Active, and asleep: that one wakes when something is to be sent. The other states carry nothing.
+_LINK_STATES = (1, 2)
+_COMPUTE_MODES: dict[int | None, Literal["shared", "exclusive", "prohibited"]] = {
+    pynvml.NVML_COMPUTEMODE_DEFAULT: "shared",
+    pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive",
+    pynvml.NVML_COMPUTEMODE_PROHIBITED: "prohibited",
+}
 # Bytes per second of one link in one direction, by NVML's number of the version: NVIDIA's
 # whitepapers on Pascal (1.0), Volta (2.0), Turing (2.2), Ampere (3.0; 3.1 on GA102, from
 # 56.25 GB/s over 4 links), Hopper (4.0) and Blackwell (5.0). Asked only where the driver
@@ -78,11 +85,14 @@ class Process:
     name : str
         Empty when it isn't told.
     used_bytes : int, optional
+    computes : bool
+        Whether it uses CUDA; otherwise it draws.
     """
 
     pid: int
     name: str
     used_bytes: int | None
+    computes: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +140,8 @@ class Gpu:
         By processes, this one among them; without what the driver reserves.
     processes : tuple of Process
         The others that NVML knows of.
+    compute_mode : {"shared", "exclusive", "prohibited"}, optional
+        How many processes may compute on it at a time: any number, one or none.
     is_mig : bool
         Whether it is divided: then only its `instances` can compute.
     peers : tuple of Peer
@@ -148,6 +160,7 @@ class Gpu:
     free_bytes: int | None = None
     used_bytes: int | None = None
     processes: tuple[Process, ...] = ()
+    compute_mode: Literal["shared", "exclusive", "prohibited"] | None = None
     is_mig: bool = False
     instances: tuple[Instance, ...] = ()
     peers: tuple[Peer, ...] = ()
@@ -257,6 +270,7 @@ def _gpu(index: int, handle: Any) -> Gpu:
         free_bytes=free,
         used_bytes=used,
         processes=_processes(handle),
+        compute_mode=_COMPUTE_MODES.get(_ask(pynvml.nvmlDeviceGetComputeMode, handle)),
         is_mig=is_mig,
         instances=tuple(_instances(handle)) if is_mig else (),
         peers=_peers(handle),
@@ -284,17 +298,18 @@ def _memory(handle: Any) -> tuple[int | None, int | None, int | None]:
 
 def _processes(handle: Any) -> tuple[Process, ...]:
     found = {}
-    for function in (
+    for computes, function in (
         # By their versions: where a driver lacks the newest one, the names without it raise
-        # something that is no NVMLError.
-        pynvml.nvmlDeviceGetComputeRunningProcesses_v3,
-        pynvml.nvmlDeviceGetGraphicsRunningProcesses_v3,
+        # something that is no NVMLError. A process can do both, and stands in both lists.
+        (False, pynvml.nvmlDeviceGetGraphicsRunningProcesses_v3),
+        (True, pynvml.nvmlDeviceGetComputeRunningProcesses_v3),
     ):
         for process in _ask(function, handle) or ():
             found[process.pid] = Process(
                 pid=process.pid,
                 name=PurePath(_text(_ask(pynvml.nvmlSystemGetProcessName, process.pid))).name,
                 used_bytes=process.usedGpuMemory,
+                computes=computes,
             )
     found.pop(os.getpid(), None)
     return tuple(found.values())
@@ -315,7 +330,7 @@ def _peers(handle: Any) -> tuple[Peer, ...]:
     common = _link_speed(handle)
     found: dict[tuple[Literal["gpu", "switch"], str], list[float | None]] = {}
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
-        if not _ask(pynvml.nvmlDeviceGetNvLinkState, handle, link):  # a link that sleeps counts
+        if _ask(pynvml.nvmlDeviceGetNvLinkState, handle, link) not in _LINK_STATES:
             continue
         kind = _PEER_KINDS.get(_ask(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link))
         if kind is None:

@@ -41,7 +41,7 @@ def test_two_of_eight(tiny: Path, program: Program, monkeypatch: pytest.MonkeyPa
     words = " ".join(shown.split())
     assert (
         "cuda:2: NVIDIA GeForce RTX 3090 at 00000000:3D:00.0, 23.69 GiB free of 24.00 GiB, "
-        "less 768.00 MiB kept for CUDA"
+        "less 771.00 MiB kept for CUDA"
     ) in words
     assert "cuda:3: NVIDIA GeForce RTX 3090 at 00000000:3E:00.0, 18.81 GiB free" in words
     assert max(map(len, shown.splitlines())) <= 80

@@ -15,10 +15,18 @@ from duoka.errors import FleetError
 from duoka.units import format_bytes
 
 from . import budgets, texts
-from .detection import detect
-from .device import MAX_DEVICES, RESERVE_BYTES, Device, Link
+from .detection import detect, tells_memory
+from .device import MAX_DEVICES, RESERVE_BYTES, STEP_BYTES, Device, Link
 
-__all__ = ["MAX_DEVICES", "RESERVE_BYTES", "Device", "Fleet", "Link"]
+__all__ = [
+    "MAX_DEVICES",
+    "RESERVE_BYTES",
+    "STEP_BYTES",
+    "Device",
+    "Fleet",
+    "Link",
+    "tells_memory",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +106,9 @@ class Fleet:
         """The GPUs of this machine, with the memory that is free now.
 
         Each is named as torch names it in this process, whatever CUDA_VISIBLE_DEVICES and
-        CUDA_DEVICE_ORDER say. Its budget is its free memory less `RESERVE_BYTES`, its speeds are
-        the catalogue's (None for a product that isn't in it), and its links are what NVML tells
-        of NVLink and PCIe.
+        CUDA_DEVICE_ORDER say. Its budget is its free memory less `RESERVE_BYTES`, in whole
+        `STEP_BYTES`; its speeds are the catalogue's (None for a product that isn't in it), and its
+        links are what NVML tells of NVLink and PCIe.
 
         Parameters
         ----------
@@ -113,7 +121,8 @@ class Fleet:
         ------
         FleetError
             If there is no driver, or a GPU that is named doesn't exist, is named twice, hidden
-            from this process, lost, divided (MIG) or full: with a list of what there is.
+            from this process, lost, divided (MIG), full or closed by its compute mode: with a
+            list of what there is.
         """
         found = detect(which)
         return cls(devices=found.devices, links=found.links)

@@ -14,7 +14,7 @@ from duoka import catalogue, cuda, nvml
 from duoka.errors import FleetError
 from duoka.units import format_bytes
 
-from .device import MAX_DEVICES, RESERVE_BYTES, Device, Found
+from .device import MAX_DEVICES, RESERVE_BYTES, STEP_BYTES, Device, Found
 from .links import Way, between, by_nvlink, through_host
 
 _UUID = re.compile(r"(?:gpu|mig)-[0-9a-z/-]{1,80}", re.ASCII | re.IGNORECASE)
@@ -52,6 +52,12 @@ class _Part:
     def free_bytes(self) -> int | None:
         return (self.instance or self.gpu).free_bytes
 
+    @property
+    def budget_bytes(self) -> int | None:
+        """What torch's allocator may take, in whole steps; it can be negative."""
+        free = self.free_bytes
+        return None if free is None else (free - RESERVE_BYTES) // STEP_BYTES * STEP_BYTES
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trouble:
@@ -72,6 +78,9 @@ _UNTOLD = _Trouble(
     reason="the driver doesn't tell its memory",
     advice='say how much of it may be used, as a budget: "24GiB"',
 )
+# The server of MPS holds the GPU, and lets its clients compute.
+_MPS = "nvidia-cuda-mps-server"
+_BFLOAT16_SINCE = (8, 0)
 _FELL_OFF = (
     "it may have fallen off the bus: `dmesg | grep -i xid` tells; often only a restart helps"
 )
@@ -97,13 +106,39 @@ def detect(which: str | None = None) -> Found:
         If there is no driver, or a GPU can't be used: why, and what there is.
     """
     machine = nvml.read()
-    view = _View(machine, cuda.visible_uuids())
+    view = _View(machine, _visible(machine))
     chosen = view.usable() if which is None else view.choose(which)
     names = [view.torch_name(part) for part in chosen]
     return Found(
         devices=tuple(_device(part, name) for part, name in zip(chosen, names, strict=True)),
         links=tuple(between(names, lambda one, other: _way(chosen[one], chosen[other]))),
     )
+
+
+def tells_memory() -> bool:
+    """Whether there is a driver that says how much memory some GPU has free.
+
+    None does on machines whose GPU shares the processor's memory.
+    """
+    try:
+        gpus = nvml.read().gpus
+    except FleetError:
+        return False
+    return any(gpu.free_bytes is not None for gpu in gpus)
+
+
+def _visible(machine: nvml.Machine) -> tuple[str, ...]:
+    try:
+        return cuda.visible_uuids()
+    except FleetError as error:
+        if not machine.lost:
+            raise
+        lost = ", ".join(f"GPU {each.index} ({each.reason})" for each in machine.lost)
+        raise FleetError(
+            f"{error}; there is no answer from {lost}",
+            hint="one lost GPU can keep CUDA from all: name the others by their UUIDs in "
+            f"{cuda.VARIABLE}; {_FELL_OFF}",
+        ) from None
 
 
 class _View:
@@ -180,9 +215,9 @@ class _View:
             return _hidden(part)
         if part.free_bytes is None:
             return _UNTOLD
-        if part.free_bytes <= RESERVE_BYTES:
+        if part.budget_bytes is not None and part.budget_bytes <= 0:
             return _full(part.free_bytes)
-        return None
+        return _closed(part.gpu)
 
     def _error(self, message: str, advice: str | None = None) -> FleetError:
         lines = [advice] if advice else []
@@ -231,6 +266,20 @@ def _full(free_bytes: int) -> _Trouble:
     )
 
 
+def _closed(gpu: nvml.Gpu) -> _Trouble | None:
+    """Why its compute mode keeps this process out; None where it doesn't."""
+    advice = f"an administrator can open it to all: nvidia-smi -i {gpu.index} -c DEFAULT"
+    if gpu.compute_mode == "prohibited":
+        reason = "its compute mode is Prohibited: no process may compute on it"
+        return _Trouble(state="closed", reason=reason, advice=advice)
+    computing = [process for process in gpu.processes if process.computes]
+    shared = any(process.name == _MPS for process in computing)
+    if gpu.compute_mode != "exclusive" or shared or not computing:
+        return None
+    reason = f"its compute mode is Exclusive_Process, and {_process(computing[0])} has it"
+    return _Trouble(state="taken", reason=reason, advice=f"end what has it; {advice}")
+
+
 def _process(process: nvml.Process) -> str:
     size = "" if process.used_bytes is None else f", {format_bytes(process.used_bytes)}"
     return f"{process.name or 'a process'} (pid {process.pid}{size})"
@@ -242,19 +291,28 @@ def _bare(uuid: str) -> str:
 
 
 def _device(part: _Part, name: str) -> Device:
-    assert part.free_bytes is not None, "it was found to be usable"
+    free, budget = part.free_bytes, part.budget_bytes
+    assert free is not None, "it was found to be usable"
+    assert budget is not None, "what is free is known"
     card = catalogue.of_product(part.product, part.total_bytes)
     return Device(
         name=name,
-        budget_bytes=part.free_bytes - RESERVE_BYTES,
+        budget_bytes=budget,
         product=part.product,
         uuid=part.uuid,
         pci_address=part.gpu.pci_address,
         memory_bytes=part.total_bytes,
-        reserve_bytes=RESERVE_BYTES,
+        reserve_bytes=free - budget,
         memory_bytes_per_second=None if card is None else card.memory_bytes_per_second,
         flops_per_second=None if card is None else card.flops_per_second,
+        has_bfloat16=_has_bfloat16(part.gpu, card),
     )
+
+
+def _has_bfloat16(gpu: nvml.Gpu, card: catalogue.Card | None) -> bool | None:
+    if gpu.compute_capability is not None:
+        return gpu.compute_capability >= _BFLOAT16_SINCE
+    return None if card is None else card.has_bfloat16
 
 
 def _way(one: _Part, other: _Part) -> Way | None:

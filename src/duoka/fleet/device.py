@@ -12,6 +12,9 @@ MAX_DEVICES = 64
 RESERVE_BYTES = 768 * 2**20
 """Kept out of the budget of a real GPU: CUDA's context, and what kernels and libraries load on
 first use, all of which lie outside torch's allocator."""
+STEP_BYTES = 64 * 2**20
+"""The budget of a GPU of this machine is a multiple of it: what is free differs by a few MiB from
+one card to its twin, and cards of equal budgets can be exchanged when a placement is looked for."""
 
 _MAX_TEXT = 120
 _NAME = re.compile(r"[a-z]+(:(0|[1-9][0-9]{0,3}))?", re.ASCII)
@@ -32,10 +35,13 @@ class Device:
     memory_bytes : int, optional
         All that it has, used or not. None when only a budget was declared.
     reserve_bytes : int
-        What was kept out of the budget (`RESERVE_BYTES`): with the budget it is what was free,
-        or, for a GPU that isn't here, what an empty one offers.
+        What was kept out of the budget (`RESERVE_BYTES`, and less than `STEP_BYTES` more for a
+        GPU that is here): with the budget it is what was free, or, for a GPU that isn't here,
+        what an empty one offers.
     memory_bytes_per_second, flops_per_second : float, optional
         How fast it reads its memory and computes in 16 bit. None when unknown.
+    has_bfloat16 : bool, optional
+        Whether it computes in bfloat16 by itself: NVIDIA's do from Ampere on. None when unknown.
 
     Raises
     ------
@@ -52,6 +58,7 @@ class Device:
     reserve_bytes: int = 0
     memory_bytes_per_second: float | None = None
     flops_per_second: float | None = None
+    has_bfloat16: bool | None = None
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):

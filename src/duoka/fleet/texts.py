@@ -137,11 +137,11 @@ def _entry(entry: str, text: str) -> _Entry:
     if _SIZE.fullmatch(entry) and not catalogue.knows(entry):
         return _Entry(device=Device(name="cuda", budget_bytes=_size(entry, text)))
     card = catalogue.find(entry)
-    device = _card(
-        card.name,
-        card.usable_bytes,
+    device = replace(
+        _card(card.name, card.usable_bytes),
         memory_bytes_per_second=card.memory_bytes_per_second,
         flops_per_second=card.flops_per_second,
+        has_bfloat16=card.has_bfloat16,
     )
     return _Entry(device=device, card=card)
 
@@ -165,9 +165,8 @@ def _own_card(entry: str) -> Device:
         found[what] = value
     if "memory" not in found:
         raise UsageError(f"{_short(entry)} doesn't say how much memory", hint=catalogue.DECLARING)
-    return _card(
-        name,
-        int(found["memory"]),
+    return replace(
+        _card(name, int(found["memory"])),
         memory_bytes_per_second=found.get("memory_speed"),
         flops_per_second=found.get("rate"),
     )
@@ -189,13 +188,7 @@ def _figure(part: str, entry: str) -> tuple[str, float]:
     )
 
 
-def _card(
-    product: str,
-    memory_bytes: int,
-    *,
-    memory_bytes_per_second: float | None,
-    flops_per_second: float | None,
-) -> Device:
+def _card(product: str, memory_bytes: int) -> Device:
     if memory_bytes <= RESERVE_BYTES:
         raise FleetError(
             f"{product} has {format_bytes(memory_bytes)}, and {format_bytes(RESERVE_BYTES)} are "
@@ -208,8 +201,6 @@ def _card(
         product=product,
         memory_bytes=memory_bytes,
         reserve_bytes=RESERVE_BYTES,
-        memory_bytes_per_second=memory_bytes_per_second,
-        flops_per_second=flops_per_second,
     )
 
 

@@ -94,8 +94,13 @@ int nvmlSystemGetProcessName(u32 pid, char *name, u32 length) {
 int nvmlSystemGetDriverVersion(char *version, u32 length) { strcpy(version, "570.1"); return 0; }
 int nvmlSystemGetCudaDriverVersion(int *version) { *version = 12080; return 0; }
 
-int cuInit(u32 flags) { return 0; }
-int cuDeviceGetCount(int *count) { *count = 2; return 0; }
+static int started;
+int cuInit(u32 flags) { started = 1; return 0; }
+int cuDeviceGetCount(int *count) {
+    if (!started) return 3;
+    *count = 2;
+    return 0;
+}
 int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
 int cuDeviceGetUuid_v2(unsigned char *uuid, int device) {
     static const unsigned char fast[16] = {0x89, 0x32, 0xf9, 0x37, 0xd7, 0x2c, 0x41, 0x06,
