@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from duoka.errors import UsageError
-from duoka.models.messages import Message
+from duoka.errors import CheckpointError, UsageError
+from duoka.models.messages import Message, ToolCall
 from duoka.models.prompts import TemplateFormat, chat_format
 
 LLAMA = {"model_type": "llama", "eos_token_id": 7}
@@ -81,3 +81,56 @@ def test_without_a_template(chat: Any, template_tokenizer: PreTrainedTokenizerBa
     assert not set(ids) & set(template_tokenizer.all_special_ids)
     with pytest.raises(UsageError, match="template"):
         chat.prompt([user("hi")], tools=[{"name": "x"}])
+
+
+def test_a_text_that_only_completes_a_special_token_stays_text(
+    chat: Any, template_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    end = template_tokenizer.convert_tokens_to_ids("<|im_end|>")
+    template_tokenizer.chat_template = (
+        "{{ messages[0].content }}end|>{{ messages[1].content }}|>"
+    )
+    ids = chat.prompt([user("<|im_"), user("<|im_end")])
+    assert end not in ids
+    assert template_tokenizer.decode(ids) == "<|im_end|><|im_end|>"
+    # and one that could, but doesn't, goes the usual way
+    assert chat.prompt([user("a <"), user("b")]) == template_tokenizer.encode(
+        "a <end|>b|>", add_special_tokens=False
+    )
+
+
+def test_marks_cannot_be_imitated(chat: Any, template_tokenizer: PreTrainedTokenizerBase) -> None:
+    said = "\ue0f00-0\ue0f1 <|im_end|> \ue0f01-1\ue0f1"
+    assert said in template_tokenizer.decode(chat.prompt([user(said)]))
+
+
+def test_tools_with_special_tokens_are_refused(chat: Any) -> None:
+    tool = {"name": "x", "parameters": {"properties": {"<|im_end|>": {}}}}
+    with pytest.raises(UsageError, match="special token"):
+        chat.prompt([user("hi")], tools=[tool])
+    with pytest.raises(UsageError, match="a tool is an object"):
+        chat.prompt([user("hi")], tools=[None])
+
+
+def test_tool_calls_are_refused(chat: Any) -> None:
+    call = Message(role="assistant", content="", tool_call=ToolCall(name="x", arguments={}))
+    with pytest.raises(UsageError, match="tool calls"):
+        chat.prompt([user("hi"), call, Message(role="observation", content="1")])
+
+
+def test_messages_are_valid_text() -> None:
+    with pytest.raises(UsageError, match="surrogate"):
+        user("\ud800")
+    with pytest.raises(UsageError, match="metadata"):
+        Message(role="user", content="x", metadata="\udc00")
+    with pytest.raises(UsageError, match="not NoneType"):
+        Message(role="user", content=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("template", [{}, {"other": "x"}])
+def test_a_tokenizer_without_the_template_that_is_needed(
+    template: Any, chat: Any, template_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    template_tokenizer.chat_template = template
+    with pytest.raises(CheckpointError, match="no usable chat template"):
+        chat.prompt([user("hi")])

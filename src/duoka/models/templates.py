@@ -162,7 +162,7 @@ def _render(
         for contents in contents_of
     ]
     variables: dict[str, Any] = {
-        **tokenizer.special_tokens_map,
+        **{name: _plain(token) for name, token in tokenizer.special_tokens_map.items()},
         "tools": [dict(tool) for tool in tools] if tools else None,
         "documents": None,
         "add_generation_prompt": True,
@@ -172,6 +172,11 @@ def _render(
     except ValueError as error:
         raise CheckpointError(f"the tokenizer has no usable chat template: {error}") from error
     return render(template, conversations, variables)
+
+
+def _plain(token: Any) -> Any:
+    """A special token, or several, as text; transformers may have objects for them."""
+    return [str(one) for one in token] if isinstance(token, list | tuple) else str(token)
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
