@@ -16,6 +16,7 @@ from duoka.errors import CheckpointError
 def refused(config: dict[str, Any], num_tensors: int | None = None) -> str:
     with pytest.raises(CheckpointError) as caught:
         configs.check_config(config, num_tensors=num_tensors, source="config.json")
+    assert caught.value.hint
     return str(caught.value)
 
 

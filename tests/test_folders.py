@@ -37,6 +37,7 @@ def directory(tmp_path: Path) -> Path:
 def refused(path: Path) -> tuple[str, str | None]:
     with pytest.raises(CheckpointError) as caught:
         Checkpoint.open(path).fetch()
+    assert caught.value.hint
     return str(caught.value), caught.value.hint
 
 

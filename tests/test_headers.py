@@ -25,6 +25,7 @@ def write_header(path: Path, header: object, data: bytes = b"") -> None:
 def refused(path: Path) -> CheckpointError:
     with pytest.raises(CheckpointError) as caught:
         read_header(path)
+    assert caught.value.hint
     return caught.value
 
 

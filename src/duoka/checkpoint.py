@@ -25,7 +25,7 @@ from . import configs
 from .errors import CheckpointError, UsageError
 from .files import Stamp, read_bytes
 from .folders import CHAT_TEMPLATES, Folder, LocalFolder, Progress
-from .headers import INCOMPLETE, Index, TensorInfo, read_index, read_json
+from .headers import DAMAGED, INCOMPLETE, UNREADABLE, Index, TensorInfo, read_index, read_json
 
 _CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"
@@ -294,7 +294,9 @@ def _local(path: str | os.PathLike[str]) -> Path | None:
     try:
         mode = root.stat().st_mode
     except PermissionError as error:
-        raise CheckpointError(f"{str(path)!r} can't be read with your permissions") from error
+        raise CheckpointError(
+            f"{str(path)!r} can't be read with your permissions", hint=UNREADABLE
+        ) from error
     except (OSError, ValueError):
         return None
     if stat.S_ISDIR(mode):
@@ -332,7 +334,7 @@ def _read_code(folder: Folder) -> tuple[CodeFile, ...]:
         try:
             content = read_bytes(path, most_bytes=_MAX_CODE_BYTES)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} can't be read: {error}") from error
+            raise CheckpointError(f"{path} can't be read: {error}", hint=UNREADABLE) from error
         digest = hashlib.sha256(content).hexdigest()
         files.append(CodeFile(name=name, sha256=digest, content=content))
     return tuple(files)
@@ -420,7 +422,9 @@ def _sharded(folder: Folder, index: Index, files: list[str], kind: _Kind) -> _We
     for held in folder.headers(files).values():
         for key, tensor in held.items():
             if key in tensors:
-                raise CheckpointError(f"the tensor {key!r} stands in two files of {folder.path}")
+                raise CheckpointError(
+                    f"the tensor {key!r} stands in two files of {folder.path}", hint=DAMAGED
+                )
             tensors[key] = tensor
     misplaced = [
         key
@@ -455,7 +459,9 @@ def _stamps(folder: Folder, weights: _Weights) -> dict[Path, Stamp]:
         try:
             stamps[path] = Stamp.of(path.stat())
         except OSError as error:
-            raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
+            raise CheckpointError(
+                f"{path} can't be read: {error.strerror}", hint=UNREADABLE
+            ) from error
         if stamps[path].num_bytes != weights.sizes[name]:
             raise CheckpointError(f"{path} is being written", hint=INCOMPLETE)
     return stamps

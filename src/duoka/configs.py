@@ -14,6 +14,7 @@ from typing import Any
 from .errors import CheckpointError
 
 MAX_CONFIG_BYTES = 8 * 2**20  # the longest published ones have some 100 KB
+_HINT = "is this the config.json that was published with the model?"
 _MAX_DEPTH = 32
 _MAX_LAYERS = 10_000
 _MAX_MODULES = 2_000_000  # layers times experts
@@ -62,14 +63,17 @@ def check_config(config: dict[str, Any], *, num_tensors: int | None, source: str
     layers = experts = 0
     for key, value in _values(config, source):
         if isinstance(value, float) and not math.isfinite(value):
-            raise CheckpointError(f"{source}: {key} is {value}, which is no number")
+            raise CheckpointError(
+                f"{source}: {_shown(key)} is {value}, which is no number", hint=_HINT
+            )
         if type(value) is not int:
             continue
         limit = _limit(key)
         if abs(value) > limit or (value < 0 and _LAYERS.fullmatch(key)):
             shown = f"{value}" if abs(value) < 10**30 else "a number of more than 30 digits"
             raise CheckpointError(
-                f"{source}: {key} is {shown}; duoka builds models with 0 to {limit}"
+                f"{source}: {_shown(key)} is {shown}; duoka builds models with 0 to {limit}",
+                hint=_HINT,
             )
         if _LAYERS.fullmatch(key):
             layers = max(layers, value)
@@ -78,13 +82,18 @@ def check_config(config: dict[str, Any], *, num_tensors: int | None, source: str
     if layers * experts > _MAX_MODULES:
         raise CheckpointError(
             f"{source}: {layers} layers of {experts} experts are more than the {_MAX_MODULES} "
-            "modules that duoka builds"
+            "modules that duoka builds",
+            hint=_HINT,
         )
     if num_tensors is not None and layers > num_tensors:
         raise CheckpointError(
             f"{source} speaks of {layers} layers, and the weights have {num_tensors} tensors",
             hint="config.json and the weights must be of the same model",
         )
+
+
+def _shown(key: str) -> str:
+    return key if len(key) <= 80 and key.isprintable() else ascii(key[:80])
 
 
 def _limit(key: str) -> int:
@@ -108,7 +117,7 @@ def _values(config: dict[str, Any], source: str) -> Iterator[tuple[str, Any]]:
         if not deeper:
             return
         level = deeper
-    raise CheckpointError(f"{source} is nested more than {_MAX_DEPTH} levels deep")
+    raise CheckpointError(f"{source} is nested more than {_MAX_DEPTH} levels deep", hint=_HINT)
 
 
 def default_dtype(config: dict[str, Any]) -> str | None:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from .errors import CheckpointError
 from .files import Stamp, open_regular
-from .headers import TensorInfo, is_plain_name, read_header
+from .headers import UNREADABLE, TensorInfo, is_plain_name, read_header
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done so far, and the bytes there are."""
@@ -159,9 +159,13 @@ class LocalFolder:
                 stamp = Stamp.of(os.fstat(file.fileno()))
                 start = file.read(len(_POINTER)) if stamp.num_bytes <= _POINTER_BYTES else b""
         except OSError as error:
-            raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
+            raise CheckpointError(
+                f"{path} can't be read: {error.strerror}", hint=UNREADABLE
+            ) from error
         except ValueError as error:
-            raise CheckpointError(f"{path} can't be read: {error}") from error
+            raise CheckpointError(
+                f"{path} can't be read: {error}", hint="put the file itself there"
+            ) from error
         if start == _POINTER:
             raise CheckpointError(
                 f"{path} is not the file, but the pointer that git-lfs puts in its place",
@@ -226,7 +230,7 @@ def _entries(root: Path) -> Iterator[os.DirEntry[str]]:
                     )
                 yield entry
     except OSError as error:
-        raise CheckpointError(f"{root} can't be read: {error.strerror}") from error
+        raise CheckpointError(f"{root} can't be read: {error.strerror}", hint=UNREADABLE) from error
 
 
 def _allowed(root: Path) -> tuple[str, ...]:
@@ -257,7 +261,9 @@ def _refuse_foreign(path: Path, allowed: tuple[str, ...]) -> None:
     try:
         target = str(path.resolve())
     except (OSError, RuntimeError) as error:  # links in a circle
-        raise CheckpointError(f"{path} is a link that leads nowhere: {error}") from error
+        raise CheckpointError(
+            f"{path} is a link that leads nowhere: {error}", hint="put the file itself there"
+        ) from error
     if not target.startswith(allowed):
         raise CheckpointError(
             f"{path} is a link to {target}, which is outside of the checkpoint's directory",
@@ -272,7 +278,9 @@ def _is_regular(path: Path) -> bool:
     except OSError:  # a link to nothing, or gone since: as good as not there
         return False
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise CheckpointError(f"{path} is not a regular file")
+        raise CheckpointError(
+            f"{path} is not a regular file", hint="put the file itself there, or remove it"
+        )
     return stat.S_ISREG(mode)
 
 

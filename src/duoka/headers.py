@@ -31,6 +31,8 @@ MAX_JSON_VALUES = 4_000_000
 MAX_NAME_LENGTH = 1024
 _MAX_DIMENSIONS = 64  # torch's own limit
 INCOMPLETE = "the download may be incomplete: fetch it again"
+UNREADABLE = "do you have the permission to read it?"
+DAMAGED = "the file is damaged or forged: fetch it again, from a source that you trust"
 
 # safetensors' name of a type → torch's name, bits of one element
 _DTYPES: dict[str, tuple[str, int]] = {
@@ -123,7 +125,9 @@ def parse_json(content: bytes, source: str) -> dict[str, Any]:
         raise CheckpointError(f"{source} is not UTF-8: {error}", hint=INCOMPLETE) from error
     values = text.count(",") + text.count("[") + text.count("{")
     if values > MAX_JSON_VALUES:
-        raise CheckpointError(f"{source} has {values} values; at most {MAX_JSON_VALUES} are read")
+        raise CheckpointError(
+            f"{source} has {values} values; at most {MAX_JSON_VALUES} are read", hint=DAMAGED
+        )
     try:
         return parse_json_object(text, source)
     except FormatError as error:
@@ -135,9 +139,9 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
+        raise CheckpointError(f"{path} can't be read: {error.strerror}", hint=UNREADABLE) from error
     except ValueError as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from error
+        raise CheckpointError(f"{path} can't be read: {error}", hint=DAMAGED) from error
 
 
 def is_plain_name(name: object) -> bool:
@@ -169,7 +173,8 @@ def read_index(path: Path, *, suffix: str) -> Index:
         if not (is_plain_name(file) and file.endswith(suffix)):
             raise CheckpointError(
                 f"{path} puts {key!r} into {str(file)[:80]!r}, which is not the name of a "
-                f"{suffix} file beside it"
+                f"{suffix} file beside it",
+                hint=DAMAGED,
             )
     metadata = content.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
@@ -235,11 +240,13 @@ def parse_header(text: bytes, data_bytes: int, path: Path) -> dict[str, TensorIn
         If the header is damaged, or disagrees with the file's length.
     """
     if text[:1] != b"{":
-        raise CheckpointError(f"{path} is no safetensors file: its header doesn't begin with '{{'")
+        raise CheckpointError(
+            f"{path} is no safetensors file: its header doesn't begin with '{{'", hint=DAMAGED
+        )
     header = parse_json(text, f"the header of {path}")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise CheckpointError(f"{path} has metadata that is no text for each key")
+        raise CheckpointError(f"{path} has metadata that is no text for each key", hint=DAMAGED)
     entries = [_read_entry(path, name, entry) for name, entry in header.items()]
     _check_layout(path, entries, data_bytes=data_bytes)
     return {tensor.name: tensor for _, tensor in entries}
@@ -248,7 +255,9 @@ def parse_header(text: bytes, data_bytes: int, path: Path) -> dict[str, TensorIn
 def _check_name(path: Path, name: str) -> None:
     # Names get into messages and plans: they must not be able to steer a terminal.
     if len(name) > MAX_NAME_LENGTH or not name.isprintable():
-        raise CheckpointError(f"{path} names a tensor {name[:80]!a}, which can't be one's name")
+        raise CheckpointError(
+            f"{path} names a tensor {name[:80]!a}, which can't be one's name", hint=DAMAGED
+        )
 
 
 def _read_entry(path: Path, name: str, entry: object) -> tuple[int, TensorInfo]:
@@ -260,7 +269,9 @@ def _read_entry(path: Path, name: str, entry: object) -> tuple[int, TensorInfo]:
         ):
             pass
         case _:
-            raise CheckpointError(f"{path} doesn't describe the tensor {name!r} in its header")
+            raise CheckpointError(
+                f"{path} doesn't describe the tensor {name!r} in its header", hint=DAMAGED
+            )
     if dtype not in _DTYPES:
         raise CheckpointError(
             f"{path} holds {name!r} as {dtype[:40]!r}, a type that duoka doesn't know",
@@ -269,11 +280,14 @@ def _read_entry(path: Path, name: str, entry: object) -> tuple[int, TensorInfo]:
     torch_name, bits = _DTYPES[dtype]
     possible = all(type(length) is int and 0 <= length < 2**63 for length in shape)
     if len(shape) > _MAX_DIMENSIONS or not possible:
-        raise CheckpointError(f"{path} gives {name!r} a shape that no tensor can have")
+        raise CheckpointError(
+            f"{path} gives {name!r} a shape that no tensor can have", hint=DAMAGED
+        )
     nbytes, rest = divmod(math.prod(shape) * bits, 8)
     if start < 0 or stop - start != nbytes or rest:
         raise CheckpointError(
-            f"{path} gives {name!r} the bytes {start} to {stop}; its shape and type need {nbytes}"
+            f"{path} gives {name!r} the bytes {start} to {stop}; its shape and type need {nbytes}",
+            hint=DAMAGED,
         )
     return start, TensorInfo(
         name=name, dtype=torch_name, shape=tuple(shape), nbytes=nbytes, file=path
@@ -288,7 +302,7 @@ def _check_layout(
     for start, tensor in sorted(entries, key=lambda entry: (entry[0], entry[1].nbytes)):
         if start != stop:
             problem = "overlaps the tensor before it" if start < stop else "follows a hole"
-            raise CheckpointError(f"{path} is damaged: {tensor.name!r} {problem}")
+            raise CheckpointError(f"{path} is damaged: {tensor.name!r} {problem}", hint=DAMAGED)
         stop = start + (tensor.nbytes or 0)
     if stop != data_bytes:
         problem = "is cut off" if stop > data_bytes else "has bytes that belong to no tensor"

@@ -78,6 +78,7 @@ def refused(
         assert caught.value.exit_code == 4
     whole = "".join(traceback.format_exception(caught.value)) + str(caught.value.hint)
     assert not any(secret in whole for secret in ("goodtoken", "badtoken", "verysecret"))
+    assert caught.value.hint
     return str(caught.value), caught.value.hint
 
 

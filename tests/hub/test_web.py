@@ -57,7 +57,7 @@ def test_a_hub_in_trouble(hub: HubServer, code: int, waits: list[float]) -> None
 def test_a_status_that_nobody_expects(hub: HubServer) -> None:
     hub.next("api", hub_server.status(418))
     message = f"{hub.url} answers with status 418 to the request for org/model"
-    assert refused(open_it) == (message, None)
+    assert refused(open_it) == (message, "is HF_ENDPOINT the address of a Hub?")
 
 
 @pytest.mark.parametrize("place", ["config.json", "head", "storage"])

@@ -21,6 +21,7 @@ from .names import COMMIT, HubName, Wanted
 from .troubles import ask, breaking, endpoint
 
 _MOST_BYTES = 32 * 2**20
+_NO_HUB = "is HF_ENDPOINT the address of a Hub?"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHA1 = re.compile(r"[0-9a-f]{40}")
 
@@ -109,10 +110,12 @@ def _listing(commit: object, files: Iterable[Any], name: HubName) -> Listing:
     if not (isinstance(commit, str) and COMMIT.fullmatch(commit)):
         raise CheckpointError(
             f"{endpoint()} doesn't tell the commit of {name}",
-            hint="is HF_ENDPOINT the address of a Hub?",
+            hint=_NO_HUB,
         )
     if COMMIT.fullmatch(name.revision) and commit != name.revision:
-        raise CheckpointError(f"{endpoint()} tells of commit {commit} instead of {name}")
+        raise CheckpointError(
+            f"{endpoint()} tells of commit {commit} instead of {name}", hint=_NO_HUB
+        )
     return Listing(commit=commit, files={file.name: file for file in _files(files)})
 
 

@@ -77,7 +77,9 @@ def parse_name(text: str, revision: str | None = None) -> HubName | None:
         return None
     named = match["revision"]
     if named is not None and revision is not None and named != revision:
-        raise UsageError(f"{text!r} names a revision, and {revision!r} is given as well")
+        raise UsageError(
+            f"{text!r} names a revision, and {revision!r} is given as well", hint="give one of them"
+        )
     wanted = named or (MAIN if revision is None else revision)
     if not _REVISION.fullmatch(wanted) or ".." in wanted or wanted.endswith("/"):
         raise UsageError(f"{wanted!r} can't be a revision", hint="give a branch, a tag or a commit")

@@ -123,7 +123,8 @@ class Snapshot:
         if self.size(name) > MAX_JSON_BYTES:
             raise CheckpointError(
                 f"{self._wanted(name)} has {self.size(name)} bytes; at most {MAX_JSON_BYTES} "
-                "are read"
+                "are read",
+                hint="is this the right repository?",
             )
         self.download([name])
         return self.path / name

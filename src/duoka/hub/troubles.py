@@ -174,7 +174,9 @@ def _unreachable(error: BaseException, wanted: Wanted) -> CheckpointError:
             f"the connection to {endpoint()} broke off in {wanted} again and again",
             hint="run the command again: files that are complete are kept",
         )
-    return CheckpointError(f"{wanted} can't be asked for: {error}")
+    return CheckpointError(
+        f"{wanted} can't be asked for: {error}", hint="is HF_ENDPOINT the address of a Hub?"
+    )
 
 
 def _refused(error: HfHubHTTPError, wanted: Wanted) -> CheckpointError:
@@ -197,7 +199,10 @@ def _refused(error: HfHubHTTPError, wanted: Wanted) -> CheckpointError:
             + (f"; if it is private, {log_in}" if log_in else ""),
         )
     if isinstance(error, EntryNotFoundError):
-        return CheckpointError(f"{endpoint()} has no such file: {wanted}")
+        return CheckpointError(
+            f"{endpoint()} has no such file: {wanted}",
+            hint="the repository is incomplete, or has changed: try again",
+        )
     if status == 401:
         return _unauthorized(wanted)
     if status == 403:
@@ -205,7 +210,10 @@ def _refused(error: HfHubHTTPError, wanted: Wanted) -> CheckpointError:
             f"{endpoint()} doesn't let this token read {wanted}",
             hint="the token needs the permission to read this repository",
         )
-    return CheckpointError(f"{endpoint()} answers with status {status} to the request for {wanted}")
+    return CheckpointError(
+        f"{endpoint()} answers with status {status} to the request for {wanted}",
+        hint="is HF_ENDPOINT the address of a Hub?",
+    )
 
 
 def _unauthorized(wanted: Wanted) -> CheckpointError:

@@ -28,6 +28,7 @@ _ZIP_START = b"PK\x03\x04"
 _MAX_PICKLE_BYTES = 100_000_000
 _OLD_PICKLES = 5
 _ORDER = "don't load it another way either, unless you know who made it"
+_OTHER = "is this the file of weights that was published with the model?"
 _CUT_OFF = "the download may be incomplete: fetch it again"
 # What `torch.save` writes of a dict of tensors, besides the types of torch's storages.
 _ALLOWED = frozenset(
@@ -66,11 +67,12 @@ def load_pickle(file: Path, *, map_location: str) -> dict[str, Tensor]:
     zipped = _look_through(file)
     loaded = torch.load(file, map_location=map_location, weights_only=True, mmap=zipped)
     if not isinstance(loaded, dict):
-        raise LoadError(f"{file} holds {type(loaded).__name__}, not a dict of tensors")
+        raise LoadError(f"{file} holds {type(loaded).__name__}, not a dict of tensors", hint=_OTHER)
     strange = [_shown(name) for name, value in loaded.items() if not _is_entry(name, value)]
     if strange:
         raise LoadError(
-            f"{file} holds {len(strange)} entries that are no tensors: {', '.join(strange[:20])}"
+            f"{file} holds {len(strange)} entries that are no tensors: {', '.join(strange[:20])}",
+            hint=_OTHER,
         )
     return loaded
 
@@ -101,10 +103,14 @@ def _look_through_archive(file: Path, archive: zipfile.ZipFile) -> None:
     declared = sum(entry.file_size for entry in entries)
     if squeezed or declared > size:
         what = f"{squeezed[0]!r} in it is compressed" if squeezed else f"it declares {declared}"
-        raise LoadError(f"{file} has {size} bytes, and {what}: PyTorch writes no such file")
+        raise LoadError(
+            f"{file} has {size} bytes, and {what}: PyTorch writes no such file", hint=_ORDER
+        )
     pickles = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
     if len(pickles) != 1 or pickles[0].file_size > _MAX_PICKLE_BYTES:
-        raise LoadError(f"{file} is no file of PyTorch's: it doesn't hold one data.pkl")
+        raise LoadError(
+            f"{file} is no file of PyTorch's: it doesn't hold one data.pkl", hint=_OTHER
+        )
     _refuse_code(file, io.BytesIO(archive.read(pickles[0])), size)
 
 

@@ -70,7 +70,9 @@ def list_sources(checkpoint: Checkpoint) -> dict[str, Source]:
         _refuse_changed(file, checkpoint.stamps.get(file))
         for name, tensor in _read_pickle(file, "meta").items():
             if name in sources:
-                raise LoadError(f"the tensor {name!r} stands in {sources[name].file} and {file}")
+                raise LoadError(
+                    f"the tensor {name!r} stands in {sources[name].file} and {file}", hint=_DAMAGED
+                )
             sources[name] = Source(
                 name=name,
                 dtype=tensor.dtype,
@@ -87,7 +89,10 @@ def _safetensors_sources(checkpoint: Checkpoint) -> Iterator[Source]:
         assert tensor.shape is not None
         dtype = getattr(torch, str(tensor.dtype), None)
         if not isinstance(dtype, torch.dtype):
-            raise LoadError(f"{name!r} is stored as {tensor.dtype}, which torch doesn't have")
+            raise LoadError(
+                f"{name!r} is stored as {tensor.dtype}, which torch doesn't have",
+                hint="a newer version of torch may have it",
+            )
         yield Source(
             name=name,
             dtype=dtype,
@@ -136,7 +141,10 @@ class Reader:
             else:
                 tensor = self._tensors.get_tensor(source.name)
         if tensor.dtype != source.dtype or tuple(tensor.shape) != source.shape:
-            raise LoadError(f"{source.file} changed while it was read: {source.name!r} is another")
+            raise LoadError(
+                f"{source.file} changed while it was read: {source.name!r} is another",
+                hint=_DAMAGED,
+            )
         return tensor
 
     def _close(self) -> None:
