@@ -12,7 +12,7 @@ from duoka.errors import PlacementError
 from duoka.maps import DeviceMap, judge
 from duoka.outline import Outline
 
-from .outlines import SMALL
+from .outlines import SMALL, block, tensor
 
 FLEET = Fleet.parse("virtual:3x1GiB")
 NATIVE = {
@@ -166,6 +166,8 @@ def test_what_must_stay_whole() -> None:
     assert "m.layers.0 (on vgpu:1 and vgpu:0)" in str(error)
     # Where most of the bytes are.
     assert error.completed == {**NATIVE, "m.layers.0": 1}
+    error = refused({**NATIVE, "m.layers.0.attn.q": 2})
+    assert error.completed == {**NATIVE, "m.layers.0": 2}
     error = refused({**PUBLISHED, "p.enc.0.qkv": 2})
     assert error.split == ("p.enc.0",)
     assert error.completed is not None
@@ -260,6 +262,18 @@ def test_names_alone_are_enough_for_completeness() -> None:
         judge({"a": 0, "b": 1}, outline)
     assert caught.value.missing == ("top",)
     assert caught.value.completed == {"a": 0, "b.c": 1, "b.w": 1, "top": 1}
+
+
+def test_a_module_whose_published_name_holds_more_is_called_natively() -> None:
+    both = ("p.z.a.w", "p.z.b.w"), ("p.z.c.w",)
+    blocks = tuple(
+        block([name], *(tensor(f"{name}.{n}", source) for n, source in enumerate(sources)))
+        for name, sources in zip(("m.x", "m.y"), both, strict=True)
+    )
+    outline = replace(SMALL, blocks=(*SMALL.blocks[:2], *blocks))
+    error = refused({"p.e": 0, "p.enc": 1, "p.z.c": 2}, outline)
+    assert error.missing == ("p.r.freq", "p.z.a.w", "p.z.b.w")
+    assert error.completed == {"p.e": 0, "p.r": 0, "p.enc.0": 1, "m.x": 1, "p.z.c": 2}
 
 
 def test_names_that_are_exchanged_between_the_conventions() -> None:

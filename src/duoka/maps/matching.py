@@ -72,6 +72,5 @@ def _stronger(own: str | None, other: str | None) -> tuple[str, ...]:
     """Which of two entries decide: one where one name contains the other."""
     if own is None or other is None:
         return tuple(key for key in (own, other) if key is not None)
-    if is_within(other, own):
-        return (other,)
-    return (own,) if is_within(own, other) else (own, other)
+    # The other way round can't be: what contains a native name is one.
+    return (other,) if is_within(other, own) else (own, other)
