@@ -37,19 +37,20 @@ class Tree:
     by_name: Mapping[str, tuple[float, ...]] | None = None
 
 
+WHOLE = st.integers(-(2**63), 2**63 - 1)
 LEAVES = st.builds(
     Leaf,
     name=st.text(),
-    size=st.integers(0, 2**70),
+    size=st.integers(0, 2**63 - 1),
     ratio=st.floats(allow_nan=False, allow_infinity=False),
     flag=st.booleans(),
 )
 TREES = st.builds(
     Tree,
     leaves=st.lists(LEAVES, max_size=3).map(tuple),
-    pair=st.tuples(st.integers(), st.text()),
+    pair=st.tuples(WHOLE, st.text()),
     best=st.none() | LEAVES,
-    choice=st.none() | st.integers() | st.just("auto"),
+    choice=st.none() | WHOLE | st.just("auto"),
     kind=st.sampled_from(["a", "b"]),
     by_name=st.none()
     | st.dictionaries(st.text(), st.lists(st.floats(-1e9, 1e9), max_size=3).map(tuple), max_size=3),
@@ -84,6 +85,8 @@ LEAF = {"name": "x", "size": 1, "ratio": 0.5, "flag": False}
         (_tree(leaves=None), "Tree.leaves: expected a list, got null None"),
         (_tree(leaves=[LEAF, LEAF | {"size": 1.0}]), "Tree.leaves[1].size: expected an integer"),
         (_tree(leaves=[LEAF | {"size": True}]), "Tree.leaves[0].size: expected an integer"),
+        (_tree(leaves=[LEAF | {"size": 2**63}]), "Tree.leaves[0].size: expected an integer of 64"),
+        (_tree(pair=[-(2**63) - 1, ""]), "Tree.pair[0]: expected an integer of 64 bits"),
         (_tree(leaves=[LEAF | {"size": -1}]), "Tree.leaves[0]: size is -1"),
         (_tree(leaves=[LEAF | {"flag": 0}]), "Tree.leaves[0].flag: expected true or false"),
         (_tree(leaves=[LEAF | {"ratio": "1"}]), "Tree.leaves[0].ratio: expected a finite number"),
