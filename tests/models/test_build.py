@@ -163,6 +163,29 @@ class PebbleModel(PreTrainedModel):
 """
 
 
+@pytest.mark.parametrize("config", [{"architectures": -1}, {"architectures": [3, None, "os"]}])
+def test_architectures_that_are_none(config: dict[str, Any]) -> None:
+    assert type(build({"model_type": "gpt2", "n_layer": 1, **config})).__name__ == "GPT2LMHeadModel"
+
+
+def test_a_mask_larger_than_the_memory() -> None:
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "n_positions": 200_000}
+    with pytest.raises(ModelError, match="40000000000 bytes is asked for"):
+        build({"model_type": "gpt_bigcode", **sizes})
+
+
+@pytest.mark.parametrize("auto_map", ["AutoModel", ["AutoModel"], 3, {"AutoModel": 3}])
+def test_an_auto_map_that_is_none(auto_map: Any, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="names no code"):
+        build({"model_type": "x", "auto_map": auto_map}, trust_remote_code=tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["x" * 101, "a b", "", 3, None, "\x1b[2J"])
+def test_a_model_type_that_is_no_name(model_type: Any) -> None:
+    with pytest.raises(ModelError, match="which is no name"):
+        build({"model_type": model_type})
+
+
 def test_remote_code_only_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "c"))
     monkeypatch.syspath_prepend(str(tmp_path / "c"))

@@ -177,8 +177,9 @@ def _native_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def _named_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    for name in config.architectures or ():
-        found = getattr(transformers, name, None)
+    stated = config.architectures
+    for name in stated if isinstance(stated, list) else ():
+        found = getattr(transformers, str(name), None)
         if not isinstance(found, type) or not issubclass(found, PreTrainedModel):
             continue
         if found.config_class is not None and isinstance(config, found.config_class):

@@ -21,8 +21,11 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 # Parameters of this many elements are worth no allocation, even a short one (64 MiB in 16 bit).
 _LARGE = 1 << 25
+# More than any model's masks and positions take. A hostile configuration asks for all there is.
+_MOST_BYTES = 1 << 33
 _EMPTY = frozenset({torch.empty, torch.empty_strided})
 _FILLED = frozenset({torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
+_WRITTEN = _FILLED | {torch.arange, torch.eye, torch.linspace}
 
 
 class _Lazily(TorchFunctionMode):
@@ -43,6 +46,24 @@ class _Lazily(TorchFunctionMode):
                 sketch = func(*args, **{**kwargs, "device": "meta"})
                 if sketch.is_floating_point() and sketch.numel() >= _LARGE:
                     return sketch
+        return func(*args, **kwargs)
+
+
+class _Bounded(TorchFunctionMode):
+    """Refuse what takes so much memory that no model can mean it."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _WRITTEN and kwargs.get("device") is None:
+            size = func(*args, **{**kwargs, "device": "meta"}).nbytes
+            if size > _MOST_BYTES:
+                raise ValueError(f"a tensor of {size} bytes is asked for, which is no model's")
         return func(*args, **kwargs)
 
 
@@ -76,7 +97,7 @@ def construct(make: Callable[[], _Module]) -> _Module:
         Constructs the module; called a second time where the first, quicker way does not do.
     """
     stray: list[str] = []
-    with _parameters_on_meta(), no_init_weights():
+    with _parameters_on_meta(), no_init_weights(), _Bounded():
         try:
             with _Lazily():
                 module = make()
