@@ -115,6 +115,7 @@ def test_messages_name_virtual_gpus_of_another_order(plan: Plan) -> None:
             plan.forecast,
             devices=tuple(replace(d, device=index[d.device]) for d in plan.forecast.devices),
         ),
+        binding_device=index[plan.binding_device],
     )
     first = renamed.placement.device_of("model.layers.1")
     other = "vgpu:0" if first == "vgpu:1" else "vgpu:1"

@@ -54,3 +54,40 @@ def test_what_is_no_file_of_text_is_refused(tmp_path: Path) -> None:
         read_text(tmp_path / "nothing", most_bytes=1)
     with pytest.raises(OSError, match="directory"):
         read_text(tmp_path, most_bytes=1)
+
+
+def test_a_file_keeps_its_permissions(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    write_whole(file, "old")
+    file.chmod(0o600)
+    write_whole(file, "new")
+    assert (stat.S_IMODE(file.stat().st_mode), file.read_text()) == (0o600, "new")
+
+
+def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("old")
+    (tmp_path / "link").symlink_to("target")
+    write_whole(tmp_path / "link", "new")
+    assert not (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target").read_text() == "old"
+
+
+def test_nothing_takes_the_place_of_a_pipe_or_a_directory(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")  # as /dev/stdout is
+    for name in ("pipe", "link"):
+        with pytest.raises(OSError, match="it is not a regular file"):
+            write_whole(tmp_path / name, "text")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_whole(tmp_path / "folder", "text")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["folder", "link", "pipe"]
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_a_directory_leaves_nothing_open(tmp_path: Path) -> None:
+    before = len(list(Path("/dev/fd").iterdir()))
+    for _ in range(3):
+        with pytest.raises(IsADirectoryError):
+            read_text(tmp_path, most_bytes=1)
+    assert len(list(Path("/dev/fd").iterdir())) == before

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,9 @@ def test_what_is_no_plan_is_refused(text: str) -> None:
         ({"forecast__devices": []}, ": the forecast is for other devices"),
         ({"workload__prefill_chunk_tokens": "auto"}, ": the workload or the placement"),
         ({"fingerprint": "another"}, ": the workload or the placement"),
+        ({"binding_device": "cuda:7"}, ": the binding device 'cuda:7' is not used"),
+        ({"fleet__devices__0__budget_bytes": 2**63}, ".fleet.devices[0].budget_bytes: expected an"),
+        ({"forecast__devices__0__weight_bytes": 10**400}, ".forecast.devices[0].weight_bytes: exp"),
     ],
 )
 def test_a_damaged_plan_is_refused_with_the_place(
@@ -118,6 +123,12 @@ def test_hostile_json_is_refused(plan: Plan) -> None:
         Plan.from_json(text.replace('"version": 2', '"version": 2, "version": 2'))
     with pytest.raises(FormatError):
         Plan.from_json(changed(plan, value=float("nan")))
+
+
+def test_a_directory_whose_name_is_no_text(plan: Plan, tmp_path: Path) -> None:
+    named = replace(plan, source=os.fsdecode(b"/data/gl\xfc"))
+    named.save(tmp_path / "plan")
+    assert os.fsencode(Plan.load(tmp_path / "plan").source) == b"/data/gl\xfc"
 
 
 def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path) -> None:
@@ -237,8 +248,13 @@ def test_every_difference_is_told_at_once(detected: Plan) -> None:
     told = str(caught.value)
     assert "cuda:0 RTX 4090 GPU-a is gone, hidden, or full" in told
     assert "cuda:1 RTX 3060 GPU-b can give 10.00 MiB now" in told
-    assert "are missing; here are cuda:0 10.00 MiB, cuda:1 500.00 MiB" in told
-    assert "--replan" in str(caught.value.hint)
+    assert told.endswith("are missing")
+    assert str(caught.value.hint).splitlines() == [
+        "--replan makes a new plan for what is there now",
+        "here are",
+        "  cuda:0  GPU-b  can give 10.00 MiB",
+        "  cuda:1  GPU-x  can give 500.00 MiB",
+    ]
 
 
 def test_declared_gpus_are_found_by_name_and_other_devices_stay(plan: Plan) -> None:
@@ -248,6 +264,39 @@ def test_declared_gpus_are_found_by_name_and_other_devices_stay(plan: Plan) -> N
     assert [d.uuid for d in declared.on(here).fleet.devices] == ["GPU-a", "GPU-b"]
     with pytest.raises(FleetError, match="cuda:1 is gone"):
         declared.on(Fleet(devices=(card("cuda:0", 200, "GPU-a"),)))
+
+
+def fails(message: str) -> Callable[[str | None], Fleet]:
+    def detect(which: str | None = None) -> Fleet:
+        raise FleetError(message)
+
+    return detect
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_where_nobody_tells_memory_declared_gpus_are_believed(
+    plan: Plan, detected: Plan, tells: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declared = Plan.from_json(plan.to_json().replace("vgpu", "cuda"))
+    monkeypatch.setattr(Fleet, "detect", fails("no GPU can be used"))
+    monkeypatch.setattr(duoka.plans, "tells_memory", lambda: tells)
+    assert plan.here() is plan  # it is on virtual GPUs
+    if not tells:
+        assert declared.here() is declared
+    for each in [detected, declared] if tells else [detected]:
+        with pytest.raises(FleetError, match="no GPU can be used"):
+            each.here()
+
+
+def test_a_smaller_card_than_the_declared_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = tiny.made_up([2000 * MIB] * 5, tiny.Costs(cache=512))
+    workload = Workload(prompt_tokens=300, new_tokens=20, dtype="bfloat16")
+    plan = solve(profile, Question(fleet=Fleet.parse("RTX 3090"), workload=workload))
+    smaller = card("cuda:0", 7000, "GPU-a", "NVIDIA GeForce RTX 4060")
+    monkeypatch.setattr(Fleet, "detect", lambda which=None: Fleet(devices=(smaller,)))
+    with pytest.raises(FleetError, match=r"cuda:0 RTX 3090 can give 6\.84 GiB now") as caught:
+        plan.here()
+    assert "  cuda:0  NVIDIA GeForce RTX 4060  GPU-a  can give 6.84 GiB" in str(caught.value.hint)
 
 
 def test_another_checkpoint_is_refused(plan: Plan) -> None:

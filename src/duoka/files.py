@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
+
+_NOT_REGULAR = "it is not a regular file"
 
 
 class Stamp(NamedTuple):
@@ -56,10 +59,15 @@ def open_regular(path: Path) -> BinaryIO:
     ValueError
         If it is not a regular file: reading a pipe in its place would wait for ever.
     """
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        file = os.fdopen(descriptor, "rb")
+    except OSError:  # a directory
+        os.close(descriptor)
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         file.close()
-        raise ValueError("it is not a regular file")
+        raise ValueError(_NOT_REGULAR)
     return file
 
 
@@ -96,12 +104,24 @@ def read_text(path: Path, *, most_bytes: int) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file under another name, then rename it, so that it is never seen half-written."""
+    """Write a file under another name, then rename it, so that it is never seen half-written.
+
+    A file that is there before keeps its permissions. A link is replaced, not followed.
+
+    Raises
+    ------
+    OSError
+        If it can't be written, or something is there that is no regular file: the new one would
+        take the place of a device or a pipe.
+    """
     content = text.encode("utf-8")
+    mode = _mode(path)
     # Not from `tempfile`, whose files only their owner can read.
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         with partial.open("xb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -110,3 +130,16 @@ def write_whole(path: Path, text: str) -> None:
         with suppress(OSError):
             partial.unlink()
         raise
+
+
+def _mode(path: Path) -> int | None:
+    """The permissions of a file; None where there is none, or what writing will tell better."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return None
+    if stat.S_ISREG(mode):
+        return stat.S_IMODE(mode)
+    if stat.S_ISDIR(mode):
+        return None
+    raise OSError(errno.EINVAL, _NOT_REGULAR, str(path))

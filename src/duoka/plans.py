@@ -17,7 +17,7 @@ from typing import Any, Literal
 from .checkpoint import differences
 from .errors import FleetError, FormatError
 from .files import read_text, why, write_whole
-from .fleet import Device, Fleet
+from .fleet import Device, Fleet, tells_memory
 from .forecast import Forecast
 from .placement import Placement
 from .search import Objective
@@ -110,6 +110,8 @@ class Plan:
             raise FormatError(f"the fleet has no device {', '.join(strangers)}")
         if self.devices != tuple(device.device for device in self.forecast.devices):
             raise FormatError("the forecast is for other devices than the placement")
+        if self.binding_device not in self.devices:
+            raise FormatError(f"the binding device {self.binding_device[:40]!r} is not used")
         if self.workload.prefill_chunk_tokens == "auto" or self.fingerprint != (
             self.placement.fingerprint
         ):
@@ -127,9 +129,14 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text, with its format and version."""
-        return json.dumps(
-            {"format": _FORMAT, "version": _VERSION, **to_dict(self)}, indent=1, ensure_ascii=False
-        )
+        data = {"format": _FORMAT, "version": _VERSION, **to_dict(self)}
+        text = json.dumps(data, indent=1, ensure_ascii=False)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            # The name of a directory can be bytes that are no text; escaped, they survive.
+            return json.dumps(data, indent=1)
+        return text
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -208,10 +215,25 @@ class Plan:
             )
 
     def here(self) -> Plan:
-        """The same plan on this machine's GPUs, as they are now; see `on`."""
+        """The same plan on this machine's GPUs, as they are now; see `on`.
+
+        Where the driver doesn't tell memory, as of GPUs that share the processor's, there is
+        nothing to hold a plan for declared GPUs against: it stays as it is.
+
+        Raises
+        ------
+        FleetError
+            As `on`, and if there is no driver, or no GPU that can be used.
+        """
         if not any(name.startswith("cuda") for name in self.devices):
             return self
-        return self.on(Fleet.detect())
+        try:
+            present = Fleet.detect()
+        except FleetError:
+            if any(self.fleet.device(name).uuid for name in self.devices) or tells_memory():
+                raise
+            return self
+        return self.on(present)
 
     def on(self, present: Fleet) -> Plan:
         """The same plan on the GPUs that are there now.
@@ -237,9 +259,8 @@ class Plan:
         problems = list(self._problems(found))
         if problems:
             raise FleetError(
-                f"the plan doesn't fit the GPUs that are here: {'; '.join(problems)}; "
-                f"here are {present.describe()}",
-                hint=_REPLAN,
+                f"the plan doesn't fit the GPUs that are here: {'; '.join(problems)}",
+                hint="\n".join([_REPLAN, "here are", *map(_line, present.devices)]),
             )
         now = {name: here for name, here in found.items() if here is not None}
         return self._moved(now)
@@ -278,8 +299,7 @@ class Plan:
     def _problems(self, found: dict[str, Device | None]) -> Iterator[str]:
         """Why the plan can't run on what was found for its devices."""
         for each in self.forecast.devices:
-            device, here = self.fleet.device(each.device), found[each.device]
-            told = " ".join(filter(None, (device.name, device.product, device.uuid)))
+            told, here = _named(self.fleet.device(each.device)), found[each.device]
             if here is None:
                 yield f"{told} is gone, hidden, or full"
             elif here.budget_bytes < each.needed_bytes:
@@ -296,3 +316,11 @@ def _find(device: Device, present: Fleet) -> Device | None:
         if here.uuid == device.uuid if device.uuid else here.name == device.name:
             return here
     return None
+
+
+def _named(device: Device, between: str = " ") -> str:
+    return between.join(filter(None, (device.name, device.product, device.uuid)))
+
+
+def _line(device: Device) -> str:
+    return f"  {_named(device, '  ')}  can give {format_bytes(device.budget_bytes)}"

@@ -252,6 +252,12 @@ def _scalar_reader(kind: type, name: str) -> _Reader:
     return read
 
 
+def _read_int(data: object) -> object:
+    if type(data) is int and not -(2**63) <= data < 2**63:  # sizes are divided and summed up later
+        raise _Mismatch(f"expected an integer of 64 bits, got {_describe(data)}")
+    return _read_whole(data)
+
+
 def _read_float(data: object) -> object:
     if type(data) is float and math.isfinite(data):
         return data
@@ -263,9 +269,10 @@ def _read_float(data: object) -> object:
     raise _Mismatch(f"expected a finite number, got {_describe(data)}")
 
 
+_read_whole = _scalar_reader(int, "an integer")
 _SCALARS: dict[type, _Reader] = {
     str: _scalar_reader(str, "a text"),
-    int: _scalar_reader(int, "an integer"),
+    int: _read_int,
     bool: _scalar_reader(bool, "true or false"),
     type(None): _scalar_reader(type(None), "null"),
     float: _read_float,
