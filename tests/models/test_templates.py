@@ -87,9 +87,7 @@ def test_a_text_that_only_completes_a_special_token_stays_text(
     chat: Any, template_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     end = template_tokenizer.convert_tokens_to_ids("<|im_end|>")
-    template_tokenizer.chat_template = (
-        "{{ messages[0].content }}end|>{{ messages[1].content }}|>"
-    )
+    template_tokenizer.chat_template = "{{ messages[0].content }}end|>{{ messages[1].content }}|>"
     ids = chat.prompt([user("<|im_"), user("<|im_end")])
     assert end not in ids
     assert template_tokenizer.decode(ids) == "<|im_end|><|im_end|>"

@@ -51,6 +51,10 @@ HOSTILE_CODE = [
     "import os",
     "tool_call(x={[]: 1})",
     "tool_call(x=1",
+    "tool_call(x=1e999)",
+    "tool_call(x=[{'a': -1e999}])",
+    "tool_call(x=2j)",
+    "tool_call(x=...)",
     "tool_call(x='\x00')",
     "tool_call(x=" + "9" * 5000 + ")",
     "tool_call(x=" + "[" * 5000 + "]" * 5000 + ")",
@@ -85,7 +89,18 @@ def test_a_json_call() -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        *("", "[]", "1", '"x"', "{", '{"a": NaN}', '{"a": 1, "a": 2}', "{'a': 1}", '{"a": 1} x'),
+        *(
+            "",
+            "[]",
+            "1",
+            '"x"',
+            "{",
+            '{"a": 1e999}',
+            '{"a": NaN}',
+            '{"a": 1, "a": 2}',
+            "{'a': 1}",
+            '{"a": 1} x',
+        ),
         *(
             '{"a":' * 20_000,
             "[" * 60_000,

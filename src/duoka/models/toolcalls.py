@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 import warnings
 from typing import Any
@@ -53,7 +54,21 @@ def _keywords(node: ast.expr) -> dict[str, Any]:
         if keyword.arg is None or keyword.arg in arguments:
             raise ValueError("an unpacked or repeated argument")
         arguments[keyword.arg] = ast.literal_eval(keyword.value)
+    _refuse_odd(arguments)
     return arguments
+
+
+def _refuse_odd(value: object) -> None:
+    """Raise ValueError for literals that no function expects, and no writer of ours can write."""
+    if isinstance(value, dict):
+        _refuse_odd(list(value.items()))
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            _refuse_odd(item)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("a number without end")
+    elif isinstance(value, complex) or value is ...:
+        raise ValueError("no value of an argument")
 
 
 def parse_json_call(metadata: str, content: str) -> ToolCall | None:
@@ -75,7 +90,10 @@ def parse_json_call(metadata: str, content: str) -> ToolCall | None:
         return None
     try:
         arguments = json.loads(
-            content, object_pairs_hook=_distinct, parse_constant=_refuse_constant
+            content,
+            object_pairs_hook=_distinct,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
         )
     except (ValueError, RecursionError):
         return None
@@ -87,6 +105,13 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("a repeated key")
     return found
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError("a number without end")
+    return number
 
 
 def _refuse_constant(name: str) -> Any:
