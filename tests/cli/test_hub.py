@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hub_server
@@ -14,7 +17,7 @@ from hub_server import COMMIT, HubServer, Repo
 
 from duoka import Plan
 
-from .conftest import GPUS, SIZES, Program
+from .conftest import GPUS, PROGRAM, SIZES, Program
 
 NAME = "org/tiny"
 
@@ -95,6 +98,40 @@ def test_no_token_is_shown_with_debug(
     assert done.returncode == 4
     assert "Traceback" in done.stderr
     assert "badtoken" not in done.stderr
+
+
+@pytest.mark.parametrize("place", ["api", "head", "config.json", "storage"])
+def test_ctrl_c_while_the_hub_is_asked(
+    place: str, hub: HubServer, environment: dict[str, str], tmp_path: Path
+) -> None:
+    stalled, over = threading.Event(), threading.Event()
+
+    def stall(handler: hub_server.Handler, normal: Callable[[], None]) -> None:
+        stalled.set()
+        over.wait(60)
+        handler.hang_up()
+
+    hub.next(place, stall)
+    asked = {
+        **{name: value for name, value in environment.items() if not name.startswith("HF_")},
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_DISABLE_XET": "1",
+        "DUOKA_CACHE": str(tmp_path / "cache"),
+    }
+    process = subprocess.Popen(
+        [*PROGRAM, "plan", NAME, *GPUS, *SIZES],
+        env=asked,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert stalled.wait(60)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=8)
+    over.set()
+    assert (process.returncode, out, err) == (130, "", "stopped\n")
+    assert not list((tmp_path / "home").rglob("*.incomplete"))
 
 
 @pytest.mark.parametrize("arguments", [("--plan", "x.plan"), ()])

@@ -144,6 +144,13 @@ def test_fetching(hub: HubServer, waits: list[float]) -> None:
     assert path == str(checkpoint.path / SHARD)
 
 
+def test_storage_without_xet_where_xet_is_on(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", False)
+    assert is_right(fetch_it())
+
+
 def test_what_another_program_downloaded_is_verified_once(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -42,6 +41,7 @@ from duoka.units import format_bytes
 from .hashes import is_right
 from .listings import Listing, RemoteFile, ask_listing, kept_listing
 from .names import COMMIT, HubName, Wanted
+from .parallel import at_once
 from .troubles import Broken, ask, breaking, endpoint, offline
 
 # Most headers are shorter than this; the rest costs one request more.
@@ -137,8 +137,7 @@ class Snapshot:
         CheckpointError
             If one can't be had, or is damaged.
         """
-        with ThreadPoolExecutor(_HEADERS_AT_ONCE) as pool:
-            return dict(zip(names, pool.map(self._header, names), strict=True))
+        return at_once(self._header, names, most=_HEADERS_AT_ONCE)
 
     def missing(self, names: Iterable[str]) -> tuple[str, ...]:
         """Which of these files are not on this machine."""
