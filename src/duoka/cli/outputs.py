@@ -57,6 +57,7 @@ def write(file: Path, text: str, what: str) -> None:
     except OSError as error:
         if error.errno in _OF_THE_NAME:
             raise _refusal(file, what, str(error.strerror)) from error
+        error.filename = error.filename or str(file)  # writing knows of no name
         raise
     stderr().print(f"saved to {file}", markup=False, soft_wrap=True)
 
