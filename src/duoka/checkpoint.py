@@ -30,6 +30,7 @@ from .headers import DAMAGED, INCOMPLETE, UNREADABLE, Index, TensorInfo, read_in
 _CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"
 _MAX_CODE_BYTES = 4 * 2**20
+_MAX_SMALL_BYTES = 256 * 2**20  # the largest published tokenizers have some 40 MB
 # transformers looks for weights in this order; so the same files are read.
 _Kind = Literal["safetensors", "bin"]
 _SOURCES: tuple[tuple[str, _Kind], ...] = (
@@ -233,8 +234,12 @@ class Checkpoint:
 
     def _needed(self) -> list[str]:
         assert self.folder is not None
-        small = {name for name in self.folder.names() if _TOKENIZER.fullmatch(name)}
-        return [*sorted(small), *(file.name for file in self.files)]
+        small = [
+            name
+            for name in sorted(self.folder.names())
+            if _TOKENIZER.fullmatch(name) and self.folder.size(name) <= _MAX_SMALL_BYTES
+        ]
+        return [*small, *(file.name for file in self.files)]
 
     @property
     def remote_code(self) -> tuple[tuple[str, str], ...]:

@@ -144,6 +144,12 @@ def test_fetching(hub: HubServer, waits: list[float]) -> None:
     assert path == str(checkpoint.path / SHARD)
 
 
+def test_what_is_no_tokenizer_is_not_downloaded(hub: HubServer) -> None:
+    hub.repos[NAME].files["books.txt"] = b"all of them"
+    hub.repos[NAME].lies["books.txt"] = {"size": 10**11}
+    assert not any(file.name == "books.txt" for file in fetch_it().path.iterdir())
+
+
 def test_storage_without_xet_where_xet_is_on(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
