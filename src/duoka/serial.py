@@ -107,7 +107,7 @@ def json_schema(cls: type, *, title: str, **constants: dict[str, object]) -> dic
     Notes
     -----
     What the dataclasses check on construction (that a size is positive, that names are known)
-    isn't in it.
+    isn't in it, nor that integers have 64 bits.
     """
     definitions: dict[str, Any] = {}
     _schema(cls, definitions)
@@ -253,9 +253,11 @@ def _scalar_reader(kind: type, name: str) -> _Reader:
 
 
 def _read_int(data: object) -> object:
-    if type(data) is int and not -(2**63) <= data < 2**63:  # sizes are divided and summed up later
+    if type(data) is not int:
+        raise _Mismatch(f"expected an integer, got {_describe(data)}")
+    if not -(2**63) <= data < 2**63:  # larger ones overflow where they are divided
         raise _Mismatch(f"expected an integer of 64 bits, got {_describe(data)}")
-    return _read_whole(data)
+    return data
 
 
 def _read_float(data: object) -> object:
@@ -269,7 +271,6 @@ def _read_float(data: object) -> object:
     raise _Mismatch(f"expected a finite number, got {_describe(data)}")
 
 
-_read_whole = _scalar_reader(int, "an integer")
 _SCALARS: dict[type, _Reader] = {
     str: _scalar_reader(str, "a text"),
     int: _read_int,
