@@ -43,7 +43,8 @@ class Request:
     use_all : bool
         Whether every GPU had to be used.
     gpus : str
-        The GPUs as they were named (`Fleet.parse`); empty when they were given as an object.
+        The GPUs as they were named (`Fleet.parse`); "all" where the command line was told none,
+        empty when they were given as an object.
     """
 
     workload: Workload

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from recordings import replay
 
+import duoka
 from duoka import Device, Fleet, Plan
 from duoka.demo.checkpoint import fresh_model, write_frame, write_weights
 
@@ -135,3 +137,35 @@ def test_gpus_that_are_gone_or_too_full_are_told_and_replanned(
     assert done.returncode == 0, done.stderr
     assert [device.uuid for device in Plan.load(file).fleet.devices] == ["GPU-b", "GPU-a"]
     assert Plan.load(file).devices == ("cuda:0",)
+
+
+def test_replan_takes_no_other_gpus_than_were_given(
+    tiny: Path, program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay(monkeypatch, "eight-3090")
+    file = tmp_path / "plan"
+    chosen = Fleet.detect("2,3")
+    duoka.plan(tiny, chosen, duoka.Workload(prompt_tokens=8, new_tokens=4)).save(file)
+    assert Plan.load(file).request.gpus == ""
+    replay(monkeypatch, "eight-3090", visible=[7, 3, 2, 0])
+    done = program("plan", "--plan", file, "--replan")
+    assert done.returncode == 0, done.stderr
+    again = Plan.load(file).fleet
+    assert again.names == ("cuda:2", "cuda:1")
+    assert [device.uuid for device in again.devices] == [each.uuid for each in chosen.devices]
+    assert program("plan", tiny, *SIZES, "--save", file).returncode == 0
+    assert Plan.load(file).request.gpus == "all"
+
+
+def test_a_plan_from_another_machine_tells_what_is_here(
+    saved: Path, tiny: Path, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay(monkeypatch, "eight-3090")
+    assert program("plan", tiny, *SIZES, "--gpus", "1", "--save", saved).returncode == 0
+    there = Plan.load(saved).fleet.devices[0]
+    recording = replay(monkeypatch, "fastest-first", visible=[1, 0])
+    done = program("generate", "--plan", saved, "-p", "hello")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert f"cuda:1 NVIDIA GeForce RTX 3090 {there.uuid} is gone" in done.stderr
+    assert "--replan makes a new plan for what is there now" in done.stderr
+    assert f"cuda:0  NVIDIA GeForce RTX 4090  {recording.uuids[1]}  can give" in done.stderr

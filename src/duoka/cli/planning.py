@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _CONTEXT_TOKENS = 4096
 _NEW_TOKENS = 512
 _NEW_SHARE = 4
+_ALL_GPUS = "all"
 _OPTION = {
     "new_tokens": "--new-tokens",
     "prefill_chunk": "--prefill-chunk",
@@ -95,12 +96,13 @@ def make_plan(
         raise UsageError("--replan is for a saved plan", hint="name it with --plan FILE")
     device_map = None if wishes.device_map is None else DeviceMap.load(wishes.device_map)
     checkpoint = _checkpoint(model, asked)
+    gpus = wishes.gpus or _ALL_GPUS
     question = Question(
-        fleet=fleet_for(_fleet(wishes.gpus), device_map),
+        fleet=fleet_for(_fleet(gpus), device_map),
         workload=_workload(checkpoint, wishes),
         objective=wishes.objective or "auto",  # type: ignore[arg-type]
         use_all=wishes.use_all,
-        gpus=wishes.gpus or "",
+        gpus=gpus,
         device_map=device_map,
     )
     return _answer(checkpoint, question)
@@ -178,13 +180,9 @@ def _reuse(plan: duoka.Plan, checkpoint: duoka.Checkpoint) -> duoka.Plan:
 def _replan(plan: duoka.Plan, checkpoint: duoka.Checkpoint, file: Path) -> duoka.Plan:
     """Ask again what was asked for a plan, and save the answer in its place."""
     asked = plan.request
-    if asked.gpus or any(device.uuid for device in plan.fleet.devices):
-        fleet = _fleet(asked.gpus or None)
-    else:
-        fleet = plan.fleet
     device_map = DeviceMap.of(plan.device_map) if plan.objective == GIVEN else None
     question = Question(
-        fleet=fleet_for(fleet, device_map),
+        fleet=fleet_for(_fleet_again(plan), device_map),
         workload=asked.workload,
         objective=asked.objective,
         use_all=asked.use_all,
@@ -207,8 +205,16 @@ def save_device_map(device_map: Mapping[str, int | str], file: Path) -> None:
     outputs.write(file, text + "\n", "the device map")
 
 
-def _fleet(gpus: str | None) -> duoka.Fleet:
-    return duoka.Fleet.detect() if gpus is None else duoka.Fleet.parse(gpus)
+def _fleet(gpus: str) -> duoka.Fleet:
+    return duoka.Fleet.detect() if gpus == _ALL_GPUS else duoka.Fleet.parse(gpus)
+
+
+def _fleet_again(plan: duoka.Plan) -> duoka.Fleet:
+    """The GPUs that were asked for, as they are now; no others than those."""
+    if plan.request.gpus:
+        return _fleet(plan.request.gpus)
+    uuids = [device.uuid for device in plan.fleet.devices if device.uuid]
+    return duoka.Fleet.detect(",".join(uuids)) if uuids else plan.fleet
 
 
 def _workload(checkpoint: duoka.Checkpoint, wishes: Wishes) -> duoka.Workload:
