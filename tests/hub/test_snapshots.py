@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -226,6 +227,39 @@ def test_offline_with_what_another_program_downloaded(
     checkpoint = open_it().fetch()
     assert is_right(checkpoint)
     assert checkpoint.fingerprint == expected
+
+
+def test_offline_with_blobs_that_models_share(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    download_by_huggingface_hub(hub)
+    cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
+    for number, blob in enumerate((cache / "models--org--model" / "blobs").iterdir()):
+        shared = cache / "blobs" / "ab" / f"{number:064x}"  # under the name that Xet has for it
+        shared.parent.mkdir(parents=True, exist_ok=True)
+        blob.rename(shared)
+        blob.symlink_to(f"../../blobs/ab/{shared.name}")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    checkpoint = fetch_it()
+    assert is_right(checkpoint)
+    shared = checkpoint.files[0].resolve()
+    shared.write_bytes(bytes(shared.stat().st_size))
+    refused(checkpoint.fetch)
+    assert not shared.exists()
+
+
+def test_offline_with_a_cache_without_links(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    download_by_huggingface_hub(hub)
+    for pointer in open_it().path.iterdir():
+        if pointer.is_symlink():
+            blob = pointer.resolve()
+            pointer.unlink()
+            blob.rename(pointer)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("DUOKA_CACHE", os.environ["DUOKA_CACHE"] + "-other")
+    assert is_right(fetch_it())
 
 
 def test_the_disk_is_too_small(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,11 +72,19 @@ def _cached_listing(name: HubName) -> Listing:
         raise offline(Wanted(name=name))
     snapshot = Path(config).parent
     files = [
-        RemoteFile(name=path.name, num_bytes=path.stat().st_size, etag=path.resolve().name)
+        RemoteFile(name=path.name, num_bytes=path.stat().st_size, etag=_etag(path))
         for path in snapshot.iterdir()
         if path.is_file()
     ]
     return Listing(commit=snapshot.name, files={file.name: file for file in files})
+
+
+def _etag(path: Path) -> str:
+    """The name of the blob that a file of the cache is a link to; empty if it is no link.
+
+    One step alone: the blob may be a link itself, to one that models share, under another name.
+    """
+    return path.readlink().name if path.is_symlink() else ""
 
 
 class Snapshot:
@@ -223,7 +231,9 @@ class Snapshot:
         return self.path.parents[1] / "blobs" / self._files[name].etag
 
     def _remove(self, name: str) -> None:
-        for each in (self.path / name, self._blob(name)):
+        path = self.path / name
+        shared = path.resolve() if is_inside(path, self.path) else path
+        for each in (path, self._blob(name), shared):
             with suppress(OSError):
                 each.unlink()
 
