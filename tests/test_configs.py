@@ -23,8 +23,8 @@ def refused(config: dict[str, Any], num_tensors: int | None = None) -> str:
 @pytest.mark.parametrize(
     ("key", "value", "limit"),
     [
-        *(("num_hidden_layers", n, 10_000) for n in (10**12, -1, 10_001)),
-        *((key, 10**6, 10_000) for key in ("n_layer", "num_layers", "encoder_layers", "depth")),
+        *(("num_hidden_layers", n, 1000) for n in (10**12, -1, 1001)),
+        *((key, 10**6, 1000) for key in ("n_layer", "num_layers", "encoder_layers", "depth")),
         *((key, 10**9, 2**26) for key in ("hidden_size", "vocab_size", "n_positions", "n_embd")),
         *((key, 10**9, 2**26) for key in ("max_position_embeddings", "seq_length", "num_experts")),
         *((key, -(10**9), 2**26) for key in ("head_dim", "num_attention_heads", "kv_channels")),
@@ -41,8 +41,8 @@ def test_numbers_beyond_every_model(key: str, value: int, limit: int, nested: bo
 
 
 def test_layers_times_experts() -> None:
-    assert "10000 layers of 1000 experts are more than the 2000000 modules" in refused(
-        {"num_hidden_layers": 10_000, "n_routed_experts": 1000}
+    assert "1000 layers of 10000 experts are more than the 2000000 modules" in refused(
+        {"num_hidden_layers": 1000, "n_routed_experts": 10_000}
     )
 
 

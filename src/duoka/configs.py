@@ -16,7 +16,7 @@ from .errors import CheckpointError
 MAX_CONFIG_BYTES = 8 * 2**20  # the longest published ones have some 100 KB
 _HINT = "is this the config.json that was published with the model?"
 _MAX_DEPTH = 32
-_MAX_LAYERS = 10_000
+_MAX_LAYERS = 1000  # the deepest published models have some 160; ten thousand take a minute
 _MAX_MODULES = 2_000_000  # layers times experts
 _MAX_SIZE = 2**26  # positions, words, widths; the longest published context is 10 million
 _MAX_INTEGER = 10**40  # tokenizers say 10**30 for "no limit"
