@@ -96,7 +96,7 @@ def make_plan(
         raise UsageError("--replan is for a saved plan", hint="name it with --plan FILE")
     device_map = None if wishes.device_map is None else DeviceMap.load(wishes.device_map)
     checkpoint = _checkpoint(model, asked)
-    gpus = wishes.gpus or _ALL_GPUS
+    gpus = _ALL_GPUS if wishes.gpus is None else wishes.gpus
     question = Question(
         fleet=fleet_for(_fleet(gpus), device_map),
         workload=_workload(checkpoint, wishes),
