@@ -128,7 +128,8 @@ def _unknown(model_type: str, *, has_code: bool) -> ModelError:
     hints = [f"did you mean {' or '.join(map(repr, nearest))}?"] if nearest else []
     if has_code:
         hints.append(
-            "the checkpoint brings its own model code, which runs only with --trust-remote-code"
+            "the checkpoint brings its own model code, which runs only with --trust-remote-code, "
+            "from files beside its config.json"
         )
     return ModelError(
         f"model_type {model_type!r} is neither one of duoka's families nor known to "
