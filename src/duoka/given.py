@@ -12,6 +12,7 @@ from .forecast import Costs, DeviceForecast, Forecast
 from .placement import Placement
 from .planner import (
     Question,
+    attempt,
     check_context,
     chunk_reason,
     context_way,
@@ -111,7 +112,7 @@ class _Given:
     def _made(self, workload: Workload, needs: list[_Need], source: str) -> Plan:
         question, profile = self.question, self.profile
         forecasts = tuple(_forecasts(needs))
-        own = self._own()
+        own = attempt(self.profile, replace(question, device_map=None))
         best = self._best(workload)
         tightest = min(forecasts, key=lambda each: each.free_bytes)
         free = float(tightest.free_bytes)
@@ -131,23 +132,19 @@ class _Given:
             why=tuple(self._reasons(workload, tightest, own)),
         )
 
-    def _own(self) -> Plan | None:
-        """What duoka would do by itself; None where nothing fits."""
-        try:
-            return solve(self.profile, replace(self.question, device_map=None))
-        except InfeasibleError:
-            return None
-
     def _best(self, workload: Workload) -> float | None:
         """The most that a placement in stages leaves free on each of the map's devices."""
+        if len(self.placement.devices) > 1 and "cpu" in self.placement.devices:
+            return None  # which duoka doesn't use beside others
         devices = tuple(self.question.fleet.device(name) for name in self.placement.devices)
         question = Question(
             fleet=Fleet(devices=devices), workload=workload, objective="headroom", use_all=True
         )
         try:
-            return solve(self.profile, question).value
-        except (InfeasibleError, UsageError):
-            return None
+            best = attempt(self.profile, question)
+        except UsageError:
+            return None  # a map can use more devices than there are stages
+        return None if best is None else best.value
 
     def _reasons(
         self, workload: Workload, tightest: DeviceForecast, own: Plan | None

@@ -64,13 +64,26 @@ def solve(profile: Profile, question: Question, *, source: str = "") -> Plan:
     UsageError
         If the context is longer than the model was made for.
     """
-    assert question.device_map is None, "given.answer follows maps"
     check_context(question.workload, profile.max_context_tokens, profile.model)
+    found = _solve(profile, question, source)
+    if isinstance(found, NoPlacement):
+        raise _infeasible(profile, replace(question, fleet=_without_cpu(question.fleet)), found)
+    return found
+
+
+def attempt(profile: Profile, question: Question) -> Plan | None:
+    """The plan that `solve` finds; None where it would say what fits instead, which takes long."""
+    found = _solve(profile, question, "")
+    return None if isinstance(found, NoPlacement) else found
+
+
+def _solve(profile: Profile, question: Question, source: str) -> Plan | NoPlacement:
+    assert question.device_map is None, "given.answer follows maps"
     gpus = _without_cpu(question.fleet)
-    if gpus == question.fleet:
-        return _solve(profile, question, source)
-    plan = _solve(profile, replace(question, fleet=gpus), source)
-    return replace(plan, why=(*plan.why, _CPU_UNUSED))
+    found = _best(profile, replace(question, fleet=gpus), source)
+    if gpus == question.fleet or isinstance(found, NoPlacement):
+        return found
+    return replace(found, why=(*found.why, _CPU_UNUSED))
 
 
 def _without_cpu(fleet: Fleet) -> Fleet:
@@ -80,7 +93,7 @@ def _without_cpu(fleet: Fleet) -> Fleet:
     return replace(fleet, devices=gpus, links=links) if gpus else fleet
 
 
-def _solve(profile: Profile, question: Question, source: str) -> Plan:
+def _best(profile: Profile, question: Question, source: str) -> Plan | NoPlacement:
     candidates = list(with_chunks(question.workload))
     best: Plan | None = None
     shortage: NoPlacement | None = None
@@ -97,10 +110,9 @@ def _solve(profile: Profile, question: Question, source: str) -> Plan:
             profile, replace(question, workload=candidates[-1]), len(best.devices)
         ):
             return best
-    if best is not None:
-        return best
-    assert shortage is not None, "there is always a chunk to try"
-    raise _infeasible(profile, question, shortage)
+    found = best or shortage
+    assert found is not None, "there is always a chunk to try"
+    return found
 
 
 def _fewer_suffice(profile: Profile, question: Question, num_devices: int) -> bool:
