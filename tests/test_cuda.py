@@ -174,6 +174,15 @@ def test_what_is_printed_is_what_is_read(
     assert "nvidia-fabricmanager" in told["hint"]
 
 
+def test_where_the_other_process_lacks_the_library_this_one_asks(
+    library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cuda._CHILD.endswith("cuda.tell()")
+    renamed = cuda._CHILD.replace("cuda.tell()", "cuda.LIBRARY = 'no-such.so'; cuda.tell()")
+    child(monkeypatch, renamed)
+    assert cuda.visible_uuids() == (FIRST,)
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_a_forked_child_can_use_cuda_after_asking(tmp_path: Path) -> None:
     library = tmp_path / "libcuda.so.1"

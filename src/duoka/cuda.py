@@ -78,8 +78,9 @@ def visible_uuids(library: Any = None) -> tuple[str, ...]:
 
 def tell() -> None:
     """Write what another process wants to know to stdout; it started this one to ask."""
+    library = _load()  # who started this has it: where this fails, that process asks
     try:
-        told: dict[str, object] = {"uuids": _ask(_load())}
+        told: dict[str, object] = {"uuids": _ask(library)}
     except FleetError as error:
         told = {"error": str(error), "hint": error.hint}
     sys.stdout.write(json.dumps(told))

@@ -121,7 +121,8 @@ def write_whole(path: Path, text: str) -> None:
     try:
         with partial.open("xb") as file:
             if mode is not None:
-                os.fchmod(file.fileno(), mode)
+                with suppress(OSError):  # not every file system has permissions
+                    os.fchmod(file.fileno(), mode)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
