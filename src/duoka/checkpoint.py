@@ -19,27 +19,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from . import configs
 from .errors import CheckpointError, UsageError
 from .files import Stamp, read_bytes
 from .folders import CHAT_TEMPLATES, Folder, LocalFolder, Progress
-from .headers import DAMAGED, INCOMPLETE, UNREADABLE, Index, TensorInfo, read_index, read_json
+from .headers import UNREADABLE, TensorInfo, read_json
+from .weights import NO_WEIGHTS, Weights, find_weights, stamps_of
 
 _CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"
 _MAX_CODE_BYTES = 4 * 2**20
 _MAX_SMALL_BYTES = 256 * 2**20  # the largest published tokenizers have some 40 MB
-# transformers looks for weights in this order; so the same files are read.
-_Kind = Literal["safetensors", "bin"]
-_SOURCES: tuple[tuple[str, _Kind], ...] = (
-    ("model.safetensors", "safetensors"),
-    ("model.safetensors.index.json", "safetensors"),
-    ("pytorch_model.bin", "bin"),
-    ("pytorch_model.bin.index.json", "bin"),
-)
-_SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
 # What a tokenizer may consist of, besides the configs: everything small that isn't code.
 _TOKENIZER = re.compile(
     rf"[^/]+\.(json|model|txt|jinja|tiktoken|vocab)|{CHAT_TEMPLATES}/[^/]+\.jinja"
@@ -157,7 +149,7 @@ class Checkpoint:
             tensors=None,
             files=(),
             format="none",
-            fingerprint=_fingerprint(config, (), _NO_WEIGHTS),
+            fingerprint=_fingerprint(config, (), NO_WEIGHTS),
             trust_remote_code=trust_remote_code,
         )
 
@@ -170,7 +162,7 @@ class Checkpoint:
                 hint="give the directory that holds config.json",
             )
         config = _read_config(folder, _CONFIG)
-        weights = _find_weights(folder)
+        weights = find_weights(folder)
         num_tensors = None if weights.tensors is None else len(weights.tensors)
         where = str(folder.path / _CONFIG)
         configs.check_config(config, num_tensors=num_tensors, source=where)
@@ -187,7 +179,7 @@ class Checkpoint:
             fingerprint=_fingerprint(config, code, weights),
             trust_remote_code=trust_remote_code,
             code=code,
-            stamps=_stamps(folder, weights),
+            stamps=stamps_of(folder, weights),
             folder=folder,
         )
 
@@ -345,133 +337,6 @@ def _read_code(folder: Folder) -> tuple[CodeFile, ...]:
     return tuple(files)
 
 
-# ── weights ──
-
-
-class _Weights(NamedTuple):
-    """Tensors by name, and the sizes of the files that hold them, by name."""
-
-    tensors: Mapping[str, TensorInfo] | None
-    sizes: Mapping[str, int]
-    format: Literal["safetensors", "bin", "none"]
-
-
-_NO_WEIGHTS = _Weights(None, {}, "none")
-
-
-def _find_weights(folder: Folder) -> _Weights:
-    """Take the first source that is complete; a source with nothing but an index names tensors."""
-    promised: _Weights | None = None
-    broken: CheckpointError | None = None
-    names = folder.names()
-    for name, kind in _SOURCES:
-        if name not in names:
-            continue
-        if not name.endswith(".index.json"):
-            return _single(folder, name, kind)
-        index = read_index(folder.fetch(name), suffix="." + kind)
-        files = sorted(set(index.files.values()))
-        absent = [file for file in files if file not in names]
-        if not absent:
-            return _sharded(folder, index, files, kind)
-        if len(absent) < len(files):
-            broken = broken or CheckpointError(
-                f"{folder.path / name} lists {len(files)} files, of which {len(absent)} are not "
-                f"there: {', '.join(absent)}{folder.explain()}",
-                hint=INCOMPLETE,
-            )
-        promised = promised or _Weights(
-            {key: TensorInfo(name=key) for key in index.files}, {}, "none"
-        )
-    if broken is not None:
-        raise broken
-    if promised is None:
-        _refuse_shards_without_index(folder)
-    return promised or _NO_WEIGHTS
-
-
-def _refuse_shards_without_index(folder: Folder) -> None:
-    shards = sorted(name for name in folder.names() if _SHARD.fullmatch(name))
-    if shards:
-        raise CheckpointError(
-            f"{folder.path} holds {len(shards)} shards ({shards[0]}, …) but no index of them"
-            f"{folder.explain()}",
-            hint=INCOMPLETE,
-        )
-
-
-def _single(folder: Folder, name: str, kind: _Kind) -> _Weights:
-    sizes = _sizes(folder, [name])
-    tensors = folder.headers([name])[name] if kind == "safetensors" else None
-    return _Weights(tensors, sizes, kind)
-
-
-def _sizes(folder: Folder, names: list[str]) -> dict[str, int]:
-    sizes = {name: folder.size(name) for name in names}
-    for name, size in sizes.items():
-        if size == 0:
-            raise CheckpointError(f"{folder.path / name} is empty", hint=INCOMPLETE)
-    return sizes
-
-
-def _sharded(folder: Folder, index: Index, files: list[str], kind: _Kind) -> _Weights:
-    sizes = _sizes(folder, files)
-    if kind == "bin":
-        _refuse_short(folder, index, sizes)
-        named = {
-            key: TensorInfo(name=key, file=folder.path / shard)
-            for key, shard in index.files.items()
-        }
-        return _Weights(named, sizes, kind)
-    tensors: dict[str, TensorInfo] = {}
-    for held in folder.headers(files).values():
-        for key, tensor in held.items():
-            if key in tensors:
-                raise CheckpointError(
-                    f"the tensor {key!r} stands in two files of {folder.path}", hint=DAMAGED
-                )
-            tensors[key] = tensor
-    misplaced = [
-        key
-        for key, shard in index.files.items()
-        if key not in tensors or tensors[key].file != folder.path / shard
-    ]
-    if misplaced:
-        raise CheckpointError(
-            f"{len(misplaced)} tensors are not in the file that the index names, "
-            f"{misplaced[0]!r} in {index.files[misplaced[0]]} for one",
-            hint=INCOMPLETE,
-        )
-    return _Weights(tensors, sizes, kind)
-
-
-def _refuse_short(folder: Folder, index: Index, sizes: Mapping[str, int]) -> None:
-    """Refuse pickles that can't hold what their index says; safetensors tell it more exactly."""
-    held = sum(sizes.values())
-    if index.total_bytes is not None and held < index.total_bytes:
-        raise CheckpointError(
-            f"{folder.path} is incomplete: its index speaks of {index.total_bytes} bytes of "
-            f"weights, and the {len(sizes)} files have {held}{folder.explain()}",
-            hint=INCOMPLETE,
-        )
-
-
-def _stamps(folder: Folder, weights: _Weights) -> dict[Path, Stamp]:
-    absent = folder.missing(weights.sizes)
-    stamps = {}
-    for name in weights.sizes.keys() - set(absent):
-        path = folder.path / name
-        try:
-            stamps[path] = Stamp.of(path.stat())
-        except OSError as error:
-            raise CheckpointError(
-                f"{path} can't be read: {error.strerror}", hint=UNREADABLE
-            ) from error
-        if stamps[path].num_bytes != weights.sizes[name]:
-            raise CheckpointError(f"{path} is being written", hint=INCOMPLETE)
-    return stamps
-
-
 # ── fingerprints ──
 
 _PARTS = ("config.json", "the names, shapes, types or files of its tensors", "its code")
@@ -491,7 +356,7 @@ def differences(one: str, other: str) -> tuple[str, ...]:
     return tuple(part for part, (a, b) in zip(_PARTS, pairs, strict=True) if a != b)
 
 
-def _fingerprint(config: dict[str, Any], code: tuple[CodeFile, ...], weights: _Weights) -> str:
+def _fingerprint(config: dict[str, Any], code: tuple[CodeFile, ...], weights: Weights) -> str:
     """One hash for each of `_PARTS`."""
     tensors = [
         (name, tensor.dtype, tensor.shape, tensor.file and tensor.file.name)
