@@ -26,7 +26,8 @@ T = TypeVar("T")
 # Decode steps are alike but for their length. Where all of them would be more events than these,
 # only the first and last ones and those where a cache outgrows its segment are replayed: what is
 # allocated is the same but for what a cache's block has left unsplit, up to 1 MiB, and what is
-# reserved differs by a segment at most, of many.
+# reserved differs by a segment at most where a token takes up to 4 KiB of a cache's block. Where it
+# takes more (large batches) what is cached, and not needed, can come out a fifth too low.
 _MOST_EVENTS = 200_000
 
 _MALLOC, _KEEP, _RELEASE, _DROP, _RELEASE_FAR = range(5)
