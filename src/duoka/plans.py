@@ -108,7 +108,7 @@ class Plan:
         known = {device.name for device in self.fleet.devices}
         strangers = [name for name in self.devices if name not in known]
         if strangers:
-            raise FormatError(f"the fleet has no device {', '.join(strangers)}")
+            raise FormatError(f"the fleet has no device {', '.join(strangers)[:200]}")
         if self.devices != tuple(device.device for device in self.forecast.devices):
             raise FormatError("the forecast is for other devices than the placement")
         if self.binding_device not in self.devices:

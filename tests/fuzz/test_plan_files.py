@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from typing import Any
 
@@ -11,10 +12,14 @@ import tiny
 from fuzzing import JSON, damaged, damaged_text, fuzz, told_of
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
 
-from duoka.errors import FormatError
+from duoka.errors import FleetError, FormatError
+from duoka.fleet import Device, Fleet
 from duoka.planner import Question, solve
 from duoka.plans import Plan
+from duoka.render import render_plan
 from duoka.workload import Workload
 
 _PLAN = solve(
@@ -57,12 +62,40 @@ def accepted(text: str) -> Plan | None:
     assert len(names) == len(plan.fleet.devices)
     assert {device.device for device in plan.forecast.devices} == set(plan.devices)
     assert plan.placement.fingerprint == plan.fingerprint
+    assert plan.binding_device in names
+    shown(plan, 80)
+    shown(plan, 20)
+    here(plan)
     return plan
+
+
+def shown(plan: Plan, columns: int) -> None:
+    """Whatever it says, it can be looked at, in lines that fit."""
+    console = Console(file=io.StringIO(), width=columns)
+    console.print(render_plan(plan))
+    assert isinstance(console.file, io.StringIO)
+    assert max(map(cell_len, console.file.getvalue().splitlines())) <= columns
+
+
+def here(plan: Plan) -> None:
+    """It is moved to GPUs that are there, or refused."""
+    gpus = tuple(Device(name=f"cuda:{index}", budget_bytes=2**34) for index in range(3))
+    try:
+        moved = plan.on(Fleet(devices=gpus))
+    except FleetError:
+        return
+    assert set(moved.devices) <= set(moved.fleet.names)
 
 
 @fuzz()
 @given(damaged(VALID))
 def test_parts_that_were_changed(told: Any) -> None:
+    accepted(json.dumps(told))
+
+
+@fuzz()
+@given(damaged(json.loads(_PLAN.to_json().replace("vgpu", "cuda"))))
+def test_plans_for_gpus_that_were_changed(told: Any) -> None:
     accepted(json.dumps(told))
 
 

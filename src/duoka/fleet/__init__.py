@@ -61,7 +61,7 @@ class Fleet:
         for link in self.links:
             for name in (link.source, link.target):
                 if name not in names:
-                    raise FleetError(f"a link names {name}, which is not in the fleet")
+                    raise FleetError(f"a link names {name[:40]}, which is not in the fleet")
 
     @classmethod
     def parse(cls, text: str) -> Fleet:
