@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from duoka import cuda, virtual
-from duoka.devices import materialise, memory, reset_peaks, synchronize
+from duoka.devices import give_back, materialise, memory, reset_peaks, synchronize
 from duoka.errors import FleetError
 from duoka.fleet import Device, Fleet
 
@@ -115,6 +115,17 @@ def test_instances_are_known_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> N
         materialise(gpu(0, "MIG-ab-8"))
     with pytest.raises(FleetError, match="cuda:1 is another GPU"):
         materialise(gpu(1, "MIG-ab-9"))
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_cached_memory_is_given_back_where_there_is_any(
+    started: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: started)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
+    give_back()
+    assert calls == ["empty"] * started
 
 
 @pytest.mark.gpu

@@ -225,6 +225,7 @@ def load(
         )
     _refuse_untrusted(plan, checkpoint)
     plan.refuse_other(checkpoint.fingerprint, plan.source)
+    devices.give_back()
     plan = plan.here()
     devices.materialise(plan.fleet)
     checker.prove(plan, _build(checkpoint, plan.workload.dtype))

@@ -68,6 +68,15 @@ def materialise(fleet: Fleet, *, data: str = "cpu") -> None:
         _make_virtual(virtual_budgets, data)
 
 
+def give_back() -> None:
+    """Let CUDA's allocator give back what it keeps and nobody uses: for the driver that isn't free.
+
+    Without CUDA, and before it has started, there is nothing to give.
+    """
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 def _parse(name: str) -> tuple[str, int]:
     kind, _, index = name.partition(":")
     return kind, int(index or 0)
