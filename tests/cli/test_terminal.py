@@ -4,6 +4,8 @@ import io
 import sys
 
 import pytest
+from rich.table import Table
+from rich.text import Text
 
 from duoka.cli import failures, terminal
 from duoka.cli.terminal import printable
@@ -41,6 +43,18 @@ def test_errors_from_checkpoints_are_spelled_out(capsys: pytest.CaptureFixture[s
     assert "\x1b" not in err
     assert "\x07" not in err
     assert "\\x1b[2J" in err
+
+
+def test_names_out_of_files_are_spelled_out(capsys: pytest.CaptureFixture[str]) -> None:
+    for console in (terminal.stdout(), terminal.stderr()):
+        table = Table("[red]x[/]")
+        table.add_row("layers\x1b[2J.0")
+        console.print(Text("a\x1b]0;b\x07"), table, "tab\tnew\nline")
+    for printed in capsys.readouterr():
+        assert "\x1b" not in printed
+        assert "\x07" not in printed
+        assert "layers\\x1b" in printed
+        assert "a\\x1b]0;b" in printed
 
 
 class Screen(io.StringIO):

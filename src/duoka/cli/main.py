@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+import duoka
+
 from . import failures, options, signals
 from .chat import chat
 from .demo import demo
@@ -47,9 +49,7 @@ for command in (plan, generate, chat, demo):
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"duoka {version('duoka')}")
+        typer.echo(f"duoka {duoka.__version__}")
         raise typer.Exit
 
 

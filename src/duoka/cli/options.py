@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from duoka.errors import UsageError
+from duoka.files import why
 
 _TOKENS = re.compile(r"([1-9][0-9]{0,9})([kKmM]?)", re.ASCII)
 _FACTORS = {"": 1, "K": 1024, "M": 1024 * 1024}
@@ -60,7 +61,9 @@ def read_stdin(*, line: bool = False) -> str:
     try:
         return sys.stdin.readline() if line else sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise UsageError(f"the standard input is no text: {error}") from error
+        raise UsageError(
+            f"the standard input can't be read: {why(error)}", hint="write it in UTF-8"
+        ) from error
 
 
 def refuse_damaged(text: str) -> None:

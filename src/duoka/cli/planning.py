@@ -113,7 +113,7 @@ def load_generator(plan: duoka.Plan, *, trust_remote_code: bool) -> Generator:
     plan = plan.here()  # a GPU that is gone is told at once, before torch is imported
     from duoka.runtime import Generator
 
-    stderr().print(f"{plan.model} on {', '.join(plan.devices)}")
+    stderr().print(f"{plan.model} on {', '.join(plan.devices)}", markup=False)
     with progress_bars() as bar:
         model: Any = duoka.load(
             plan,

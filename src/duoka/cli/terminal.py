@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -21,6 +21,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TransferSpeedColumn,
 )
+from rich.segment import Segment
 
 # Control characters and those that turn the direction of writing around can make a terminal show
 # something else than the text says, or do something; Cf also holds what emoji and Persian need.
@@ -56,6 +57,13 @@ def answer(text: str) -> None:
 
 
 class _Console(Console):
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        """Render; names out of a checkpoint or a plan's file can't give commands to a terminal."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
     def on_broken_pipe(self) -> None:
         """Leave it to `main`; rich would end the process."""
         raise BrokenPipeError
