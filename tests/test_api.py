@@ -14,10 +14,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import duoka
-from duoka import Checkpoint, Fleet, Placement, Workload, api, devices, virtual
+from duoka import Checkpoint, Fleet, Placement, Workload, api, virtual
 from duoka.errors import (
     CheckpointError,
-    FleetError,
     FormatError,
     InfeasibleError,
     LoadError,
@@ -352,22 +351,6 @@ def test_a_plan_for_an_object_cannot_be_loaded(model: PreTrainedModel) -> None:
     with pytest.raises(CheckpointError, match="given as an object") as caught:
         duoka.load(plan)
     assert "dispatch" in str(caught.value.hint)
-
-
-def test_memory_is_given_back_before_it_is_measured(
-    plan: duoka.Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(devices, "give_back", lambda: calls.append("give back"))
-
-    def here(self: duoka.Plan) -> duoka.Plan:
-        calls.append("measure")
-        raise FleetError("no further")
-
-    monkeypatch.setattr(duoka.Plan, "here", here)
-    with pytest.raises(FleetError, match="no further"):
-        duoka.load(plan)
-    assert calls == ["give back", "measure"]
 
 
 def test_nothing_is_read_for_a_plan_that_fails_the_proof(

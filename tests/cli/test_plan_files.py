@@ -10,8 +10,9 @@ import torch
 from recordings import replay
 
 import duoka
-from duoka import Device, Fleet, Plan
+from duoka import Device, Fleet, Plan, devices
 from duoka.demo.checkpoint import fresh_model, write_frame, write_weights
+from duoka.errors import FleetError
 
 from .conftest import GPUS, SIZES, TINY, Program
 
@@ -169,3 +170,19 @@ def test_a_plan_from_another_machine_tells_what_is_here(
     assert f"cuda:1 NVIDIA GeForce RTX 3090 {there.uuid} is gone" in done.stderr
     assert "--replan makes a new plan for what is there now" in done.stderr
     assert f"cuda:0  NVIDIA GeForce RTX 4090  {recording.uuids[1]}  can give" in done.stderr
+
+
+def test_memory_is_given_back_before_it_is_measured(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(devices, "give_back", lambda: calls.append("give back"))
+
+    def here(self: Plan) -> Plan:
+        calls.append("measure")
+        raise FleetError("no further")
+
+    monkeypatch.setattr(Plan, "here", here)
+    with pytest.raises(FleetError, match="no further"):
+        duoka.load(Plan.load(saved))
+    assert calls == ["give back", "measure"]
