@@ -110,3 +110,16 @@ def test_cancelling_a_model_stops_it_early(generator: Generator) -> None:
         stream.cancel()
     handle.remove()
     assert steps < 32
+
+
+def test_a_stream_that_nobody_holds_ends(generator: Generator) -> None:
+    def run(streamer: Any, stop: Any) -> None:
+        while not stop(torch.tensor([[1]]), None).all():
+            time.sleep(0.001)
+
+    stream = Stream(generator.tokenizer, (), run)
+    thread = stream._thread
+    assert thread.is_alive()
+    del stream
+    thread.join(timeout=30)
+    assert not thread.is_alive()

@@ -98,10 +98,18 @@ class Stream:
         self._queue: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
         self._text = Detokenizer(tokenizer)
         self._ended = False
+        # The thread doesn't hold this object: when nobody does any more, because Ctrl-C came
+        # before the `with` was entered, the generation ends.
         self._thread = threading.Thread(
-            target=self._generate, args=(run,), name="duoka-generate", daemon=True
+            target=_generate,
+            args=(run, self._queue, self._stop),
+            name="duoka-generate",
+            daemon=True,
         )
         self._thread.start()
+
+    def __del__(self) -> None:
+        self._stop.event.set()
 
     def __iter__(self) -> Stream:
         return self
@@ -147,13 +155,18 @@ class Stream:
         self.num_tokens += 1
         return self._text.add(token)
 
-    def _generate(self, run: Callable[[BaseStreamer, Stop], object]) -> None:
-        try:
-            run(_Tokens(self._queue), self._stop)
-        except BaseException as error:
-            self._queue.put(error)
-        else:
-            self._queue.put(None)
+
+def _generate(
+    run: Callable[[BaseStreamer, Stop], object],
+    tokens: queue.SimpleQueue[int | BaseException | None],
+    stop: Stop,
+) -> None:
+    try:
+        run(_Tokens(tokens), stop)
+    except BaseException as error:
+        tokens.put(error)
+    else:
+        tokens.put(None)
 
 
 class _Tokens(BaseStreamer):
