@@ -100,7 +100,7 @@ def test_all_gpus_when_asked() -> None:
 def test_as_few_as_needed() -> None:
     plan = solve(LAYERS, ask(250, 250, 250, 250))
     assert len(plan.devices) == 2
-    assert "2 of 4 GPUs are needed; no 1 hold the workload." in plan.why
+    assert "2 of 4 GPUs are needed; no single one holds the workload." in plan.why
 
 
 def test_a_plan_is_whole_and_contiguous() -> None:

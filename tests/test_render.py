@@ -53,7 +53,7 @@ PLAN = Plan(
     bound=1.0,
     binding_device="cuda:1",
     request=Request(workload=Workload()),
-    why=("2 of 3 GPUs are needed; no 1 hold the workload.",),
+    why=("2 of 3 GPUs are needed; no single one holds the workload.",),
 )
 
 
@@ -72,7 +72,7 @@ def test_everything_is_there_at_any_width(width: int) -> None:
     words = " ".join(text.split())
     for wanted in ("ChatGLMForCausalLM", "bfloat16", "cuda:0", "cuda:1", "12.00", "13.00", "24.00"):
         assert wanted in words
-    assert "no 1 hold the workload" in words
+    assert "no single one holds the workload" in words
     assert "\x1b" not in text
 
 

@@ -245,7 +245,8 @@ def _reasons(costs: Costs, solution: Solution, question: Question) -> Iterator[s
         name = question.fleet.devices[solution.stages[0].device].name
         yield f"One GPU suffices: {name} holds all of it, and nothing crosses between GPUs."
     elif used < given:
-        yield f"{used} of {given} GPUs are needed; no {used - 1} hold the workload."
+        fewer = "no single one holds" if used == 2 else f"no {used - 1} of them hold"
+        yield f"{used} of {given} GPUs are needed; {fewer} the workload."
     tied = any(block.modules and block.tied_to is not None for block in costs.profile.blocks)
     if tied and used > 1:
         yield "Tied weights are kept once: the tied module runs on its partner's GPU."
