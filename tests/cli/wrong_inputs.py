@@ -53,7 +53,7 @@ def _plain(cell: str) -> str:
     return "" if cell == "–" else cell.replace("\\|", "|")
 
 
-def look(command: str, stdin: str = "") -> tuple[Row, str]:
+def look(command: str, stdin: str = "") -> tuple[Row, str, str]:
     """Run a command in this process; return what is told, and all that was printed."""
     from duoka.cli.main import run
 
@@ -67,7 +67,7 @@ def look(command: str, stdin: str = "") -> tuple[Row, str]:
     _, _, told = ("\n" + err.getvalue()).rpartition("\nerror: ")
     message, _, hint = told.partition("\nhint: ")
     row = Row(command, code, " ".join(message.split()), " ".join(hint.split()))
-    return row, f"{out.getvalue()}\n{err.getvalue()}"
+    return row, out.getvalue(), err.getvalue()
 
 
 def prepare() -> None:
@@ -98,8 +98,8 @@ def prepare() -> None:
 
 
 def _write_plans_and_maps() -> None:
-    made, printed = look("duoka plan tiny --gpus virtual:64MiB --context 96 --save tiny.plan")
-    assert made.code == 0, printed
+    made, _, err = look("duoka plan tiny --gpus virtual:64MiB --context 96 --save tiny.plan")
+    assert made.code == 0, err
     for name, content in (
         ("other.plan", {}),
         ("newer.plan", {"format": "duoka.plan", "version": 99}),
