@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import platform
 import re
+import sys
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
@@ -38,7 +39,7 @@ _REQUIREMENT = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?P<range>[^;]*)")
 
 def versions() -> str:
     """What a report of a defect needs: duoka and what it stands on."""
-    parts = [f"{name} {_version(name) or 'not installed'}" for name in _PACKAGES]
+    parts = [f"{name} {_build(name) or 'not installed'}" for name in _PACKAGES]
     parts += [f"Python {platform.python_version()}", platform.platform()]
     return ", ".join(parts)
 
@@ -135,6 +136,12 @@ def _requirements() -> list[str]:
         return requires("duoka") or []
     except PackageNotFoundError:
         return []
+
+
+def _build(name: str) -> str | None:
+    """The version that a package gives itself if it is loaded: torch's names its CUDA too."""
+    loaded = getattr(sys.modules.get(name), "__version__", None)
+    return str(loaded) if loaded else _version(name)
 
 
 def _version(name: str) -> str | None:
