@@ -21,7 +21,7 @@ from .workload import Workload
 _SMALLEST_CHUNK_TOKENS = 512
 _LARGEST_CHUNK_TOKENS = 8192
 _MOST_GPUS = 16
-# How often a way out is made a little shorter, where it fits but for fragmentation.
+# How many shorter ways out are considered, where one fits but for fragmentation.
 _STEPS_DOWN = 16
 _CPU_UNUSED = "The CPU computes nothing: it would be slow. A device map can put modules there."
 
@@ -278,11 +278,9 @@ def _infeasible(profile: Profile, question: Question, shortage: NoPlacement) -> 
 
 def _fits(profile: Profile, question: Question) -> bool:
     """Whether there is memory enough; fragmentation may still spoil it, which `_works` tells."""
+    *_, least = with_chunks(question.workload)  # the smallest chunk needs the least memory
     try:
-        return any(
-            fits(Costs(profile, workload), question.fleet, use_all=question.use_all)
-            for workload in with_chunks(question.workload)
-        )
+        return fits(Costs(profile, least), question.fleet, use_all=question.use_all)
     except UsageError:
         # A profile that was traced for one workload says nothing of others.
         return False
@@ -303,13 +301,19 @@ def _largest_that_works(
     profile: Profile, build: Callable[[int], Question], low: int, high: int
 ) -> int | None:
     found = largest(lambda number: _fits(profile, build(number)), low, high)
-    for _ in range(_STEPS_DOWN):
-        if found is None or found < low:
-            return None
-        if _works(profile, build(found)):
-            return found
-        found -= 1 + found // _STEPS_DOWN // 2
-    return None
+    if found is None:
+        return None
+    # Where the largest one fits but for fragmentation, somewhat less may do.
+    numbers = [max(low, found - step * found // (2 * _STEPS_DOWN)) for step in range(_STEPS_DOWN)]
+    numbers.reverse()
+    start, stop, probe, best = 0, len(numbers), len(numbers) - 1, None
+    while start < stop:
+        if _works(profile, build(numbers[probe])):
+            best, start = numbers[probe], probe + 1
+        else:
+            stop = probe
+        probe = (start + stop) // 2
+    return best
 
 
 def shortened(workload: Workload, context_tokens: int) -> Workload:
