@@ -32,6 +32,7 @@ from duoka.models.toolcalls import (
 )
 
 CHATGLM = {"model_type": "chatglm"}
+IN_A_PROCESS = rendering._ask
 TOKENS = ("<|user|>", "<|system|>", "<|assistant|>", "<|observation|>", "[gMASK]", "sop", "<sop>")
 TOKENS += ("<|endoftext|>", "</s>", "<s>", "<|im_start|>", "<|im_end|>", "[MASK]", "\ue0f0", "x")
 PIECES = st.sampled_from((*TOKENS, "<|im_", "end|>", "<|", "|>", "<", ">", "|im_end|", "\n", " "))
@@ -195,12 +196,14 @@ def test_templates(
 @given(text=TEMPLATES)
 def test_templates_in_their_process(text: str) -> None:
     chat = [{"role": "user", "content": "y"}]
-    try:
-        (shown,) = rendering.render(text, [chat], {})
-    except (UsageError, CheckpointError) as error:
-        told_of(error, "", 700)
-    else:
-        assert "<class" not in shown or "<class" in text
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendering, "_ask", IN_A_PROCESS)
+        try:
+            (shown,) = rendering.render(text, [chat], {})
+        except (UsageError, CheckpointError) as error:
+            told_of(error, "", 700)
+        else:
+            assert "<class" not in shown or "<class" in text
 
 
 NAMES = st.sampled_from(("weather", "x", "")) | st.text(max_size=6)
