@@ -91,3 +91,9 @@ def test_a_directory_leaves_nothing_open(tmp_path: Path) -> None:
         with pytest.raises(IsADirectoryError):
             read_text(tmp_path, most_bytes=1)
     assert len(list(Path("/dev/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", "/sys/new"])
+def test_places_of_the_system_stay_as_they_are(name: str) -> None:
+    with pytest.raises(OSError, match="a place of the system's own"):
+        write_whole(Path(name), "text")

@@ -179,7 +179,7 @@ def test_the_figures_of_a_card_end_at_a_plus() -> None:
         (":24GiB", "'' is not a name for a card"),
         ("\x1b[31m:24GiB", "is not a name for a card"),
         ("x" * 41 + ":24GiB", "is not a name for a card"),
-        ("cuda:0", "'cuda' is not a name for a card"),
+        ("cuda:0", "'cuda:0' is torch's name for a device"),
         ("virtual:virtual:24GiB", "'virtual' is not a name for a card"),
         ("RTX4095", "the nearest are RTX 4090"),
         ("A100", "can be several GPUs: A100-40GB-PCIe"),

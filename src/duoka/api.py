@@ -126,9 +126,8 @@ def _refuse_unknown(choices: Choices) -> None:
 
 def plan_checkpoint(checkpoint: Checkpoint, question: Question) -> Plan:
     """Answer a question about a checkpoint; it is traced where the cache has no profile."""
-    workload = profiles.workload_for(checkpoint, question.workload)
-    profile = profile_checkpoint(checkpoint, workload)
-    return answer(profile, replace(question, workload=workload), source=checkpoint.source)
+    profile = profile_checkpoint(checkpoint, question.workload)
+    return profiles.answer_for(checkpoint, profile, question)
 
 
 def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
@@ -136,6 +135,9 @@ def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
     workload = profiles.workload_for(checkpoint, workload)
     profile = profiles.find_profile(checkpoint.fingerprint, workload)
     if profile is None:
+        if checkpoint.format == "safetensors":
+            # Such a plan could never be loaded.
+            loader.refuse_differences(_build(checkpoint, workload.dtype), checkpoint)
         subject = Subject(
             fingerprint=checkpoint.fingerprint,
             max_context_tokens=checkpoint.max_context_tokens,

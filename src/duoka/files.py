@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import stat
 from contextlib import suppress
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 _NOT_REGULAR = "it is not a regular file"
+_SYSTEM = re.compile(r"/(dev|proc|sys)(/(?!shm(/|$)).*)?$")
 
 
 class Stamp(NamedTuple):
@@ -135,6 +137,9 @@ def write_whole(path: Path, text: str) -> None:
 
 def _mode(path: Path) -> int | None:
     """The permissions of a file; None where there is none, or what writing will tell better."""
+    if _SYSTEM.match(str(path.parent.resolve())):
+        # /dev/stdout is a link to what may be a file: renaming would take the link's place.
+        raise OSError(errno.EINVAL, "that is a place of the system's own", str(path))
     try:
         mode = path.stat().st_mode
     except OSError:

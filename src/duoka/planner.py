@@ -23,6 +23,7 @@ _LARGEST_CHUNK_TOKENS = 8192
 _MOST_GPUS = 16
 # How many shorter ways out are considered, where one fits but for fragmentation.
 _STEPS_DOWN = 16
+_LEAST_TOLD = 4096
 _CPU_UNUSED = "The CPU computes nothing: it would be slow. A device map can put modules there."
 
 
@@ -265,13 +266,16 @@ def _infeasible(profile: Profile, question: Question, shortage: NoPlacement) -> 
     shortfall = shortage.shortfall()
     ways = tuple(_ways_out(profile, question))
     workload = question.workload
+    missing = shortfall.shortfall_bytes
+    # As a lower bound it may be next to nothing, where it is the cut that doesn't work out.
+    least = f"; at least {format_bytes(missing)} are missing" if missing >= _LEAST_TOLD else ""
     return InfeasibleError(
         f"{profile.model} does not fit: {format_bytes(profile.weight_bytes)} of weights, "
         f"{workload.context_tokens} tokens, batch {workload.batch}; "
-        f"{len(question.fleet.devices)} device(s) with a budget of {format_bytes(budget)} in all; "
-        f"at least {format_bytes(shortfall.shortfall_bytes)} are missing",
+        f"{len(question.fleet.devices)} device(s) with a budget of {format_bytes(budget)} in all"
+        f"{least}",
         hint="; or ".join(ways) if ways else "use more or larger GPUs, or a smaller model",
-        shortfall_bytes=shortfall.shortfall_bytes,
+        shortfall_bytes=missing,
         ways_out=ways,
     )
 

@@ -166,6 +166,13 @@ class Plan:
         """Write the plan to a file, whole or not at all."""
         write_whole(Path(path), self.to_json() + "\n")
 
+    def lasting(self) -> Plan:
+        """The plan with its checkpoint's absolute path, so that it serves in any directory."""
+        source = Path(self.source)
+        if not self.source or not source.exists():  # given as an object, or on the Hub
+            return self
+        return replace(self, source=str(source.absolute()))
+
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan from a file.
@@ -182,7 +189,11 @@ class Plan:
                 f"the plan {path} can't be read: {why(error)}",
                 hint="`duoka plan --save FILE` makes one",
             ) from None
-        return cls.from_json(text)
+        try:
+            return cls.from_json(text)
+        except FormatError as error:
+            hint = error.hint or "`duoka plan --save FILE` makes one"
+            raise FormatError(f"{path}: {error}", hint=hint) from error
 
     @classmethod
     def schema(cls) -> dict[str, Any]:

@@ -40,7 +40,20 @@ def plan_from_cache(checkpoint: Checkpoint, question: Question) -> Plan | None:
     profile = find_profile(checkpoint.fingerprint, workload)
     if profile is None:
         return None
-    return answer(profile, replace(question, workload=workload), source=checkpoint.source)
+    return answer_for(checkpoint, profile, question)
+
+
+def answer_for(checkpoint: Checkpoint, profile: Profile, question: Question) -> Plan:
+    """The plan for a checkpoint; it keeps what was asked, besides what the checkpoint decided.
+
+    Raises
+    ------
+    PlacementError, InfeasibleError, UsageError
+        As `answer` does.
+    """
+    workload = workload_for(checkpoint, question.workload)
+    plan = answer(profile, replace(question, workload=workload), source=checkpoint.source)
+    return replace(plan, request=replace(plan.request, workload=question.workload))
 
 
 def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import duoka
@@ -50,3 +51,21 @@ def test_defaults_keep_to_the_models_limit(tiny: Path, program: Program) -> None
     workload = json.loads(done.stdout)["workload"]
     assert workload["prompt_tokens"] + workload["new_tokens"] == 1024
     assert workload["new_tokens"] == 256
+
+
+def test_types_have_short_names(tiny: Path, program: Program) -> None:
+    long = program("plan", tiny, *GPUS, *SIZES, "--dtype", "bfloat16")
+    assert program("plan", tiny, *GPUS, *SIZES, "--dtype", "BF16").stdout == long.stdout
+    assert long.stdout.splitlines()[1].startswith("bfloat16")
+
+
+def test_a_config_that_is_not_of_the_weights_is_refused(
+    tiny: Path, program: Program, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"ffn_hidden_size": 128}))
+    done = program("plan", copy, *GPUS, *SIZES)
+    assert (done.returncode, done.stdout) == (9, "")
+    assert "tensors have another shape" in done.stderr

@@ -74,6 +74,21 @@ def test_replan_asks_again_what_was_asked(saved: Path, program: Program, tmp_pat
     assert program("plan", other, "--plan", saved).stdout == done.stdout
 
 
+def test_replan_asks_for_the_dtype_that_was_asked_for(saved: Path, tiny: Path) -> None:
+    plan = Plan.load(saved)
+    assert (plan.request.workload.dtype, plan.workload.dtype) == ("auto", "float32")
+
+
+def test_a_saved_plan_serves_in_any_directory(
+    tiny: Path, program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny.parent)
+    saved = tmp_path / "plan"
+    assert program("plan", tiny.name, *GPUS, *SIZES, "--save", saved).returncode == 0
+    monkeypatch.chdir(tmp_path)
+    assert program("generate", "--plan", "plan", "-p", "hello").returncode == 0
+
+
 def test_replan_and_run(saved: Path, tiny: Path, program: Program) -> None:
     edit(saved, lambda data: data["forecast"].update(decode_seconds=1.0))
     done = program("generate", "--plan", saved, "--replan", "-p", "hello", "--json")

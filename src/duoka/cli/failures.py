@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import sys
 import traceback
-from contextlib import suppress
 from typing import Any
 
 import typer
@@ -40,14 +41,17 @@ def report(error: BaseException, *, debug: bool) -> int:
     signum = _signal_of(error)
     signals.taken()
     # When the terminal has gone, nobody can be told; the exit code is still right.
-    with suppress(OSError, ValueError):
+    try:
         if debug and not isinstance(error, _WRONG_OPTIONS | BrokenPipeError):
             _show_traceback(error)
         if signum is not None:
             stderr().print("stopped", highlight=False)
             return _SIGNALLED + signum
         return _report(error, debug=debug)
-    return _SIGNALLED + signum if signum is not None else _code(error)
+    except (OSError, ValueError):
+        if signum is None and getattr(error, "errno", None) == errno.EIO:
+            signum = signal.SIGHUP  # it comes with that, and may come a little later
+    return _SIGNALLED + signum if signum is not None else _code(_expected(error) or error)
 
 
 def tell(error: DuokaError) -> None:

@@ -84,7 +84,7 @@ def generate(
         use_all=use_all,
         device_map=device_map,
     )
-    asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code)
+    asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code, to_run=True)
     made = planning.make_plan(model, plan_file, wishes, replan=replan, asked=asked)
     generator = planning.load_generator(made, trust_remote_code=trust_remote_code)
     sampling = planning.sampling(made, chosen)

@@ -6,7 +6,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +15,8 @@ from duoka.files import why
 
 _TOKENS = re.compile(r"([1-9][0-9]{0,9})([kKmM]?)", re.ASCII)
 _FACTORS = {"": 1, "K": 1024, "M": 1024 * 1024}
+
+_DTYPES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 
 PLANNING = "What to plan for"
 ANSWERING = "How to answer"
@@ -48,6 +50,11 @@ def parse_chunk(text: str) -> int | str | None:
     if text in ("auto", "none"):
         return None if text == "none" else text
     return parse_tokens(text)
+
+
+def parse_dtype(text: str) -> Any:
+    """Read a type by torch's name of it, or a short one; what is unknown is told later."""
+    return _DTYPES.get(text.lower(), text)
 
 
 def read_stdin(*, line: bool = False) -> str:
@@ -137,7 +144,8 @@ Dtype = Annotated[
     str | None,
     typer.Option(
         metavar="DTYPE",
-        help="float32, float16 or bfloat16. By default the checkpoint's own.",
+        help="float32, float16 (fp16), bfloat16 (bf16) or auto (the default): the "
+        "checkpoint's own.",
         rich_help_panel=PLANNING,
         show_default=False,
     ),

@@ -37,7 +37,8 @@ def check(file: Path | None, what: str) -> None:
     """
     if file is None:
         return
-    why = "that is no name of a file" if not file.name else _obstacle(file)
+    named = file.name and str(file) != "-"
+    why = _obstacle(file) if named else "that is no name of a file"
     if why:
         raise _refusal(file, what, why)
 

@@ -9,19 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import duoka
-from duoka.errors import UsageError
+from duoka.errors import CheckpointError, UsageError
 from duoka.given import OBJECTIVE as GIVEN
 from duoka.host import fleet_for
 from duoka.maps import DeviceMap
 from duoka.planner import Question
 from duoka.profiles import plan_from_cache
+from duoka.sampling import Sampling
 
 from . import outputs
-from .options import parse_chunk, parse_tokens
-from .terminal import progress_bars, stderr
+from .options import parse_chunk, parse_dtype, parse_tokens
+from .terminal import progress_bars, stderr, working
 
 if TYPE_CHECKING:
-    from duoka.runtime import Generator, Sampling
+    from duoka.runtime import Generator
 
 _CONTEXT_TOKENS = 4096
 _NEW_TOKENS = 512
@@ -65,10 +66,11 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Which checkpoint a person means, besides its name, and what it may do."""
+    """Which checkpoint a person means, besides its name, what it may do, and what for."""
 
     revision: str | None
     trust_remote_code: bool
+    to_run: bool = False
 
 
 def make_plan(
@@ -126,8 +128,6 @@ def load_generator(plan: duoka.Plan, *, trust_remote_code: bool) -> Generator:
 
 def chosen(**values: float | None) -> dict[str, Any]:
     """What a person chose of how tokens are chosen; refused here if it makes no sense."""
-    from duoka.runtime import Sampling
-
     given = {name: value for name, value in values.items() if value is not None}
     Sampling(**given)  # type: ignore[arg-type]
     return given
@@ -135,8 +135,6 @@ def chosen(**values: float | None) -> dict[str, Any]:
 
 def sampling(plan: duoka.Plan, chosen: dict[str, Any]) -> Sampling:
     """How tokens are chosen: as the person said, else as the checkpoint recommends."""
-    from duoka.runtime import Sampling
-
     return Sampling.recommended(duoka.Checkpoint.open(plan.source).generation_config, **chosen)
 
 
@@ -148,6 +146,11 @@ def _checkpoint(model: str | None, asked: Asked) -> duoka.Checkpoint:
     checkpoint = duoka.Checkpoint.open(
         model, revision=asked.revision, trust_remote_code=asked.trust_remote_code
     )
+    if asked.to_run and not checkpoint.has_weights:
+        raise CheckpointError(
+            f"{checkpoint.source} has no weights to load",
+            hint="plan for a directory that holds the weight files",
+        )
     _show_code(checkpoint)
     return checkpoint
 
@@ -166,9 +169,10 @@ def _answer(checkpoint: duoka.Checkpoint, question: Question) -> duoka.Plan:
     # A model that was planned before needs no torch to be planned again.
     found = plan_from_cache(checkpoint, question)
     if found is None:
-        from duoka.api import plan_checkpoint
+        with working("tracing the model; the next plan of it takes a second"):
+            from duoka.api import plan_checkpoint
 
-        found = plan_checkpoint(checkpoint, question)
+            found = plan_checkpoint(checkpoint, question)
     return found
 
 
@@ -196,7 +200,7 @@ def _replan(plan: duoka.Plan, checkpoint: duoka.Checkpoint, file: Path) -> duoka
 
 def save(plan: duoka.Plan, file: Path) -> None:
     """Keep a plan in a file, and say so."""
-    outputs.write(file, plan.to_json() + "\n", "the plan")
+    outputs.write(file, plan.lasting().to_json() + "\n", "the plan")
 
 
 def save_device_map(device_map: Mapping[str, int | str], file: Path) -> None:
@@ -235,6 +239,6 @@ def _workload(checkpoint: duoka.Checkpoint, wishes: Wishes) -> duoka.Workload:
         batch=1 if wishes.batch is None else wishes.batch,
         prompt_tokens=context - new,
         new_tokens=new,
-        dtype=wishes.dtype or "auto",  # type: ignore[arg-type]
+        dtype=parse_dtype(wishes.dtype or "auto"),
         prefill_chunk_tokens=chunk,
     )

@@ -87,6 +87,17 @@ def correct_columns() -> None:
 
 
 @contextmanager
+def working(what: str) -> Iterator[None]:
+    """Say that something takes a while, on a terminal only."""
+    console = stderr()
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(what):
+        yield
+
+
+@contextmanager
 def progress_bars() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
     """Show progress bars, on a terminal only.
 

@@ -150,6 +150,11 @@ def _own_card(entry: str) -> Device:
     """Read "MyCard:24GiB,936GB/s,71TFLOPs"; the parts may come in any order."""
     name, _, figures = entry.partition(":")
     name = name.strip()
+    if name.lower() in ("cuda", "vgpu"):
+        raise UsageError(
+            f"{_short(entry)} is torch's name for a device",
+            hint=f"write the numbers that nvidia-smi shows, as 0,1; {FORMS}",
+        )
     if not _CARD_NAME.fullmatch(name) or name.lower() in _RESERVED:
         raise UsageError(
             f"{_short(name)} is not a name for a card", hint=f"{catalogue.DECLARING}; {FORMS}"

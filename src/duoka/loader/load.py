@@ -79,6 +79,26 @@ def load_weights(
     model.eval()
 
 
+def refuse_differences(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint whose tensors aren't the model's, by their headers alone.
+
+    Parameters
+    ----------
+    model : nn.Module
+        As `load_weights` takes it.
+    checkpoint : Checkpoint
+        Of safetensors; pickles tell what they hold only when they are opened.
+
+    Raises
+    ------
+    LoadError
+        With every tensor that is missing, unexpected, or of another shape or type.
+    """
+    sources = list_sources(checkpoint)
+    recipe = plan_tensors(model, {name: source.shape for name, source in sources.items()})
+    _refuse_differences(model, recipe, sources)
+
+
 def _refuse_loaded(model: nn.Module) -> None:
     loaded = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     if loaded:

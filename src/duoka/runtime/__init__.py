@@ -4,9 +4,10 @@ It stands on transformers' `generate`, which also works without it. It knows not
 loading or terminals; of a plan it takes the workload, whose limits it keeps.
 """
 
+from duoka.sampling import Sampling
+
 from .chat import Conversation
 from .generation import Answer, Generator
-from .sampling import Sampling
 from .streaming import Stream
 
 __all__ = ["Answer", "Conversation", "Generator", "Sampling", "Stream"]

@@ -6,9 +6,9 @@ from collections.abc import Generator as Pieces
 
 from duoka.errors import UsageError
 from duoka.models.messages import Message
+from duoka.sampling import Sampling
 
 from .generation import Generator
-from .sampling import Sampling
 
 
 class Conversation:

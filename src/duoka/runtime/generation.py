@@ -17,9 +17,9 @@ from duoka.errors import UsageError
 from duoka.models.messages import Message
 from duoka.models.prompts import ChatFormat, chat_format
 from duoka.models.tokenization import load_tokenizer
+from duoka.sampling import Sampling
 from duoka.workload import Workload
 
-from .sampling import Sampling
 from .streaming import Stop, Stream
 
 

@@ -1,4 +1,4 @@
-"""How the next token is chosen, safe at every temperature."""
+"""Sampling: how the next token is chosen, safe at every temperature."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from duoka.errors import UsageError
+from .errors import UsageError
 
 # At or below it the most likely token is taken. Logits that differ by a thousandth would already
 # differ e^10-fold in probability, and dividing by much less leaves the range of 32-bit numbers.
