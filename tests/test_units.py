@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from duoka.errors import DuokaError, UsageError
-from duoka.units import format_bytes, parse_bytes
+from duoka.units import format_bytes, format_count, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -80,3 +80,7 @@ def test_what_is_formatted_can_be_parsed_again(num_bytes: int) -> None:
 def test_any_text_is_a_size_or_a_duoka_error(text: str) -> None:
     with contextlib.suppress(DuokaError):
         assert parse_bytes(text) > 0
+
+
+def test_counts() -> None:
+    assert [format_count(n, "GPU") for n in (0, 1, 2)] == ["0 GPUs", "1 GPU", "2 GPUs"]

@@ -16,6 +16,7 @@ from .errors import ProofError
 from .placement import Placement
 from .plans import Plan
 from .tracing import Stepper
+from .units import format_count
 from .workload import Workload
 
 _DECODE_STEPS = 2
@@ -68,7 +69,7 @@ def prove(plan: Plan, model: PreTrainedModel) -> tuple[Measured, ...]:
             ) from error
         except RuntimeError as error:
             raise ProofError(
-                f"the model fails on {len(names)} device(s){_where(error)}: "
+                f"the model fails on {format_count(len(names), 'device')}{_where(error)}: "
                 f"{_renamed(str(error), names)}",
                 hint="this model's code can't be split there; put it on one GPU (--gpus)",
             ) from error

@@ -15,7 +15,7 @@ from .plans import Plan, Request
 from .profile import Profile
 from .replay import StageBytes
 from .search import NoPlacement, Objective, Solution, fits, largest, search
-from .units import format_bytes
+from .units import format_bytes, format_count
 from .workload import Workload
 
 _SMALLEST_CHUNK_TOKENS = 512
@@ -272,8 +272,8 @@ def _infeasible(profile: Profile, question: Question, shortage: NoPlacement) -> 
     return InfeasibleError(
         f"{profile.model} does not fit: {format_bytes(profile.weight_bytes)} of weights, "
         f"{workload.context_tokens} tokens, batch {workload.batch}; "
-        f"{len(question.fleet.devices)} device(s) with a budget of {format_bytes(budget)} in all"
-        f"{least}",
+        f"{format_count(len(question.fleet.devices), 'device')} with a budget of "
+        f"{format_bytes(budget)} in all{least}",
         hint="; or ".join(ways) if ways else "use more or larger GPUs, or a smaller model",
         shortfall_bytes=missing,
         ways_out=ways,

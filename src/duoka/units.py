@@ -47,6 +47,19 @@ def parse_bytes(text: str) -> int:
     return size
 
 
+def format_count(number: int, noun: str) -> str:
+    """Write how many of something there are.
+
+    Examples
+    --------
+    >>> format_count(1, "device")
+    '1 device'
+    >>> format_count(2, "device")
+    '2 devices'
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def format_bytes(num_bytes: int) -> str:
     """Write a size for people, in powers of 1024.
 
