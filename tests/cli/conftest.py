@@ -11,10 +11,10 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
-import torch
+from checkpoints import write_random
 
 from duoka.cli.main import run
-from duoka.demo.checkpoint import CONFIG, fresh_model, write_frame, write_weights
+from duoka.demo.checkpoint import CONFIG
 
 # Whoever runs the tests in the background has them ignore Ctrl-C, and programs inherit that.
 MAIN = (
@@ -39,12 +39,7 @@ Program = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights; its answers are noise, and the same each time."""
-    directory = tmp_path_factory.mktemp("tiny-chatglm3")
-    write_frame(directory, TINY)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        write_weights(directory, TINY, fresh_model(TINY))
-    return directory
+    return write_random(tmp_path_factory.mktemp("tiny-chatglm3"), TINY, seed=3)
 
 
 @pytest.fixture(scope="session")

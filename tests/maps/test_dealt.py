@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import write_random
 
 import duoka
 from duoka import Checkpoint, Workload, api
-from duoka.demo.checkpoint import CONFIG, fresh_model, write_frame, write_weights
+from duoka.demo.checkpoint import CONFIG
 from duoka.errors import PlacementError
 from duoka.maps import judge
 from duoka.outline import Outline
@@ -71,12 +72,7 @@ LOAD = Workload(prompt_tokens=20, new_tokens=4)
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As many layers as ChatGLM3-6B has, each of them tiny."""
-    directory = tmp_path_factory.mktemp("dealt")
-    write_frame(directory, TINY)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        write_weights(directory, TINY, fresh_model(TINY))
-    return directory
+    return write_random(tmp_path_factory.mktemp("dealt"), TINY, seed=5)
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
+from checkpoints import write_random
 
 import duoka
 from duoka.checkpoint import Checkpoint
-from duoka.demo.checkpoint import CONFIG, fresh_model, write_frame, write_weights
+from duoka.demo.checkpoint import CONFIG
 from duoka.runtime import Generator
 from duoka.workload import Workload
 
@@ -25,12 +25,7 @@ TINY = {
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny-chatglm3")
-    write_frame(directory, TINY)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        write_weights(directory, TINY, fresh_model(TINY))
-    return directory
+    return write_random(tmp_path_factory.mktemp("tiny-chatglm3"), TINY, seed=3)
 
 
 # Not for the session: a test elsewhere may configure other virtual GPUs for this process.

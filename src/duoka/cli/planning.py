@@ -128,8 +128,8 @@ def load_generator(plan: duoka.Plan, *, trust_remote_code: bool) -> Generator:
 
 def chosen(**values: float | None) -> dict[str, Any]:
     """What a person chose of how tokens are chosen; refused here if it makes no sense."""
-    given = {name: value for name, value in values.items() if value is not None}
-    Sampling(**given)  # type: ignore[arg-type]
+    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    Sampling(**given)
     return given
 
 

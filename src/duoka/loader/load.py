@@ -69,9 +69,7 @@ def load_weights(
     _refuse_loaded(model)
     devices = devices_by_name(model, placement)
     generation = _generation_config(checkpoint)
-    sources = list_sources(checkpoint)
-    recipe = plan_tensors(model, {name: source.shape for name, source in sources.items()})
-    _refuse_differences(model, recipe, sources)
+    sources, recipe = _matched(model, checkpoint)
     with _all_or_nothing(model, devices):
         _fill(model, devices, recipe, sources, progress)
     if generation is not None and hasattr(model, "generation_config"):
@@ -94,9 +92,15 @@ def refuse_differences(model: nn.Module, checkpoint: Checkpoint) -> None:
     LoadError
         With every tensor that is missing, unexpected, or of another shape or type.
     """
+    _matched(model, checkpoint)
+
+
+def _matched(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, Source], Recipe]:
+    """The tensors of a checkpoint, and where each goes; refused where the two don't match."""
     sources = list_sources(checkpoint)
     recipe = plan_tensors(model, {name: source.shape for name, source in sources.items()})
     _refuse_differences(model, recipe, sources)
+    return sources, recipe
 
 
 def _refuse_loaded(model: nn.Module) -> None:

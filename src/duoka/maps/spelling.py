@@ -83,9 +83,9 @@ class Spelling:
 
 def _common(names: list[str]) -> str:
     """The longest prefix of all names."""
-    shared = names[0].split(".")
-    for name in names[1:]:
-        parts = name.split(".")
-        same = next((i for i, pair in enumerate(zip(shared, parts)) if pair[0] != pair[1]), None)  # noqa: B905
-        shared = shared[: min(len(shared), len(parts)) if same is None else same]
+    shared = []
+    for parts in zip(*(name.split(".") for name in names), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
     return ".".join(shared)
