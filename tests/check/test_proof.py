@@ -59,16 +59,16 @@ def test_a_good_plan_passes_and_is_measured(plan: Plan) -> None:
 def test_the_proof_goes_to_the_end_of_the_context(
     plan: Plan, new_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from duoka import checker
+    from duoka.checker import proof
 
     ends = []
-    real = checker.Stepper.step
+    real = proof.Stepper.step
 
-    def step(self: checker.Stepper, query: int) -> None:
+    def step(self: proof.Stepper, query: int) -> None:
         real(self, query)
         ends.append(self.past)
 
-    monkeypatch.setattr(checker.Stepper, "step", step)
+    monkeypatch.setattr(proof.Stepper, "step", step)
     prove(replace(plan, workload=replace(plan.workload, new_tokens=new_tokens)), build())
     # The last new token isn't fed back.
     assert ends[-1] == 601 + new_tokens - 1

@@ -10,17 +10,17 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from . import virtual
-from .dispatching import dispatch
-from .errors import ProofError
-from .placement import Placement
-from .plans import Plan
-from .tracing import Stepper
-from .units import format_count
-from .workload import Workload
+from .. import virtual
+from ..dispatching import dispatch
+from ..errors import ProofError
+from ..placement import Placement
+from ..plans import Plan
+from ..tracing import Stepper
+from ..units import format_count
+from ..workload import Workload
 
 _DECODE_STEPS = 2
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parent.parent
 _LIBRARY = Path(torch.__file__).parent
 
 
