@@ -162,6 +162,9 @@ class Fault:
         How often it was met.
     followups : tuple of Fault
         Those that this one alone causes.
+    at_hand : tuple of str
+        What a repair can name the target by: local names, and attributes of `self`, that hold a
+        tensor on `target` whenever `place` is reached, such as "hidden_states", "self.weight".
     """
 
     kind: Kind
@@ -176,6 +179,7 @@ class Fault:
     modules: tuple[str, ...] = ()
     count: int = 1
     followups: tuple[Fault, ...] = ()
+    at_hand: tuple[str, ...] = ()
 
     @property
     def file(self) -> str:
