@@ -16,10 +16,19 @@ from torch import nn
 
 from duoka.placement import Placement
 
-from .installing import Installed, install
+from .installing import Installed, install, install_on, is_callable
 from .placing import devices_by_name, move_tensors, place, refuse_meta, tensor_names
 
-__all__ = ["dispatch", "install_movers", "place", "tensor_names", "undispatch"]
+__all__ = [
+    "Installed",
+    "dispatch",
+    "install_movers",
+    "install_on",
+    "is_callable",
+    "place",
+    "tensor_names",
+    "undispatch",
+]
 
 _STATE = "_duoka_dispatch"
 _AUTO_COMPILE = "_valid_auto_compile_criteria"

@@ -37,6 +37,11 @@ def install(
     for name, module in _entry_modules(model, placement):
         for block, device in _entrances(module, name, devices):
             blocks.setdefault(block, device)
+    return install_on(model, blocks)
+
+
+def install_on(model: nn.Module, blocks: Mapping[nn.Module, torch.device]) -> Installed:
+    """Put a mover on these modules alone, and a memory of what was moved around them."""
     frames = Frames()
     for block, device in blocks.items():
         block.__dict__[MOVER] = Mover(device, frames)
@@ -79,7 +84,7 @@ def _containers(
         for owner in _owners(name):
             first.setdefault(owner, device)
     for name, module in model.named_modules():
-        if name in containers and _is_callable(module):
+        if name in containers and is_callable(module):
             yield module, first[name]
 
 
@@ -118,14 +123,15 @@ def _entrances(
     found = {devices[prefix + own] for own, _ in tensor_names(module)}
     if not found:
         return
-    if len(found) == 1 and _is_callable(module):
+    if len(found) == 1 and is_callable(module):
         yield module, found.pop()
         return
     for child_name, child in module.named_children():
         yield from _entrances(child, prefix + child_name, devices)
 
 
-def _is_callable(module: nn.Module) -> bool:
+def is_callable(module: nn.Module) -> bool:
+    """Whether a module can be called itself, as a list of modules can't."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -134,6 +140,6 @@ def _parents(model: nn.Module, blocks: Mapping[nn.Module, torch.device]) -> list
     return [
         module
         for module in model.modules()
-        if _is_callable(module)
+        if is_callable(module)
         and (module is model or any(part in blocks for part in module.modules() if part != module))
     ]

@@ -4,13 +4,15 @@ Nothing happens on import: the backend is registered with torch on the first `se
 """
 
 from .backend import gpus, register, set_gpus
-from .state import Gpu, Listener, World, active_world, observe
+from .faults import MixedDevicesError
+from .state import Gpu, Listener, World, active_world, observe, settled_by
 from .tensor import VirtualTensor
 from .values import UnknownValueError
 
 __all__ = [
     "Gpu",
     "Listener",
+    "MixedDevicesError",
     "UnknownValueError",
     "VirtualTensor",
     "World",
@@ -19,4 +21,5 @@ __all__ = [
     "observe",
     "register",
     "set_gpus",
+    "settled_by",
 ]

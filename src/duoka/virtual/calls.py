@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import faults, values
-from .state import Gpu
+from .state import Gpu, thread
 from .tensor import VirtualTensor, place
 
 
@@ -51,14 +51,22 @@ def unwrap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Pl
 
     Raises
     ------
-    RuntimeError
-        If the call mixes devices in a way that CUDA refuses.
+    MixedDevicesError
+        If the call mixes devices in a way that CUDA refuses, and nobody in this thread settles it.
     """
     plain = Plain(args, kwargs)
     gpu = plain.gpu
     assert gpu is not None, f"{func} was called without a virtual tensor"
     if plain.mixed:
-        faults.check_devices(func, args, kwargs)
+        try:
+            faults.check_devices(func, args, kwargs)
+        except faults.MixedDevicesError as error:
+            if thread.arbiter is None:
+                raise
+            args, kwargs = thread.arbiter.settle(error, args, kwargs)
+            plain = Plain(args, kwargs)
+            gpu = plain.gpu
+            assert gpu is not None, "an arbiter settles on a virtual GPU"
         if gpu.data_device.type != "cpu":
             _bring_cpu_operands(plain, gpu)
     return plain, gpu

@@ -13,6 +13,32 @@ import torch
 
 from .tensor import VirtualTensor
 
+
+class MixedDevicesError(RuntimeError):
+    """An operation on tensors of several devices, where CUDA refuses.
+
+    Attributes
+    ----------
+    func : torch._ops.OpOverload
+    tensors : list of torch.Tensor
+        Those of the call that must be on one device.
+    written : torch.Tensor, optional
+        The one that the operation writes into.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        func: Any,
+        tensors: list[torch.Tensor],
+        written: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.func = func
+        self.tensors = tensors
+        self.written = written
+
+
 _INDEXING = frozenset({"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"})
 _INDEXING |= {"_unsafe_index_put"}
 _TWO_DEVICES = frozenset({"cat", "stack", "where", "mse_loss", "smooth_l1_loss", "huber_loss"})
@@ -42,21 +68,21 @@ def check_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
     Raises
     ------
-    RuntimeError
+    MixedDevicesError
         With the text that CUDA has for this kind of operation.
     """
     name = func._schema.name.removeprefix("aten::")
     tensors = list(_named_tensors(func, args, kwargs))
-    if name in _INDEXING:
-        _check_indexing(tensors)
-        return
-    scalars_pass = torch.Tag.pointwise in func.tags or name in _ADMITS_CPU_SCALARS
-    scalars_pass = scalars_pass or name.startswith("_foreach")
     written = {
         argument.name
         for argument in func._schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     }
+    if name in _INDEXING:
+        _check_indexing(func, tensors, written)
+        return
+    scalars_pass = torch.Tag.pointwise in func.tags or name in _ADMITS_CPU_SCALARS
+    scalars_pass = scalars_pass or name.startswith("_foreach")
     judged = [
         (argument, tensor)
         for argument, tensor in tensors
@@ -66,20 +92,29 @@ def check_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     _, first = judged[0]
     for argument, tensor in judged[1:]:
         if not _together(first, tensor):
-            raise RuntimeError(_text(func, name, argument, first, tensor))
+            text = _text(func, name, argument, first, tensor)
+            raise _mixed(text, func, judged, written)
 
 
-def _check_indexing(tensors: list[tuple[str, torch.Tensor]]) -> None:
+def _mixed(
+    text: str, func: Any, tensors: list[tuple[str, torch.Tensor]], written: set[str]
+) -> MixedDevicesError:
+    target = next((tensor for argument, tensor in tensors if argument in written), None)
+    return MixedDevicesError(text, func, [tensor for _, tensor in tensors], target)
+
+
+def _check_indexing(func: Any, tensors: list[tuple[str, torch.Tensor]], written: set[str]) -> None:
     _, self = tensors[0]
     for argument, tensor in tensors[1:]:
         if argument == "indices":
             if not _together(self, tensor) and tensor.device.type != "cpu":
-                raise RuntimeError(
+                text = (
                     "indices should be either on cpu or on the same device as the indexed tensor "
                     f"({self.device})"
                 )
+                raise _mixed(text, func, tensors, written)
         elif not _together(self, tensor) and not _is_cpu_scalar(tensor):
-            raise RuntimeError(_two_devices(self, tensor))
+            raise _mixed(_two_devices(self, tensor), func, tensors, written)
 
 
 def _text(func: Any, name: str, argument: str, first: torch.Tensor, tensor: torch.Tensor) -> str:

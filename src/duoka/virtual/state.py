@@ -43,12 +43,22 @@ class Listener(Protocol):
         """Hear that an ATen operation ended; tensors are `VirtualTensor`s."""
 
 
+class Arbiter(Protocol):
+    """Who settles operations that mix devices, for those who go on after them."""
+
+    def settle(
+        self, error: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments on one virtual GPU, or raise `error`, a `MixedDevicesError`."""
+
+
 class _ThreadState(threading.local):
     """What belongs to one thread. Class attributes are every new thread's defaults."""
 
     armed: bool = False
     world: World | None = None
     listener: Listener | None = None
+    arbiter: Arbiter | None = None
     current_index: int = 0
 
 
@@ -385,3 +395,13 @@ def observe(listener: Listener) -> Iterator[None]:
         yield
     finally:
         thread.listener = outer
+
+
+@contextmanager
+def settled_by(arbiter: Arbiter | None) -> Iterator[None]:
+    """Let `arbiter` settle what mixes devices in this thread, inside the scope."""
+    outer, thread.arbiter = thread.arbiter, arbiter
+    try:
+        yield
+    finally:
+        thread.arbiter = outer
