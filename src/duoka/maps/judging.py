@@ -13,7 +13,7 @@ from .entries import Entries
 from .matching import Match, Matcher
 from .reading import DeviceMap, Devices
 from .spelling import Spelling, is_within
-from .wording import arrows, listed, runs
+from .wording import listed, meant, runs
 
 _HINT = (
     "`duoka plan --device-map … --save-device-map FILE` writes the completed map; in Python it is "
@@ -188,7 +188,7 @@ class _Judge:
     def _message(self, faults: Faults, parts: Sequence[_Part]) -> str:
         lines = [
             ("has no device for", listed(runs(self._missing_modules(parts)))),
-            ("names what isn't there", listed(list(arrows(self._meant(faults))))),
+            ("names what isn't there", meant(faults)),
             ("gives two devices to", listed(runs(faults.doubled))),
             ("cuts what must stay whole", listed(list(self._cuts(parts)))),
             ("names devices that can't be used", listed(self._no_devices(), "; ")),
@@ -206,10 +206,6 @@ class _Judge:
                     yield called
                 else:
                     yield from self._missing(part, held)
-
-    def _meant(self, faults: Faults) -> dict[str, str]:
-        nearest = faults.nearest
-        return {name: nearest[name][0] if name in nearest else "" for name in faults.unknown}
 
     def _cuts(self, parts: Sequence[_Part]) -> Iterator[str]:
         cut: dict[tuple[bool, tuple[str, ...]], list[str]] = {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 
+from ..errors import Faults
+
 _LONGEST_NAME = 120
 _MOST_RUNS = 60
 
@@ -47,6 +49,12 @@ def arrows(pairs: Mapping[str, str]) -> Iterator[str]:
     for olds, news in found.values():
         left = shorten(olds)
         yield f"{left} → {shorten(news)}" if any(news) else left
+
+
+def meant(faults: Faults) -> str:
+    """Write the names of nothing, each with the nearest real one if there is one."""
+    nearest = {name: [*faults.nearest.get(name, ()), ""][0] for name in faults.unknown}
+    return listed(list(arrows(nearest)))
 
 
 def listed(texts: list[str], between: str = ", ") -> str:

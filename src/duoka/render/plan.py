@@ -10,10 +10,10 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from .fleet import Device
-from .forecast import DeviceForecast
-from .plans import Plan
-from .units import format_bytes
+from ..fleet import Device
+from ..forecast import DeviceForecast
+from ..plans import Plan
+from ..units import format_bytes
 
 # Kind, its colour, its sign in a bar, its sign where only ASCII can be shown.
 _KINDS = (

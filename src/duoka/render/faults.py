@@ -1,0 +1,156 @@
+"""A fault as people read it: what, where, which tensors, how it was reached, what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ..report import Call, Fault, Operand
+from ..units import format_count
+from . import wording
+from .excerpt import Excerpt, Mark
+
+_MOVED, _KEPT = "bold yellow", "cyan"
+_MOST_CALLS = 8
+_LAST_CALLS = 5
+
+
+def render_fault(fault: Fault, title: str, style: str) -> RenderableType:
+    """One fault, or one warning.
+
+    Parameters
+    ----------
+    fault : Fault
+    title : str
+        Its number, as "fault 1 of 2".
+    style : str
+        Of its heading.
+    """
+    heading = Text.assemble((f"{title}: ", style), (wording.heading(fault), "bold"))
+    inner = Group(_place(fault), "", Excerpt(fault.place, _marks(fault)), "", _facts(fault))
+    return Group(heading, Padding(inner, (0, 0, 0, 2)))
+
+
+def _place(fault: Fault) -> Text:
+    text = Text.assemble((wording.where(fault.place), f"link file://{fault.place.file}"))
+    if fault.place.function:
+        text.append(f" in {fault.place.function}")
+    return text
+
+
+def _marks(fault: Fault) -> list[Mark]:
+    return [
+        Mark(place=operand.place, label=operand.device, style=_MOVED if operand.moved else _KEPT)
+        for operand in fault.operands
+        if operand.place is not None
+    ]
+
+
+def _facts(fault: Fault) -> Table:
+    """What else is known, one row each."""
+    facts = Table.grid(padding=(0, 2, 0, 0))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for name, fact in _named_facts(fault):
+        facts.add_row(name, fact)
+    return facts
+
+
+def _named_facts(fault: Fault) -> Iterator[tuple[str, RenderableType]]:
+    if fault.message:
+        yield "CUDA" if fault.effect == "raises" else "why", Text(fault.message)
+    if fault.operands:
+        yield "tensors", Group(*_operands(fault))
+    if len(fault.path) > 1:
+        yield "path", _path(fault.path)
+    met = f"{wording.times(fault.count)}, first in {fault.phase}"
+    if fault.count == 1:
+        met = f"once, in {fault.phase}"
+    if any(fault.modules):
+        met += f"; in {wording.modules(fault.modules)}"
+    yield "met", Text(met)
+    if fault.followups:
+        yield "causes", Group(*map(_followup, _all_followups(fault)))
+
+
+def _operands(fault: Fault) -> Iterator[RenderableType]:
+    """The tensors; neighbours of which the same is to be said are one."""
+    for alike, group in groupby(fault.operands, key=_said):
+        operands = list(group)
+        *_, device, moved = alike
+        text = Text(_called(operands), style="bold")
+        text.append(" on ", style="not bold")
+        text.append(device, style=_MOVED if moved else _KEPT)
+        if moved:
+            text.append(f", moved to {fault.target} to go on", style="not bold")
+        yield text
+        tensors = list(dict.fromkeys(wording.tensor(operand) for operand in operands))
+        more = f" … {tensors[-1]}" if len(tensors) > 1 else ""
+        about = Text(f"{tensors[0]}{more}{' each' if len(operands) > len(tensors) else ''}")
+        if operands[0].origin is not None:
+            about.append(f"; from {wording.origin(operands[0].origin)}")
+        yield Padding(about, (0, 0, 0, 2))
+
+
+def _said(operand: Operand) -> tuple[str, str, str, bool]:
+    """What must be equal for tensors to be told together: they stand in one list, say."""
+    listed = operand.argument.partition("[")[0] if "[" in operand.argument else operand.argument
+    origin = "" if operand.origin is None else wording.origin(operand.origin)
+    return f"{listed} {operand.expression}", origin, operand.device, operand.moved
+
+
+def _called(operands: Sequence[Operand]) -> str:
+    first, last = operands[0], operands[-1]
+    name = wording.cropped(first.expression or first.argument)
+    if len(operands) > 1:
+        ends = f"{first.argument} … {last.argument}"
+        return f"{format_count(len(operands), 'tensor')} of {name} ({ends})"
+    if first.expression and "[" in first.argument:
+        return f"{name} ({first.argument})"
+    return name
+
+
+def _path(path: Sequence[Call]) -> Table:
+    """The calls from the model's top; the middle of a long way is left out."""
+    calls = Table.grid(padding=(0, 2, 0, 0))
+    calls.add_column(no_wrap=True, overflow="ellipsis", max_width=28)
+    calls.add_column(no_wrap=True, overflow="ellipsis", style="dim", max_width=30)
+    calls.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    cut = len(path) - _LAST_CALLS if len(path) > _MOST_CALLS else len(path)
+    kept = path[:2] if cut < len(path) else path
+    for call in kept:
+        calls.add_row(*_call(call))
+    if cut < len(path):
+        calls.add_row(f"… {cut - len(kept)} more")
+        for call in path[cut:]:
+            calls.add_row(*_call(call))
+    return calls
+
+
+def _call(call: Call) -> tuple[Text, Text, Text]:
+    place = call.place
+    return (
+        Text(wording.cropped(call.module or "the model", 28)),
+        Text(wording.where(place, brief=True)),
+        Text(place.text),
+    )
+
+
+def _all_followups(fault: Fault) -> Iterator[Fault]:
+    for followup in fault.followups:
+        yield followup
+        yield from _all_followups(followup)
+
+
+def _followup(fault: Fault) -> Text:
+    place = f"{wording.where(fault.place, brief=True)}"
+    return Text.assemble(
+        f"{fault.op} of {wording.joined(fault.devices)} at ",
+        (place, f"link file://{fault.place.file}"),
+        f": {wording.cropped(fault.source)}" if fault.source else "",
+    )

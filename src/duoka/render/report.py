@@ -1,0 +1,159 @@
+"""A report for people: the verdict, what is incomplete, faults, warnings, costs; short if well."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import Faults
+from ..maps import meant, shorten
+from ..report import Report, Stop
+from ..units import format_bytes, format_count
+from . import wording
+from .costs import render_costs
+from .excerpt import Excerpt
+from .faults import render_fault
+
+_PLAIN_COLUMNS = 100
+_COMPLETED = (
+    "The check completed the map and went on. --save-device-map FILE keeps the completed one "
+    "(in Python it is report.completeness.completed)."
+)
+
+
+def render_report(report: Report) -> RenderableType:
+    """What rich prints for a report."""
+    return _View(report)
+
+
+def plain(what: RenderableType, width: int = _PLAIN_COLUMNS) -> str:
+    """What is printed without colours, as text."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
+    console.print(what)
+    assert isinstance(console.file, io.StringIO)
+    return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
+
+
+class _View:
+    def __init__(self, report: Report) -> None:
+        self._report = report
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        report = self._report
+        yield _verdict(report, ascii_only=options.ascii_only)
+        sections = (_incomplete(report), _stopped(report), _faults(report), render_costs(report))
+        for section in sections:
+            for part in section:
+                yield ""
+                yield part
+        if report.notes:
+            yield ""
+        for note in report.notes:
+            yield Text(f"note: {note}")
+        yield from _advice(report)
+
+
+def _verdict(report: Report, *, ascii_only: bool) -> Text:
+    sign, style = ("✓", "bold green") if report.ok else ("✗", "bold red")
+    if ascii_only:
+        sign = "ok:" if report.ok else "fails:"
+    devices = wording.joined(report.devices)
+    text = Text.assemble((f"{sign} ", style), (report.model, "bold"), f" on {devices}: ")
+    problems = [*_problems(report)]
+    text.append(", ".join(problems) if problems else _all_well(report), style=style)
+    if report.warnings:
+        text.append(f", {format_count(len(report.warnings), 'warning')}", style="bold yellow")
+    return text
+
+
+def _problems(report: Report) -> Iterator[str]:
+    if not report.complete:
+        yield "the map is incomplete"
+    if report.stop is not None:
+        yield f"its code stopped in {report.stop.phase}"
+    if report.faults:
+        yield format_count(len(report.faults), "fault")
+    for peak in report.memory:
+        if peak.overflows:
+            lacking = -(peak.free_bytes or 0)
+            yield (
+                f"{peak.device} lacks {format_bytes(lacking)}"
+                if lacking > 0
+                else (f"{peak.device} overflows")
+            )
+
+
+def _all_well(report: Report) -> str:
+    ran = "runs and trains" if report.train else "runs"
+    budgets = [peak for peak in report.memory if peak.budget_bytes is not None]
+    return f"{ran} without a fault" + (", memory fits" if budgets else "")
+
+
+def _incomplete(report: Report) -> Iterator[RenderableType]:
+    if report.complete:
+        return
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for what, names in _names(report.completeness):
+        table.add_row(what, Text(names))
+    told: list[RenderableType] = [table]
+    if report.completeness.completed is not None:
+        told.append(Text(_COMPLETED))
+    heading = Text("the map is incomplete", style="bold red")
+    yield Group(heading, Padding(Group(*told), (0, 0, 0, 2)))
+
+
+def _names(found: Faults) -> Iterator[tuple[str, str]]:
+    for what, names in (
+        ("no device", shorten(found.missing)),
+        ("not there", meant(found)),
+        ("two devices", shorten(found.doubled)),
+        ("cut in two", shorten(found.split)),
+        ("bad device", shorten(found.misplaced)),
+    ):
+        if names:
+            yield what, names
+
+
+def _stopped(report: Report) -> Iterator[RenderableType]:
+    if report.stop is not None:
+        yield _stop(report.stop)
+
+
+def _stop(stop: Stop) -> RenderableType:
+    heading = Text.assemble(
+        (f"the model's code stopped in {stop.phase}: ", "bold red"), (stop.message, "bold")
+    )
+    inner: list[RenderableType] = []
+    if stop.place is not None:
+        in_function = f" in {stop.place.function}" if stop.place.function else ""
+        inner = [Text(f"{wording.where(stop.place)}{in_function}"), "", Excerpt(stop.place), ""]
+    inner.append(Text("what comes after it was not checked"))
+    if stop.hint:
+        inner.append(Text(f"hint: {stop.hint}"))
+    return Group(heading, Padding(Group(*inner), (0, 0, 0, 2)))
+
+
+def _faults(report: Report) -> Iterator[RenderableType]:
+    for name, style, faults in (
+        ("fault", "bold red", report.faults),
+        ("warning", "bold yellow", report.warnings),
+    ):
+        for number, fault in enumerate(faults, 1):
+            title = f"{name} {number} of {len(faults)}" if len(faults) > 1 else name
+            yield render_fault(fault, title, style)
+
+
+def _advice(report: Report) -> Iterator[RenderableType]:
+    if report.faults:
+        yield ""
+        yield Text.assemble(
+            ("next: ", "bold"),
+            "--fix writes changes that cure these, and proves them (in Python: duoka.repair)",
+        )

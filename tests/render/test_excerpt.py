@@ -1,0 +1,139 @@
+"""Source with arrows: tabs, wide characters, long lines, files that are gone."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from reports import place_of
+from rich.console import Console
+
+from duoka.render import plain
+from duoka.render.cells import cells, expanded, first_beyond, first_from
+from duoka.render.excerpt import Excerpt, Mark
+from duoka.report import Place
+
+
+def shown(file: Path, source: str, text: str, *marks: str, width: int = 80) -> list[str]:
+    file.write_text(source, encoding="utf-8")
+    place = place_of(file, text)
+    found = [Mark(place=place_of(file, mark), label=f"<{mark}>") for mark in marks]
+    return plain(Excerpt(place, found), width).splitlines()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "source.py"
+
+
+def test_without_marks_the_place_has_arrows(file: Path) -> None:
+    assert shown(file, "a = 1\nb = a + 1\nc = 2\nd = 3\n", "a + 1") == [
+        "1 │ a = 1",
+        "2 │ b = a + 1",
+        "  │     ^^^^^",
+        "3 │ c = 2",
+    ]
+
+
+def test_marks_have_labels_under_them(file: Path) -> None:
+    assert shown(file, "    b = x + y * 2\n", "x + y * 2", "x", "y * 2") == [
+        "1 │ b = x + y * 2",
+        "  │     ^───^^^^^",
+        "  │     │   <y * 2>",
+        "  │     <x>",
+    ]
+
+
+def test_equal_marks_share_one_line(file: Path) -> None:
+    file.write_text("cat(parts)\n", encoding="utf-8")
+    place = place_of(file, "parts")
+    marks = [Mark(place=place, label=label) for label in ("cuda:0", "cuda:1", "cuda:0")]
+    lines = plain(Excerpt(place_of(file, "cat(parts)"), marks)).splitlines()
+    assert lines[1:] == ["  │ ────^^^^^─", "  │     cuda:0, cuda:1"]
+
+
+def test_tabs_and_wide_characters(file: Path) -> None:
+    lines = shown(file, '\tif x:\n\t\ty = "多卡" + x\n', '"多卡" + x', "x")
+    assert lines[0] == "1 │ if x:"
+    lines = shown(file, '\t\ty = "多卡" + zz\n', '"多卡" + zz', "zz")
+    assert lines == [
+        '1 │ y = "多卡" + zz',
+        "  │     ─────────^^",
+        "  │              <zz>",
+    ]
+
+
+@pytest.mark.parametrize("width", [24, 40, 60])
+def test_long_lines_are_cut_around_the_marks(file: Path, width: int) -> None:
+    source = f"result = function({'argument, ' * 20}wanted, {'argument, ' * 20})\n"
+    lines = shown(file, source, source.strip(), "wanted", width=width)
+    assert all(len(line) <= width for line in lines)
+    start = lines[0].index("wanted")
+    assert lines[1][start : start + 6] == "^" * 6
+    assert lines[1].count("^") == 6
+
+
+def test_half_a_wide_character_is_a_blank(file: Path) -> None:
+    source = f"x = '{'多' * 60}' + wanted + '{'卡' * 60}'\n"
+    for width in range(30, 50):
+        lines = shown(file, source, source.strip(), "wanted", width=width)
+        at = lines[0].index("wanted")
+        cell = [*cells(lines[0])][at]
+        assert lines[1][cell : cell + 6] == "^" * 6
+        assert [*cells(lines[0])][-1] <= width
+
+
+def test_an_expression_of_many_lines_is_shown_by_its_ends(file: Path) -> None:
+    inner = "".join(f"    part_{number},\n" for number in range(20))
+    file.write_text(f"before\nx = cat(\n{inner}    last,\n)\nafter\n", encoding="utf-8")
+    whole = Place(file=str(file), line=2, column=4, end_line=24, end_column=1)
+    marks = [Mark(place=place_of(file, "part_9"), label="cuda:1")]
+    lines = plain(Excerpt(whole, marks)).splitlines()
+    text = "\n".join(lines)
+    for wanted in ("before", "x = cat(", "part_9,", "cuda:1", "last,", "after"):
+        assert wanted in text
+    assert "part_4" not in text
+    assert sum("⋮" in line for line in lines) == 2
+
+
+def test_a_line_alone_is_marked_whole(file: Path) -> None:
+    file.write_text("if x:\n    y = f(x)  \n", encoding="utf-8")
+    lines = plain(Excerpt(Place(file=str(file), line=2))).splitlines()
+    assert lines[2] == "  │     ^^^^^^^^"
+
+
+def test_a_file_that_is_gone_or_another_one(file: Path) -> None:
+    file.write_text("a = b + c\n", encoding="utf-8")
+    place = place_of(file, "b + c")
+    file.write_text("something = else_entirely\n" * 3, encoding="utf-8")
+    assert plain(Excerpt(place)) == "b + c\n"
+    file.unlink()
+    assert plain(Excerpt(place)) == "b + c\n"
+    assert plain(Excerpt(replace(place, file="<string>", line=0))) == "b + c\n"
+
+
+def test_control_characters_are_dots(file: Path) -> None:
+    lines = shown(file, "x = '\x1b[31m' + y\n", "'\x1b[31m' + y", "y")
+    assert lines[0] == "1 │ x = '·[31m' + y"
+    assert lines[1].index("^") == lines[0].index("+ y") + 2
+
+
+def test_colours_change_no_text(file: Path) -> None:
+    file.write_text("def f(x):\n\n    return '多' + x  # why\n", encoding="utf-8")
+    excerpt = Excerpt(place_of(file, "'多' + x"), [Mark(place=place_of(file, "x"), label="d")])
+    console = Console(file=io.StringIO(), width=60, force_terminal=True, color_system="truecolor")
+    with console.capture() as capture:
+        console.print(excerpt)
+    coloured = Console(file=io.StringIO(), record=True, width=60, force_terminal=True)
+    coloured.print(excerpt)
+    assert "\x1b[" in capture.get()
+    text = "\n".join(line.rstrip() for line in coloured.export_text().splitlines())
+    assert text.strip() == plain(excerpt, 60).strip()
+
+
+def test_cells() -> None:
+    assert expanded("\ta\tb") == "    a   b"
+    assert (first_from("a多b", 2), first_from("a多b", 99)) == (2, 3)
+    assert (first_beyond("a多b", 2), first_beyond("a多b", 3)) == (1, 2)
