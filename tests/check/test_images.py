@@ -1,0 +1,86 @@
+"""Made-up images in each family's format: the model's own code accepts them."""
+
+import pytest
+import torch
+import towers
+from torch import nn
+from transformers import Glm4vConfig, LlamaConfig, PreTrainedModel
+
+from duoka import models, virtual
+from duoka.checker.images import image_inputs
+from duoka.errors import ModelError
+
+FAMILIES = (
+    "glm4v", "glm46v", "glm4v_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next",
+    "llava_onevision", "gemma3", "paligemma", "mllama", "internvl", "idefics2", "smolvlm",
+    "mistral3", "aya_vision", "blip-2", "instructblip", "git", "kosmos-2", "florence2",
+    "pix2struct", "got_ocr2", "ovis2", "video_llama_3",
+)  # fmt: skip
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_tiny_model_takes_the_images(name: str) -> None:
+    model = towers.build(name)
+    before = {key: (id(value), value.device) for key, value in model.named_parameters()}
+    inputs = image_inputs(model, [(100, 80)], batch=2, prompt_tokens=32)
+    assert {key: (id(value), value.device) for key, value in model.named_parameters()} == before
+    with torch.no_grad():
+        model(**inputs)
+
+
+@pytest.mark.parametrize("name", ["glm4v", "qwen2_5_vl", "qwen3_vl", "llava_next", "mistral3"])
+def test_images_of_several_sizes_in_one_prompt(name: str) -> None:
+    model = towers.build(name)
+    inputs = image_inputs(model, [(100, 80), (140, 280)], prompt_tokens=400)
+    assert inputs["input_ids"].shape == (1, 400) or name == "llava_next"
+    with torch.no_grad():
+        model(**inputs)
+
+
+def full_size() -> PreTrainedModel:
+    config = {**Glm4vConfig().to_dict(), "architectures": ["Glm4vForConditionalGeneration"]}
+    return models.build(config, dtype=torch.bfloat16)
+
+
+def test_a_full_size_model_without_weights() -> None:
+    model = full_size()
+    with virtual.gpus([None], data="meta"):
+        inputs = image_inputs(model, [(1120, 1120)], device="vgpu:0", prompt_tokens=8192)
+        is_image = inputs["input_ids"] == model.config.image_token_id
+        assert is_image.sum().item() == 1600
+        assert inputs["input_ids"].shape == (1, 8192)
+        assert inputs["pixel_values"].shape == (6400, 3 * 2 * 14 * 14)
+        assert inputs["pixel_values"].dtype == torch.bfloat16
+        assert inputs["image_grid_thw"].tolist() == [[1, 80, 80]]
+        around = inputs["input_ids"][0, [-1600 - 10, -9]].tolist()
+    assert around == [model.config.image_start_token_id, model.config.image_end_token_id]
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_model_without_images() -> None:
+    model = towers.build("mistral4")
+    with pytest.raises(ModelError, match="takes no images"):
+        image_inputs(model, [(10, 10)])
+
+
+def test_a_family_that_is_not_known() -> None:
+    class Strange(PreTrainedModel):
+        config_class = LlamaConfig
+
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            self.head = nn.Linear(2, 2)
+
+        def forward(self, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
+            return self.head(pixel_values)
+
+    model = Strange(LlamaConfig(vocab_size=10, hidden_size=4, num_attention_heads=1))
+    with pytest.raises(ModelError, match="no image processor") as caught:
+        image_inputs(model, [(10, 10)])
+    assert "inputs yourself" in (caught.value.hint or "")
+
+
+def test_an_image_that_the_processor_refuses() -> None:
+    with pytest.raises(ModelError, match=r"4000x10.*aspect ratio"):
+        image_inputs(towers.build("qwen2_vl"), [(4000, 10)])
