@@ -15,6 +15,7 @@ from . import errors
 if TYPE_CHECKING:
     from .api import dispatch, load, plan
     from .checkpoint import Checkpoint
+    from .checks import check
     from .fleet import Device, Fleet, Link
     from .forecast import Forecast
     from .placement import Placement
@@ -31,6 +32,7 @@ __all__ = [
     "Placement",
     "Plan",
     "Workload",
+    "check",
     "dispatch",
     "errors",
     "load",
@@ -46,6 +48,7 @@ _ROOMS = {
     "Placement": "placement",
     "Plan": "plans",
     "Workload": "workload",
+    "check": "checks",
     "dispatch": "api",
     "load": "api",
     "plan": "api",

@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, cast
 
 import torch
@@ -137,13 +138,14 @@ def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
     if profile is None:
         if checkpoint.format == "safetensors":
             # Such a plan could never be loaded.
-            loader.refuse_differences(_build(checkpoint, workload.dtype), checkpoint)
+            loader.refuse_differences(build_model(checkpoint, workload.dtype), checkpoint)
         subject = Subject(
             fingerprint=checkpoint.fingerprint,
             max_context_tokens=checkpoint.max_context_tokens,
             published=None if checkpoint.tensors is None else tuple(checkpoint.tensors),
         )
-        profile, regular = _trace(lambda: _build(checkpoint, workload.dtype), subject, workload)
+        build = partial(build_model, checkpoint, workload.dtype)
+        profile, regular = _trace(build, subject, workload)
         # Where parts keep another type, the first parameter may be one of them.
         profile = replace(profile, dtype=workload.dtype)
         profiles.keep_profile(profile, None if regular else workload)
@@ -230,10 +232,10 @@ def load(
     devices.give_back()
     plan = plan.here()
     devices.materialise(plan.fleet)
-    checker.prove(plan, _build(checkpoint, plan.workload.dtype))
+    checker.prove(plan, build_model(checkpoint, plan.workload.dtype))
     checkpoint = checkpoint.fetch(download_progress)
     plan.refuse_other(checkpoint.fingerprint, plan.source)
-    model = _build(checkpoint, plan.workload.dtype)
+    model = build_model(checkpoint, plan.workload.dtype)
     loader.load_weights(model, checkpoint, plan.placement, progress=progress)
     return spread(model, plan.placement)
 
@@ -303,6 +305,7 @@ def without_data(model: nn.Module) -> nn.Module:
     return copied
 
 
-def _build(checkpoint: Checkpoint, dtype: Dtype) -> PreTrainedModel:
+def build_model(checkpoint: Checkpoint, dtype: Dtype) -> PreTrainedModel:
+    """The model of a checkpoint, without data."""
     with checkpoint.code_directory() as code:
         return models.build(checkpoint.config, dtype=getattr(torch, dtype), trust_remote_code=code)

@@ -1,9 +1,20 @@
 """The check: a model's own code, run on a placement's virtual GPUs before a GPU is touched.
 
-`prove` asks whether a plan runs and fits, and stops at the first thing that doesn't. `check` goes on
-after each fault, so that one run reports them all, with the lines of code that they stand in.
+`prove` asks whether a plan runs and fits, and stops at the first thing that doesn't.
+`check_subject` goes on after each fault, so that one run reports them all, with the lines of code
+that they stand in.
 """
 
+from .checking import check_subject
 from .proof import Measured, prove
+from .subject import Subject, complete, device_name, read_entries
 
-__all__ = ["Measured", "prove"]
+__all__ = [
+    "Measured",
+    "Subject",
+    "check_subject",
+    "complete",
+    "device_name",
+    "prove",
+    "read_entries",
+]

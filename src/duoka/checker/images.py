@@ -41,9 +41,10 @@ _PROCESSORS: dict[str, str] = processing_auto.PROCESSOR_MAPPING_NAMES  # type: i
 _IMAGE_PROCESSORS: dict[str, dict[str, str]] = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
 _TEXT_ID = 5
 _QUESTION_TOKENS = 8
-_BY_PROMPT = frozenset({"idefics", "instructblipvideo"})
-"""Families whose pixels are [prompts, images, channels, height, width]."""
 _READ_PIXELS = frozenset({"idefics2", "idefics3", "smolvlm"})
+"""Families whose code leaves out images that are black, so that it reads every pixel."""
+_BY_PROMPT = frozenset({"idefics", "instructblipvideo", *_READ_PIXELS})
+"""Families whose pixels are [prompts, images, channels, height, width]."""
 _HINT = "pass inputs yourself: duoka.check(model, placement, inputs={...})"
 
 
@@ -125,8 +126,8 @@ def _pictures(model: PreTrainedModel, sizes: Sequence[Sequence[Size]]) -> dict[s
         for key, value in made.items()
         if isinstance(value, Tensor)
     }
-    if model.config.model_type in _BY_PROMPT:
-        pixels = found["pixel_values"]
+    pixels = found.get("pixel_values")
+    if model.config.model_type in _BY_PROMPT and pixels is not None and pixels.dim() == 4:
         found["pixel_values"] = pixels.reshape(len(sizes), -1, *pixels.shape[-3:])
     return found
 

@@ -1,0 +1,139 @@
+"""A model, for a while on virtual GPUs: the same objects, and afterwards as it was.
+
+Copying a model would tear it from what its own code refers to: a closure over the module, a hook
+that is another module's method. So the model itself is run. Its parameters stay the very objects
+that they are, and take the contents of virtual ones for the time of a check.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..dispatching import install_on, tensor_names
+
+_COPIED = (dict, list, set)
+_SCALE = 0.02
+
+
+@contextmanager
+def borrowed(
+    model: nn.Module,
+    devices: Mapping[str, torch.device],
+    placed: Mapping[nn.Module, torch.device],
+) -> Iterator[None]:
+    """Put a model on virtual GPUs inside the scope.
+
+    Parameters
+    ----------
+    model : nn.Module
+    devices : mapping of str to torch.device
+        The device of every parameter and buffer, by one of its names, in the order in which
+        memory is taken.
+    placed : mapping of nn.Module to torch.device
+        The modules whose arguments move to them.
+    """
+    before = _State(model)
+    try:
+        before.move(devices)
+        installed = install_on(model, placed)
+        try:
+            yield
+        finally:
+            installed.remove()
+    finally:
+        before.restore()
+
+
+class _State:
+    """What a model holds: its parameters' contents, and every module's attributes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors = dict(tensor_names(model))
+        self._attributes = [(module, _copied(vars(module))) for module in model.modules()]
+        self._swapped: list[tuple[Tensor, Tensor]] = []
+        self._slots = _slots(model)
+
+    def move(self, devices: Mapping[str, torch.device]) -> None:
+        moved: dict[int, Tensor] = {}
+        for name, device in devices.items():
+            tensor = self._tensors[name]
+            if id(tensor) not in moved and tensor.device != device:
+                moved[id(tensor)] = self._moved(tensor, device)
+        for table, key, tensor in self._slots:
+            if id(tensor) in moved:
+                table[key] = moved[id(tensor)]
+
+    def _moved(self, tensor: Tensor, device: torch.device) -> Tensor:
+        with torch.no_grad():
+            data = _data_on(tensor, device)
+        if not isinstance(tensor, nn.Parameter):
+            return data
+        parameter = nn.Parameter(data, requires_grad=tensor.requires_grad)
+        if type(tensor) is not nn.Parameter:
+            return parameter
+        # The model's own object takes the contents: closures and ties refer to it. That fails
+        # where somebody holds a weak reference to it or a graph that it is a leaf of.
+        try:
+            torch.utils.swap_tensors(tensor, parameter)
+        except RuntimeError:
+            return parameter
+        self._swapped.append((tensor, parameter))
+        return tensor
+
+    def restore(self) -> None:
+        for module, attributes in self._attributes:
+            _put_back(vars(module), attributes)
+        if self._swapped:
+            gc.collect()  # what the run left behind may still refer to the parameters
+        for tensor, parameter in self._swapped:
+            tensor.grad = None
+            torch.utils.swap_tensors(tensor, parameter)
+
+
+def _slots(model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
+    tables = (
+        table for module in model.modules() for table in (module._parameters, module._buffers)
+    )
+    return [
+        (table, key, held) for table in tables for key, held in table.items() if held is not None
+    ]
+
+
+def _data_on(tensor: Tensor, device: torch.device) -> Tensor:
+    if not tensor.is_meta:
+        return tensor.detach().to(device)
+    data = torch.empty_like(tensor, device=device)
+    # Where numbers are computed they should be some: what was never written may be NaN.
+    return data.normal_(std=_SCALE) if data.is_floating_point() else data.zero_()
+
+
+def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Attributes, with the content of their containers as it is now."""
+    return {
+        name: (value, value.copy() if type(value) in _COPIED or _is_table(value) else None)
+        for name, value in attributes.items()
+    }
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict)  # hooks lie in ordered ones
+
+
+def _put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in attributes.keys() - before.keys():
+        del attributes[name]
+    for name, (value, content) in before.items():
+        attributes[name] = value
+        if content is None:
+            continue
+        if isinstance(value, list):
+            value[:] = content
+        else:
+            value.clear()
+            value.update(content)

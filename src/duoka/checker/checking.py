@@ -1,0 +1,291 @@
+"""One run of a subject on virtual GPUs, and the report of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import virtual
+from ..errors import DuokaError
+from ..report import Fault, PeakMemory, Place, Report, Stop
+from .borrowing import borrowed
+from .referee import Names, Referee, acquit
+from .running import Steps, eager, run, tensors_in
+from .sources import Spot, forget_sources, is_model_code, place_of
+from .subject import (
+    Subject,
+    module_names,
+    named_tensors,
+    placed_modules,
+    tensor_devices,
+)
+from .watch import Watch
+
+REAL_BYTES = 2**30
+"""The largest model that is run with real numbers where its code reads values."""
+
+
+def check_subject(subject: Subject) -> Report:
+    """Run a subject on virtual GPUs, going on after each fault, and say what was found."""
+    started = time.perf_counter()
+    virtual.register()
+    forget_sources()
+    check = _Check(subject, "meta")
+    report = check.report()
+    if check.needs_values and _num_bytes(subject.model) <= REAL_BYTES:
+        report = _Check(subject, "cpu").report()
+    report = _within_budgets(subject, report)
+    return replace(report, seconds=time.perf_counter() - started, subject=subject)
+
+
+def _within_budgets(subject: Subject, report: Report) -> Report:
+    """Decide for GPUs whose cached memory passes the budget: the allocator may give that back."""
+    memory = tuple(
+        replace(peak, overflows=peak.free_bytes is not None and peak.free_bytes < 0)
+        for peak in report.memory
+    )
+    unsure = [p for p in memory if p.overflows and p.allocated_bytes <= (p.budget_bytes or 0)]
+    if unsure and all(p in unsure for p in memory if p.overflows) and not report.stop:
+        tight = _Check(subject, "meta", limited=True)
+        again = tight.report()
+        if again.stop is None:
+            memory = again.memory
+    return replace(report, memory=memory)
+
+
+def _num_bytes(model: nn.Module) -> int:
+    return sum(each.numel() * each.element_size() for each in model.parameters())
+
+
+class _FirstFound(BaseException):
+    """The first placed module was entered. No code of a model's catches it."""
+
+
+class _Check(Steps):
+    """One run.
+
+    Parameters
+    ----------
+    subject : Subject
+    data : str
+        What holds the numbers: "meta" or "cpu".
+    limited : bool
+        Give the GPUs no more memory than their budgets.
+    """
+
+    def __init__(self, subject: Subject, data: str, *, limited: bool = False) -> None:
+        self.subject = subject
+        self.data = data
+        self.needs_values = False
+        self._prefix = "vgpu" if any(d.startswith("vgpu") for d in subject.devices) else "cuda"
+        numbers = [_number(name) for name in subject.devices if name != "cpu"]
+        self._num_gpus = max(numbers, default=0) + 1
+        self._capacities = [
+            subject.budgets.get(f"{self._prefix}:{index}") if limited else None
+            for index in range(self._num_gpus)
+        ]
+        self._first: torch.device | None = None
+
+    def report(self) -> Report:
+        """Run, and say what was found."""
+        self._first = self._find_first()
+        with virtual.gpus(self._capacities, data=self.data) as world:
+            names = self._names()
+            self.watch = Watch(names)
+            with virtual.observe(self.watch), self._on_devices():
+                # Now, since buffers are other objects than before.
+                names._tensors = named_tensors(self.subject.model)
+                self.watch.mark("weights", self.subject.model.parameters())
+                self.watch.mark("weights", self.subject.model.buffers())
+                self.referee = Referee(names)
+                stop = self._run()
+                memory = tuple(self._memory(world))
+        return self._assembled(stop, memory)
+
+    def _assembled(self, stop: Stop | None, memory: tuple[PeakMemory, ...]) -> Report:
+        findings = list(self.referee.findings.values())
+        faults = tuple(each.fault() for each in findings if each.cause is None)
+        return Report(
+            model=self.subject.name,
+            devices=self.subject.devices,
+            completeness=self.subject.completeness,
+            faults=faults,
+            warnings=tuple(self._warnings(faults)),
+            memory=memory,
+            transfers=self.watch.transfers(),
+            syncs=self.watch.syncs(),
+            notes=tuple(self._notes()),
+            stop=stop,
+            train=self.subject.train,
+        )
+
+    def _names(self) -> Names:
+        devices = {
+            torch.device("vgpu", index): f"{self._prefix}:{index}"
+            for index in range(self._num_gpus)
+        }
+        return Names(devices, module_names(self.subject.model), {})
+
+    def _device(self, name: str) -> torch.device:
+        return torch.device("cpu") if name == "cpu" else torch.device("vgpu", _number(name))
+
+    @contextmanager
+    def _on_devices(self) -> Iterator[None]:
+        subject = self.subject
+        devices = tensor_devices(subject.model, subject.entries)
+        placed = placed_modules(subject.model, subject.entries)
+        with borrowed(
+            subject.model,
+            {name: self._device(device) for name, device in devices.items()},
+            {module: self._device(device) for module, device in placed.items()},
+        ):
+            yield
+
+    def _find_first(self) -> torch.device:
+        """The device of the module that runs first, where the inputs start."""
+        found: list[torch.device] = []
+        subject = self.subject
+        first = self._device(subject.devices[0]) if subject.devices else torch.device("cpu")
+
+        def enter(device: torch.device) -> Any:
+            def hook(module: nn.Module, args: Any) -> None:
+                found.append(device)
+                raise _FirstFound
+
+            return hook
+
+        with virtual.gpus([None] * self._num_gpus, data=self.data), self._on_devices():
+            placed = placed_modules(subject.model, subject.entries)
+            for module, device in placed.items():
+                if module is not subject.model:
+                    module.register_forward_pre_hook(enter(self._device(device)))
+            # Whatever goes wrong before is told by the run that counts.
+            with suppress(_FirstFound, Exception), eager(), Referee(self._names()):
+                run(subject, first, Steps())
+        return found[0] if found else first
+
+    def _run(self) -> Stop | None:
+        subject, referee = self.subject, self.referee
+        placed = placed_modules(subject.model, subject.entries)
+        # The handles go with the model's attributes, which are put back.
+        for module, device in placed.items():
+            module.register_forward_pre_hook(self._entered(self._device(device)))
+            module.register_forward_hook(_left)
+        try:
+            with eager(), referee:
+                assert self._first is not None
+                run(subject, self._first, self)
+        except DuokaError as error:
+            if not isinstance(error, virtual.UnknownValueError):
+                raise
+            self.needs_values = True
+            return self._stop(error)
+        except Exception as error:  # whatever the model's own code raises
+            return self._stop(error)
+        return None
+
+    def _entered(self, device: torch.device) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            self.referee.stage = device
+
+        return hook
+
+    # ── what a run says of its steps ──
+
+    def begin(self, phase: str) -> None:
+        """A step begins."""
+        self.referee.phase = phase
+        self.watch.begin(phase)
+        if phase == "backward":
+            self.watch.mark("gradients", ())
+
+    def mark(self, kind: str, tensors: Any) -> None:
+        """Some tensors are of this kind."""
+        self.watch.mark(kind, tensors)
+
+    # ── what it comes to ──
+
+    def _memory(self, world: virtual.World) -> Iterator[PeakMemory]:
+        gradients = (each.grad for each in self.subject.model.parameters())
+        self.watch.mark("gradients", [each for each in gradients if each is not None])
+        for name in self.subject.devices:
+            if name != "cpu":
+                gpu = world.gpu(_number(name))
+                yield self.watch.memory(gpu, name, self.subject.budgets.get(name))
+
+    def _stop(self, error: Exception) -> Stop:
+        return Stop(
+            message=self.referee.names.renamed(f"{type(error).__name__}: {error}"),
+            place=_raised_at(error),
+            phase=self.watch.phase,
+            hint=getattr(error, "hint", None) or "",
+        )
+
+    def _warnings(self, faults: Sequence[Fault]) -> Iterator[Fault]:
+        told = {
+            operand.origin.place
+            for fault in _flat(faults)
+            for operand in fault.operands
+            if operand.origin is not None
+        }
+        for spot, (op, device, count) in self.referee.hard_coded.items():
+            place = place_of(spot)
+            if place not in told and all(fault.place != place for fault in _flat(faults)):
+                yield _hard_coded(place, op, device, count)
+
+    def _notes(self) -> Iterator[str]:
+        names = list(_compiled(self.subject.model))
+        if names:
+            yield f"compiled code was run eagerly: {', '.join(names)}"
+        if self.data == "cpu":
+            yield "the model's code reads values, so it was run with real numbers"
+
+
+def _flat(faults: Sequence[Fault]) -> Iterator[Fault]:
+    for fault in faults:
+        yield fault
+        yield from _flat(fault.followups)
+
+
+def _hard_coded(place: Place, op: str, device: str, count: int) -> Fault:
+    return Fault(
+        kind="hard-coded-device",
+        effect="nothing",
+        op=op,
+        operands=(),
+        target=device,
+        place=place,
+        message=f"{device} is named in the code; it is right on this placement alone",
+        count=count,
+    )
+
+
+def _left(module: nn.Module, args: Any, output: Any) -> None:
+    acquit(list(tensors_in(output)))
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition(":")[2] or 0)
+
+
+def _compiled(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+            yield name or type(model).__name__
+
+
+def _raised_at(error: BaseException) -> Place | None:
+    """The innermost line of model code that an error went through."""
+    found: Spot | None = None
+    trace = error.__traceback__
+    while trace is not None:
+        if is_model_code(trace.tb_frame.f_code):
+            found = (trace.tb_frame.f_code, trace.tb_lasti)
+        trace = trace.tb_next
+    return None if found is None else place_of(found)

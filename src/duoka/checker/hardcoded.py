@@ -1,0 +1,73 @@
+"""Devices that model code names itself: `.cuda()`, `device="cuda:0"`, `device=0`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..virtual import active_world
+
+_FIRST_GPU = 0
+_TO = torch.Tensor.to
+_CUDA = torch.Tensor.cuda
+_PLAIN = frozenset({type(None), bool, float, torch.Tensor, torch.dtype, slice})
+
+
+def is_hard_coded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call names a CUDA device."""
+    if func is _CUDA:
+        return True
+    device = kwargs.get("device") if kwargs else None
+    if device is not None and _is_cuda(device):
+        return True
+    if func is _TO:
+        return len(args) > 1 and _is_cuda(args[1])
+    return any(type(each) is torch.device and each.type == "cuda" for each in args)
+
+
+def softened(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The device that a call names, and the call with the virtual GPU of that number.
+
+    A bare "cuda" is the first GPU: nobody but duoka sets the current device to a layer's.
+    """
+    if func is _CUDA:
+        device = args[1] if len(args) > 1 else kwargs.pop("device", None)
+        device = _FIRST_GPU if device is None else device
+        return _name(device), _TO, (args[0], _virtual(device)), kwargs
+    device = kwargs.get("device")
+    if device is not None and _is_cuda(device):
+        return _name(device), func, args, {**kwargs, "device": _virtual(device)}
+    at = 1 if func is _TO else next(i for i, each in enumerate(args) if _is_device(each))
+    return _name(args[at]), func, (*args[:at], _virtual(args[at]), *args[at + 1 :]), kwargs
+
+
+def _is_device(value: Any) -> bool:
+    return type(value) is torch.device and value.type == "cuda"
+
+
+def _is_cuda(value: Any) -> bool:
+    if type(value) is str:
+        return value.startswith("cuda")
+    if type(value) is int:
+        return True
+    return _is_device(value)
+
+
+def _name(device: Any) -> str:
+    return f"cuda:{_index(device)}"
+
+
+def _index(device: Any) -> int:
+    if isinstance(device, int):
+        return device
+    return torch.device(device).index or _FIRST_GPU
+
+
+def _virtual(device: Any) -> torch.device:
+    index = _index(device)
+    active_world().gpu(index)  # fails as CUDA does if there is no such GPU
+    return torch.device("vgpu", index)

@@ -1,0 +1,532 @@
+"""Goes on where devices mix: records the fault, moves the tensors, and runs the operation.
+
+Two nets lie under each other. The virtual GPUs judge ATen operations as CUDA does, so that nothing
+is called a fault that CUDA accepts. The call in Python that such an operation was part of is where
+the tensors are moved, since there autograd records the move, as it would a person's `.to`. What no
+Python call of PyTorch's functions surrounds (backward, custom functions) is settled at the
+operation itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from ..report import Call, Effect, Fault, Kind, Operand, Origin, Place
+from ..virtual import MixedDevicesError, settled_by
+from .hardcoded import is_hard_coded, softened
+from .sources import (
+    Expressions,
+    Spot,
+    is_model_code,
+    is_own_code,
+    model_frame,
+    place_of,
+    spot_of,
+)
+
+_SPOT = "_duoka_spot"
+_CAUSE = "_duoka_cause"
+_MOST_OPERANDS = 8
+_METHOD = "torch.Tensor."
+
+# Out-of-place twins of writes: the result is the first operand with something put into it.
+_TWINS = frozenset(
+    {
+        "masked_scatter", "masked_fill", "index_put", "index_add", "index_copy", "index_fill",
+        "scatter", "scatter_add", "scatter_reduce", "slice_scatter", "select_scatter", "copy",
+    }
+)  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class Finding:
+    """A fault in the making: the same place in forty layers is met forty times."""
+
+    kind: Kind
+    effect: Effect
+    op: str
+    operands: tuple[Operand, ...]
+    target: str
+    place: Place
+    message: str
+    path: tuple[Call, ...]
+    phase: str
+    cause: Finding | None = None
+    modules: dict[str, None] = field(default_factory=dict)
+    count: int = 0
+    followups: list[Finding] = field(default_factory=list)
+
+    @property
+    def devices(self) -> set[str]:
+        """The devices that met."""
+        return {operand.device for operand in self.operands}
+
+    def fault(self) -> Fault:
+        """The frozen form."""
+        return Fault(
+            kind=self.kind,
+            effect=self.effect,
+            op=self.op,
+            operands=self.operands,
+            target=self.target,
+            place=self.place,
+            message=self.message,
+            path=self.path,
+            phase=self.phase,
+            modules=tuple(self.modules),
+            count=self.count,
+            followups=tuple(each.fault() for each in self.followups),
+        )
+
+
+class Referee(TorchFunctionMode):
+    """Watches every call of PyTorch's functions, and goes on where they mix devices.
+
+    Parameters
+    ----------
+    names : Names
+        What the report calls devices, modules and tensors.
+    """
+
+    def __init__(self, names: Names) -> None:
+        super().__init__()
+        self.names = names
+        self.phase = "forward"
+        self.stage: torch.device | None = None
+        self.findings: dict[tuple[Any, ...], Finding] = {}
+        self.hard_coded: dict[Spot, tuple[str, str, int]] = {}
+        self._depth = 0
+        self._chosen: dict[tuple[Any, ...], torch.device] = {}
+        self._scopes = ExitStack()
+
+    def __enter__(self) -> Referee:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._scopes.enter_context(settled_by(self))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._scopes.close()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    # ── calls of PyTorch's functions ──
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.backward:
+            return self._backward(args, kwargs)
+        frame = sys._getframe(1)
+        if is_hard_coded(func, args, kwargs):
+            device, func, args, kwargs = softened(func, args, kwargs)
+            self._hard_code(frame, func, device)
+        self._depth += 1
+        try:
+            result = func(*args, **kwargs)
+        except MixedDevicesError as error:
+            result = self._go_on(_Met(error, func, args, kwargs, frame))
+        finally:
+            self._depth -= 1
+        self._mark(result, frame, args)
+        return result
+
+    def _backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run backward with the referee watching: model code runs in it, too."""
+        names = ("gradient", "retain_graph", "create_graph", "inputs")
+        given = {**dict(zip(names, args[1:], strict=False)), **kwargs}
+        with self:
+            torch.autograd.backward(
+                args[0],
+                given.get("gradient"),
+                given.get("retain_graph"),
+                bool(given.get("create_graph")),
+                inputs=given.get("inputs"),
+            )
+
+    def _mark(self, result: Any, frame: FrameType, args: tuple[Any, ...]) -> None:
+        """Remember on a new tensor where it was made, and which fault decided its device."""
+        for tensor in result if type(result) in (tuple, list) else (result,):
+            if not isinstance(tensor, torch.Tensor) or _SPOT in (own := vars(tensor)):
+                continue
+            if is_own_code(frame.f_code) and args and isinstance(args[0], torch.Tensor):
+                # A mover's copy is the same thing in another place.
+                if _SPOT in vars(args[0]):
+                    own[_SPOT] = vars(args[0])[_SPOT]
+                continue
+            caller = model_frame(frame)
+            if caller is not None:
+                own[_SPOT] = spot_of(caller)
+            if self.findings:
+                cause = _cause(args, tensor.device)
+                if cause is not None:
+                    own[_CAUSE] = cause
+
+    # ── faults ──
+
+    def _go_on(self, met: _Met) -> Any:
+        tensors = list(_tensors((*met.args,), met.kwargs))
+        target = self._target(met, [tensor for _, tensor in tensors])
+        moved = {id(tensor) for _, tensor in tensors if _must_move(tensor, target)}
+        if not moved:
+            # What mixes isn't among the arguments of the call.
+            return self._settled(met)
+        finding = self._record(met, tensors, moved, target)
+        args, kwargs = _moved((met.args, met.kwargs), moved, target)
+        try:
+            result = met.func(*args, **kwargs)
+        except MixedDevicesError:
+            result = self._settled(_Met(met.error, met.func, args, kwargs, met.frame))
+        _blame(result, finding)
+        return result
+
+    def _settled(self, met: _Met) -> Any:
+        """Call again, and settle each operation inside."""
+        depth, self._depth = self._depth, 0
+        try:
+            return met.func(*met.args, **met.kwargs)
+        finally:
+            self._depth = depth
+
+    def settle(
+        self, error: MixedDevicesError, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Settle an ATen operation that no call in Python surrounds (see `virtual.settled_by`)."""
+        if self._depth:
+            raise error
+        met = _Met(error, error.func, args, kwargs, sys._getframe(1))
+        tensors = list(_tensors(args, kwargs))
+        target = self._target(met, [tensor for _, tensor in tensors])
+        if target.type == "cpu":
+            target = next(t.device for _, t in tensors if t.device.type != "cpu")
+        moved = {id(tensor) for _, tensor in tensors if _must_move(tensor, target)}
+        self._record(met, tensors, moved, target)
+        with settled_by(None):
+            args, kwargs = _moved((args, kwargs), moved, target)
+        return args, kwargs
+
+    def _target(self, met: _Met, tensors: list[torch.Tensor]) -> torch.device:
+        """Where an operation runs whose tensors are on several devices."""
+        error = met.error
+        if error.written is not None:
+            return error.written.device
+        name = error.func._schema.name.removeprefix("aten::")
+        if name in _TWINS and tensors and tensors[0].device.type != "cpu":
+            return tensors[0].device
+        devices = {tensor.device for tensor in tensors}
+        caller = model_frame(met.frame)
+        key = (spot_of(caller) if caller else None, frozenset(devices))
+        if torch._C._current_graph_task_id() != -1 and key in self._chosen:
+            # A checkpointed region computes again what it computed, where it did.
+            return self._chosen[key]
+        target = self.stage
+        if target is None or target not in devices:
+            gpu = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+            largest = max(gpu or tensors, key=lambda tensor: tensor.numel() * tensor.element_size())
+            target = largest.device
+        self._chosen[key] = target
+        return target
+
+    def _record(
+        self,
+        met: _Met,
+        tensors: list[tuple[tuple[int | str, ...], torch.Tensor]],
+        moved: set[int],
+        target: torch.device,
+    ) -> Finding:
+        caller = model_frame(met.frame)
+        where = self.names.device(target)
+        devices = frozenset(self.names.device(tensor.device) for _, tensor in tensors)
+        key = (spot_of(caller) if caller else None, met.op)
+        finding = self.findings.get(key)
+        if finding is None:
+            finding = self.findings[key] = self._finding(met, caller, tensors, (moved, where))
+            cause = _reason(tensors, moved, where, met.error.written, devices)
+            if cause is not None and cause is not finding:
+                finding.cause = cause
+                cause.followups.append(finding)
+        finding.count += 1
+        finding.modules[self.names.module_of(caller)] = None
+        return finding
+
+    def _finding(
+        self,
+        met: _Met,
+        caller: FrameType | None,
+        tensors: list[tuple[tuple[int | str, ...], torch.Tensor]],
+        decided: tuple[set[int], str],
+    ) -> Finding:
+        moved, target = decided
+        operands = self._operands(met, caller, _few(tensors, moved), moved)
+        hard = any(each.moved and self._is_hard_coded(each) for each in operands)
+        kind: Kind = "in-place" if met.error.written is not None else "mixed-devices"
+        return Finding(
+            kind="hard-coded-device" if hard else kind,
+            effect="raises",
+            op=met.op,
+            operands=operands,
+            target=target,
+            place=Place(file="", line=0) if caller is None else place_of(spot_of(caller)),
+            message=self.names.renamed(str(met.error)),
+            path=tuple(self.names.path(caller)),
+            phase=self.phase,
+        )
+
+    def _operands(
+        self,
+        met: _Met,
+        caller: FrameType | None,
+        tensors: list[tuple[tuple[int | str, ...], torch.Tensor]],
+        moved: set[int],
+    ) -> tuple[Operand, ...]:
+        direct = _is_direct(met.frame)
+        expressions = None if caller is None else Expressions(caller, direct=direct)
+        found = []
+        for path, tensor in tensors:
+            written = expressions and expressions.of(tensor, path, met.is_method)
+            found.append(
+                Operand(
+                    argument="".join([str(path[0]), *(f"[{step}]" for step in path[1:])]),
+                    expression=written.text if written else "",
+                    place=written.place if written else None,
+                    device=self.names.device(tensor.device),
+                    shape=tuple(tensor.shape),
+                    dtype=str(tensor.dtype).removeprefix("torch."),
+                    num_bytes=tensor.numel() * tensor.element_size(),
+                    moved=id(tensor) in moved,
+                    origin=self.origin(tensor),
+                )
+            )
+        return tuple(found)
+
+    def origin(self, tensor: torch.Tensor) -> Origin | None:
+        """Where a tensor comes from, as far as that was seen."""
+        named = self.names.tensor(tensor)
+        if named is not None:
+            return named
+        spot = vars(tensor).get(_SPOT)
+        return None if spot is None else Origin(kind="operation", place=place_of(spot))
+
+    # ── hard-coded devices ──
+
+    def _hard_code(self, frame: FrameType, func: Callable[..., Any], device: str) -> None:
+        caller = model_frame(frame)
+        if caller is not None:
+            spot = spot_of(caller)
+            _, _, count = self.hard_coded.get(spot, ("", "", 0))
+            self.hard_coded[spot] = (_op_name(func), device, count + 1)
+
+    def _is_hard_coded(self, operand: Operand) -> bool:
+        place = operand.origin.place if operand.origin is not None else None
+        return place is not None and any(place_of(spot) == place for spot in self.hard_coded)
+
+
+class _Met:
+    """A call that mixes devices."""
+
+    def __init__(
+        self,
+        error: MixedDevicesError,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: FrameType,
+    ) -> None:
+        self.error = error
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.frame = frame
+        full = _op_name(func)
+        self.is_method = full.startswith(_METHOD)
+        self.op = full.removeprefix("torch.") if self.is_method else full
+
+
+def _op_name(func: Any) -> str:
+    return resolve_name(func) or getattr(func, "__qualname__", None) or str(func)
+
+
+def _is_direct(frame: FrameType) -> bool:
+    """Whether model code calls the function itself, not by way of a module of PyTorch's."""
+    # Functions in Python pass their arguments on as they are to whoever overrides them.
+    inner: FrameType | None = frame
+    if inner is not None and inner.f_code.co_name == "handle_torch_function":
+        inner = inner.f_back and inner.f_back.f_back
+    return inner is not None and is_model_code(inner.f_code)
+
+
+def _tensors(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[tuple[int | str, ...], torch.Tensor]]:
+    for index, value in enumerate(args):
+        yield from _within((index,), value)
+    for name, value in kwargs.items():
+        yield from _within((name,), value)
+
+
+def _within(
+    path: tuple[int | str, ...], value: Any
+) -> Iterator[tuple[tuple[int | str, ...], torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _within((*path, index), item)
+
+
+def _must_move(tensor: torch.Tensor, target: torch.device) -> bool:
+    return tensor.device != target and not (tensor.dim() == 0 and tensor.device.type == "cpu")
+
+
+def _moved(value: Any, moved: set[int], target: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(target) if id(value) in moved else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_moved(item, moved, target) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(item, moved, target) for item in value)
+    if type(value) is dict:
+        return {key: _moved(item, moved, target) for key, item in value.items()}
+    return value
+
+
+def _few(
+    tensors: list[tuple[tuple[int | str, ...], torch.Tensor]], moved: set[int]
+) -> list[tuple[tuple[int | str, ...], torch.Tensor]]:
+    """Not forty caches: the first of those that move, and of those that stay."""
+    if len(tensors) <= _MOST_OPERANDS:
+        return tensors
+    half = _MOST_OPERANDS // 2
+    go = [each for each in tensors if id(each[1]) in moved][:half]
+    stay = [each for each in tensors if id(each[1]) not in moved][:half]
+    chosen = {id(tensor) for _, tensor in (*go, *stay)}
+    return [each for each in tensors if id(each[1]) in chosen]
+
+
+# ── which fault decided a tensor's device ──
+
+
+def _cause(args: Any, device: torch.device) -> Finding | None:
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            found: Finding | None = vars(value).get(_CAUSE)
+            if found is not None and value.device == device:
+                return found
+        elif isinstance(value, (list, tuple)):
+            found = _cause(value, device)
+            if found is not None:
+                return found
+    return None
+
+
+def _reason(
+    tensors: list[tuple[tuple[int | str, ...], torch.Tensor]],
+    moved: set[int],
+    target: str,
+    written: torch.Tensor | None,
+    devices: frozenset[str],
+) -> Finding | None:
+    """The earlier fault without which this one would not be."""
+    for _, tensor in tensors:
+        cause: Finding | None = vars(tensor).get(_CAUSE)
+        if cause is None:
+            continue
+        if id(tensor) in moved and target in cause.devices:
+            return cause
+        if tensor is written and cause.devices & devices - {target}:
+            return cause
+    return None
+
+
+def _blame(result: Any, finding: Finding) -> None:
+    for tensor in result if isinstance(result, (tuple, list)) else (result,):
+        if isinstance(tensor, torch.Tensor):
+            vars(tensor)[_CAUSE] = finding
+
+
+def acquit(value: Any) -> None:
+    """Forget which fault decided the device of a placed module's results: the module did."""
+    for tensor in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(tensor, torch.Tensor):
+            vars(tensor).pop(_CAUSE, None)
+
+
+class Names:
+    """What the report calls devices, modules and tensors.
+
+    Parameters
+    ----------
+    devices : mapping of torch.device to str
+    modules : mapping of int to str
+        By identity.
+    tensors : mapping of int to (kind, name, tensor)
+        By identity.
+    """
+
+    def __init__(
+        self,
+        devices: Mapping[torch.device, str],
+        modules: Mapping[int, str],
+        tensors: Mapping[int, tuple[str, str, torch.Tensor]],
+    ) -> None:
+        self._devices = devices
+        self._modules = modules
+        self._tensors = tensors
+
+    def device(self, device: torch.device) -> str:
+        """A device as the placement calls it."""
+        return self._devices.get(device, str(device))
+
+    def renamed(self, message: str) -> str:
+        """A message of a virtual GPU's with the placement's devices."""
+        for device, name in self._devices.items():
+            message = message.replace(str(device), f"\0{name}\0")
+        return message.replace("\0", "").replace("wrapper_vgpu_", "wrapper_CUDA_")
+
+    def tensor(self, tensor: torch.Tensor) -> Origin | None:
+        """A parameter, buffer or attribute by its name."""
+        found = self._tensors.get(id(tensor))
+        if found is None or found[2] is not tensor:
+            return None
+        return Origin(kind=found[0], name=found[1])  # type: ignore[arg-type]
+
+    def module_of(self, frame: FrameType | None) -> str:
+        """The innermost module whose method is running."""
+        while frame is not None:
+            name = self._module(frame)
+            if name is not None:
+                return name
+            frame = frame.f_back
+        return ""
+
+    def path(self, frame: FrameType | None) -> Iterator[Call]:
+        """The calls in model code from the model's top to a frame."""
+        frames = []
+        while frame is not None:
+            frames.append(frame)
+            frame = frame.f_back
+        tops = [at for at, each in enumerate(frames) if self._module(each) is not None]
+        module = ""
+        for each in reversed(frames[: max(tops, default=0) + 1]):
+            own = self._module(each)
+            module = module if own is None else own
+            if is_model_code(each.f_code):
+                yield Call(place=place_of(spot_of(each)), module=module)
+
+    def _module(self, frame: FrameType) -> str | None:
+        if not frame.f_code.co_varnames or frame.f_code.co_argcount == 0:
+            return None
+        first = frame.f_locals.get(frame.f_code.co_varnames[0])
+        return self._modules.get(id(first)) if isinstance(first, nn.Module) else None

@@ -1,0 +1,208 @@
+"""Runs a subject as its users would: a call, or prompt and decode steps, or loss and backward."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UsageError
+from ..tracing import Stepper
+from .subject import Subject
+
+DECODE_STEPS = 2
+_IGNORED = -100
+_CACHES = ("past_key_values", "cache_params", "presents", "kv_cache", "kv_caches", "cache")
+
+
+class Steps:
+    """Hears which step begins, and which tensors are inputs, caches and gradients."""
+
+    def begin(self, phase: str) -> None:
+        """A step of this phase begins."""
+
+    def mark(self, kind: str, tensors: Any) -> None:
+        """The memory of these tensors is of this kind."""
+
+
+def run(subject: Subject, device: torch.device, steps: Steps) -> Any:
+    """Run a subject whose model lies on its devices.
+
+    Parameters
+    ----------
+    subject : Subject
+    device : torch.device
+        Where inputs start: that of the module that runs first.
+    steps : Steps
+
+    Returns
+    -------
+    object
+        What the last call returned; the loss where there is one.
+    """
+    model, given = subject.model, subject.inputs
+    if callable(given) and not isinstance(given, Mapping):
+        steps.begin("forward")
+        with torch.set_grad_enabled(subject.train):
+            return given(model)
+    if given is not None:
+        args, kwargs = (), dict(given) if isinstance(given, Mapping) else {}
+        args = () if isinstance(given, Mapping) else tuple(given)
+        args, kwargs = (_on(args, device), _on(kwargs, device))
+        steps.mark("inputs", tensors_in((args, kwargs)))
+        call = lambda: model(*args, **kwargs)  # noqa: E731
+        return _train(call, steps) if subject.train else _infer(model, call, kwargs, steps)
+    if not hasattr(model, "prepare_inputs_for_generation"):
+        raise UsageError(
+            f"{type(model).__name__} is no generating model of transformers",
+            hint="give example inputs as well: check(model, placement, inputs=(x,))",
+        )
+    if subject.train:
+        inputs = _training_inputs(subject, device)
+        steps.mark("inputs", inputs.values())
+        return _train(lambda: model(**inputs), steps)
+    return _generate(subject, device, steps)
+
+
+def _train(call: Callable[[], Any], steps: Steps) -> torch.Tensor:
+    """Forward, loss and backward."""
+    steps.begin("forward")
+    with torch.enable_grad():
+        outputs = call()
+        loss = loss_of(outputs)
+        steps.begin("backward")
+        loss.backward()
+    return loss
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The loss in what a model returned, or, where there is none, a sum to send back."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs if outputs.dim() == 0 else outputs.float().sum()
+    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if isinstance(found, torch.Tensor):
+        return found if found.dim() == 0 else found.float().sum()
+    for tensor in tensors_in(outputs):
+        if tensor.requires_grad:
+            return tensor if tensor.dim() == 0 else tensor.float().sum()
+    raise UsageError(
+        "the model returned nothing that has a gradient",
+        hint="give inputs with labels, or check without training",
+    )
+
+
+def _infer(model: nn.Module, call: Callable[[], Any], kwargs: dict[str, Any], steps: Steps) -> Any:
+    """One call, a second one (what is made on first use is there then), and one over the cache."""
+    with torch.no_grad():
+        steps.begin("forward")
+        outputs = call()
+        again = _decode_arguments(model, outputs, kwargs)
+        steps.begin("forward")
+        outputs = call()
+        if again:
+            steps.begin("decode")
+            model(**again)
+    return outputs
+
+
+def _decode_arguments(
+    model: nn.Module, outputs: Any, kwargs: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The arguments of a call with one token more, where a cache was returned and is taken."""
+    accepted = inspect.signature(model.forward).parameters
+    for name in _CACHES:
+        cache = outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+        ids = kwargs.get("input_ids")
+        if cache is None or name not in accepted or not isinstance(ids, torch.Tensor):
+            continue
+        return {
+            **{key: v for key, v in kwargs.items() if key == "use_cache"},
+            "input_ids": ids[:, -1:],
+            name: cache,
+        }
+    return None
+
+
+def _training_inputs(subject: Subject, device: torch.device) -> dict[str, Any]:
+    work = subject.workload
+    shape = (work.batch, work.prompt_tokens)
+    ids = torch.ones(shape, dtype=torch.long, device=device)
+    accepted = inspect.signature(subject.model.forward).parameters
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if "labels" in accepted or "kwargs" in accepted:
+        inputs["labels"] = ids.clone()
+    if getattr(getattr(subject.model, "config", None), "is_encoder_decoder", False):
+        inputs.pop("attention_mask")
+    elif "attention_mask" not in accepted:
+        del inputs["attention_mask"]
+    return {**inputs, **({"use_cache": False} if "use_cache" in accepted else {})}
+
+
+def _generate(subject: Subject, device: torch.device, steps: Steps) -> Any:
+    """The prompt, the first decode steps, and the last ones at the end of the context."""
+    work = subject.workload
+    with torch.no_grad():
+        model: Any = subject.model
+        stepper = Stepper(model, work.batch, device)
+
+        def step(phase: str, tokens: int) -> None:
+            steps.begin(phase)
+            stepper.step(tokens)
+            steps.mark("cache", tensors_in(_held(stepper.cache)))
+
+        for query, _ in work.chunks():
+            step("prefill", query)
+        left = work.new_tokens - 1
+        for _ in range(min(left, DECODE_STEPS)):
+            step("decode", 1)
+        skipped = left - 2 * DECODE_STEPS
+        if skipped > 0:
+            stepper.lengthen(skipped)
+            steps.mark("cache", tensors_in(_held(stepper.cache)))
+        for _ in range(min(max(left - DECODE_STEPS, 0), DECODE_STEPS)):
+            step("decode", 1)
+    return None
+
+
+def _held(cache: Any) -> Any:
+    """The tensors of a cache: of its layers, or its own."""
+    layers = getattr(cache, "layers", None)
+    if layers is not None:
+        return [vars(layer) for layer in layers]
+    return vars(cache) if hasattr(cache, "__dict__") else cache
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested lists, tuples, mappings and objects of transformers' outputs."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    """The value with every tensor in it on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device).requires_grad_(value.requires_grad)
+    if isinstance(value, Mapping):
+        return {key: _on(item, device) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_on(item, device) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on(item, device) for item in value)
+    return value
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Run compiled functions and modules as the Python code that they were compiled from."""
+    with torch.compiler.set_stance("force_eager"):
+        yield

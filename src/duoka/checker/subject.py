@@ -1,0 +1,200 @@
+"""What is checked: a model, where its modules are, and what it is asked to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..dispatching import is_callable, tensor_names
+from ..errors import Faults
+from ..workload import Workload
+
+Entries = tuple[tuple[str, str], ...]
+
+_NEAREST = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Subject:
+    """A model on a placement.
+
+    Parameters
+    ----------
+    model : nn.Module
+    name : str
+        What the report calls it.
+    entries : tuple of (str, str)
+        Modules (or single tensors) and their devices; a longer name overrides a shorter one.
+    budgets : mapping of str to int
+        Bytes by device, where somebody said them.
+    completeness : Faults
+        What is wrong with the map that the entries come from.
+    inputs : mapping, tuple or callable, optional
+        The arguments of one call, or what runs the model: called with it. Without, the model is
+        one that generates, and does the workload.
+    workload : Workload
+    images : tuple of (int, int)
+        Width and height of the pictures in the prompt.
+    train : bool
+        Run the loss and backward instead of generating.
+    """
+
+    model: nn.Module
+    name: str
+    entries: Entries
+    budgets: Mapping[str, int] = field(default_factory=dict)
+    completeness: Faults = field(default_factory=Faults)
+    inputs: Mapping[str, Any] | tuple[Any, ...] | Callable[[nn.Module], Any] | None = None
+    workload: Workload = field(default_factory=Workload)
+    images: tuple[tuple[int, int], ...] = ()
+    train: bool = False
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices of the entries, in their order."""
+        return tuple(dict.fromkeys(device for _, device in self.entries))
+
+
+def read_entries(device_map: Mapping[Any, Any]) -> Entries:
+    """A map as people write it: devices are names, numbers of GPUs or stages, or torch's own."""
+    return tuple((str(name), device_name(device)) for name, device in device_map.items())
+
+
+def device_name(device: object) -> str:
+    """A device by its name: an int is that GPU's or stage's number."""
+    if isinstance(device, int) and not isinstance(device, bool):
+        return f"cuda:{device}"
+    text = str(device)
+    if text.isdecimal():
+        return f"cuda:{text}"
+    return "cuda:0" if text == "cuda" else text
+
+
+def complete(model: nn.Module, entries: Entries) -> tuple[Entries, Faults]:
+    """What a map misses and invents, and the map with every tensor in it.
+
+    What has no entry goes to the device of the tensor before it, in the order of registration.
+    """
+    names = [name for name, _ in tensor_names(model)]
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    known = {*names, *modules}
+    unknown = tuple(entry for entry, _ in entries if entry not in known)
+    given = {entry: device for entry, device in entries if entry in known}
+    missing = tuple(name for name in names if device_of(name, given) is None)
+    doubled = tuple(_contradicted(model, given))
+    completed = dict(given)
+    last = next(iter(given.values()), "cuda:0")
+    for name in names:
+        found = device_of(name, given)
+        if found is None:
+            completed[name] = last
+        else:
+            last = found
+    if not (missing or unknown or doubled):
+        return entries, Faults()
+    near = {name: tuple(get_close_matches(name, modules, n=_NEAREST)) for name in unknown}
+    faults = Faults(
+        missing=missing,
+        unknown=unknown,
+        doubled=doubled,
+        nearest={name: found for name, found in near.items() if found},
+        completed=completed,
+    )
+    return tuple(completed.items()), faults
+
+
+def _contradicted(model: nn.Module, given: Mapping[str, str]) -> Iterator[str]:
+    """Tied tensors whose names have several devices."""
+    by_tensor: dict[int, dict[str, str | None]] = {}
+    for name, tensor in tensor_names(model):
+        by_tensor.setdefault(id(tensor), {})[name] = device_of(name, given)
+    for named in by_tensor.values():
+        if len({device for device in named.values() if device is not None}) > 1:
+            yield from named
+
+
+def device_of(name: str, entries: Mapping[str, str]) -> str | None:
+    """The device of a module or tensor: the longest name that contains it decides."""
+    while True:
+        if name in entries:
+            return entries[name]
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+
+
+def tensor_devices(model: nn.Module, entries: Entries) -> dict[str, str]:
+    """The device of every parameter and buffer, entry by entry of the map."""
+    given = dict(entries)
+    ranks = {entry: rank for rank, entry in enumerate(given)}
+    found = []
+    for name, _ in tensor_names(model):
+        entry = name
+        while entry not in given:
+            entry = entry.rpartition(".")[0]
+        found.append((ranks[entry], name, given[entry]))
+    return {name: device for _, name, device in sorted(found, key=lambda each: each[0])}
+
+
+def placed_modules(model: nn.Module, entries: Entries) -> dict[nn.Module, str]:
+    """The modules that a map places: those that it names, or, of a mere container, its parts."""
+    given = dict(entries)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    placed: dict[nn.Module, str] = {}
+    for name, device in given.items():
+        if name in modules:
+            for module in _called(modules[name], name, given):
+                placed.setdefault(module, device)
+    return placed
+
+
+def _called(module: nn.Module, name: str, given: Mapping[str, str]) -> Iterator[nn.Module]:
+    if is_callable(module):
+        yield module
+        return
+    for child_name, child in module.named_children():
+        inner = f"{name}.{child_name}" if name else child_name
+        if inner not in given:
+            yield from _called(child, inner, given)
+
+
+def module_names(model: nn.Module) -> dict[int, str]:
+    """Every module's first name, by identity."""
+    return {id(module): name for name, module in model.named_modules()}
+
+
+def named_tensors(model: nn.Module) -> dict[int, tuple[str, str, torch.Tensor]]:
+    """Parameters, buffers and tensors kept as plain attributes: kind, name and tensor, by id."""
+    found: dict[int, tuple[str, str, torch.Tensor]] = {}
+    for kind, pairs in (
+        ("parameter", model.named_parameters(remove_duplicate=False)),
+        ("buffer", model.named_buffers(remove_duplicate=False)),
+    ):
+        for name, tensor in pairs:
+            found.setdefault(id(tensor), (kind, name, tensor))
+    for prefix, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute in ("_parameters", "_buffers", "_modules"):
+                continue
+            for suffix, tensor in _tensors_of(value):
+                name = ".".join(filter(None, (prefix, attribute))) + suffix
+                found.setdefault(id(tensor), ("attribute", name, tensor))
+    return found
+
+
+def _tensors_of(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield "", value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if isinstance(item, torch.Tensor):
+                yield f"[{key!r}]", item
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for index, item in enumerate(value):
+            if isinstance(item, torch.Tensor):
+                yield f"[{index}]", item
