@@ -1,0 +1,315 @@
+"""A SARIF log has the form that version 2.1.0 of the specification gives it.
+
+`SCHEMA` says, in our own words and for the objects that duoka writes, what the specification's
+sections demand: which properties there are, which must be there, and of what type they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+from urllib.parse import unquote, urlsplit
+
+import jsonschema
+import pytest
+from reports import bad_report, cache_fault, good_report, loss_fault, table_fault, write_model
+
+from duoka import sarif
+from duoka.errors import Faults
+from duoka.report import Fault, Kind, Place, Report
+
+Json = dict[str, Any]
+TEXT = {"type": "string", "minLength": 1}
+
+
+def form(required: tuple[str, ...] = (), **properties: Any) -> Json:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+def several(items: Json, least: int = 0) -> Json:
+    return {"type": "array", "items": items, "minItems": least}
+
+
+def positive(name: str) -> Json:
+    return {"description": name, "type": "integer", "minimum": 1}
+
+
+def definition(name: str) -> Json:
+    return {"$ref": f"#/$defs/{name}"}
+
+
+LEVEL = {"enum": ["none", "note", "warning", "error"]}  # §3.27.10, §3.58.6
+SCHEMA: Json = {
+    # §3.13 sarifLog
+    **form(
+        ("version", "runs"),
+        **{"$schema": TEXT},
+        version={"const": "2.1.0"},
+        runs=several(definition("run")),
+    ),
+    "$defs": {
+        # §3.14
+        "run": form(
+            ("tool",),
+            tool=form(("driver",), driver=definition("component")),  # §3.18
+            invocations=several(definition("invocation")),
+            originalUriBaseIds={
+                "type": "object",
+                "additionalProperties": form(uri=TEXT, description=definition("message")),
+            },
+            columnKind={"enum": ["utf16CodeUnits", "unicodeCodePoints"]},
+            results=several(definition("result")),
+        ),
+        # §3.19 toolComponent
+        "component": form(
+            ("name",),
+            name=TEXT,
+            version=TEXT,
+            semanticVersion={"type": "string", "pattern": r"^\d+\.\d+\.\d+"},
+            rules={**several(definition("rule")), "uniqueItems": True},
+        ),
+        # §3.49 reportingDescriptor, §3.12 multiformatMessageString
+        "rule": form(
+            ("id",),
+            id=TEXT,
+            name=TEXT,
+            **{
+                name: form(("text",), text=TEXT)
+                for name in ("shortDescription", "fullDescription", "help")
+            },
+        ),
+        # §3.11
+        "message": form(("text",), text=TEXT),
+        # §3.20
+        "invocation": form(
+            ("executionSuccessful",),
+            executionSuccessful={"type": "boolean"},
+            toolConfigurationNotifications=several(definition("notification")),
+            toolExecutionNotifications=several(definition("notification")),
+        ),
+        # §3.58
+        "notification": form(
+            ("message",),
+            level=LEVEL,
+            message=definition("message"),
+            locations=several(definition("location")),
+        ),
+        # §3.27
+        "result": form(
+            ("message",),
+            ruleId=TEXT,
+            ruleIndex={"type": "integer", "minimum": 0},
+            level=LEVEL,
+            message=definition("message"),
+            locations=several(definition("location")),
+            relatedLocations={**several(definition("location")), "uniqueItems": True},
+            codeFlows=several(
+                # §3.36 codeFlow, §3.37 threadFlow, §3.38 threadFlowLocation
+                form(
+                    ("threadFlows",),
+                    threadFlows=several(
+                        form(
+                            ("locations",),
+                            locations=several(form(location=definition("location")), 1),
+                        ),
+                        1,
+                    ),
+                )
+            ),
+            partialFingerprints={"type": "object", "additionalProperties": TEXT},
+            occurrenceCount=positive("§3.27.8"),
+        ),
+        # §3.28
+        "location": form(
+            id={"type": "integer", "minimum": 0},
+            physicalLocation=definition("physical"),
+            logicalLocations=several(form(fullyQualifiedName=TEXT, kind=TEXT)),  # §3.33
+            message=definition("message"),
+        ),
+        # §3.29 physicalLocation, §3.4 artifactLocation, §3.30 region
+        "physical": form(
+            ("artifactLocation",),
+            artifactLocation=form(("uri",), uri=TEXT, uriBaseId=TEXT),
+            region=form(
+                ("startLine",),
+                **{
+                    name: positive(name)
+                    for name in ("startLine", "startColumn", "endLine", "endColumn")
+                },
+            ),
+        ),
+    },
+}
+
+
+def log_of(report: Report, root: Path) -> Json:
+    log: Json = json.loads(sarif.dumps(report, root))
+    jsonschema.Draft202012Validator(SCHEMA).validate(log)
+    return log
+
+
+def run_of(report: Report, root: Path) -> Json:
+    run: Json = log_of(report, root)["runs"][0]
+    return run
+
+
+def result_of(fault: Fault, root: Path) -> Json:
+    [result] = run_of(Report(model="m", devices=("cuda:0",), faults=(fault,)), root)["results"]
+    found: Json = result
+    return found
+
+
+def locations(value: Any) -> Iterator[Json]:
+    """Every physical location in a log."""
+    if isinstance(value, dict):
+        if "artifactLocation" in value:
+            yield value
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from locations(item)
+
+
+@pytest.mark.parametrize("make", [bad_report, good_report])
+def test_the_form(make: Any, tmp_path: Path) -> None:
+    log_of(make(tmp_path), tmp_path)
+    log_of(make(tmp_path), tmp_path / "elsewhere")
+
+
+def test_nothing_wrong_is_no_result(tmp_path: Path) -> None:
+    run = run_of(good_report(tmp_path), tmp_path)
+    assert run["results"] == []
+    assert run["invocations"] == [{"executionSuccessful": True}]
+
+
+def test_every_kind_of_fault_has_a_rule(tmp_path: Path) -> None:
+    fault = table_fault(write_model(tmp_path))
+    rules = run_of(good_report(tmp_path), tmp_path)["tool"]["driver"]["rules"]
+    for kind in get_args(Kind):
+        result = result_of(replace(fault, kind=kind), tmp_path)
+        assert result["ruleId"] == kind == rules[result["ruleIndex"]]["id"]
+
+
+def test_levels_and_what_has_no_line(tmp_path: Path) -> None:
+    run = run_of(bad_report(tmp_path), tmp_path)
+    found = [(result["ruleId"], result["level"]) for result in run["results"]]
+    assert found == [
+        ("mixed-devices", "error"),
+        ("mixed-devices", "error"),
+        ("gathered-cache", "warning"),
+        ("memory", "error"),
+    ]
+    [invocation] = run["invocations"]
+    assert invocation["executionSuccessful"] is False
+    [incomplete] = invocation["toolConfigurationNotifications"]
+    assert "encoder.layers.27.weight" in incomplete["message"]["text"]
+    [stopped] = invocation["toolExecutionNotifications"]
+    assert "NoneType" in stopped["message"]["text"]
+    assert stopped["locations"]
+
+
+def test_regions_hold_the_expression(tmp_path: Path) -> None:
+    file = write_model(tmp_path)
+    lines = file.read_text(encoding="utf-8").splitlines()
+    for fault in (cache_fault(file), loss_fault(file), table_fault(file)):
+        region = result_of(fault, tmp_path)["locations"][0]["physicalLocation"]["region"]
+        line = lines[region["startLine"] - 1]
+        # §3.30.5 to 3.30.8: from 1 on, and the end is behind the last character.
+        assert line[region["startColumn"] - 1 : region["endColumn"] - 1] == fault.source
+
+
+def test_files_under_the_root_are_relative(tmp_path: Path) -> None:
+    folder = tmp_path / "a b#é"
+    folder.mkdir()
+    log = log_of(bad_report(folder), tmp_path)
+    found = [each["artifactLocation"] for each in locations(log)]
+    assert found
+    # §3.4.3: a relative reference; §3.10.1: characters that a URI doesn't have are encoded.
+    assert {each["uri"] for each in found} == {"a%20b%23%C3%A9/modeling_tiny.py"}
+    assert {each["uriBaseId"] for each in found} == {"%SRCROOT%"}
+    assert str(tmp_path) not in json.dumps(log)
+
+
+def test_other_files_are_absolute(tmp_path: Path) -> None:
+    log = log_of(bad_report(tmp_path), tmp_path / "elsewhere")
+    for each in locations(log):
+        parts = urlsplit(each["artifactLocation"]["uri"])
+        assert parts.scheme == "file"
+        assert Path(unquote(parts.path)) == tmp_path / "modeling_tiny.py"
+        assert "uriBaseId" not in each["artifactLocation"]
+
+
+def test_a_line_alone_has_no_columns(tmp_path: Path) -> None:
+    fault = replace(table_fault(write_model(tmp_path)), place=Place(file="x.py", line=3))
+    region = result_of(fault, tmp_path)["locations"][0]["physicalLocation"]["region"]
+    assert region == {"startLine": 3}
+
+
+def test_messages_link_to_related_locations(tmp_path: Path) -> None:
+    result = result_of(cache_fault(write_model(tmp_path)), tmp_path)
+    assert [each["id"] for each in result["relatedLocations"]] == [1, 2]
+    text = result["message"]["text"]
+    assert "torch.cat of tensors on cuda:0 and cuda:1" in text
+    assert "Expected all tensors to be on the same device" in text
+    assert "[caches on cuda:0 comes from here](1)" in text
+    assert "](2)" in text
+
+
+def test_code_flows_go_from_the_top_to_the_fault(tmp_path: Path) -> None:
+    fault = cache_fault(write_model(tmp_path))
+    [flow] = result_of(fault, tmp_path)["codeFlows"]
+    [thread] = flow["threadFlows"]
+    steps = [step["location"] for step in thread["locations"]]
+    assert [step["message"]["text"] for step in steps] == ["the model", "encoder"]
+    assert steps[-1]["physicalLocation"]["region"]["startLine"] == fault.line
+
+
+def fingerprint(fault: Fault, root: Path) -> str:
+    found: str = result_of(fault, root)["partialFingerprints"]["duokaFault/v1"]
+    return found
+
+
+def test_fingerprints_stay_when_lines_move(tmp_path: Path) -> None:
+    file = write_model(tmp_path)
+    fault = table_fault(file)
+    moved = replace(fault, place=replace(fault.place, line=99, end_line=99, column=40))
+    assert fingerprint(moved, tmp_path) == fingerprint(fault, tmp_path)
+    others = [
+        replace(fault, kind="in-place"),
+        replace(fault, place=replace(fault.place, text="h + self.other")),
+        replace(fault, place=replace(fault.place, function="Decoder.forward")),
+    ]
+    assert len({fingerprint(each, tmp_path) for each in (fault, *others)}) == 4
+
+
+def test_equal_code_in_one_function_is_told_apart(tmp_path: Path) -> None:
+    fault = table_fault(write_model(tmp_path))
+    twin = replace(fault, place=replace(fault.place, line=50, end_line=50))
+    run = run_of(Report(model="m", devices=("cuda:0",), faults=(fault, twin)), tmp_path)
+    assert len({json.dumps(result["partialFingerprints"]) for result in run["results"]}) == 2
+
+
+def test_the_root_is_by_default_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    log = json.loads(sarif.dumps(bad_report(tmp_path)))
+    assert next(locations(log))["artifactLocation"]["uri"] == "modeling_tiny.py"
+
+
+def test_every_name_at_fault_is_told(tmp_path: Path) -> None:
+    found = Faults(missing=("a",), unknown=("b",), doubled=("c",), split=("d",), misplaced=("e",))
+    run = run_of(Report(model="m", devices=("cuda:0",), completeness=found), tmp_path)
+    [told] = run["invocations"][0]["toolConfigurationNotifications"]
+    assert told["message"]["text"] == (
+        "The device map is incomplete: no device for a; unknown names b; two devices for c; "
+        "cut in two d; no such device for e."
+    )
