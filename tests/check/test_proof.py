@@ -14,8 +14,8 @@ from duoka.checker import prove
 from duoka.errors import PlacementError, ProofError
 from duoka.planner import Question, solve
 
-from . import tiny
-from .tiny import MIB
+from .. import tiny
+from ..tiny import MIB
 
 LOAD = Workload(
     batch=2, prompt_tokens=601, new_tokens=30, dtype="bfloat16", prefill_chunk_tokens=300

@@ -15,7 +15,9 @@ from .. import virtual
 from ..errors import DuokaError
 from ..report import Fault, PeakMemory, Place, Report, Stop
 from .borrowing import borrowed
-from .referee import Names, Referee, acquit
+from .findings import acquit
+from .names import Names
+from .referee import Referee
 from .running import Steps, eager, run, tensors_in
 from .sources import Spot, forget_sources, is_model_code, place_of
 from .subject import (

@@ -10,19 +10,30 @@ operation itself.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from ..report import Call, Effect, Fault, Kind, Operand, Origin, Place
+from ..report import Kind, Operand, Origin, Place
 from ..virtual import MixedDevicesError, settled_by
+from .findings import (
+    CAUSE,
+    Finding,
+    Path,
+    blame,
+    cause_of,
+    few,
+    moved_to,
+    must_move,
+    reason_for,
+    tensors_of,
+)
 from .hardcoded import is_hard_coded, softened
+from .names import Names
 from .sources import (
     Expressions,
     Spot,
@@ -34,8 +45,6 @@ from .sources import (
 )
 
 _SPOT = "_duoka_spot"
-_CAUSE = "_duoka_cause"
-_MOST_OPERANDS = 8
 _METHOD = "torch.Tensor."
 
 # Out-of-place twins of writes: the result is the first operand with something put into it.
@@ -45,47 +54,6 @@ _TWINS = frozenset(
         "scatter", "scatter_add", "scatter_reduce", "slice_scatter", "select_scatter", "copy",
     }
 )  # fmt: skip
-
-
-@dataclass(slots=True, eq=False)
-class Finding:
-    """A fault in the making: the same place in forty layers is met forty times."""
-
-    kind: Kind
-    effect: Effect
-    op: str
-    operands: tuple[Operand, ...]
-    target: str
-    place: Place
-    message: str
-    path: tuple[Call, ...]
-    phase: str
-    cause: Finding | None = None
-    modules: dict[str, None] = field(default_factory=dict)
-    count: int = 0
-    followups: list[Finding] = field(default_factory=list)
-
-    @property
-    def devices(self) -> set[str]:
-        """The devices that met."""
-        return {operand.device for operand in self.operands}
-
-    def fault(self) -> Fault:
-        """The frozen form."""
-        return Fault(
-            kind=self.kind,
-            effect=self.effect,
-            op=self.op,
-            operands=self.operands,
-            target=self.target,
-            place=self.place,
-            message=self.message,
-            path=self.path,
-            phase=self.phase,
-            modules=tuple(self.modules),
-            count=self.count,
-            followups=tuple(each.fault() for each in self.followups),
-        )
 
 
 class Referee(TorchFunctionMode):
@@ -170,26 +138,26 @@ class Referee(TorchFunctionMode):
             if caller is not None:
                 own[_SPOT] = spot_of(caller)
             if self.findings:
-                cause = _cause(args, tensor.device)
+                cause = cause_of(args, tensor.device)
                 if cause is not None:
-                    own[_CAUSE] = cause
+                    own[CAUSE] = cause
 
     # ── faults ──
 
     def _go_on(self, met: _Met) -> Any:
-        tensors = list(_tensors((*met.args,), met.kwargs))
+        tensors = list(tensors_of((*met.args,), met.kwargs))
         target = self._target(met, [tensor for _, tensor in tensors])
-        moved = {id(tensor) for _, tensor in tensors if _must_move(tensor, target)}
+        moved = {id(tensor) for _, tensor in tensors if must_move(tensor, target)}
         if not moved:
             # What mixes isn't among the arguments of the call.
             return self._settled(met)
         finding = self._record(met, tensors, moved, target)
-        args, kwargs = _moved((met.args, met.kwargs), moved, target)
+        args, kwargs = moved_to((met.args, met.kwargs), moved, target)
         try:
             result = met.func(*args, **kwargs)
         except MixedDevicesError:
             result = self._settled(_Met(met.error, met.func, args, kwargs, met.frame))
-        _blame(result, finding)
+        blame(result, finding)
         return result
 
     def _settled(self, met: _Met) -> Any:
@@ -207,14 +175,14 @@ class Referee(TorchFunctionMode):
         if self._depth:
             raise error
         met = _Met(error, error.func, args, kwargs, sys._getframe(1))
-        tensors = list(_tensors(args, kwargs))
+        tensors = list(tensors_of(args, kwargs))
         target = self._target(met, [tensor for _, tensor in tensors])
         if target.type == "cpu":
             target = next(t.device for _, t in tensors if t.device.type != "cpu")
-        moved = {id(tensor) for _, tensor in tensors if _must_move(tensor, target)}
+        moved = {id(tensor) for _, tensor in tensors if must_move(tensor, target)}
         self._record(met, tensors, moved, target)
         with settled_by(None):
-            args, kwargs = _moved((args, kwargs), moved, target)
+            args, kwargs = moved_to((args, kwargs), moved, target)
         return args, kwargs
 
     def _target(self, met: _Met, tensors: list[torch.Tensor]) -> torch.device:
@@ -242,7 +210,7 @@ class Referee(TorchFunctionMode):
     def _record(
         self,
         met: _Met,
-        tensors: list[tuple[tuple[int | str, ...], torch.Tensor]],
+        tensors: list[tuple[Path, torch.Tensor]],
         moved: set[int],
         target: torch.device,
     ) -> Finding:
@@ -253,7 +221,7 @@ class Referee(TorchFunctionMode):
         finding = self.findings.get(key)
         if finding is None:
             finding = self.findings[key] = self._finding(met, caller, tensors, (moved, where))
-            cause = _reason(tensors, moved, where, met.error.written, devices)
+            cause = reason_for(tensors, moved, where, met.error.written, devices)
             if cause is not None and cause is not finding:
                 finding.cause = cause
                 cause.followups.append(finding)
@@ -265,11 +233,11 @@ class Referee(TorchFunctionMode):
         self,
         met: _Met,
         caller: FrameType | None,
-        tensors: list[tuple[tuple[int | str, ...], torch.Tensor]],
+        tensors: list[tuple[Path, torch.Tensor]],
         decided: tuple[set[int], str],
     ) -> Finding:
         moved, target = decided
-        operands = self._operands(met, caller, _few(tensors, moved), moved)
+        operands = self._operands(met, caller, few(tensors, moved), moved)
         hard = any(each.moved and self._is_hard_coded(each) for each in operands)
         kind: Kind = "in-place" if met.error.written is not None else "mixed-devices"
         return Finding(
@@ -288,7 +256,7 @@ class Referee(TorchFunctionMode):
         self,
         met: _Met,
         caller: FrameType | None,
-        tensors: list[tuple[tuple[int | str, ...], torch.Tensor]],
+        tensors: list[tuple[Path, torch.Tensor]],
         moved: set[int],
     ) -> tuple[Operand, ...]:
         direct = _is_direct(met.frame)
@@ -365,168 +333,3 @@ def _is_direct(frame: FrameType) -> bool:
     if inner is not None and inner.f_code.co_name == "handle_torch_function":
         inner = inner.f_back and inner.f_back.f_back
     return inner is not None and is_model_code(inner.f_code)
-
-
-def _tensors(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[tuple[int | str, ...], torch.Tensor]]:
-    for index, value in enumerate(args):
-        yield from _within((index,), value)
-    for name, value in kwargs.items():
-        yield from _within((name,), value)
-
-
-def _within(
-    path: tuple[int | str, ...], value: Any
-) -> Iterator[tuple[tuple[int | str, ...], torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _within((*path, index), item)
-
-
-def _must_move(tensor: torch.Tensor, target: torch.device) -> bool:
-    return tensor.device != target and not (tensor.dim() == 0 and tensor.device.type == "cpu")
-
-
-def _moved(value: Any, moved: set[int], target: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(target) if id(value) in moved else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_moved(item, moved, target) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_moved(item, moved, target) for item in value)
-    if type(value) is dict:
-        return {key: _moved(item, moved, target) for key, item in value.items()}
-    return value
-
-
-def _few(
-    tensors: list[tuple[tuple[int | str, ...], torch.Tensor]], moved: set[int]
-) -> list[tuple[tuple[int | str, ...], torch.Tensor]]:
-    """Not forty caches: the first of those that move, and of those that stay."""
-    if len(tensors) <= _MOST_OPERANDS:
-        return tensors
-    half = _MOST_OPERANDS // 2
-    go = [each for each in tensors if id(each[1]) in moved][:half]
-    stay = [each for each in tensors if id(each[1]) not in moved][:half]
-    chosen = {id(tensor) for _, tensor in (*go, *stay)}
-    return [each for each in tensors if id(each[1]) in chosen]
-
-
-# ── which fault decided a tensor's device ──
-
-
-def _cause(args: Any, device: torch.device) -> Finding | None:
-    for value in args:
-        if isinstance(value, torch.Tensor):
-            found: Finding | None = vars(value).get(_CAUSE)
-            if found is not None and value.device == device:
-                return found
-        elif isinstance(value, (list, tuple)):
-            found = _cause(value, device)
-            if found is not None:
-                return found
-    return None
-
-
-def _reason(
-    tensors: list[tuple[tuple[int | str, ...], torch.Tensor]],
-    moved: set[int],
-    target: str,
-    written: torch.Tensor | None,
-    devices: frozenset[str],
-) -> Finding | None:
-    """The earlier fault without which this one would not be."""
-    for _, tensor in tensors:
-        cause: Finding | None = vars(tensor).get(_CAUSE)
-        if cause is None:
-            continue
-        if id(tensor) in moved and target in cause.devices:
-            return cause
-        if tensor is written and cause.devices & devices - {target}:
-            return cause
-    return None
-
-
-def _blame(result: Any, finding: Finding) -> None:
-    for tensor in result if isinstance(result, (tuple, list)) else (result,):
-        if isinstance(tensor, torch.Tensor):
-            vars(tensor)[_CAUSE] = finding
-
-
-def acquit(value: Any) -> None:
-    """Forget which fault decided the device of a placed module's results: the module did."""
-    for tensor in value if isinstance(value, (tuple, list)) else (value,):
-        if isinstance(tensor, torch.Tensor):
-            vars(tensor).pop(_CAUSE, None)
-
-
-class Names:
-    """What the report calls devices, modules and tensors.
-
-    Parameters
-    ----------
-    devices : mapping of torch.device to str
-    modules : mapping of int to str
-        By identity.
-    tensors : mapping of int to (kind, name, tensor)
-        By identity.
-    """
-
-    def __init__(
-        self,
-        devices: Mapping[torch.device, str],
-        modules: Mapping[int, str],
-        tensors: Mapping[int, tuple[str, str, torch.Tensor]],
-    ) -> None:
-        self._devices = devices
-        self._modules = modules
-        self._tensors = tensors
-
-    def device(self, device: torch.device) -> str:
-        """A device as the placement calls it."""
-        return self._devices.get(device, str(device))
-
-    def renamed(self, message: str) -> str:
-        """A message of a virtual GPU's with the placement's devices."""
-        for device, name in self._devices.items():
-            message = message.replace(str(device), f"\0{name}\0")
-        return message.replace("\0", "").replace("wrapper_vgpu_", "wrapper_CUDA_")
-
-    def tensor(self, tensor: torch.Tensor) -> Origin | None:
-        """A parameter, buffer or attribute by its name."""
-        found = self._tensors.get(id(tensor))
-        if found is None or found[2] is not tensor:
-            return None
-        return Origin(kind=found[0], name=found[1])  # type: ignore[arg-type]
-
-    def module_of(self, frame: FrameType | None) -> str:
-        """The innermost module whose method is running."""
-        while frame is not None:
-            name = self._module(frame)
-            if name is not None:
-                return name
-            frame = frame.f_back
-        return ""
-
-    def path(self, frame: FrameType | None) -> Iterator[Call]:
-        """The calls in model code from the model's top to a frame."""
-        frames = []
-        while frame is not None:
-            frames.append(frame)
-            frame = frame.f_back
-        tops = [at for at, each in enumerate(frames) if self._module(each) is not None]
-        module = ""
-        for each in reversed(frames[: max(tops, default=0) + 1]):
-            own = self._module(each)
-            module = module if own is None else own
-            if is_model_code(each.f_code):
-                yield Call(place=place_of(spot_of(each)), module=module)
-
-    def _module(self, frame: FrameType) -> str | None:
-        if not frame.f_code.co_varnames or frame.f_code.co_argcount == 0:
-            return None
-        first = frame.f_locals.get(frame.f_code.co_varnames[0])
-        return self._modules.get(id(first)) if isinstance(first, nn.Module) else None

@@ -12,7 +12,7 @@ import torch
 
 from ..report import PeakMemory, Sync, Transfer
 from ..virtual import Gpu, VirtualTensor
-from .referee import Names
+from .names import Names
 from .sources import Spot, model_frame, place_of, spot_of
 
 _aten = torch.ops.aten

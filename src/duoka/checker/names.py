@@ -1,0 +1,81 @@
+"""What a report calls devices, modules and tensors, and the way to a frame from the model's top."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import FrameType
+
+import torch
+from torch import nn
+
+from ..report import Call, Origin
+from .sources import is_model_code, place_of, spot_of
+
+
+class Names:
+    """What the report calls devices, modules and tensors.
+
+    Parameters
+    ----------
+    devices : mapping of torch.device to str
+    modules : mapping of int to str
+        By identity.
+    tensors : mapping of int to (kind, name, tensor)
+        By identity.
+    """
+
+    def __init__(
+        self,
+        devices: Mapping[torch.device, str],
+        modules: Mapping[int, str],
+        tensors: Mapping[int, tuple[str, str, torch.Tensor]],
+    ) -> None:
+        self._devices = devices
+        self._modules = modules
+        self._tensors = tensors
+
+    def device(self, device: torch.device) -> str:
+        """A device as the placement calls it."""
+        return self._devices.get(device, str(device))
+
+    def renamed(self, message: str) -> str:
+        """A message of a virtual GPU's with the placement's devices."""
+        for device, name in self._devices.items():
+            message = message.replace(str(device), f"\0{name}\0")
+        return message.replace("\0", "").replace("wrapper_vgpu_", "wrapper_CUDA_")
+
+    def tensor(self, tensor: torch.Tensor) -> Origin | None:
+        """A parameter, buffer or attribute by its name."""
+        found = self._tensors.get(id(tensor))
+        if found is None or found[2] is not tensor:
+            return None
+        return Origin(kind=found[0], name=found[1])  # type: ignore[arg-type]
+
+    def module_of(self, frame: FrameType | None) -> str:
+        """The innermost module whose method is running."""
+        while frame is not None:
+            name = self._module(frame)
+            if name is not None:
+                return name
+            frame = frame.f_back
+        return ""
+
+    def path(self, frame: FrameType | None) -> Iterator[Call]:
+        """The calls in model code from the model's top to a frame."""
+        frames = []
+        while frame is not None:
+            frames.append(frame)
+            frame = frame.f_back
+        tops = [at for at, each in enumerate(frames) if self._module(each) is not None]
+        module = ""
+        for each in reversed(frames[: max(tops, default=0) + 1]):
+            own = self._module(each)
+            module = module if own is None else own
+            if is_model_code(each.f_code):
+                yield Call(place=place_of(spot_of(each)), module=module)
+
+    def _module(self, frame: FrameType) -> str | None:
+        if not frame.f_code.co_varnames or frame.f_code.co_argcount == 0:
+            return None
+        first = frame.f_locals.get(frame.f_code.co_varnames[0])
+        return self._modules.get(id(first)) if isinstance(first, nn.Module) else None
