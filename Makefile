@@ -31,10 +31,13 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-# Writes the schema of plan files anew, after a change to the dataclasses that they are made of.
+# Writes the schemas of plan files and reports anew, after a change to the dataclasses that they
+# are made of.
 schema: $(STAMP)
 	$(BIN)/python -c 'import json, duoka; print(json.dumps(duoka.Plan.schema(), indent=1))' \
 	  > src/duoka/plan.schema.json
+	$(BIN)/python -c 'import json, duoka.report as r; print(json.dumps(r.Report.schema(), indent=1))' \
+	  > src/duoka/report.schema.json
 
 clean:
 	rm -rf $(VENV)

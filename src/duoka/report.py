@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from .errors import Faults
-from .serial import to_dict
+from .serial import json_schema, to_dict
 
 VERSION = 1
 """The version of a report's JSON form."""
@@ -387,3 +387,13 @@ class Report:
     def to_json(self) -> str:
         """The JSON form as text."""
         return json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
+
+    @classmethod
+    def schema(cls) -> dict[str, Any]:
+        """The JSON Schema of the JSON form."""
+        schema = json_schema(
+            cls, title="A report of duoka", version={"const": VERSION}, ok={"type": "boolean"}
+        )
+        del schema["properties"]["subject"]
+        schema["required"].remove("subject")
+        return schema

@@ -129,6 +129,8 @@ def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         return _dataclass_schema(typing.cast(type, hint), definitions)
     if hint in _SCHEMA_TYPES:
         return {"type": _SCHEMA_TYPES[hint]}
+    if hint is Any:
+        return {}
     if origin is Literal:
         return {"enum": list(arguments)}
     if origin in (Union, types.UnionType):
