@@ -180,3 +180,13 @@ def test_the_same_memory_with_and_without_numbers() -> None:
             peaks.append((world.max_memory_allocated(0), world.max_memory_reserved(0)))
             del model
     assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize("device", [None, "vgpu:0"])
+def test_a_tensor_of_numbers_on_a_gpu(device: str | None) -> None:
+    found = torch.arange(5, device="vgpu:0")
+    made = torch.tensor([[found.max(), found[1]], [7, found.min()]], device=device)
+    assert made.tolist() == [[4, 1], [7, 0]]
+    assert made.device == torch.device(device or "cpu")
+    with pytest.raises(UnknownValueError):
+        torch.tensor([weights(3).max()], device=device)

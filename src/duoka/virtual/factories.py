@@ -113,6 +113,14 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     return run(torch.ops.aten.copy_.default, (target, source, non_blocking), {})
 
 
+def _read(tensor: torch.Tensor) -> Any:
+    """Implement ``aten::_local_scalar_dense`` for numbers that become part of a new tensor.
+
+    `torch.tensor` of a list with tensors in it reads each of them, with Python dispatch off.
+    """
+    return run(torch.ops.aten._local_scalar_dense.default, (tensor,), {})
+
+
 def _fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run what reaches the backend without passing the tensor class.
 
@@ -143,6 +151,7 @@ def install() -> None:
     aten.impl("ones", _filled("ones"), "PrivateUse1")
     aten.impl("full", _full, "PrivateUse1")
     aten.impl("copy_", _copy, "PrivateUse1")
+    aten.impl("_local_scalar_dense", _read, "PrivateUse1")
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_fallback, "PrivateUse1")
     _libraries.extend((aten, everything))
