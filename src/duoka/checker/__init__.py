@@ -6,15 +6,19 @@ that they stand in.
 """
 
 from .checking import check_subject
+from .computing import Numbers, compute, is_computable
 from .proof import Measured, prove
 from .subject import Subject, complete, device_name, read_entries
 
 __all__ = [
     "Measured",
+    "Numbers",
     "Subject",
     "check_subject",
     "complete",
+    "compute",
     "device_name",
+    "is_computable",
     "prove",
     "read_entries",
 ]

@@ -38,10 +38,10 @@ def check_subject(subject: Subject) -> Report:
     started = time.perf_counter()
     virtual.register()
     forget_sources()
-    check = _Check(subject, "meta")
+    check = Run(subject, "meta")
     report = check.report()
-    if check.needs_values and _num_bytes(subject.model) <= REAL_BYTES:
-        report = _Check(subject, "cpu").report()
+    if check.needs_values and num_bytes(subject.model) <= REAL_BYTES:
+        report = Run(subject, "cpu").report()
     report = _within_budgets(subject, report)
     return replace(report, seconds=time.perf_counter() - started, subject=subject)
 
@@ -54,14 +54,15 @@ def _within_budgets(subject: Subject, report: Report) -> Report:
     )
     unsure = [p for p in memory if p.overflows and p.allocated_bytes <= (p.budget_bytes or 0)]
     if unsure and all(p in unsure for p in memory if p.overflows) and not report.stop:
-        tight = _Check(subject, "meta", limited=True)
+        tight = Run(subject, "meta", limited=True)
         again = tight.report()
         if again.stop is None:
             memory = again.memory
     return replace(report, memory=memory)
 
 
-def _num_bytes(model: nn.Module) -> int:
+def num_bytes(model: nn.Module) -> int:
+    """The bytes of a model's parameters."""
     return sum(each.numel() * each.element_size() for each in model.parameters())
 
 
@@ -69,7 +70,7 @@ class _FirstFound(BaseException):
     """The first placed module was entered. No code of a model's catches it."""
 
 
-class _Check(Steps):
+class Run(Steps):
     """One run.
 
     Parameters
@@ -85,6 +86,7 @@ class _Check(Steps):
         self.subject = subject
         self.data = data
         self.needs_values = False
+        self.result: Any = None
         self._prefix = "vgpu" if any(d.startswith("vgpu") for d in subject.devices) else "cuda"
         numbers = [_number(name) for name in subject.devices if name != "cpu"]
         self._num_gpus = max(numbers, default=0) + 1
@@ -182,7 +184,7 @@ class _Check(Steps):
         try:
             with eager(), referee:
                 assert self._first is not None
-                run(subject, self._first, self)
+                self.result = run(subject, self._first, self)
         except DuokaError as error:
             if not isinstance(error, virtual.UnknownValueError):
                 raise
