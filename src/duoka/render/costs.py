@@ -53,14 +53,18 @@ class _Memory:
         table.add_column("device", no_wrap=True)
         for kind in (*(_HEADINGS.get(kind, kind) for kind in kinds), "allocated", "reserved"):
             table.add_column(kind, justify="right")
-        table.add_column("budget", justify="right")
+        budgets = any(peak.budget_bytes is not None for peak in self._memory)
+        if budgets:
+            table.add_column("budget", justify="right")
         for peak in self._memory:
             sizes = [peak.kinds.get(kind, 0) for kind in kinds]
             sizes += [peak.allocated_bytes, peak.reserved_bytes]
             style = "bold red" if peak.overflows else ""
             cells = [f"{size / divisor:.2f}" for size in sizes]
-            budget = "" if peak.budget_bytes is None else f"{peak.budget_bytes / divisor:.2f}"
-            table.add_row(peak.device, *cells, budget, style=style)
+            if budgets:
+                known = peak.budget_bytes
+                cells.append("" if known is None else f"{known / divisor:.2f}")
+            table.add_row(peak.device, *cells, style=style)
         yield Text.assemble(("memory at its peak", "bold"), f", in {unit}")
         yield table
 

@@ -79,10 +79,10 @@ def _named_facts(fault: Fault) -> Iterator[tuple[str, RenderableType]]:
 
 
 def _operands(fault: Fault) -> Iterator[RenderableType]:
-    """The tensors; neighbours of which the same is to be said are one."""
+    """The tensors; neighbours in a list of which the same is to be said are one."""
     for alike, group in groupby(fault.operands, key=_said):
         operands = list(group)
-        *_, device, moved = alike
+        _, origin, device, moved = alike
         text = Text(_called(operands), style="bold")
         text.append(" on ", style="not bold")
         text.append(device, style=_MOVED if moved else _KEPT)
@@ -91,28 +91,28 @@ def _operands(fault: Fault) -> Iterator[RenderableType]:
         yield text
         tensors = list(dict.fromkeys(wording.tensor(operand) for operand in operands))
         more = f" … {tensors[-1]}" if len(tensors) > 1 else ""
-        about = Text(f"{tensors[0]}{more}{' each' if len(operands) > len(tensors) else ''}")
-        if operands[0].origin is not None:
-            about.append(f"; from {wording.origin(operands[0].origin)}")
-        yield Padding(about, (0, 0, 0, 2))
+        about = f"{tensors[0]}{more}{' each' if len(operands) > len(tensors) else ''}"
+        yield Padding(Text(f"{about}; from {origin}" if origin else about), (0, 0, 0, 2))
 
 
 def _said(operand: Operand) -> tuple[str, str, str, bool]:
     """What must be equal for tensors to be told together: they stand in one list, say."""
-    listed = operand.argument.partition("[")[0] if "[" in operand.argument else operand.argument
-    origin = "" if operand.origin is None else wording.origin(operand.origin)
-    return f"{listed} {operand.expression}", origin, operand.device, operand.moved
+    name, bracket, _ = operand.argument.partition("[")
+    alone = "" if bracket else f"{operand.argument} {operand.expression}"
+    origin = operand.origin
+    # An expression that makes its tensor itself comes from nowhere else.
+    made_here = origin is None or (origin.place is not None and origin.place == operand.place)
+    told = "" if origin is None or made_here else wording.origin(origin)
+    return name + alone, told, operand.device, operand.moved
 
 
 def _called(operands: Sequence[Operand]) -> str:
-    first, last = operands[0], operands[-1]
-    name = wording.cropped(first.expression or first.argument)
-    if len(operands) > 1:
-        ends = f"{first.argument} … {last.argument}"
-        return f"{format_count(len(operands), 'tensor')} of {name} ({ends})"
-    if first.expression and "[" in first.argument:
-        return f"{name} ({first.argument})"
-    return name
+    names = [wording.cropped(each.expression or each.argument) for each in operands]
+    first, last = names[0], names[-1]
+    if len(operands) == 1:
+        return first
+    ends = f"{first} … {last}" if last != first else f"of {first}"
+    return f"{format_count(len(operands), 'tensor')} {ends}"
 
 
 def _path(path: Sequence[Call]) -> Table:
