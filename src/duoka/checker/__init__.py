@@ -8,7 +8,7 @@ that they stand in.
 from .checking import check_subject
 from .computing import Numbers, compute, is_computable
 from .proof import Measured, prove
-from .subject import Subject, complete, device_name, read_entries
+from .subject import Subject, complete, device_name, device_of, read_entries
 
 __all__ = [
     "Measured",
@@ -18,6 +18,7 @@ __all__ = [
     "complete",
     "compute",
     "device_name",
+    "device_of",
     "is_computable",
     "prove",
     "read_entries",

@@ -89,11 +89,18 @@ class _State:
     def restore(self) -> None:
         for module, attributes in self._attributes:
             _put_back(vars(module), attributes)
-        if self._swapped:
-            gc.collect()  # what the run left behind may still refer to the parameters
-        for tensor, parameter in self._swapped:
+        for tensor, _ in self._swapped:
             tensor.grad = None
-            torch.utils.swap_tensors(tensor, parameter)
+        try:
+            self._swap_back()
+        except RuntimeError:
+            gc.collect()  # what the run left behind refers to a parameter
+            self._swap_back()
+
+    def _swap_back(self) -> None:
+        while self._swapped:
+            torch.utils.swap_tensors(*self._swapped[-1])
+            self._swapped.pop()
 
 
 def _slots(model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:

@@ -15,10 +15,10 @@ from .. import virtual
 from ..errors import DuokaError
 from ..report import Fault, PeakMemory, Place, Report, Stop
 from .borrowing import borrowed
-from .findings import acquit
+from .entering import watch_entries
 from .names import Names
 from .referee import Referee
-from .running import Steps, eager, run, tensors_in
+from .running import Steps, eager, run
 from .sources import Spot, forget_sources, is_model_code, place_of
 from .subject import (
     Subject,
@@ -143,13 +143,13 @@ class Run(Steps):
     def _on_devices(self) -> Iterator[None]:
         subject = self.subject
         devices = tensor_devices(subject.model, subject.entries)
-        placed = placed_modules(subject.model, subject.entries)
-        with borrowed(
-            subject.model,
-            {name: self._device(device) for name, device in devices.items()},
-            {module: self._device(device) for module, device in placed.items()},
-        ):
+        by_name = {name: self._device(device) for name, device in devices.items()}
+        with borrowed(subject.model, by_name, self._placed()):
             yield
+
+    def _placed(self) -> dict[nn.Module, torch.device]:
+        placed = placed_modules(self.subject.model, self.subject.entries)
+        return {module: self._device(device) for module, device in placed.items()}
 
     def _find_first(self) -> torch.device:
         """The device of the module that runs first, where the inputs start."""
@@ -157,18 +157,14 @@ class Run(Steps):
         subject = self.subject
         first = self._device(subject.devices[0]) if subject.devices else torch.device("cpu")
 
-        def enter(device: torch.device) -> Any:
-            def hook(module: nn.Module, args: Any) -> None:
-                found.append(device)
-                raise _FirstFound
-
-            return hook
+        def enter(device: torch.device) -> None:
+            found.append(device)
+            raise _FirstFound
 
         with virtual.gpus([None] * self._num_gpus, data=self.data), self._on_devices():
-            placed = placed_modules(subject.model, subject.entries)
-            for module, device in placed.items():
-                if module is not subject.model:
-                    module.register_forward_pre_hook(enter(self._device(device)))
+            placed = self._placed()
+            placed.pop(subject.model, None)
+            watch_entries(placed, enter)
             # Whatever goes wrong before is told by the run that counts.
             with suppress(_FirstFound, Exception), eager(), Referee(self._names()):
                 run(subject, first, Steps())
@@ -176,11 +172,8 @@ class Run(Steps):
 
     def _run(self) -> Stop | None:
         subject, referee = self.subject, self.referee
-        placed = placed_modules(subject.model, subject.entries)
-        # The handles go with the model's attributes, which are put back.
-        for module, device in placed.items():
-            module.register_forward_pre_hook(self._entered(self._device(device)))
-            module.register_forward_hook(_left)
+        # The hooks go with the model's attributes, which are put back.
+        watch_entries(self._placed(), self._entered)
         try:
             with eager(), referee:
                 assert self._first is not None
@@ -194,20 +187,16 @@ class Run(Steps):
             return self._stop(error)
         return None
 
-    def _entered(self, device: torch.device) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            self.referee.stage = device
-
-        return hook
+    def _entered(self, device: torch.device) -> None:
+        self.referee.stage = device
 
     # ── what a run says of its steps ──
 
     def begin(self, phase: str) -> None:
         """A step begins."""
         self.referee.phase = phase
+        self.referee.gathering.step_ended()
         self.watch.begin(phase)
-        if phase == "backward":
-            self.watch.mark("gradients", ())
 
     def mark(self, kind: str, tensors: Any) -> None:
         """Some tensors are of this kind."""
@@ -242,6 +231,7 @@ class Run(Steps):
             place = place_of(spot)
             if place not in told and all(fault.place != place for fault in _flat(faults)):
                 yield _hard_coded(place, op, device, count)
+        yield from self.referee.gathering.warnings()
 
     def _notes(self) -> Iterator[str]:
         names = list(_compiled(self.subject.model))
@@ -268,10 +258,6 @@ def _hard_coded(place: Place, op: str, device: str, count: int) -> Fault:
         message=f"{device} is named in the code; it is right on this placement alone",
         count=count,
     )
-
-
-def _left(module: nn.Module, args: Any, output: Any) -> None:
-    acquit(list(tensors_in(output)))
 
 
 def _number(name: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,15 @@ class Finding:
     modules: dict[str, None] = field(default_factory=dict)
     count: int = 0
     followups: list[Finding] = field(default_factory=list)
+    at_hand: tuple[str, ...] | None = None
+
+    def met(self, module: str, at_hand: Iterable[str]) -> None:
+        """Count one more time; only what is at hand each time is at hand."""
+        self.count += 1
+        self.modules[module] = None
+        now = tuple(at_hand)
+        before = now if self.at_hand is None else self.at_hand
+        self.at_hand = tuple(name for name in before if name in now)
 
     @property
     def devices(self) -> set[str]:
@@ -57,6 +66,7 @@ class Finding:
             modules=tuple(self.modules),
             count=self.count,
             followups=tuple(each.fault() for each in self.followups),
+            at_hand=self.at_hand or (),
         )
 
 

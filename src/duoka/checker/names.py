@@ -79,3 +79,17 @@ class Names:
             return None
         first = frame.f_locals.get(frame.f_code.co_varnames[0])
         return self._modules.get(id(first)) if isinstance(first, nn.Module) else None
+
+
+def at_hand(frame: FrameType | None, device: torch.device) -> Iterator[str]:
+    """Local names, and parameters of local modules, that hold a tensor on a device."""
+    if frame is None:
+        return
+    for name, value in frame.f_locals.items():
+        if isinstance(value, torch.Tensor) and value.device == device:
+            yield name
+    for name, value in frame.f_locals.items():
+        if isinstance(value, nn.Module):
+            for inner, tensor in (*value.named_parameters(), *value.named_buffers()):
+                if inner.count(".") <= 1 and tensor.device == device:
+                    yield f"{name}.{inner}"

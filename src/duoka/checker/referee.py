@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from ..report import Kind, Operand, Origin, Place
+from ..report import Call, Kind, Operand, Origin, Place
 from ..virtual import MixedDevicesError, settled_by
 from .findings import (
     CAUSE,
@@ -32,8 +32,10 @@ from .findings import (
     reason_for,
     tensors_of,
 )
+from .gathering import MOVED_FROM, Gathering
+from .gradients import checked_gradients
 from .hardcoded import is_hard_coded, softened
-from .names import Names
+from .names import Names, at_hand
 from .sources import (
     Expressions,
     Spot,
@@ -41,6 +43,7 @@ from .sources import (
     is_own_code,
     model_frame,
     place_of,
+    returned,
     spot_of,
 )
 
@@ -75,10 +78,12 @@ class Referee(TorchFunctionMode):
         self._depth = 0
         self._chosen: dict[tuple[Any, ...], torch.device] = {}
         self._scopes = ExitStack()
+        self.gathering = Gathering(names)
 
     def __enter__(self) -> Referee:
         super().__enter__()  # type: ignore[no-untyped-call]
         self._scopes.enter_context(settled_by(self))
+        self._scopes.enter_context(checked_gradients(self._misplaced))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -108,7 +113,7 @@ class Referee(TorchFunctionMode):
             result = self._go_on(_Met(error, func, args, kwargs, frame))
         finally:
             self._depth -= 1
-        self._mark(result, frame, args)
+        self._mark(func, result, frame, args)
         return result
 
     def _backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -124,7 +129,7 @@ class Referee(TorchFunctionMode):
                 inputs=given.get("inputs"),
             )
 
-    def _mark(self, result: Any, frame: FrameType, args: tuple[Any, ...]) -> None:
+    def _mark(self, func: Any, result: Any, frame: FrameType, args: tuple[Any, ...]) -> None:
         """Remember on a new tensor where it was made, and which fault decided its device."""
         for tensor in result if type(result) in (tuple, list) else (result,):
             if not isinstance(tensor, torch.Tensor) or _SPOT in (own := vars(tensor)):
@@ -136,7 +141,11 @@ class Referee(TorchFunctionMode):
                 continue
             caller = model_frame(frame)
             if caller is not None:
-                own[_SPOT] = spot_of(caller)
+                own[_SPOT] = spot = spot_of(caller)
+                self.gathering.joined(func, args, tensor, spot)
+            source = args[0] if args else None
+            if isinstance(source, torch.Tensor) and source.device != tensor.device:
+                own[MOVED_FROM] = source.device
             if self.findings:
                 cause = cause_of(args, tensor.device)
                 if cause is not None:
@@ -225,9 +234,42 @@ class Referee(TorchFunctionMode):
             if cause is not None and cause is not finding:
                 finding.cause = cause
                 cause.followups.append(finding)
-        finding.count += 1
-        finding.modules[self.names.module_of(caller)] = None
+        finding.met(self.names.module_of(caller), at_hand(caller, target))
         return finding
+
+    def _misplaced(
+        self, function: type, index: int, gradient: torch.Tensor, expected: torch.device
+    ) -> None:
+        """Record a gradient that a custom function's backward returned on a wrong device."""
+        code = function.backward.__code__  # type: ignore[attr-defined]
+        place = returned(code, index)
+        where, got = self.names.device(expected), self.names.device(gradient.device)
+        key = (place, index)
+        if key not in self.findings:
+            self.findings[key] = Finding(
+                kind="gradient",
+                effect="raises",
+                op=f"{function.__qualname__}.backward",
+                operands=(
+                    Operand(
+                        argument=str(index),
+                        expression=place.text,
+                        place=place,
+                        device=got,
+                        shape=tuple(gradient.shape),
+                        dtype=str(gradient.dtype).removeprefix("torch."),
+                        num_bytes=gradient.numel() * gradient.element_size(),
+                        moved=True,
+                    ),
+                ),
+                target=where,
+                place=place,
+                message=f"Function {function.__name__}Backward returned an invalid gradient at "
+                f"index {index} - expected device {where} but got {got}",
+                path=(Call(place=place),),
+                phase=self.phase,
+            )
+        self.findings[key].met("", ())
 
     def _finding(
         self,

@@ -11,6 +11,7 @@ import linecache
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from dis import opname
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -25,6 +26,7 @@ from ..report import Place
 _OWN = str(Path(__file__).parent.parent) + "/"
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _STANDARD = sysconfig.get_paths()["stdlib"] + "/"
+_RUNNER = str(Path(__file__).parent / "running.py")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 _NOTHING = object()
 
@@ -47,8 +49,10 @@ def is_own_code(code: CodeType) -> bool:
 
 
 def model_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of model code, from `frame` outwards."""
+    """The innermost frame of model code, from `frame` outwards to where the check runs it."""
     while frame is not None and not is_model_code(frame.f_code):
+        if frame.f_code.co_filename == _RUNNER:
+            return None
         frame = frame.f_back
     return frame
 
@@ -62,8 +66,8 @@ def spot_of(frame: FrameType) -> Spot:
 def place_of(spot: Spot) -> Place:
     """The expression that an instruction belongs to."""
     code, offset = spot
-    line, end_line, column, end_column = _position(code, offset)
     source = _source(code.co_filename)
+    line, end_line, column, end_column = source.tested(code, offset) or _position(code, offset)
     start = source.characters(line, column)
     end = source.characters(end_line, end_column)
     return Place(
@@ -102,6 +106,15 @@ class _Source:
             if isinstance(node, (ast.expr, ast.stmt)):
                 self.nodes.setdefault(_span(node), node)
 
+    def tested(self, code: CodeType, offset: int) -> tuple[int, int, int, int] | None:
+        """The whole of what is tested, where a jump on it carries the span of its first part."""
+        if "JUMP" not in opname[code.co_code[offset]]:
+            return None
+        node = self.nodes.get(_position(code, offset))
+        while node is not None and isinstance(outer := self.parents.get(node), ast.BoolOp):
+            node = outer
+        return _span(node) if isinstance(node, ast.BoolOp) else None
+
     def characters(self, line: int, column: int) -> int:
         """A column in characters; Python counts the bytes of UTF-8."""
         if not 0 < line <= len(self.lines):
@@ -135,6 +148,32 @@ class _Source:
 @cache
 def _source(file: str) -> _Source:
     return _Source(file)
+
+
+def assigned_to(spot: Spot) -> str:
+    """The text that the expression's value is assigned to; "" where it isn't."""
+    source = _source(spot[0].co_filename)
+    node = source.nodes.get(_position(*spot))
+    while node is not None and not isinstance(node, ast.stmt):
+        node = source.parents.get(node)
+    if isinstance(node, ast.Assign):
+        return " ".join(source.place(target, "").text for target in node.targets)
+    if isinstance(node, (ast.AnnAssign, ast.AugAssign)):
+        return source.place(node.target, "").text
+    return ""
+
+
+def returned(code: CodeType, index: int) -> Place:
+    """What a function returns at a position, where it says so in its first `return`."""
+    source = _source(code.co_filename)
+    spans = [span for span in source.nodes if span[0] >= code.co_firstlineno]
+    found = next((source.nodes[s] for s in spans if isinstance(source.nodes[s], ast.Return)), None)
+    if not isinstance(found, ast.Return) or found.value is None:
+        return Place(file=code.co_filename, line=code.co_firstlineno, function=code.co_qualname)
+    value: ast.expr = found.value
+    if isinstance(value, ast.Tuple) and index < len(value.elts):
+        value = value.elts[index]
+    return source.place(value, code.co_qualname)
 
 
 def forget_sources() -> None:

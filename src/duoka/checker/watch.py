@@ -121,8 +121,8 @@ class Watch:
         target, source = (args[0], args[1]) if len(args) > 1 else (result, args[0])
         if not isinstance(source, torch.Tensor) or target.device == source.device:
             return
-        if source.dim() == 0 and source.device.type == "cpu":
-            return  # a number among a kernel's arguments
+        if source.numel() == 0 or (source.dim() == 0 and source.device.type == "cpu"):
+            return  # nothing, or a number among a kernel's arguments
         link = (self.names.device(source.device), self.names.device(target.device))
         step = self.steps[-1]
         step.hops[link] += 1

@@ -17,10 +17,13 @@ from torch import nn
 from duoka.placement import Placement
 
 from .installing import Installed, install, install_on, is_callable
+from .movers import Frames, Mover
 from .placing import devices_by_name, move_tensors, place, refuse_meta, tensor_names
 
 __all__ = [
+    "Frames",
     "Installed",
+    "Mover",
     "dispatch",
     "install_movers",
     "install_on",

@@ -1,0 +1,85 @@
+"""Which placed module was entered last, and arguments that come to a part of one from outside.
+
+A map that names `model.decoder` places its embedding, too. Where code calls that embedding alone
+(`get_input_embeddings()(ids)`), hooks of accelerate's or duoka's bring the arguments to it; inside
+a running `model.decoder` nothing moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..dispatching import Frames, Mover, tensor_names
+from .findings import acquit
+from .running import tensors_in
+
+Entered = Callable[[torch.device], None]
+
+
+def watch_entries(
+    placed: Mapping[nn.Module, torch.device], entered: Entered
+) -> list[torch.utils.hooks.RemovableHandle]:
+    """Call `entered` with the device of each placed module, or part of one, that is entered.
+
+    Parameters
+    ----------
+    placed : mapping of nn.Module to torch.device
+        They have movers already (see `dispatching.install_on`).
+    entered : callable
+
+    Returns
+    -------
+    list of RemovableHandle
+    """
+    handles = []
+    for module, device in placed.items():
+        region = _Region(device, entered)
+        handles.append(module.register_forward_pre_hook(region.enter))
+        handles.append(module.register_forward_hook(region.leave, always_call=True))
+        for part in _parts(module, placed):
+            handles.append(part.register_forward_pre_hook(region.enter_part, with_kwargs=True))
+    return handles
+
+
+def _parts(module: nn.Module, placed: Mapping[nn.Module, torch.device]) -> list[nn.Module]:
+    """The modules below a placed one that hold tensors and aren't placed themselves."""
+    found = []
+    for child in module.children():
+        if child not in placed:
+            if any(True for _ in tensor_names(child)):
+                found.append(child)
+            found += _parts(child, placed)
+    return found
+
+
+class _Region:
+    """A placed module with its parts."""
+
+    def __init__(self, device: torch.device, entered: Entered) -> None:
+        self._device = device
+        self._entered = entered
+        self._running = 0
+        self._mover = Mover(device, Frames())
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Forward pre-hook of the placed module."""
+        self._running += 1
+        self._entered(self._device)
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook of the placed module, on errors too."""
+        self._running -= 1
+        acquit(list(tensors_in(output)))
+
+    def enter_part(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Forward pre-hook of a part: its arguments move only if it is called from outside."""
+        if self._running:
+            return None
+        self._entered(self._device)
+        return self._mover.bring(args, kwargs)

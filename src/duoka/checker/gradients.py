@@ -1,0 +1,61 @@
+"""Custom functions whose backward returns a gradient on another device than its tensor's.
+
+Autograd refuses such a gradient on CUDA. It lets tensors of a subclass pass, as those of virtual
+GPUs are, so that here each custom function is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+Misplaced = Callable[[type, int, torch.Tensor, torch.device], None]
+
+
+@contextmanager
+def checked_gradients(misplaced: Misplaced) -> Iterator[None]:
+    """Call `misplaced` for each gradient on a wrong device inside the scope, and move it on.
+
+    It is called with the function's class, the position of the input, the gradient and the device
+    that autograd expects.
+    """
+    applied = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        result = applied.__func__(cls, *args, **kwargs)
+        for output in result if isinstance(result, tuple) else (result,):
+            node = output.grad_fn if isinstance(output, torch.Tensor) else None
+            if isinstance(node, BackwardCFunction):
+                node.register_hook(_hook(cls, _expected(node), misplaced))
+                break  # all outputs have the same node
+        return result
+
+    with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+        yield
+
+
+def _expected(node: Any) -> list[torch.device | None]:
+    """The devices of what a function was given, as far as it needs gradients."""
+    return [
+        None if source is None else source._input_metadata[index].device
+        for source, index in node.next_functions
+    ]
+
+
+def _hook(cls: type, expected: list[torch.device | None], misplaced: Misplaced) -> Any:
+    def hook(gradients: tuple[Any, ...], _: Any) -> tuple[Any, ...]:
+        moved = []
+        for index, (gradient, device) in enumerate(zip(gradients, expected, strict=True)):
+            if gradient is not None and device is not None and gradient.device != device:
+                misplaced(cls, index, gradient, device)
+                moved.append(gradient.to(device))
+            else:
+                moved.append(gradient)
+        return tuple(moved)
+
+    return hook
