@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .forecast import Forecast
     from .placement import Placement
     from .plans import Plan
+    from .repairs import repair
     from .workload import Workload
 
 __version__ = "0.1.0"
@@ -37,6 +38,7 @@ __all__ = [
     "errors",
     "load",
     "plan",
+    "repair",
 ]
 
 _ROOMS = {
@@ -52,6 +54,7 @@ _ROOMS = {
     "dispatch": "api",
     "load": "api",
     "plan": "api",
+    "repair": "repairs",
 }
 
 

@@ -1,0 +1,261 @@
+"""Which expression names the device that an operand must come to.
+
+The best one is the text of a tensor that is there already and costs nothing to write twice. Where
+that tensor is the result of a call, something else at hand is on its device; where nothing is, the
+result gets a name on a line before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import libcst as cst
+from torch import nn
+
+from ..checker import Subject
+from ..report import Fault, Operand
+from .edits import insert_before, replace
+from .scope import all_names, is_plain, root, statement_of
+from .trees import Edit, Tree, folded
+
+_KEEP_DEVICE = frozenset(
+    {
+        "abs", "add", "bfloat16", "bool", "chunk", "clamp", "clone", "contiguous", "cos", "detach",
+        "div", "double", "exp", "expand", "expand_as", "float", "flatten", "gelu", "half", "int",
+        "long", "masked_fill", "matmul", "mean", "mul", "narrow", "neg", "permute", "pow", "relu",
+        "repeat", "reshape", "select", "sigmoid", "sin", "softmax", "split", "sqrt", "squeeze",
+        "squeeze_", "sub", "sum", "swapaxes", "transpose", "t", "tril", "triu", "type_as",
+        "unbind", "unflatten", "unsqueeze", "view", "view_as",
+    }
+)  # fmt: skip
+_VIEWS = ("T", "mT", "data", "grad")
+_NO_TENSORS = frozenset({"torch", "F", "np", "math", "nn", "functional"})
+_UNMOVABLE = (
+    cst.Lambda,
+    cst.ListComp,
+    cst.SetComp,
+    cst.DictComp,
+    cst.GeneratorExp,
+    cst.IfExp,
+    cst.BooleanOperation,
+    cst.Await,
+    cst.Decorator,
+    cst.Param,
+    # An `elif`, whose question is asked only when all before it was false; `if x: return y`.
+    cst.If,
+    cst.SimpleStatementSuite,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """A way to name a device.
+
+    Parameters
+    ----------
+    device : str
+        Source text, such as "logits.device".
+    edits : tuple of Edit
+        What must change for it to mean something.
+    """
+
+    device: str
+    edits: tuple[Edit, ...] = ()
+
+
+def anchors(
+    tree: Tree, node: cst.BaseExpression, fault: Fault, subject: Subject | None
+) -> Iterator[Anchor]:
+    """Ways to name the target of `fault` where `node` is evaluated, the best first."""
+    operands = [each for each in fault.operands if not each.moved and each.device == fault.target]
+    late = _bound_late(tree, node)
+    written = [(tree.find(each.place), each) for each in operands]
+    texts: dict[str, None] = {}
+    for there, operand in written:
+        if isinstance(there, cst.BaseExpression):
+            texts |= dict.fromkeys(_names_of(tree, there, operand))
+    texts |= dict.fromkeys(_at_hand(tree, node, fault, [there for there, _ in written]))
+    for operand in operands:
+        texts |= dict.fromkeys(_by_origin(tree, node, fault, operand))
+    for there, _ in written:
+        if isinstance(there, cst.Call):
+            texts |= dict.fromkeys(_callee(tree, there, fault, subject))
+    for text in texts:
+        if not late & set(re.findall(r"\w+", text)) and folded(text) != folded(tree.code(node)):
+            yield Anchor(f"{text}.device")
+
+
+def _names_of(tree: Tree, there: cst.BaseExpression, operand: Operand) -> Iterator[str]:
+    """Texts for the device of an operand that is written out at the operation."""
+    text = tree.code(there.with_changes(lpar=[], rpar=[]))
+    if folded(operand.expression) != folded(text):
+        return  # one of several tensors in a list
+    if is_plain(there):
+        yield text
+        return
+    base = _base(there)
+    if base is not there and is_plain(base) and root(base) not in _NO_TENSORS:
+        yield tree.code(base)
+    if isinstance(base, (cst.BinaryOperation, cst.UnaryOperation)):
+        yield from _parts(tree, base)
+
+
+def _base(node: cst.BaseExpression) -> cst.BaseExpression:
+    """What a view or the like is of: ``x`` of ``x[..., 1:].float()``."""
+    while True:
+        if isinstance(node, cst.Subscript) or (
+            isinstance(node, cst.Attribute) and node.attr.value in _VIEWS
+        ):
+            node = node.value
+        elif (
+            isinstance(node, cst.Call)
+            and isinstance(node.func, cst.Attribute)
+            and node.func.attr.value in _KEEP_DEVICE
+        ):
+            node = node.func.value
+        else:
+            return node
+
+
+def _parts(tree: Tree, node: cst.BaseExpression) -> Iterator[str]:
+    """The names in a sum or product: any of them that isn't a number is where its result is."""
+    for name in tree.inside(node, cst.Name, cst.Attribute):
+        outer = tree.parent(name)
+        if is_plain(name) and not isinstance(outer, (cst.Attribute, cst.Call, cst.Arg)):
+            yield tree.code(name)
+
+
+def _at_hand(
+    tree: Tree, node: cst.BaseExpression, fault: Fault, there: Iterable[cst.CSTNode | None]
+) -> list[str]:
+    """The names that the check found on the target: those that the operands' texts have first."""
+    near = {
+        tree.code(name)
+        for operand in there
+        if operand is not None
+        for name in tree.inside(operand, cst.Name, cst.Attribute)
+    }
+    return sorted(fault.at_hand, key=lambda text: (text not in near, text.startswith("self.")))
+
+
+def _by_origin(
+    tree: Tree, node: cst.BaseExpression, fault: Fault, operand: Operand
+) -> Iterator[str]:
+    """``self.weight`` for a parameter or table of the module whose method this is."""
+    origin = operand.origin
+    if origin is None or not fault.path or origin.kind not in ("parameter", "buffer", "attribute"):
+        return
+    module = fault.path[-1].module
+    own = origin.name.removeprefix(f"{module}." if module else "")
+    is_own = own != origin.name or not module
+    is_text = re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", own)
+    if is_own and is_text and "self" in all_names(tree, node):
+        yield f"self.{own}"
+
+
+def _callee(tree: Tree, call: cst.Call, fault: Fault, subject: Subject | None) -> Iterator[str]:
+    """``self.proj.weight`` for the result of ``self.proj(x)``, when it has one itself."""
+    if subject is None or not fault.path or not is_plain(call.func) or root(call.func) != "self":
+        return
+    names = tree.code(call.func).split(".")[1:]
+    try:
+        module = subject.model.get_submodule(
+            ".".join(filter(None, (fault.path[-1].module, *names)))
+        )
+    except AttributeError:
+        return
+    if isinstance(module._parameters.get("weight"), nn.Parameter):
+        yield f"{tree.code(call.func)}.weight"
+
+
+def _bound_late(tree: Tree, node: cst.BaseExpression) -> set[str]:
+    """The names that the statement around `node` binds after `node` is evaluated."""
+    statement = statement_of(tree, node)
+    if statement is None:
+        return set()
+    start = tree.span(node)[:2]
+    return {
+        name.value
+        for walrus in tree.inside(statement, cst.NamedExpr)
+        if tree.span(walrus)[:2] >= start
+        for name in tree.inside(walrus.target, cst.Name)
+    }
+
+
+def named(tree: Tree, nodes: list[cst.BaseExpression], target: cst.BaseExpression) -> Anchor | None:
+    """Give what isn't plain a name on a line before, in the order of evaluation.
+
+    Parameters
+    ----------
+    nodes : list
+        The operands as they are written, `target` among them.
+
+    Returns
+    -------
+    Anchor or None
+        None where a line before would change what is evaluated, or in which order.
+    """
+    statement = statement_of(tree, target)
+    if statement is None or not can_precede(tree, statement, target):
+        return None
+    end = tree.span(target)[2:]
+    first = [node for node in nodes if tree.span(node)[2:] <= end and not is_plain(node)]
+    if _has_other_calls(tree, statement, first, end):
+        return None
+    edits: list[Edit] = []
+    taken = all_names(tree, target)
+    text = ""
+    for node in sorted(first, key=tree.span):
+        text = fresh_name(node, taken)
+        taken.add(text)
+        bare = node.with_changes(lpar=[], rpar=[]) if node.lpar else node
+        edits.append(insert_before(tree, statement, f"{text} = {tree.code(bare)}"))
+        edits.append(replace(tree, node, text))
+    return Anchor(f"{text}.device", tuple(edits)) if text else None
+
+
+def can_precede(tree: Tree, statement: cst.BaseStatement, node: cst.BaseExpression) -> bool:
+    """Whether `node` is evaluated once each time that its statement is reached."""
+    for outer in tree.around(node):
+        if outer is statement:
+            break
+        if isinstance(outer, _UNMOVABLE):
+            return False
+    return isinstance(statement, (cst.SimpleStatementLine, cst.If))
+
+
+def _has_other_calls(
+    tree: Tree,
+    statement: cst.BaseStatement,
+    named_first: list[cst.BaseExpression],
+    end: tuple[int, int],
+) -> bool:
+    """Whether the statement calls something else before the last of what gets a name."""
+    calls = [
+        call
+        for call in tree.inside(statement, cst.Call, cst.Await, cst.Yield, cst.NamedExpr)
+        if tree.span(call)[2:] <= end
+    ]
+    named_too = {
+        id(call)
+        for node in named_first
+        for call in tree.inside(node, cst.Call, cst.Await, cst.Yield, cst.NamedExpr)
+    }
+    return any(id(call) not in named_too for call in calls)
+
+
+def fresh_name(node: cst.BaseExpression, taken: set[str]) -> str:
+    """A name for the result of an expression: of what is called, where something is."""
+    base = "result"
+    if isinstance(node, cst.Call):
+        called = node.func
+        while isinstance(called, cst.Subscript):
+            called = called.value
+        if isinstance(called, (cst.Attribute, cst.Name)):
+            base = called.attr.value if isinstance(called, cst.Attribute) else called.value
+            base = f"{base.strip('_')}_output"
+    return next(
+        name for number in range(len(taken) + 1) if (name := f"{base}{number or ''}") not in taken
+    )

@@ -1,0 +1,151 @@
+"""From a fault to the changes that may cure it, the smallest and most likely first.
+
+Which of them does is decided by checking again; nothing here runs any code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import libcst as cst
+
+from ..checker import Subject
+from ..report import Fault, Operand
+from .anchors import anchors, named
+from .edits import move
+from .factories import at_factory
+from .gradients import at_gradient
+from .hidden import at_hidden
+from .lists import each_of, items_of
+from .sources import Sources
+from .tables import Table, as_buffer
+from .trees import Edit, Tree
+
+_MOST = 12
+"""How many ways are tried for one fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cure:
+    """Changes that may cure a fault.
+
+    Parameters
+    ----------
+    edits : tuple of Edit
+    tables : tuple of Table
+        Attributes of live modules that become buffers with them.
+    """
+
+    edits: tuple[Edit, ...]
+    tables: tuple[Table, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A fault where it is in the source.
+
+    Parameters
+    ----------
+    fault : Fault
+    tree : Tree
+        Of the file that it stands in.
+    sources : Sources
+        Of the other files.
+    subject : Subject, optional
+        What was checked, where it is at hand.
+    """
+
+    fault: Fault
+    tree: Tree
+    sources: Sources
+    subject: Subject | None
+
+
+def cures(fault: Fault, sources: Sources, subject: Subject | None) -> Iterator[Cure]:
+    """What may cure a fault, the best first; nothing where no way is known.
+
+    Raises
+    ------
+    SourceError
+        If its file can't be read.
+    """
+    site = Site(fault, sources.tree(fault.file), sources, subject)
+    if fault.kind == "gradient":
+        yield from (Cure(edits) for edits in at_gradient(site.tree, fault))
+    moved = _distinct(site)
+    if not moved:
+        return
+    ways = [list(_first(_ways(site, operand))) for operand in moved]
+    if not all(ways):
+        return
+    for number in range(max(map(len, ways))):
+        chosen = [each[min(number, len(each) - 1)] for each in ways]
+        yield Cure(
+            tuple(dict.fromkeys(chain.from_iterable(cure.edits for cure in chosen))),
+            tuple(dict.fromkeys(chain.from_iterable(cure.tables for cure in chosen))),
+        )
+
+
+def _first(ways: Iterator[Cure]) -> Iterator[Cure]:
+    """The first ways, without those that come twice."""
+    known: set[Cure] = set()
+    for way in ways:
+        if way not in known:
+            known.add(way)
+            yield way
+        if len(known) == _MOST:
+            return
+
+
+def _distinct(site: Site) -> list[Operand]:
+    """The operands to move, those of one list once."""
+    found: dict[object, Operand] = {}
+    for number, operand in enumerate(site.fault.operands):
+        if operand.moved:
+            found.setdefault(operand.place or number, operand)
+    return list(found.values())
+
+
+def _ways(site: Site, operand: Operand) -> Iterator[Cure]:
+    yield from (
+        Cure(edits, tables) for edits, tables in as_buffer(operand, site.sources, site.subject)
+    )
+    yield from map(Cure, at_factory(site.tree, site.fault, operand, site.sources, site.subject))
+    node = site.tree.find(operand.place)
+    if node is None:
+        yield from map(Cure, _unwritten(site, operand))
+        return
+    items = items_of(site.tree, node, operand)
+    if items is not None:
+        yield from map(Cure, each_of(items, site.fault, site.subject))
+    elif isinstance(node, cst.BaseExpression):
+        yield from map(Cure, _at_use(site, node))
+
+
+def _unwritten(site: Site, operand: Operand) -> Iterator[tuple[Edit, ...]]:
+    """For an operand that doesn't stand at the operation: what holds it may stand there."""
+    for other in site.fault.operands:
+        node = site.tree.find(other.place)
+        items = None if node is None else items_of(site.tree, node, other)
+        if items is not None:
+            yield from each_of(items, site.fault, site.subject)
+            return
+    yield from at_hidden(site.tree, site.fault, site.subject)
+
+
+def _at_use(site: Site, node: cst.BaseExpression) -> Iterator[tuple[Edit, ...]]:
+    """``.to(x.device)`` where an expression gives its tensor to the operation."""
+    tree, fault = site.tree, site.fault
+    for anchor in anchors(tree, node, fault, site.subject):
+        yield (move(tree, node, anchor.device),)
+    found = [tree.find(each.place) for each in fault.operands]
+    written = [each for each in found if isinstance(each, cst.BaseExpression)]
+    for operand, target in zip(fault.operands, found, strict=True):
+        if operand.moved or operand.device != fault.target:
+            continue
+        if isinstance(target, cst.BaseExpression):
+            anchor_by_name = named(tree, written, target)
+            if anchor_by_name is not None:
+                yield (*anchor_by_name.edits, move(tree, node, anchor_by_name.device))

@@ -1,0 +1,89 @@
+"""Operands that a `functools.partial` holds: they don't stand where the operation is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from ..checker import Subject
+from ..report import Fault
+from .anchors import anchors
+from .edits import move
+from .scope import bound_before, function_of, is_plain, root
+from .trees import Edit, Tree
+
+Held = tuple[int | str, cst.BaseExpression]
+"""What a partial holds: its position or keyword, and its expression."""
+
+
+def at_hidden(tree: Tree, fault: Fault, subject: Subject | None) -> Iterator[tuple[Edit, ...]]:
+    """Move what a partial holds: where it is made, or where it is called."""
+    call = tree.find(fault.place)
+    if not isinstance(call, cst.Call) or not is_plain(call.func):
+        return
+    made = list(_partials(tree, tree.code(call.func)))
+    for partial in made:
+        yield from _where_made(tree, call, partial, fault, subject)
+    for partial in made:
+        for held in _held(partial):
+            for anchor in anchors(tree, call, fault, subject):
+                yield (_where_called(tree, call, held, anchor.device),)
+
+
+def _partials(tree: Tree, text: str) -> Iterator[cst.Call]:
+    """The calls of `partial` whose results are assigned to what `text` names."""
+    for assignment in tree.inside(tree.module, cst.Assign):
+        made = assignment.value
+        if any(tree.code(each.target) == text for each in assignment.targets) and _is_partial(made):
+            assert isinstance(made, cst.Call)
+            yield made
+
+
+def _is_partial(node: cst.BaseExpression) -> bool:
+    if not isinstance(node, cst.Call):
+        return False
+    named = node.func.attr if isinstance(node.func, cst.Attribute) else node.func
+    return isinstance(named, cst.Name) and named.value == "partial"
+
+
+def _held(partial: cst.Call) -> Iterator[Held]:
+    for position, argument in enumerate(partial.args[1:]):
+        if argument.star or isinstance(argument.value, (cst.SimpleString, cst.Integer, cst.Float)):
+            continue
+        yield argument.keyword.value if argument.keyword else position, argument.value
+
+
+def _where_made(
+    tree: Tree, call: cst.Call, partial: cst.Call, fault: Fault, subject: Subject | None
+) -> Iterator[tuple[Edit, ...]]:
+    if function_of(tree, call) is not function_of(tree, partial):
+        return
+    bound = bound_before(tree, partial)
+    for _, value in _held(partial):
+        for anchor in anchors(tree, value, fault, subject):
+            where = cst.parse_expression(anchor.device)
+            if root(where) in bound:
+                yield (move(tree, value, anchor.device),)
+
+
+def _where_called(tree: Tree, call: cst.Call, held: Held, device: str) -> Edit:
+    """A keyword is given again; a position can't be, so its function is called instead."""
+    at, _ = held
+    partial = tree.code(call.func)
+
+    def change(updated: cst.Call) -> cst.Call:
+        if isinstance(at, str):
+            value = cst.parse_expression(f'{partial}.keywords["{at}"].to({device})')
+            given = cst.parse_expression(f"f({at}=0)")
+            assert isinstance(given, cst.Call)
+            return updated.with_changes(
+                args=[*updated.args, given.args[0].with_changes(value=value)]
+            )
+        before = [f"*{partial}.args[:{at}]"] if at else []
+        listed = ", ".join([*before, f"{partial}.args[{at}].to({device})"])
+        inner = cst.parse_expression(f"{partial}.func({listed})")
+        assert isinstance(inner, cst.Call)
+        return updated.with_changes(func=inner.func, args=[*inner.args, *updated.args])
+
+    return Edit(tree, call, f"{at} to({device})", change)

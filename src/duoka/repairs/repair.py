@@ -1,0 +1,99 @@
+"""From a report to patches, each with its proof."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..checker import Subject, check_subject
+from ..report import Fault, Report
+from .patches import Patch, Repairs, unified_diff
+from .proof import why_not_equal
+from .rounds import Draft, Outcome, guess, settle
+from .sources import Sources
+from .swapping import SwapError, swapped
+from .tables import registered
+
+_UNCHECKED = "the report doesn't hold what was checked, so nothing could be checked again"
+
+
+def repair(report: Report) -> Repairs:
+    """Find the smallest changes of source that cure a report's faults, and prove them.
+
+    Neither files nor the model are changed: while it is checked again, the model's live functions
+    run the patched code, and afterwards their own. Meanwhile nobody else may use the model.
+
+    Parameters
+    ----------
+    report : Report
+        As `duoka.check` returns it.
+
+    Returns
+    -------
+    Repairs
+        A sequence of patches, one for each file; `uncured` says what could not be cured.
+
+    Examples
+    --------
+    >>> report = duoka.check(model, {"body": 0, "head": 1}, inputs=(x,))
+    >>> for patch in duoka.repair(report):
+    ...     print(patch.proved, patch.diff)
+    """
+    sources = Sources()
+    subject = report.subject
+    if not isinstance(subject, Subject):
+        return _assembled(guess(report, sources), sources, _UNCHECKED)
+
+    @contextmanager
+    def patched(draft: Draft) -> Iterator[None]:
+        before = {file: sources.text(file) for file in draft.texts}
+        with swapped(before, draft.texts), registered(subject.model, draft.tables):
+            yield
+
+    def check(draft: Draft) -> Report:
+        with patched(draft):
+            return check_subject(subject)
+
+    try:
+        outcome = settle(report, sources, subject, check)
+        reason = _why_unproved(outcome) or why_not_equal(subject, lambda: patched(outcome.draft))
+    except SwapError as error:
+        outcome, reason = guess(report, sources), str(error)
+    return _assembled(outcome, sources, reason)
+
+
+def _why_unproved(outcome: Outcome) -> str:
+    """What the last check of the patched code still found."""
+    if outcome.report is None:
+        return _UNCHECKED
+    if outcome.report.stop is not None:
+        return f"the patched code doesn't run to its end: {outcome.report.stop.message}"
+    if outcome.report.faults:
+        lines = ", ".join(f"{each.op} in {each.function}" for each in outcome.report.faults)
+        return f"checked again there are faults left: {lines}"
+    return ""
+
+
+def _assembled(outcome: Outcome, sources: Sources, reason: str) -> Repairs:
+    patches = []
+    for file, after in outcome.draft.texts.items():
+        before = sources.text(file)
+        if before != after:
+            patches.append(
+                Patch(
+                    file=file,
+                    before=before,
+                    after=after,
+                    diff=unified_diff(file, before, after),
+                    faults=tuple(_cured(outcome, file)),
+                    proved=not reason,
+                    reason=reason,
+                )
+            )
+    return Repairs(patches=tuple(patches), uncured=tuple(outcome.left))
+
+
+def _cured(outcome: Outcome, file: str) -> Iterator[Fault]:
+    for choice in outcome.choices:
+        if file in choice.files:
+            yield choice.fault

@@ -1,0 +1,72 @@
+"""The source files that a repair reads, each once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import libcst as cst
+
+from ..files import read_bytes, why
+from .trees import Tree
+
+_MOST_BYTES = 8 << 20
+
+
+class SourceError(Exception):
+    """A file whose source can't be read or understood."""
+
+
+class Sources:
+    """The texts of files, and their trees; a text that is given takes the place of the file's.
+
+    Parameters
+    ----------
+    texts : mapping of str to str, optional
+    """
+
+    def __init__(self, texts: dict[str, str] | None = None) -> None:
+        self.texts = dict(texts or {})
+        self._trees: dict[str, Tree] = {}
+
+    def text(self, file: str) -> str:
+        """The text of a file, line ends as they are.
+
+        Raises
+        ------
+        SourceError
+            If there is no such file, it is too long, or not UTF-8.
+        """
+        if file not in self.texts:
+            self.texts[file] = read_source(Path(file))
+        return self.texts[file]
+
+    def tree(self, file: str) -> Tree:
+        """The syntax tree of a file.
+
+        Raises
+        ------
+        SourceError
+            If it can't be read, or isn't Python.
+        """
+        if file not in self._trees:
+            text = self.text(file)
+            try:
+                self._trees[file] = Tree(file, text)
+            except cst.ParserSyntaxError as error:
+                line = error.raw_line
+                raise SourceError(f"{file} isn't Python that libcst reads (line {line})") from error
+        return self._trees[file]
+
+
+def read_source(path: Path) -> str:
+    """The text of a file, line ends as they are.
+
+    Raises
+    ------
+    SourceError
+        If there is no such file, it is too long, or not UTF-8.
+    """
+    try:
+        return read_bytes(path, most_bytes=_MOST_BYTES).decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{path} can't be read: {why(error)}") from error
