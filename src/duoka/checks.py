@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
 from torch import nn
@@ -18,11 +19,12 @@ from .maps import DeviceMap
 from .placement import Placement
 from .planner import Question
 from .plans import Plan
+from .profile import Profile
 from .report import Report
 from .workload import Workload
 
 Inputs = Mapping[str, Any] | tuple[Any, ...] | Callable[[nn.Module], Any]
-Where = Placement | Plan | Mapping[str, Any]
+Where = Placement | Plan | DeviceMap | Mapping[str, Any]
 
 
 class Choices(TypedDict, total=False):
@@ -133,7 +135,10 @@ def _of_module(
     if isinstance(placement, Plan):
         workload, budgets = placement.workload, asked.budgets(placement.fleet)
         placement = placement.placement
-    entries = placement.entries if isinstance(placement, Placement) else read_entries(placement)
+    if isinstance(placement, Placement):
+        entries = placement.entries
+    else:
+        entries = read_entries(dict(DeviceMap.of(placement).entries))
     entries, faults = complete(model, entries)
     return Subject(
         model=model,
@@ -141,7 +146,7 @@ def _of_module(
         entries=entries,
         completeness=faults,
         budgets=budgets,
-        workload=workload,
+        workload=_whole(workload),
         inputs=inputs,
         **rest,
     )
@@ -163,34 +168,40 @@ def _of_checkpoint(
     if isinstance(placement, Placement):
         entries = placement.entries
     else:
-        entries, faults = _judged(checkpoint, model, placement, workload)
+        profile = profile_checkpoint(checkpoint, workload)
+        entries, faults = _judged(profile, model, DeviceMap.of(placement), asked.fleet)
     return Subject(
         model=model,
         name=checkpoint.source,
         entries=entries,
         completeness=faults,
         budgets=budgets,
-        workload=workload,
+        workload=_whole(workload),
         **rest,
     )
 
 
+def _whole(workload: Workload) -> Workload:
+    """The workload with its prompt in one step, unless a plan or a person said otherwise."""
+    is_open = workload.prefill_chunk_tokens == "auto"
+    return replace(workload, prefill_chunk_tokens=None) if is_open else workload
+
+
 def _judged(
-    checkpoint: Checkpoint, model: nn.Module, device_map: Mapping[str, Any], workload: Workload
+    profile: Profile, model: nn.Module, device_map: DeviceMap, fleet: Fleet | None
 ) -> tuple[tuple[tuple[str, str], ...], Faults]:
     """A map by hand, in the names of the model or of its checkpoint, and what is wrong with it.
 
     One that only splits what should stay whole is run as it stands: then the faults are shown.
     """
-    profile = profile_checkpoint(checkpoint, workload)
-    asked = DeviceMap.of(device_map)
     try:
-        return Placement.from_device_map(asked, profile).entries, Faults()
+        return Placement.from_device_map(device_map, profile, fleet).entries, Faults()
     except PlacementError as error:
         faults = error.faults
-    entries, wrong = complete(model, read_entries(device_map))
+    entries, wrong = complete(model, read_entries(dict(device_map.entries)))
     if not wrong:
         return entries, faults
     if faults.completed is None:
         raise PlacementError("the device map names nothing of this model", hint=None, faults=faults)
-    return Placement.from_device_map(dict(faults.completed), profile).entries, faults
+    completed = dict(faults.completed)
+    return Placement.from_device_map(completed, profile, fleet).entries, faults
