@@ -166,7 +166,7 @@ class Run(Steps):
             placed.pop(subject.model, None)
             watch_entries(placed, enter)
             # Whatever goes wrong before is told by the run that counts.
-            with suppress(_FirstFound, Exception), eager(), Referee(self._names()):
+            with suppress(_FirstFound, Exception), eager(), Referee(self._names()).watching():
                 run(subject, first, Steps())
         return found[0] if found else first
 
@@ -175,7 +175,7 @@ class Run(Steps):
         # The hooks go with the model's attributes, which are put back.
         watch_entries(self._placed(), self._entered)
         try:
-            with eager(), referee:
+            with eager(), referee.watching():
                 assert self._first is not None
                 self.result = run(subject, self._first, self)
         except DuokaError as error:

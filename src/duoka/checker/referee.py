@@ -10,10 +10,11 @@ operation itself.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
@@ -77,18 +78,29 @@ class Referee(TorchFunctionMode):
         self.hard_coded: dict[Spot, tuple[str, str, int]] = {}
         self._depth = 0
         self._chosen: dict[tuple[Any, ...], torch.device] = {}
-        self._scopes = ExitStack()
         self.gathering = Gathering(names)
 
-    def __enter__(self) -> Referee:
-        super().__enter__()  # type: ignore[no-untyped-call]
-        self._scopes.enter_context(settled_by(self))
-        self._scopes.enter_context(checked_gradients(self._misplaced))
-        return self
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Go on after faults inside the scope."""
+        with settled_by(self), checked_gradients(self._misplaced), self._in_backward(), self:
+            yield
 
-    def __exit__(self, *error: Any) -> None:
-        self._scopes.close()
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+    @contextmanager
+    def _in_backward(self) -> Iterator[None]:
+        """Watch in backward, too, where model code runs: PyTorch would leave the mode for it."""
+        engine = vars(torch.autograd)["_engine_run_backward"]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            depth, self._depth = self._depth, 0
+            try:
+                with self:
+                    return engine(*args, **kwargs)
+            finally:
+                self._depth = depth
+
+        with mock.patch.object(torch.autograd, "_engine_run_backward", run):
+            yield
 
     # ── calls of PyTorch's functions ──
 
@@ -100,8 +112,6 @@ class Referee(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.backward:
-            return self._backward(args, kwargs)
         frame = sys._getframe(1)
         if is_hard_coded(func, args, kwargs):
             device, func, args, kwargs = softened(func, args, kwargs)
@@ -115,19 +125,6 @@ class Referee(TorchFunctionMode):
             self._depth -= 1
         self._mark(func, result, frame, args)
         return result
-
-    def _backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run backward with the referee watching: model code runs in it, too."""
-        names = ("gradient", "retain_graph", "create_graph", "inputs")
-        given = {**dict(zip(names, args[1:], strict=False)), **kwargs}
-        with self:
-            torch.autograd.backward(
-                args[0],
-                given.get("gradient"),
-                given.get("retain_graph"),
-                bool(given.get("create_graph")),
-                inputs=given.get("inputs"),
-            )
 
     def _mark(self, func: Any, result: Any, frame: FrameType, args: tuple[Any, ...]) -> None:
         """Remember on a new tensor where it was made, and which fault decided its device."""
