@@ -8,6 +8,6 @@ map. Nothing here needs the model, its weights or torch, nor knows what a device
 
 from .judging import judge
 from .reading import DeviceMap
-from .wording import meant, shorten
+from .wording import meant, runs, shorten
 
-__all__ = ["DeviceMap", "judge", "meant", "shorten"]
+__all__ = ["DeviceMap", "judge", "meant", "runs", "shorten"]

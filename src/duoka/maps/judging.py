@@ -188,7 +188,7 @@ class _Judge:
     def _message(self, faults: Faults, parts: Sequence[_Part]) -> str:
         lines = [
             ("has no device for", listed(runs(self._missing_modules(parts)))),
-            ("names what isn't there", meant(faults)),
+            ("names what isn't there", listed(meant(faults))),
             ("gives two devices to", listed(runs(faults.doubled))),
             ("cuts what must stay whole", listed(list(self._cuts(parts)))),
             ("names devices that can't be used", listed(self._no_devices(), "; ")),

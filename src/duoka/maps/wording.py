@@ -51,10 +51,10 @@ def arrows(pairs: Mapping[str, str]) -> Iterator[str]:
         yield f"{left} → {shorten(news)}" if any(news) else left
 
 
-def meant(faults: Faults) -> str:
+def meant(faults: Faults) -> list[str]:
     """Write the names of nothing, each with the nearest real one if there is one."""
     nearest = {name: [*faults.nearest.get(name, ()), ""][0] for name in faults.unknown}
-    return listed(list(arrows(nearest)))
+    return list(arrows(nearest))
 
 
 def listed(texts: list[str], between: str = ", ") -> str:

@@ -18,6 +18,7 @@ _GIB, _MIB = 2**30, 2**20
 _LINE_COLUMNS = 72  # with fewer there is a list instead of a table
 _HEADINGS = {"activations": "activ.", "gradients": "grads"}
 _MOST_SYNCS = 12
+_LONGEST_TEXT = 40
 
 
 def render_costs(report: Report) -> Iterator[RenderableType]:
@@ -81,12 +82,14 @@ def _listed(peak: PeakMemory) -> Text:
 
 def _set_by(peak: PeakMemory) -> Text:
     assert peak.place is not None
-    of = f" ({wording.module(peak.module)})" if peak.module else ""
-    text = wording.cropped(peak.place.text)
-    return Text(
-        f"{peak.device}: set in {peak.phase} at {wording.where(peak.place)}{of}"
-        + (f": {text}" if text else "")
-    )
+    if not peak.phase:
+        return Text(f"{peak.device}: set by the weights alone")
+    text = f"{peak.device}: set in {peak.phase} at {wording.where(peak.place)}"
+    if peak.module:
+        text += f" in {wording.module(peak.module)}"
+    if peak.place.text:
+        text += f": {wording.cropped(peak.place.text, _LONGEST_TEXT)}"
+    return Text(text)
 
 
 def _transfers(report: Report) -> RenderableType:

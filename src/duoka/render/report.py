@@ -7,11 +7,10 @@ from collections.abc import Iterator
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from ..errors import Faults
-from ..maps import meant, shorten
+from ..maps import meant, runs
 from ..report import Report, Stop
 from ..units import format_bytes, format_count
 from . import wording
@@ -20,15 +19,23 @@ from .excerpt import Excerpt
 from .faults import render_fault
 
 _PLAIN_COLUMNS = 100
+_MOST_NAMES = 12
 _COMPLETED = (
     "The check completed the map and went on. --save-device-map FILE keeps the completed one "
     "(in Python it is report.completeness.completed)."
 )
 
 
-def render_report(report: Report) -> RenderableType:
-    """What rich prints for a report."""
-    return _View(report)
+def render_report(report: Report, *, advice: bool = True) -> RenderableType:
+    """What rich prints for a report.
+
+    Parameters
+    ----------
+    report : Report
+    advice : bool
+        Say at the end what to do next.
+    """
+    return _View(report, advice=advice)
 
 
 def plain(what: RenderableType, width: int = _PLAIN_COLUMNS) -> str:
@@ -40,8 +47,9 @@ def plain(what: RenderableType, width: int = _PLAIN_COLUMNS) -> str:
 
 
 class _View:
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report, *, advice: bool) -> None:
         self._report = report
+        self._advice = advice
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         report = self._report
@@ -55,7 +63,8 @@ class _View:
             yield ""
         for note in report.notes:
             yield Text(f"note: {note}")
-        yield from _advice(report)
+        if self._advice:
+            yield from _advice(report)
 
 
 def _verdict(report: Report, *, ascii_only: bool) -> Text:
@@ -75,7 +84,7 @@ def _problems(report: Report) -> Iterator[str]:
     if not report.complete:
         yield "the map is incomplete"
     if report.stop is not None:
-        yield f"its code stopped in {report.stop.phase}"
+        yield f"its code stopped {wording.during(report.stop.phase)}"
     if report.faults:
         yield format_count(len(report.faults), "fault")
     for peak in report.memory:
@@ -97,25 +106,26 @@ def _all_well(report: Report) -> str:
 def _incomplete(report: Report) -> Iterator[RenderableType]:
     if report.complete:
         return
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
+    told: list[RenderableType] = []
     for what, names in _names(report.completeness):
-        table.add_row(what, Text(names))
-    told: list[RenderableType] = [table]
+        more = len(names) - _MOST_NAMES
+        rest = [f"and {more} more, which --json shows"] if more > 0 else []
+        told.append(Text(f"{what}:", style="dim"))
+        told += [Padding(Text(name), (0, 0, 0, 2)) for name in names[:_MOST_NAMES] + rest]
     if report.completeness.completed is not None:
         told.append(Text(_COMPLETED))
     heading = Text("the map is incomplete", style="bold red")
     yield Group(heading, Padding(Group(*told), (0, 0, 0, 2)))
 
 
-def _names(found: Faults) -> Iterator[tuple[str, str]]:
+def _names(found: Faults) -> Iterator[tuple[str, list[str]]]:
+    """What is wrong with names, and which; those that differ in a number are one."""
     for what, names in (
-        ("no device", shorten(found.missing)),
+        ("no device for", runs(found.missing)),
         ("not there", meant(found)),
-        ("two devices", shorten(found.doubled)),
-        ("cut in two", shorten(found.split)),
-        ("bad device", shorten(found.misplaced)),
+        ("two devices for", runs(found.doubled)),
+        ("cut in two", runs(found.split)),
+        ("no such device, for", runs(found.misplaced)),
     ):
         if names:
             yield what, names
@@ -128,7 +138,8 @@ def _stopped(report: Report) -> Iterator[RenderableType]:
 
 def _stop(stop: Stop) -> RenderableType:
     heading = Text.assemble(
-        (f"the model's code stopped in {stop.phase}: ", "bold red"), (stop.message, "bold")
+        (f"the model's code stopped {wording.during(stop.phase)}: ", "bold red"),
+        (stop.message, "bold"),
     )
     inner: list[RenderableType] = []
     if stop.place is not None:

@@ -82,6 +82,17 @@ def modules(names: Sequence[str]) -> str:
     return f"{format_count(len(names), 'module')}: {shorten(n or _WITHOUT_NAME for n in names)}"
 
 
+def during(phase: str) -> str:
+    """In which step.
+
+    Examples
+    --------
+    >>> during("prefill"), during("")
+    ('in prefill', 'before the first step')
+    """
+    return f"in {phase}" if phase else "before the first step"
+
+
 def times(count: int) -> str:
     """How often.
 
