@@ -141,6 +141,7 @@ def _of_module(
         entries = read_entries(dict(DeviceMap.of(placement).entries))
     entries, faults = complete(model, entries)
     return Subject(
+        is_dispatched=isinstance(placement, Placement) and not faults,
         model=model,
         name=type(model).__name__,
         entries=entries,
@@ -165,12 +166,14 @@ def _of_checkpoint(
         workload, budgets = placement.workload, asked.budgets(placement.fleet)
         placement = placement.placement
     model = build_model(checkpoint, workload.dtype)
+    is_whole = True
     if isinstance(placement, Placement):
         entries = placement.entries
     else:
         profile = profile_checkpoint(checkpoint, workload)
-        entries, faults = _judged(profile, model, DeviceMap.of(placement), asked.fleet)
+        entries, faults, is_whole = _judged(profile, model, DeviceMap.of(placement), asked.fleet)
     return Subject(
+        is_dispatched=is_whole,
         model=model,
         name=checkpoint.source,
         entries=entries,
@@ -189,19 +192,20 @@ def _whole(workload: Workload) -> Workload:
 
 def _judged(
     profile: Profile, model: nn.Module, device_map: DeviceMap, fleet: Fleet | None
-) -> tuple[tuple[tuple[str, str], ...], Faults]:
+) -> tuple[tuple[tuple[str, str], ...], Faults, bool]:
     """A map by hand, in the names of the model or of its checkpoint, and what is wrong with it.
 
-    One that only splits what should stay whole is run as it stands: then the faults are shown.
+    One that only splits what should stay whole is run as it stands: then the faults are shown. The
+    last result says whether the entries are whole blocks instead.
     """
     try:
-        return Placement.from_device_map(device_map, profile, fleet).entries, Faults()
+        return Placement.from_device_map(device_map, profile, fleet).entries, Faults(), True
     except PlacementError as error:
         faults = error.faults
     entries, wrong = complete(model, read_entries(dict(device_map.entries)))
     if not wrong:
-        return entries, faults
+        return entries, faults, False
     if faults.completed is None:
         raise PlacementError("the device map names nothing of this model", hint=None, faults=faults)
     completed = dict(faults.completed)
-    return Placement.from_device_map(completed, profile, fleet).entries, faults
+    return Placement.from_device_map(completed, profile, fleet).entries, faults, True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from .. import virtual
+from ..dispatching import moving_modules
 from ..errors import DuokaError
+from ..placement import Placement
 from ..report import Fault, PeakMemory, Place, Report, Stop
 from .borrowing import borrowed
 from .entering import watch_entries
@@ -42,23 +44,7 @@ def check_subject(subject: Subject) -> Report:
     report = check.report()
     if check.needs_values and num_bytes(subject.model) <= REAL_BYTES:
         report = Run(subject, "cpu").report()
-    report = _within_budgets(subject, report)
     return replace(report, seconds=time.perf_counter() - started, subject=subject)
-
-
-def _within_budgets(subject: Subject, report: Report) -> Report:
-    """Decide for GPUs whose cached memory passes the budget: the allocator may give that back."""
-    memory = tuple(
-        replace(peak, overflows=peak.free_bytes is not None and peak.free_bytes < 0)
-        for peak in report.memory
-    )
-    unsure = [p for p in memory if p.overflows and p.allocated_bytes <= (p.budget_bytes or 0)]
-    if unsure and all(p in unsure for p in memory if p.overflows) and not report.stop:
-        tight = Run(subject, "meta", limited=True)
-        again = tight.report()
-        if again.stop is None:
-            memory = again.memory
-    return replace(report, memory=memory)
 
 
 def num_bytes(model: nn.Module) -> int:
@@ -78,11 +64,9 @@ class Run(Steps):
     subject : Subject
     data : str
         What holds the numbers: "meta" or "cpu".
-    limited : bool
-        Give the GPUs no more memory than their budgets.
     """
 
-    def __init__(self, subject: Subject, data: str, *, limited: bool = False) -> None:
+    def __init__(self, subject: Subject, data: str) -> None:
         self.subject = subject
         self.data = data
         self.needs_values = False
@@ -91,8 +75,7 @@ class Run(Steps):
         numbers = [_number(name) for name in subject.devices if name != "cpu"]
         self._num_gpus = max(numbers, default=0) + 1
         self._capacities = [
-            subject.budgets.get(f"{self._prefix}:{index}") if limited else None
-            for index in range(self._num_gpus)
+            subject.budgets.get(f"{self._prefix}:{index}") for index in range(self._num_gpus)
         ]
         self._first: torch.device | None = None
 
@@ -100,6 +83,8 @@ class Run(Steps):
         """Run, and say what was found."""
         self._first = self._find_first()
         with virtual.gpus(self._capacities, data=self.data) as world:
+            for gpu in world.gpus:
+                gpu.refuses = False
             names = self._names()
             self.watch = Watch(names)
             with virtual.observe(self.watch), self._on_devices():
@@ -141,15 +126,21 @@ class Run(Steps):
 
     @contextmanager
     def _on_devices(self) -> Iterator[None]:
-        subject = self.subject
-        devices = tensor_devices(subject.model, subject.entries)
-        by_name = {name: self._device(device) for name, device in devices.items()}
-        with borrowed(subject.model, by_name, self._placed()):
+        devices = {name: self._device(device) for name, device in self._tensor_devices()}
+        with borrowed(self.subject.model, devices, self._placed()):
             yield
 
     def _placed(self) -> dict[nn.Module, torch.device]:
-        placed = placed_modules(self.subject.model, self.subject.entries)
+        subject = self.subject
+        if subject.is_dispatched:
+            entries = tuple((name, str(self._device(device))) for name, device in subject.entries)
+            by_name = {name: self._device(device) for name, device in self._tensor_devices()}
+            return moving_modules(subject.model, Placement(entries=entries), by_name)
+        placed = placed_modules(subject.model, subject.entries)
         return {module: self._device(device) for module, device in placed.items()}
+
+    def _tensor_devices(self) -> Iterable[tuple[str, str]]:
+        return tensor_devices(self.subject.model, self.subject.entries).items()
 
     def _find_first(self) -> torch.device:
         """The device of the module that runs first, where the inputs start."""

@@ -42,6 +42,9 @@ class Subject:
         Width and height of the pictures in the prompt.
     train : bool
         Run the loss and backward instead of generating.
+    is_dispatched : bool
+        Arguments move where `duoka.dispatch` moves them, instead of to the modules that the
+        entries name: a container of entries is entered where its first part is.
     """
 
     model: nn.Module
@@ -53,6 +56,7 @@ class Subject:
     workload: Workload = field(default_factory=Workload)
     images: tuple[tuple[int, int], ...] = ()
     train: bool = False
+    is_dispatched: bool = False
 
     @property
     def devices(self) -> tuple[str, ...]:

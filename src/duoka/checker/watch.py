@@ -153,6 +153,7 @@ class Watch:
             allocated_bytes=peak.allocated,
             reserved_bytes=gpu.settle().max_reserved_bytes,
             kinds=dict(kinds),
+            overflows=gpu.overflowed,
             phase=peak.phase,
             place=None if peak.spot is None else place_of(peak.spot),
             module=peak.module,

@@ -16,7 +16,7 @@ from torch import nn
 
 from duoka.placement import Placement
 
-from .installing import Installed, install, install_on, is_callable
+from .installing import Installed, install, install_on, is_callable, moving_modules
 from .movers import Frames, Mover
 from .placing import devices_by_name, move_tensors, place, refuse_meta, tensor_names
 
@@ -28,6 +28,7 @@ __all__ = [
     "install_movers",
     "install_on",
     "is_callable",
+    "moving_modules",
     "place",
     "tensor_names",
     "undispatch",

@@ -33,11 +33,18 @@ def install(
     Installed
         To remove it by.
     """
+    return install_on(model, moving_modules(model, placement, devices))
+
+
+def moving_modules(
+    model: nn.Module, placement: Placement, devices: Mapping[str, torch.device]
+) -> dict[nn.Module, torch.device]:
+    """The modules that arguments are moved to when they are called, with their devices."""
     blocks = dict(_containers(model, placement, devices))
     for name, module in _entry_modules(model, placement):
         for block, device in _entrances(module, name, devices):
             blocks.setdefault(block, device)
-    return install_on(model, blocks)
+    return blocks
 
 
 def install_on(model: nn.Module, blocks: Mapping[nn.Module, torch.device]) -> Installed:

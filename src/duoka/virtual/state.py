@@ -80,10 +80,16 @@ class Gpu:
         Its name in torch.
     world : World
         The world that it is part of.
+    refuses : bool
+        Raise an error for what doesn't fit. Otherwise `overflowed` is set, and from then on
+        nothing limits the GPU.
+    overflowed : bool
+        It was asked for more than its capacity, and gave it.
     """
 
     __slots__ = (
-        "_lock", "_pending", "allocator", "data", "data_device", "device", "index", "meta", "world",
+        "_lock", "_pending", "allocator", "data", "data_device", "device", "index", "meta",
+        "overflowed", "refuses", "world",
     )  # fmt: skip
 
     def __init__(self, index: int, capacity_bytes: int | None, data: str, world: World) -> None:
@@ -94,6 +100,8 @@ class Gpu:
         self.meta = data == "meta"
         self.device = torch.device("vgpu", index)
         self.world = world
+        self.refuses = True
+        self.overflowed = False
         self._lock = threading.Lock()
         self._pending: deque[Allocation] = deque()
 
@@ -115,6 +123,9 @@ class Gpu:
             try:
                 return self.allocator.malloc(num_bytes)
             except OutOfCapacity as error:
+                if not self.refuses:
+                    self.overflowed, self.allocator.capacity_bytes = True, None
+                    return self.allocator.malloc(num_bytes)
                 failure = error
         raise torch.OutOfMemoryError(self._out_of_memory_text(failure))
 
