@@ -127,6 +127,11 @@ def all_names() -> list[str]:
     return sorted({*causal, *paired})
 
 
+def causal_names() -> list[str]:
+    """Name every family that transformers has a causal class for."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
 def build(name: str, *, seed: int = 0) -> PreTrainedModel:
     """Build a family's tiny model with random weights, in eval mode."""
     torch.manual_seed(seed)

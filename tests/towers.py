@@ -17,7 +17,10 @@ import families
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 IMAGE_SIZE = 56
 
@@ -69,18 +72,26 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 
 
 def all_names() -> list[str]:
+    """Name every family that transformers has an image-text class for."""
     return sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
-def build(name: str, *, seed: int = 0) -> PreTrainedModel:
+def build(name: str, *, seed: int = 0, causal: bool = False) -> PreTrainedModel:
+    """Build a family's tiny model, in eval mode; `causal`: the class that takes text alone."""
     torch.manual_seed(seed)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
-        model = _model_class(name)(configuration(name))
+        model = _model_class(name, causal=causal)(configuration(name))
     return model.eval()
 
 
+def is_composite(name: str) -> bool:
+    """Whether a family's configuration has parts with configurations of their own."""
+    return bool(CONFIG_MAPPING[name].sub_configs)
+
+
 def configuration(name: str) -> PretrainedConfig:
+    """Make a family's tiny configuration."""
     return _tiny(CONFIG_MAPPING[name], _SPECIAL.get(name, {}), vision=False)
 
 
@@ -112,7 +123,8 @@ def _is_list(value: object) -> bool:
     return isinstance(value, (list, tuple))
 
 
-def _model_class(name: str) -> type[PreTrainedModel]:
-    chosen = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name]
+def _model_class(name: str, *, causal: bool) -> type[PreTrainedModel]:
+    images, texts = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    chosen = texts[name] if causal else images[name]
     module = importlib.import_module("transformers")
     return getattr(module, chosen if isinstance(chosen, str) else chosen[0])
