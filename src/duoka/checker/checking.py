@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -105,7 +105,7 @@ class Run(Steps):
             devices=self.subject.devices,
             completeness=self.subject.completeness,
             faults=faults,
-            warnings=tuple(self._warnings(faults)),
+            warnings=tuple(self._warnings()),
             memory=memory,
             transfers=self.watch.transfers(),
             syncs=self.watch.syncs(),
@@ -211,17 +211,9 @@ class Run(Steps):
             hint=getattr(error, "hint", None) or "",
         )
 
-    def _warnings(self, faults: Sequence[Fault]) -> Iterator[Fault]:
-        told = {
-            operand.origin.place
-            for fault in _flat(faults)
-            for operand in fault.operands
-            if operand.origin is not None
-        }
-        for spot, (op, device, count) in self.referee.hard_coded.items():
-            place = place_of(spot)
-            if place not in told and all(fault.place != place for fault in _flat(faults)):
-                yield _hard_coded(place, op, device, count)
+    def _warnings(self) -> Iterator[Fault]:
+        for spot, op, device, count in self.referee.lucky():
+            yield _hard_coded(place_of(spot), op, device, count)
         yield from self.referee.gathering.warnings()
 
     def _notes(self) -> Iterator[str]:
@@ -230,12 +222,6 @@ class Run(Steps):
             yield f"compiled code was run eagerly: {', '.join(names)}"
         if self.data == "cpu":
             yield "the model's code reads values, so it was run with real numbers"
-
-
-def _flat(faults: Sequence[Fault]) -> Iterator[Fault]:
-    for fault in faults:
-        yield fault
-        yield from _flat(fault.followups)
 
 
 def _hard_coded(place: Place, op: str, device: str, count: int) -> Fault:

@@ -33,7 +33,7 @@ from .findings import (
     reason_for,
     tensors_of,
 )
-from .gathering import MOVED_FROM, Gathering
+from .gathering import Gathering
 from .gradients import checked_gradients
 from .hardcoded import is_hard_coded, softened
 from .names import Names, at_hand
@@ -49,7 +49,9 @@ from .sources import (
 )
 
 _SPOT = "_duoka_spot"
+_HARD = "_duoka_hard_coded"
 _METHOD = "torch.Tensor."
+_SAME_DEVICE = "same device"
 
 # Out-of-place twins of writes: the result is the first operand with something put into it.
 _TWINS = frozenset(
@@ -77,6 +79,7 @@ class Referee(TorchFunctionMode):
         self.findings: dict[tuple[Any, ...], Finding] = {}
         self.hard_coded: dict[Spot, tuple[str, str, int]] = {}
         self._depth = 0
+        self._told: set[Spot | None] = set()
         self._chosen: dict[tuple[Any, ...], torch.device] = {}
         self.gathering = Gathering(names)
 
@@ -119,8 +122,11 @@ class Referee(TorchFunctionMode):
         self._depth += 1
         try:
             result = func(*args, **kwargs)
-        except MixedDevicesError as error:
-            result = self._go_on(_Met(error, func, args, kwargs, frame))
+        except RuntimeError as error:
+            met = _Met(error, func, args, kwargs, frame)
+            if not met.is_mix:
+                raise
+            result = self._go_on(met)
         finally:
             self._depth -= 1
         self._mark(func, result, frame, args)
@@ -139,10 +145,9 @@ class Referee(TorchFunctionMode):
             caller = model_frame(frame)
             if caller is not None:
                 own[_SPOT] = spot = spot_of(caller)
-                self.gathering.joined(func, args, tensor, spot)
-            source = args[0] if args else None
-            if isinstance(source, torch.Tensor) and source.device != tensor.device:
-                own[MOVED_FROM] = source.device
+                self.gathering.heard(func, args, tensor, spot)
+                if self.hard_coded:
+                    own[_HARD] = spot if spot in self.hard_coded else _all_hard(args)
             if self.findings:
                 cause = cause_of(args, tensor.device)
                 if cause is not None:
@@ -193,11 +198,9 @@ class Referee(TorchFunctionMode):
 
     def _target(self, met: _Met, tensors: list[torch.Tensor]) -> torch.device:
         """Where an operation runs whose tensors are on several devices."""
-        error = met.error
-        if error.written is not None:
-            return error.written.device
-        name = error.func._schema.name.removeprefix("aten::")
-        if name in _TWINS and tensors and tensors[0].device.type != "cpu":
+        if met.written is not None:
+            return met.written.device
+        if met.kernel in _TWINS and tensors and tensors[0].device.type != "cpu":
             return tensors[0].device
         devices = {tensor.device for tensor in tensors}
         caller = model_frame(met.frame)
@@ -227,7 +230,7 @@ class Referee(TorchFunctionMode):
         finding = self.findings.get(key)
         if finding is None:
             finding = self.findings[key] = self._finding(met, caller, tensors, (moved, where))
-            cause = reason_for(tensors, moved, where, met.error.written, devices)
+            cause = reason_for(tensors, moved, where, met.written, devices)
             if cause is not None and cause is not finding:
                 finding.cause = cause
                 cause.followups.append(finding)
@@ -277,8 +280,9 @@ class Referee(TorchFunctionMode):
     ) -> Finding:
         moved, target = decided
         operands = self._operands(met, caller, few(tensors, moved), moved)
-        hard = any(each.moved and self._is_hard_coded(each) for each in operands)
-        kind: Kind = "in-place" if met.error.written is not None else "mixed-devices"
+        hard = any(id(t) in moved and vars(t).get(_HARD) is not None for _, t in tensors)
+        self._told |= {vars(tensor).get(_HARD) for _, tensor in tensors}
+        kind: Kind = "in-place" if met.written is not None else "mixed-devices"
         return Finding(
             kind="hard-coded-device" if hard else kind,
             effect="raises",
@@ -328,6 +332,12 @@ class Referee(TorchFunctionMode):
 
     # ── hard-coded devices ──
 
+    def lucky(self) -> Iterator[tuple[Spot, str, str, int]]:
+        """Places that name a device, where no fault comes of it on this placement."""
+        for spot, (op, device, count) in self.hard_coded.items():
+            if spot not in self._told:
+                yield spot, op, device, count
+
     def _hard_code(self, frame: FrameType, func: Callable[..., Any], device: str) -> None:
         caller = model_frame(frame)
         if caller is not None:
@@ -335,17 +345,13 @@ class Referee(TorchFunctionMode):
             _, _, count = self.hard_coded.get(spot, ("", "", 0))
             self.hard_coded[spot] = (_op_name(func), device, count + 1)
 
-    def _is_hard_coded(self, operand: Operand) -> bool:
-        place = operand.origin.place if operand.origin is not None else None
-        return place is not None and any(place_of(spot) == place for spot in self.hard_coded)
-
 
 class _Met:
     """A call that mixes devices."""
 
     def __init__(
         self,
-        error: MixedDevicesError,
+        error: RuntimeError,
         func: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -356,9 +362,24 @@ class _Met:
         self.args = args
         self.kwargs = kwargs
         self.frame = frame
+        # What PyTorch itself refuses before it comes to an ATen operation has only a text.
+        self.is_mix = _SAME_DEVICE in str(error)
+        self.kernel = ""
+        self.written: torch.Tensor | None = None
+        if isinstance(error, MixedDevicesError):
+            self.is_mix, self.written = True, error.written
+            self.kernel = error.func._schema.name.removeprefix("aten::")
         full = _op_name(func)
         self.is_method = full.startswith(_METHOD)
         self.op = full.removeprefix("torch.") if self.is_method else full
+
+
+def _all_hard(args: tuple[Any, ...]) -> Spot | None:
+    """Where a device was named that decided where these tensors are, and nothing else did."""
+    spots = [
+        vars(tensor).get(_HARD) for _, tensor in tensors_of(args, {}) if tensor.device.type != "cpu"
+    ]
+    return spots[0] if spots and None not in spots else None
 
 
 def _op_name(func: Any) -> str:

@@ -115,6 +115,15 @@ class _Source:
             node = outer
         return _span(node) if isinstance(node, ast.BoolOp) else None
 
+    def function(self, code: CodeType) -> ast.FunctionDef | None:
+        """The definition of a function; its code begins at its first decorator."""
+        for node in self.nodes.values():
+            if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
+                first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+                if first == code.co_firstlineno:
+                    return node
+        return None
+
     def characters(self, line: int, column: int) -> int:
         """A column in characters; Python counts the bytes of UTF-8."""
         if not 0 < line <= len(self.lines):
@@ -166,9 +175,10 @@ def assigned_to(spot: Spot) -> str:
 def returned(code: CodeType, index: int) -> Place:
     """What a function returns at a position, where it says so in its first `return`."""
     source = _source(code.co_filename)
-    spans = [span for span in source.nodes if span[0] >= code.co_firstlineno]
-    found = next((source.nodes[s] for s in spans if isinstance(source.nodes[s], ast.Return)), None)
-    if not isinstance(found, ast.Return) or found.value is None:
+    function = source.function(code)
+    inside = [] if function is None else list(ast.walk(function))
+    found = next((node for node in inside if isinstance(node, ast.Return)), None)
+    if found is None or found.value is None:
         return Place(file=code.co_filename, line=code.co_firstlineno, function=code.co_qualname)
     value: ast.expr = found.value
     if isinstance(value, ast.Tuple) and index < len(value.elts):

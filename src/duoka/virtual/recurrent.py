@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import calls
+from . import calls, values
 from .operators import Handler, handlers
 from .state import Gpu
 from .tensor import place
@@ -98,7 +98,10 @@ def _computing(compute: Any) -> Handler:
         plain, gpu = calls.unwrap(func, args, kwargs)
         if gpu.data_device.type == "cuda":
             return calls.wrap_results(func(*plain.args), gpu)
-        return tuple(_placed(item, gpu) for item in compute(*plain.args))
+        given = plain.args
+        if values.count(given, {})[1]:
+            given = [values.without_values(value) for value in given]
+        return tuple(_placed(item, gpu) for item in compute(*given))
 
     return handle
 
