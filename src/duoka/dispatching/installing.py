@@ -139,7 +139,8 @@ def _entrances(
 
 def is_callable(module: nn.Module) -> bool:
     """Whether a module can be called itself, as a list of modules can't."""
-    return type(module).forward is not nn.Module.forward
+    # A compiled module has its `forward` as an attribute of its own.
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _parents(model: nn.Module, blocks: Mapping[nn.Module, torch.device]) -> list[nn.Module]:
