@@ -37,6 +37,7 @@ from duoka.placement import Placement
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 SECONDS = 300
+JOBS_A_POOL = 60
 CUTS = {2: ((1 / 2,), (1 / 4,), (3 / 4,)), 3: ((1 / 3, 2 / 3), (1 / 5, 3 / 5), (2 / 5, 4 / 5))}
 PROMPT_TOKENS, NEW_TOKENS = 16, 4
 PICTURE = (100, 80)
@@ -236,20 +237,27 @@ def families_mode(options: argparse.Namespace) -> None:
     rows = _kept(options.out)
     known = {(row["kind"], row["name"]) for row in rows}
     jobs = [job for job in jobs if job not in known][: options.limit]
-    with ProcessPoolExecutor(
-        options.processes, multiprocessing.get_context("spawn"), _quietly, max_tasks_per_child=40
-    ) as pool:
-        for future in as_completed([pool.submit(measure, job) for job in jobs]):
-            row = future.result()
-            rows.append(row)
-            print(_summary(row), flush=True)
-            if options.out:
-                with options.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+    for row in measured(jobs, options.processes):
+        rows.append(row)
+        print(_summary(row), flush=True)
+        if options.out:
+            with options.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
     text = "\n".join(markdown(rows))
     if options.markdown:
         options.markdown.write_text(text + "\n", encoding="utf-8")
     print(text)
+
+
+def measured(jobs: list[tuple[str, str]], processes: int) -> Iterator[dict[str, Any]]:
+    """Rows as they come; every so often in new processes, as model code leaves things behind."""
+    context = multiprocessing.get_context("spawn")
+    for start in range(0, len(jobs), JOBS_A_POOL):
+        chosen = jobs[start : start + JOBS_A_POOL]
+        with ProcessPoolExecutor(processes, context, _quietly) as pool:
+            yield from (
+                each.result() for each in as_completed(pool.submit(measure, j) for j in chosen)
+            )
 
 
 def _kept(path: Path | None) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ This room knows nothing of planning or hardware. Nothing is registered with tran
 import; `build` and `chatglm.register` do that on first use.
 """
 
-from .build import build, resolve
+from .build import build, is_served, resolve
+from .importing import import_class
 
-__all__ = ["build", "resolve"]
+__all__ = ["build", "import_class", "is_served", "resolve"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,9 @@ from duoka.errors import ModelError
 
 from . import chatglm
 from .meta import construct
+
+OwnCode = Callable[[str], Any]
+"""Imports a class of a checkpoint's own code by a reference such as "file.Class"."""
 
 # Where a generating class is looked for when the configuration names none, in this order; for an
 # encoder with a decoder in the reverse of the first two, since its decoder alone answers nothing.
@@ -45,6 +48,7 @@ def build(
     dtype: torch.dtype | None = None,
     attention: str = "sdpa",
     trust_remote_code: Path | None = None,
+    own_code: OwnCode | None = None,
 ) -> PreTrainedModel:
     """Build the model that a ``config.json`` describes, in evaluation mode, without weights.
 
@@ -60,6 +64,8 @@ def build(
         that have nothing else.
     trust_remote_code : pathlib.Path, optional
         The directory of the checkpoint whose own model code may be run. By default none is.
+    own_code : OwnCode, optional
+        Code of the checkpoint to run from where it lies, even where the architecture is known.
 
     Returns
     -------
@@ -71,7 +77,10 @@ def build(
     ModelError
         If the configuration names no architecture that is known here, or is not valid for it.
     """
-    parsed, model_class = resolve(config, trust_remote_code=trust_remote_code)
+    if own_code is None:
+        parsed, model_class = resolve(config, trust_remote_code=trust_remote_code)
+    else:
+        parsed, model_class = _remote(config, own_code)
     chosen = dtype or _stated_dtype(parsed)
     # Asked for by name, sdpa is refused where a class lacks it; by default it is taken if there.
     implementation = None if attention == "sdpa" else attention
@@ -120,7 +129,14 @@ def resolve(
         return parsed, _native_class(parsed)
     if trust_remote_code is None:
         raise _unknown(model_type, has_code="auto_map" in config)
-    return _remote(config, trust_remote_code)
+    directory = trust_remote_code
+    return _remote(config, lambda name: get_class_from_dynamic_module(name, str(directory)))
+
+
+def is_served(model_type: object) -> bool:
+    """Whether duoka or transformers has code for a model type."""
+    chatglm.register()
+    return model_type in CONFIG_MAPPING
 
 
 def _unknown(model_type: str, *, has_code: bool) -> ModelError:
@@ -198,9 +214,9 @@ def _mapped(mapping: Any, config: PreTrainedConfig) -> type[PreTrainedModel] | N
 
 
 def _remote(
-    config: Mapping[str, Any], directory: Path
+    config: Mapping[str, Any], load: OwnCode
 ) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    """Load configuration and model class from the code in the checkpoint's directory."""
+    """Load configuration and model class from the checkpoint's own code."""
     found = config.get("auto_map")
     references = found if isinstance(found, dict) else {}
     wanted = next((references[name] for name in _REMOTE_CLASSES if name in references), None)
@@ -218,8 +234,7 @@ def _remote(
                 hint="use the repository that holds the code, or put its files into this one",
             )
     try:
-        config_class = get_class_from_dynamic_module(stated, str(directory))
-        model_class = get_class_from_dynamic_module(wanted, str(directory))
+        config_class, model_class = load(stated), load(wanted)
     except Exception as error:
         raise ModelError(f"the checkpoint's own code could not be loaded: {error}") from error
     return _parse(config_class, config), model_class
