@@ -17,6 +17,8 @@ from . import machine, signals
 from .redaction import redact
 from .terminal import printable, stderr
 
+NOT_OK = 13
+"""A check found something; no error, since that is what it is for."""
 DEFECT = 70
 INTERRUPTED = 130
 HUNG_UP = 129

@@ -15,6 +15,7 @@ import duoka
 
 from . import failures, options, signals
 from .chat import chat
+from .check import check
 from .demo import demo
 from .generate import generate
 from .plan import plan
@@ -24,13 +25,14 @@ _EPILOG = "\n\n".join(
     [
         "Examples:",
         '[bold]duoka plan[/] ./glm-4-9b-chat --gpus "24GiB,12GiB" --context 8K',
+        '[bold]duoka check[/] ./glm-4-9b-chat --gpus "virtual:2x24GiB"',
         '[bold]duoka chat[/] ./chatglm3-6b --gpus "virtual:2x8GiB"',
         "[bold]duoka demo[/]",
         "Exit codes: "
         "0 done; 1 another error; 2 usage; 3 GPUs; 4 checkpoint; 5 model; 6 placement; "
         "7 nothing fits; 8 the proof failed; 9 loading failed; 10 plan file; 11 virtual GPU; "
-        "12 this machine; 70 a defect of duoka; 129, 130, 143 stopped by a signal, 130 by Ctrl-C; "
-        "141 nobody reads the output.",
+        "12 this machine; 13 the check found something; 70 a defect of duoka; "
+        "129, 130, 143 stopped by a signal, 130 by Ctrl-C; 141 nobody reads the output.",
     ]
 )
 
@@ -43,7 +45,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (plan, generate, chat, demo):
+for command in (plan, check, generate, chat, demo):
     app.command()(command)
 
 

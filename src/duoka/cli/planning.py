@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _CONTEXT_TOKENS = 4096
 _NEW_TOKENS = 512
 _NEW_SHARE = 4
-_ALL_GPUS = "all"
+ALL_GPUS = "all"
 _OPTION = {
     "new_tokens": "--new-tokens",
     "prefill_chunk": "--prefill-chunk",
@@ -92,16 +92,16 @@ def make_plan(
         saved = duoka.Plan.load(plan_file)
         if model is None and not replan and not asked.trust_remote_code:
             return saved  # to look at it, neither the checkpoint nor the GPUs need be here
-        checkpoint = _checkpoint(model or saved.source, asked)
+        checkpoint = open_checkpoint(model or saved.source, asked)
         return _replan(saved, checkpoint, plan_file) if replan else _reuse(saved, checkpoint)
     if replan:
         raise UsageError("--replan is for a saved plan", hint="name it with --plan FILE")
     device_map = None if wishes.device_map is None else DeviceMap.load(wishes.device_map)
-    checkpoint = _checkpoint(model, asked)
-    gpus = _ALL_GPUS if wishes.gpus is None else wishes.gpus
+    checkpoint = open_checkpoint(model, asked)
+    gpus = ALL_GPUS if wishes.gpus is None else wishes.gpus
     question = Question(
-        fleet=fleet_for(_fleet(gpus), device_map),
-        workload=_workload(checkpoint, wishes),
+        fleet=fleet_for(read_fleet(gpus), device_map),
+        workload=workload_for(checkpoint, wishes),
         objective=wishes.objective or "auto",  # type: ignore[arg-type]
         use_all=wishes.use_all,
         gpus=gpus,
@@ -138,7 +138,8 @@ def sampling(plan: duoka.Plan, chosen: dict[str, Any]) -> Sampling:
     return Sampling.recommended(duoka.Checkpoint.open(plan.source).generation_config, **chosen)
 
 
-def _checkpoint(model: str | None, asked: Asked) -> duoka.Checkpoint:
+def open_checkpoint(model: str | None, asked: Asked) -> duoka.Checkpoint:
+    """The checkpoint that a person means; what of its code may run is shown."""
     if not model:
         raise UsageError(
             "no model was given", hint="name the directory of a checkpoint, or a --plan"
@@ -209,19 +210,21 @@ def save_device_map(device_map: Mapping[str, int | str], file: Path) -> None:
     outputs.write(file, text + "\n", "the device map")
 
 
-def _fleet(gpus: str) -> duoka.Fleet:
-    return duoka.Fleet.detect() if gpus == _ALL_GPUS else duoka.Fleet.parse(gpus)
+def read_fleet(gpus: str) -> duoka.Fleet:
+    """The GPUs that were asked for."""
+    return duoka.Fleet.detect() if gpus == ALL_GPUS else duoka.Fleet.parse(gpus)
 
 
 def _fleet_again(plan: duoka.Plan) -> duoka.Fleet:
     """The GPUs that were asked for, as they are now; no others than those."""
     if plan.request.gpus:
-        return _fleet(plan.request.gpus)
+        return read_fleet(plan.request.gpus)
     uuids = [device.uuid for device in plan.fleet.devices if device.uuid]
     return duoka.Fleet.detect(",".join(uuids)) if uuids else plan.fleet
 
 
-def _workload(checkpoint: duoka.Checkpoint, wishes: Wishes) -> duoka.Workload:
+def workload_for(checkpoint: duoka.Checkpoint, wishes: Wishes) -> duoka.Workload:
+    """What the model will be asked to do, as far as a person said it."""
     limit = checkpoint.max_context_tokens
     context = _CONTEXT_TOKENS if limit is None else min(_CONTEXT_TOKENS, limit)
     if wishes.context is not None:
