@@ -217,6 +217,7 @@ class Run(Steps):
         yield from self.referee.gathering.warnings()
 
     def _notes(self) -> Iterator[str]:
+        yield from self.subject.notes
         names = list(_compiled(self.subject.model))
         if names:
             yield f"compiled code was run eagerly: {', '.join(names)}"

@@ -130,9 +130,12 @@ def _decode_arguments(
 def _training_inputs(subject: Subject, device: torch.device) -> dict[str, Any]:
     work = subject.workload
     shape = (work.batch, work.prompt_tokens)
-    ids = torch.ones(shape, dtype=torch.long, device=device)
     accepted = inspect.signature(subject.model.forward).parameters
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs: dict[str, Any] = {name: each.to(device) for name, each in subject.prompt.items()}
+    if not inputs:
+        inputs["input_ids"] = torch.ones(shape, dtype=torch.long, device=device)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    ids = inputs["input_ids"]
     if "labels" in accepted or "kwargs" in accepted:
         inputs["labels"] = ids.clone()
     if getattr(getattr(subject.model, "config", None), "is_encoder_decoder", False):
@@ -154,8 +157,14 @@ def _generate(subject: Subject, device: torch.device, steps: Steps) -> Any:
             stepper.step(tokens)
             steps.mark("cache", tensors_in(_held(stepper.cache)))
 
-        for query, _ in work.chunks():
-            step("prefill", query)
+        if subject.prompt:
+            inputs = {name: each.to(device) for name, each in subject.prompt.items()}
+            steps.mark("inputs", inputs.values())
+            steps.begin("prefill")
+            stepper.prefill(inputs)
+        else:
+            for query, _ in work.chunks():
+                step("prefill", query)
         left = work.new_tokens - 1
         for _ in range(min(left, DECODE_STEPS)):
             step("decode", 1)

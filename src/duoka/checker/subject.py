@@ -38,13 +38,17 @@ class Subject:
         The arguments of one call, or what runs the model: called with it. Without, the model is
         one that generates, and does the workload.
     workload : Workload
-    images : tuple of (int, int)
-        Width and height of the pictures in the prompt.
+    prompt : mapping of str to torch.Tensor
+        The arguments of `forward` for the prompt, where it isn't text alone.
     train : bool
         Run the loss and backward instead of generating.
+    hint : str
+        What to do where the model's code stops for a reason of its own.
     is_dispatched : bool
         Arguments move where `duoka.dispatch` moves them, instead of to the modules that the
         entries name: a container of entries is entered where its first part is.
+    notes : tuple of str
+        What was decided on the way here that the report should say.
     """
 
     model: nn.Module
@@ -54,9 +58,11 @@ class Subject:
     completeness: Faults = field(default_factory=Faults)
     inputs: Mapping[str, Any] | tuple[Any, ...] | Callable[[nn.Module], Any] | None = None
     workload: Workload = field(default_factory=Workload)
-    images: tuple[tuple[int, int], ...] = ()
+    prompt: Mapping[str, torch.Tensor] = field(default_factory=dict)
     train: bool = False
+    hint: str = ""
     is_dispatched: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def devices(self) -> tuple[str, ...]:

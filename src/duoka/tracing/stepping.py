@@ -9,6 +9,7 @@ caller's inputs are.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -47,8 +48,21 @@ class Stepper:
 
     def step(self, query: int) -> None:
         """Run the model over `query` more tokens."""
-        keys = self.past + query
-        outputs = self.model(**self._inputs(query, keys))
+        self._step(self.past + query, self._inputs(query, self.past + query))
+
+    def prefill(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Run the model over a prompt that is given, with images for example."""
+        arguments = {
+            **inputs,
+            **({"use_cache": True} if "use_cache" in self._accepted else {}),
+            **({"logits_to_keep": 1} if "logits_to_keep" in self._accepted else {}),
+            **({self._cache_name: self.cache} if self._cache_name in self._accepted else {}),
+            "return_dict": True,
+        }
+        self._step(self.past + inputs["input_ids"].shape[1], arguments)
+
+    def _step(self, keys: int, arguments: dict[str, Any]) -> None:
+        outputs = self.model(**arguments)
         logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=self.device)
         cache = next((outputs[name] for name in _CACHES if outputs.get(name) is not None), None)
         self.cache = self.cache if cache is None else cache
