@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 import libcst as cst
 from torch import nn
@@ -17,7 +18,7 @@ from torch import nn
 from ..checker import Subject
 from ..report import Fault, Operand
 from .edits import insert_before, replace
-from .scope import all_names, is_plain, root, statement_of
+from .scope import all_names, free_name, is_plain, root, statement_of
 from .trees import Edit, Tree, folded
 
 _KEEP_DEVICE = frozenset(
@@ -68,38 +69,75 @@ class Anchor:
 def anchors(
     tree: Tree, node: cst.BaseExpression, fault: Fault, subject: Subject | None
 ) -> Iterator[Anchor]:
-    """Ways to name the target of `fault` where `node` is evaluated, the best first."""
+    """Ways to name the target of `fault` where `node` is evaluated, on every placement.
+
+    They are what is on the target already as it is written at the operation, the best first.
+    """
     operands = [each for each in fault.operands if not each.moved and each.device == fault.target]
-    late = _bound_late(tree, node)
-    written = [(tree.find(each.place), each) for each in operands]
     texts: dict[str, None] = {}
-    for there, operand in written:
+    for operand in operands:
+        there = tree.find(operand.place)
         if isinstance(there, cst.BaseExpression):
-            texts |= dict.fromkeys(_names_of(tree, there, operand))
-    texts |= dict.fromkeys(_at_hand(tree, node, fault, [there for there, _ in written]))
+            texts |= dict.fromkeys(_names_of(tree, there, fault, operand))
+            if isinstance(there, cst.Call):
+                texts |= dict.fromkeys(_callee(tree, there, fault, subject))
     for operand in operands:
         texts |= dict.fromkeys(_by_origin(tree, node, fault, operand))
-    for there, _ in written:
-        if isinstance(there, cst.Call):
-            texts |= dict.fromkeys(_callee(tree, there, fault, subject))
+    yield from _usable(tree, node, texts)
+
+
+def lucky(tree: Tree, node: cst.BaseExpression, fault: Fault) -> Iterator[Anchor]:
+    """Names in the function that were on the target, though on another placement they may not."""
+    near = {tree.code(name) for name in tree.inside(node, cst.Name, cst.Attribute)}
+    names = sorted(fault.at_hand, key=lambda text: (text not in near, text.startswith("self.")))
+    yield from _usable(tree, node, names)
+
+
+def _usable(tree: Tree, node: cst.BaseExpression, texts: Iterable[str]) -> Iterator[Anchor]:
+    late = _bound_late(tree, node)
     for text in texts:
         if not late & set(re.findall(r"\w+", text)) and folded(text) != folded(tree.code(node)):
             yield Anchor(f"{text}.device")
 
 
-def _names_of(tree: Tree, there: cst.BaseExpression, operand: Operand) -> Iterator[str]:
+def is_hidden(fault: Fault, operand: Operand) -> bool:
+    """Whether an operand doesn't stand where it is said to, since one that stays stands there."""
+    return operand.place is None or (
+        operand.moved
+        and any(
+            (each.place, each.expression) == (operand.place, operand.expression) and not each.moved
+            for each in fault.operands
+        )
+    )
+
+
+def _names_of(
+    tree: Tree, there: cst.BaseExpression, fault: Fault, operand: Operand
+) -> Iterator[str]:
     """Texts for the device of an operand that is written out at the operation."""
     text = tree.code(there.with_changes(lpar=[], rpar=[]))
     if folded(operand.expression) != folded(text):
-        return  # one of several tensors in a list
-    if is_plain(there):
-        yield text
+        # One of several tensors in a list; only of one that is written out the items are.
+        item = re.fullmatch(r"\[(\d+)\]", folded(operand.expression).removeprefix(folded(text)))
+        elements = there.elements if isinstance(there, (cst.List, cst.Tuple)) else ()
+        before = takewhile(lambda each: isinstance(each, cst.Element), elements)
+        spelled = [each.value for each in before]
+        if item is not None and int(item[1]) < len(spelled) and is_plain(spelled[int(item[1])]):
+            yield tree.code(spelled[int(item[1])])
         return
+    if isinstance(there, cst.NamedExpr):
+        yield tree.code(there.target)
     base = _base(there)
     if base is not there and is_plain(base) and root(base) not in _NO_TENSORS:
-        yield tree.code(base)
+        name = tree.code(base)
+        # What holds a tensor there is at hand; another name is of a list.
+        unsure = isinstance(base, cst.Name) and (fault.at_hand or is_plain(there))
+        if not unsure or name in fault.at_hand:
+            yield name
+    if is_plain(there):
+        yield text
     if isinstance(base, (cst.BinaryOperation, cst.UnaryOperation)):
-        yield from _parts(tree, base)
+        yield from (name for name in _parts(tree, base) if name in fault.at_hand)
 
 
 def _base(node: cst.BaseExpression) -> cst.BaseExpression:
@@ -127,19 +165,6 @@ def _parts(tree: Tree, node: cst.BaseExpression) -> Iterator[str]:
             yield tree.code(name)
 
 
-def _at_hand(
-    tree: Tree, node: cst.BaseExpression, fault: Fault, there: Iterable[cst.CSTNode | None]
-) -> list[str]:
-    """The names that the check found on the target: those that the operands' texts have first."""
-    near = {
-        tree.code(name)
-        for operand in there
-        if operand is not None
-        for name in tree.inside(operand, cst.Name, cst.Attribute)
-    }
-    return sorted(fault.at_hand, key=lambda text: (text not in near, text.startswith("self.")))
-
-
 def _by_origin(
     tree: Tree, node: cst.BaseExpression, fault: Fault, operand: Operand
 ) -> Iterator[str]:
@@ -157,17 +182,21 @@ def _by_origin(
 
 def _callee(tree: Tree, call: cst.Call, fault: Fault, subject: Subject | None) -> Iterator[str]:
     """``self.proj.weight`` for the result of ``self.proj(x)``, when it has one itself."""
-    if subject is None or not fault.path or not is_plain(call.func) or root(call.func) != "self":
+    if not is_plain(call.func):
         return
-    names = tree.code(call.func).split(".")[1:]
-    try:
-        module = subject.model.get_submodule(
-            ".".join(filter(None, (fault.path[-1].module, *names)))
-        )
-    except AttributeError:
-        return
-    if isinstance(module._parameters.get("weight"), nn.Parameter):
-        yield f"{tree.code(call.func)}.weight"
+    called = tree.code(call.func)
+    if f"{called}.weight" in fault.at_hand:
+        yield f"{called}.weight"
+    elif subject is not None and fault.path and root(call.func) == "self":
+        names = called.split(".")[1:]
+        try:
+            module = subject.model.get_submodule(
+                ".".join(filter(None, (fault.path[-1].module, *names)))
+            )
+        except AttributeError:
+            return
+        if isinstance(module._parameters.get("weight"), nn.Parameter):
+            yield f"{called}.weight"
 
 
 def _bound_late(tree: Tree, node: cst.BaseExpression) -> set[str]:
@@ -202,16 +231,18 @@ def named(tree: Tree, nodes: list[cst.BaseExpression], target: cst.BaseExpressio
         return None
     end = tree.span(target)[2:]
     first = [node for node in nodes if tree.span(node)[2:] <= end and not is_plain(node)]
-    if _has_other_calls(tree, statement, first, end):
+    if calls_before(tree, statement, first, target):
         return None
     edits: list[Edit] = []
     taken = all_names(tree, target)
     text = ""
     for node in sorted(first, key=tree.span):
-        text = fresh_name(node, taken)
+        value = node.with_changes(lpar=[], rpar=[])
+        text = free_name(name_for(node), taken)
+        if isinstance(value, cst.NamedExpr):
+            text, value = tree.code(value.target), value.value
         taken.add(text)
-        bare = node.with_changes(lpar=[], rpar=[]) if node.lpar else node
-        edits.append(insert_before(tree, statement, f"{text} = {tree.code(bare)}"))
+        edits.append(insert_before(tree, statement, f"{text} = {tree.code(value)}"))
         edits.append(replace(tree, node, text))
     return Anchor(f"{text}.device", tuple(edits)) if text else None
 
@@ -226,36 +257,27 @@ def can_precede(tree: Tree, statement: cst.BaseStatement, node: cst.BaseExpressi
     return isinstance(statement, (cst.SimpleStatementLine, cst.If))
 
 
-def _has_other_calls(
+def calls_before(
     tree: Tree,
     statement: cst.BaseStatement,
     named_first: list[cst.BaseExpression],
-    end: tuple[int, int],
+    last: cst.BaseExpression,
 ) -> bool:
-    """Whether the statement calls something else before the last of what gets a name."""
-    calls = [
-        call
-        for call in tree.inside(statement, cst.Call, cst.Await, cst.Yield, cst.NamedExpr)
-        if tree.span(call)[2:] <= end
-    ]
-    named_too = {
-        id(call)
-        for node in named_first
-        for call in tree.inside(node, cst.Call, cst.Await, cst.Yield, cst.NamedExpr)
-    }
-    return any(id(call) not in named_too for call in calls)
+    """Whether a statement calls something else before the last of what gets a name."""
+    kinds = (cst.Call, cst.Await, cst.Yield, cst.NamedExpr)
+    end = tree.span(last)[2:]
+    before = [each for each in tree.inside(statement, *kinds) if tree.span(each)[2:] <= end]
+    known = {id(call) for node in named_first for call in tree.inside(node, *kinds)}
+    return any(id(call) not in known for call in before)
 
 
-def fresh_name(node: cst.BaseExpression, taken: set[str]) -> str:
+def name_for(node: cst.BaseExpression, plain: str = "result") -> str:
     """A name for the result of an expression: of what is called, where something is."""
-    base = "result"
-    if isinstance(node, cst.Call):
-        called = node.func
-        while isinstance(called, cst.Subscript):
-            called = called.value
-        if isinstance(called, (cst.Attribute, cst.Name)):
-            base = called.attr.value if isinstance(called, cst.Attribute) else called.value
-            base = f"{base.strip('_')}_output"
-    return next(
-        name for number in range(len(taken) + 1) if (name := f"{base}{number or ''}") not in taken
-    )
+    if not isinstance(node, cst.Call):
+        return plain
+    called = node.func
+    while isinstance(called, cst.Subscript):
+        called = called.value
+    if isinstance(called, cst.Attribute):
+        called = called.attr
+    return f"{called.value.strip('_')}_output" if isinstance(called, cst.Name) else plain

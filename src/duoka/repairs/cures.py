@@ -13,10 +13,10 @@ import libcst as cst
 
 from ..checker import Subject
 from ..report import Fault, Operand
-from .anchors import anchors, named
+from .anchors import anchors, is_hidden, lucky, named
 from .edits import move
 from .factories import at_factory
-from .gradients import at_gradient
+from .gradients import at_apply, at_gradient
 from .hidden import at_hidden
 from .lists import each_of, items_of
 from .sources import Sources
@@ -73,7 +73,9 @@ def cures(fault: Fault, sources: Sources, subject: Subject | None) -> Iterator[C
     """
     site = Site(fault, sources.tree(fault.file), sources, subject)
     if fault.kind == "gradient":
-        yield from (Cure(edits) for edits in at_gradient(site.tree, fault))
+        yield from map(Cure, at_gradient(site.tree, fault))
+        return
+    yield from map(Cure, at_apply(site.tree, fault))
     moved = _distinct(site)
     if not moved:
         return
@@ -113,7 +115,7 @@ def _ways(site: Site, operand: Operand) -> Iterator[Cure]:
         Cure(edits, tables) for edits, tables in as_buffer(operand, site.sources, site.subject)
     )
     yield from map(Cure, at_factory(site.tree, site.fault, operand, site.sources, site.subject))
-    node = site.tree.find(operand.place)
+    node = None if is_hidden(site.fault, operand) else site.tree.find(operand.place)
     if node is None:
         yield from map(Cure, _unwritten(site, operand))
         return
@@ -140,12 +142,13 @@ def _at_use(site: Site, node: cst.BaseExpression) -> Iterator[tuple[Edit, ...]]:
     tree, fault = site.tree, site.fault
     for anchor in anchors(tree, node, fault, site.subject):
         yield (move(tree, node, anchor.device),)
-    found = [tree.find(each.place) for each in fault.operands]
-    written = [each for each in found if isinstance(each, cst.BaseExpression)]
-    for operand, target in zip(fault.operands, found, strict=True):
-        if operand.moved or operand.device != fault.target:
-            continue
-        if isinstance(target, cst.BaseExpression):
-            anchor_by_name = named(tree, written, target)
-            if anchor_by_name is not None:
-                yield (*anchor_by_name.edits, move(tree, node, anchor_by_name.device))
+    found = [(each, tree.find(each.place)) for each in fault.operands]
+    written = [node for _, node in found if isinstance(node, cst.BaseExpression)]
+    for operand, target in found:
+        stays = not operand.moved and operand.device == fault.target
+        if stays and isinstance(target, cst.BaseExpression):
+            by_name = named(tree, written, target)
+            if by_name is not None:
+                yield (*by_name.edits, move(tree, node, by_name.device))
+    for anchor in lucky(tree, node, fault):
+        yield (move(tree, node, anchor.device),)

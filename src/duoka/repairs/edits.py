@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import libcst as cst
@@ -31,13 +32,19 @@ def move(tree: Tree, node: cst.BaseExpression, device: str) -> Edit:
 
     ``device`` is source text, such as "logits.device".
     """
+    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+        held = node.func.value
+        if node.func.attr.value in ("cuda", "cpu") and tree.code(held) == device[:-7]:
+            # It was there, and went away.
+            return Edit(
+                tree, node, f"not {node.func.attr.value}", lambda updated: updated.func.value
+            )
     return Edit(tree, node, f"to({device})", lambda updated: moved(updated, device))
 
 
-def replace(tree: Tree, node: cst.BaseExpression, text: str) -> Edit:
-    """Put another expression in the place of one."""
-    change = lambda updated: _in_parentheses_of(node, text)  # noqa: E731
-    return Edit(tree, node, text, change, rewrites=True)
+def replace(tree: Tree, node: cst.BaseExpression, name: str) -> Edit:
+    """Put a name in the place of an expression."""
+    return Edit(tree, node, name, lambda updated: cst.Name(name), rewrites=True)
 
 
 def move_each(tree: Tree, node: cst.BaseExpression, device: str, *, lazily: bool = False) -> Edit:
@@ -47,13 +54,16 @@ def move_each(tree: Tree, node: cst.BaseExpression, device: str, *, lazily: bool
     """
     taken = {name.value for name in tree.inside(node, cst.Name)} | set(re.findall(r"\w+", device))
     each = next(name for name in _EACH if name not in taken)
+    alone = isinstance(argument := tree.parent(node), cst.Arg) and not argument.star
 
     def change(updated: cst.BaseExpression) -> cst.BaseExpression:
         listed = cst.parse_expression(f"[{each}.to({device}) for {each} in _]")
         assert isinstance(listed, cst.ListComp)
         loop = listed.for_in.with_changes(iter=closed(updated, loop=True))
-        if lazily:
+        if lazily and alone:
             return cst.GeneratorExp(listed.elt, loop, lpar=[], rpar=[])
+        if lazily:
+            return cst.GeneratorExp(listed.elt, loop)
         return listed.with_changes(for_in=loop)
 
     return Edit(tree, node, f"each to({device})", change)
@@ -88,7 +98,7 @@ def set_device(tree: Tree, call: cst.Call, device: str) -> Edit:
     return Edit(tree, call, f"device={device}", change)
 
 
-def _with_keyword(args: Any, value: cst.BaseExpression) -> list[cst.Arg]:
+def _with_keyword(args: Sequence[cst.Arg], value: cst.BaseExpression) -> list[cst.Arg]:
     """Arguments and ``device=value``, with commas and line breaks as they are there."""
     new = cst.Arg(
         keyword=cst.Name("device"),
@@ -98,10 +108,29 @@ def _with_keyword(args: Any, value: cst.BaseExpression) -> list[cst.Arg]:
     if not args:
         return [new]
     *before, last = args
-    between = before[-1].comma if before else cst.Comma(cst.SimpleWhitespace(""), _SPACE)
-    new = new.with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
-    last = last.with_changes(comma=between, whitespace_after_arg=cst.SimpleWhitespace(""))
-    return [*before, last, new]
+    new = new.with_changes(whitespace_after_arg=last.whitespace_after_arg)
+    last = last.with_changes(whitespace_after_arg=cst.SimpleWhitespace(""))
+    if not isinstance(last.comma, cst.Comma):
+        between = before[-1].comma if before else cst.Comma(whitespace_after=_SPACE)
+        return [*before, last.with_changes(comma=between), new]
+    after = last.comma.whitespace_after
+    if not isinstance(after, cst.ParenthesizedWhitespace):
+        return [*before, last.with_changes(comma=cst.Comma(whitespace_after=_SPACE)), new]
+    # One argument a line, each with a comma: the comment behind the last one stays with it.
+    own_line = after.with_changes(
+        first_line=cst.TrailingWhitespace(newline=after.first_line.newline)
+    )
+    indented = before[-1].comma if before else None
+    inside = getattr(indented, "whitespace_after", None)
+    wide = cst.SimpleWhitespace(after.last_line.value + " " * 4)
+    if isinstance(inside, cst.ParenthesizedWhitespace):
+        wide = inside.last_line
+    to_new = after.with_changes(empty_lines=[], last_line=wide)
+    return [
+        *before,
+        last.with_changes(comma=cst.Comma(whitespace_after=to_new)),
+        new.with_changes(comma=cst.Comma(whitespace_after=own_line)),
+    ]
 
 
 def moved(node: cst.BaseExpression, device: str) -> cst.BaseExpression:
@@ -156,8 +185,3 @@ def closed(node: cst.BaseExpression, *, loop: bool = False) -> cst.BaseExpressio
     if loop and not isinstance(node, (cst.IfExp, cst.Lambda, cst.NamedExpr, cst.Yield, cst.Tuple)):
         return node
     return node.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
-
-
-def _in_parentheses_of(node: cst.BaseExpression, text: str) -> cst.BaseExpression:
-    new = cst.parse_expression(text)
-    return new.with_changes(lpar=[*node.lpar, *new.lpar], rpar=[*new.rpar, *node.rpar])

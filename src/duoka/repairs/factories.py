@@ -9,7 +9,7 @@ import libcst as cst
 
 from ..checker import Subject
 from ..report import Fault, Operand
-from .anchors import anchors
+from .anchors import anchors, lucky
 from .edits import is_written_out, move, set_device
 from .scope import bound_before, evident_tensors, function_of
 from .sources import SourceError, Sources
@@ -56,15 +56,24 @@ def _devices(
     tree: Tree, maker: Tree, node: cst.Call, fault: Fault, subject: Subject | None
 ) -> Iterator[str]:
     """Texts that name the right device where the call stands."""
-    bound = bound_before(maker, node)
     here = tree.find(fault.place)
-    if here is not None and maker is tree and _same_function(tree, here, node):
-        for anchor in anchors(tree, node, fault, subject):
-            if re.split(r"\W", anchor.device, maxsplit=1)[0] in bound:
-                yield anchor.device
+    if here is None or maker is not tree or not _same_function(tree, here, node):
+        for name in evident_tensors(maker, node)[:2]:
+            yield f"{name}.device"
         return
-    for name in evident_tensors(maker, node)[:2]:
-        yield f"{name}.device"
+    bound = bound_before(maker, node)
+    read = {name.value for name in tree.inside(node, cst.Name)}
+    for anchor in anchors(tree, node, fault, subject):
+        if _root(anchor.device) in bound:
+            yield anchor.device
+    for anchor in lucky(tree, node, fault):
+        # Which other tensor it should follow nobody knows; where it is used that is plain.
+        if _root(anchor.device) in bound & read:
+            yield anchor.device
+
+
+def _root(text: str) -> str:
+    return re.split(r"\W", text, maxsplit=1)[0]
 
 
 def _same_function(tree: Tree, here: cst.CSTNode, node: cst.CSTNode) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 import libcst as cst
 
 from ..checker import Subject
 from ..report import Fault
-from .anchors import anchors
+from .anchors import anchors, lucky
 from .edits import move
 from .scope import bound_before, function_of, is_plain, root
 from .trees import Edit, Tree
@@ -27,7 +28,7 @@ def at_hidden(tree: Tree, fault: Fault, subject: Subject | None) -> Iterator[tup
         yield from _where_made(tree, call, partial, fault, subject)
     for partial in made:
         for held in _held(partial):
-            for anchor in anchors(tree, call, fault, subject):
+            for anchor in chain(anchors(tree, call, fault, subject), lucky(tree, call, fault)):
                 yield (_where_called(tree, call, held, anchor.device),)
 
 
@@ -61,7 +62,7 @@ def _where_made(
         return
     bound = bound_before(tree, partial)
     for _, value in _held(partial):
-        for anchor in anchors(tree, value, fault, subject):
+        for anchor in chain(anchors(tree, value, fault, subject), lucky(tree, value, fault)):
             where = cst.parse_expression(anchor.device)
             if root(where) in bound:
                 yield (move(tree, value, anchor.device),)

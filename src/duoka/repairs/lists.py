@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,9 +10,9 @@ import libcst as cst
 
 from ..checker import Subject
 from ..report import Fault, Operand
-from .anchors import anchors, can_precede, fresh_name
+from .anchors import anchors, calls_before, can_precede, lucky, name_for
 from .edits import insert_before, move, move_each, replace
-from .scope import all_names, is_plain, statement_of
+from .scope import all_names, free_name, is_plain, statement_of
 from .trees import Edit, Tree, folded
 
 _LOOPS = (cst.ListComp, cst.GeneratorExp, cst.SetComp)
@@ -32,32 +33,54 @@ class Items:
         What each of them is in a loop.
     is_lazy : bool
         It is only run through: a generator will do.
+    whole : libcst.BaseExpression, optional
+        The call of `list` or `tuple` around it.
+    is_summed : bool
+        It is what `sum` adds up, one after the other.
     """
 
     tree: Tree
     node: cst.BaseExpression
     element: cst.BaseExpression | None = None
     is_lazy: bool = False
+    whole: cst.BaseExpression | None = None
+    is_summed: bool = False
 
 
 def items_of(tree: Tree, node: cst.CSTNode, operand: Operand) -> Items | None:
     """What holds an operand among others, if the expression at its place does."""
-    is_lazy = False
-    written = node
-    while True:
-        if isinstance(node, (cst.Arg, cst.StarredElement)):
-            node = node.value
-        elif isinstance(node, cst.Call) and _is_container(node):
-            node, is_lazy = node.args[0].value, True
-        else:
-            break
-    assert isinstance(node, cst.BaseExpression)
-    if isinstance(node, _LOOPS):
-        return Items(tree, node, node.elt, is_lazy)
-    expression = folded(operand.expression)
-    starred = isinstance(written, (cst.Arg, cst.StarredElement))
-    if starred or expression.startswith(f"{folded(tree.code(written))}["):
-        return Items(tree, node, None, is_lazy or _is_summed(tree, node))
+    if isinstance(node, cst.AugAssign):
+        return None
+    starred = isinstance(node, (cst.Arg, cst.StarredElement))
+    written = node.value if isinstance(node, (cst.Arg, cst.StarredElement)) else node
+    assert isinstance(written, cst.BaseExpression)
+    inner, whole = written, None
+    while isinstance(inner, cst.Call) and _is_container(inner):
+        inner, whole = inner.args[0].value, written
+    summed = _is_summed(tree, written)
+    lazy = starred or summed or whole is not None
+    if isinstance(inner, _LOOPS):
+        return Items(tree, inner, inner.elt, lazy, whole, summed)
+    text, expression = folded(tree.code(written)), folded(operand.expression)
+    is_item = expression.startswith(f"{text}[")
+    if is_item and isinstance(written, (cst.List, cst.Tuple)):
+        return _spelled_out(tree, written, expression.removeprefix(text))
+    if starred or is_item or summed:
+        return Items(tree, inner, None, lazy, whole, summed)
+    return None
+
+
+def _spelled_out(tree: Tree, listed: cst.List | cst.Tuple, item: str) -> Items | None:
+    """The part of ``[a, *rest]`` that gives an item, such as "[2]"."""
+    index = re.match(r"\[(\d+)\]", item)
+    if index is None:
+        return None
+    number = int(index[1])
+    for at, element in enumerate(listed.elements):
+        if isinstance(element, cst.StarredElement):
+            return Items(tree, element.value, None, True)
+        if at == number:
+            return Items(tree, element.value, element.value)
     return None
 
 
@@ -68,12 +91,11 @@ def _is_container(node: cst.Call) -> bool:
 
 
 def _is_summed(tree: Tree, node: cst.BaseExpression) -> bool:
-    """Whether this is the one argument of `sum`."""
+    """Whether this is what `sum` adds up."""
     call = tree.enclosing(node, cst.Call)
     return (
         call is not None
-        and len(call.args) == 1
-        and call.args[0].value is node
+        and any(each.value is node for each in call.args[:1])
         and isinstance(call.func, cst.Name)
         and call.func.value == "sum"
     )
@@ -83,20 +105,19 @@ def each_of(items: Items, fault: Fault, subject: Subject | None) -> Iterator[tup
     """Move each of several tensors: to one of them, or to what is at hand."""
     tree, node = items.tree, items.node
     own = _own_index(items, fault)
-    if items.element is not None:
-        for anchor in anchors(tree, node, fault, subject):
-            yield (move(tree, items.element, anchor.device),)
-        yield from _named_first(items, own)
-        return
-    if own is not None and is_plain(node):
-        yield (_each(items, f"{tree.code(node)}[{own}].device"),)
     for anchor in anchors(tree, node, fault, subject):
         yield (_each(items, anchor.device),)
+    if own is not None and items.element is None and is_plain(node):
+        yield (_each(items, f"{tree.code(node)}[{own}].device"),)
     if not is_plain(node):
         yield from _named_first(items, own)
+    for anchor in lucky(tree, node, fault):
+        yield (_each(items, anchor.device),)
 
 
 def _each(items: Items, device: str) -> Edit:
+    if items.element is not None:
+        return move(items.tree, items.element, device)
     return move_each(items.tree, items.node, device, lazily=items.is_lazy)
 
 
@@ -109,6 +130,8 @@ def _own_index(items: Items, fault: Fault) -> int | None:
         and (other := items_of(items.tree, found, operand)) is not None
         and other.node is items.node
     ]
+    if items.is_summed:
+        return -1  # only two of them meet at a time; all go where the last one is
     fitting = [at for at, operand in enumerate(held) if not operand.moved]
     if not fitting:
         return None
@@ -117,26 +140,30 @@ def _own_index(items: Items, fault: Fault) -> int | None:
 
 def _named_first(items: Items, own: int | None) -> Iterator[tuple[Edit, ...]]:
     """Give a list that is made on the spot a name, then move each of it."""
-    tree, node = items.tree, items.node
+    tree, node = items.tree, items.whole or items.node
     statement = statement_of(tree, node)
-    if own is None or statement is None or not can_precede(tree, statement, node):
+    if own is None or statement is None or node is items.element:
         return
-    name = fresh_name(node, all_names(tree, node)).replace("result", "parts").replace("_output", "")
-    if name in all_names(tree, node):
-        name = f"{name}_parts"
+    if not can_precede(tree, statement, node) or calls_before(tree, statement, [node], node):
+        return
+    name = "parts" if items.whole is not None else name_for(node, "parts")
+    name = free_name(name, all_names(tree, node))
+    lazily = items.is_lazy and items.whole is None
     yield (
         insert_before(tree, statement, f"{name} = {_as_list(tree, node)}"),
         replace(tree, node, name),
-        _each(items, f"{name}[{own}].device"),
+        move_each(tree, node, f"{name}[{own}].device", lazily=lazily),
     )
 
 
 def _as_list(tree: Tree, node: cst.BaseExpression) -> str:
     """The text of something that can be indexed."""
-    bare = node.with_changes(lpar=[], rpar=[]) if node.lpar else node
-    text = tree.code(bare)
+    text = tree.code(node.with_changes(lpar=[], rpar=[]))
     if isinstance(node, cst.GeneratorExp):
         return f"[{text}]"
+    if isinstance(node, cst.Call) and _is_container(node):
+        inner = node.args[0].value
+        return _as_list(tree, inner) if isinstance(inner, _LOOPS) else text
     if isinstance(node, cst.Call):
         called = node.func.attr if isinstance(node.func, cst.Attribute) else node.func
         if isinstance(called, cst.Name) and called.value in _ONE_PASS:

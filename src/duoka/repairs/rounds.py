@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import libcst as cst
 
 from ..checker import Subject
 from ..report import Fault, Report
@@ -16,6 +20,7 @@ from .trees import Edit
 
 MAX_ROUNDS = 5
 MAX_CHECKS = 24
+MINIMISE_SECONDS = 10
 _NO_WAY = "no way to cure it is known"
 _IN_VAIN = "it was still there after every change that was tried"
 
@@ -53,6 +58,7 @@ class Choice:
         self._ways = ways
         self.reason = _NO_WAY
         self.cure: Cure | None = None
+        self.is_needed = True
         self.next()
 
     def next(self) -> None:
@@ -60,19 +66,29 @@ class Choice:
         if self.cure is not None:
             self.reason = _IN_VAIN
         try:
-            self.cure = next(self._ways, None)
+            self.cure = next(filter(_is_python, self._ways), None)
         except SourceError as error:
             self.cure, self.reason = None, str(error)
 
     @property
     def edits(self) -> tuple[Edit, ...]:
         """What the way that is being tried changes."""
-        return () if self.cure is None else self.cure.edits
+        return self.cure.edits if self.cure is not None and self.is_needed else ()
 
     @property
     def files(self) -> set[str]:
         """The files that it changes."""
         return {edit.tree.file for edit in self.edits}
+
+
+def _is_python(cure: Cure) -> bool:
+    """Whether the text after a way is still Python."""
+    for tree in {edit.tree: None for edit in cure.edits}:
+        try:
+            ast.parse(tree.apply(cure.edits))
+        except (SyntaxError, cst.CSTValidationError, cst.ParserSyntaxError):
+            return False
+    return True
 
 
 class Round:
@@ -117,7 +133,27 @@ class Round:
             for choice in failed:
                 choice.next()
             if not failed or budget.checks <= 0:
-                return draft, report
+                return self._minimised(check, draft, report)
+
+    def _minimised(self, check: Check, draft: Draft, report: Report) -> tuple[Draft, Report]:
+        """Leave out what isn't needed, since something else cures it as well."""
+        trying = [choice for choice in self.choices if choice.cure is not None]
+        until = time.monotonic() + MINIMISE_SECONDS - len(trying) * report.seconds
+        for choice in trying if len(trying) > 1 else ():
+            if time.monotonic() > until:
+                break
+            choice.is_needed = False
+            try:
+                less = self.draft()
+                found = check(less)
+            except SwapError:
+                choice.is_needed = True
+                continue
+            if len(found.faults) > len(report.faults) or (found.stop and not report.stop):
+                choice.is_needed = True
+            else:
+                draft, report = less, found
+        return draft, report
 
     def draft(self) -> Draft:
         """The texts with the ways that are being tried."""
@@ -127,7 +163,7 @@ class Round:
         for choice in self.choices:
             if any(_collide(new, old) for new in choice.edits for old in edits):
                 self.postponed.append(choice)
-            elif choice.cure is not None:
+            elif choice.cure is not None and choice.is_needed:
                 edits += choice.edits
                 tables += choice.cure.tables
         texts = dict(self._base.texts)

@@ -41,6 +41,12 @@ def all_names(tree: Tree, node: cst.CSTNode) -> set[str]:
     return {name.value for name in tree.inside(within, cst.Name)}
 
 
+def free_name(name: str, taken: set[str]) -> str:
+    """A name, with a number where it is taken."""
+    numbered = (f"{name}{number or ''}" for number in range(len(taken) + 1))
+    return next(each for each in numbered if each not in taken)
+
+
 def bound_before(tree: Tree, node: cst.CSTNode) -> set[str]:
     """The names that the function around a node surely or maybe has bound before its statement."""
     function = function_of(tree, node)

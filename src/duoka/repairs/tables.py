@@ -108,18 +108,26 @@ def _registered(tree: Tree, node: cst.Assign | cst.AnnAssign, attribute: str) ->
 @contextmanager
 def registered(model: nn.Module, tables: Sequence[Table]) -> Iterator[None]:
     """Let live modules hold buffers, as they would had their `__init__` been repaired."""
-    done: list[tuple[nn.Module, str, torch.Tensor]] = []
+    before: list[tuple[nn.Module, dict[str, Any], list[str]]] = []
     try:
         for module in model.modules():
-            for table in tables:
-                held = vars(module).get(table.attribute)
-                if isinstance(module, table.owner) and isinstance(held, torch.Tensor):
-                    done.append((module, table.attribute, held))
-                    del vars(module)[table.attribute]
-                    module.register_buffer(table.attribute, held, persistent=False)
+            attributes = dict(vars(module))
+            names = [
+                table.attribute
+                for table in tables
+                if isinstance(module, table.owner)
+                and isinstance(attributes.get(table.attribute), torch.Tensor)
+            ]
+            before.append((module, attributes, names))
+            for name in names:
+                del vars(module)[name]
+                module.register_buffer(name, attributes[name], persistent=False)
         yield
     finally:
-        for module, attribute, held in reversed(done):
-            if attribute in module._buffers:
-                delattr(module, attribute)
-            setattr(module, attribute, held)
+        for module, attributes, names in before:
+            if names:
+                for name in names:
+                    module._buffers.pop(name, None)
+                    module._non_persistent_buffers_set.discard(name)
+                vars(module).clear()
+                vars(module).update(attributes)

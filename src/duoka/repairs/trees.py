@@ -77,6 +77,10 @@ class Tree:
         for node in self._positions:
             if isinstance(node, _FOUND) or (isinstance(node, cst.Arg) and node.star):
                 self._nodes[self.span(node)] = node
+            if isinstance(node, cst.GeneratorExp) and not node.lpar:
+                # Alone in a call; Python counts the call's parentheses to it.
+                line, column, end_line, end_column = self.span(node)
+                self._nodes[line, column - 1, end_line, end_column + 1] = node
 
     def span(self, node: cst.CSTNode) -> Span:
         """First line from 1, first column in characters from 0, last line, column after the end."""
