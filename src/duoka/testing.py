@@ -1,0 +1,125 @@
+"""For the tests of model authors: an assertion that a model runs on several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypedDict, Unpack
+
+from torch import nn
+
+from .checks import Inputs, Where, check
+from .errors import UsageError
+from .fleet import Fleet
+from .placement import Placement
+from .plans import Plan
+from .render import plain, render_report
+from .splits import splits
+from .workload import Workload
+
+_STAGES = (2, 3)
+
+
+class Choices(TypedDict, total=False):
+    """The further keyword arguments of `assert_device_safe`."""
+
+    devices: int | Sequence[int]
+    memory: int | str | None
+
+
+def assert_device_safe(
+    model: nn.Module,
+    placement: Where | None = None,
+    *,
+    inputs: Inputs | None = None,
+    workload: Workload | None = None,
+    train: bool = False,
+    **choices: Unpack[Choices],
+) -> None:
+    """Assert that a model's own code runs on several devices.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        It is run without its data, and left as it was.
+    placement : Placement, Plan or mapping, optional
+        Where its modules are, as in `duoka.check`. Without one the model is split in several
+        ways: for each number of stages by bytes, and by number of parts. The parts are its
+        children in the order of registration, lists of modules element by element; as long as the
+        largest part holds more than its share of the bytes, its children take its place. The
+        elements of a list, such as decoder layers, stay whole, and so do parts that share weights.
+    inputs : mapping, tuple or callable, optional
+        Arguments of one call, or what runs the model; a model of transformers that generates
+        needs none.
+    workload : Workload, optional
+        What such a model is asked to do.
+    train : bool
+        Run the loss and backward.
+    devices : int or sequence of int
+        Numbers of stages to split the model into; by default 2 and 3. A number of which the model
+        has too few parts is left out.
+    memory : int or str, optional
+        What each device has, in bytes or as "24GiB"; without it memory is not held against
+        anything.
+
+    Raises
+    ------
+    AssertionError
+        If there is a fault, the map is incomplete, memory doesn't suffice, or the model's code
+        stops: with the printed report.
+    UsageError
+        If the model can't be split, or nothing says how to run it.
+
+    Examples
+    --------
+    >>> layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    >>> assert_device_safe(layers, inputs=(__import__("torch").zeros(1, 4),))
+    """
+    __tracebackhide__ = True
+    unknown = choices.keys() - Choices.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"assert_device_safe() has no argument {', '.join(sorted(unknown))}")
+    memory = choices.get("memory")
+    for split, told in _placements(model, placement, choices.get("devices", _STAGES)):
+        fleet = None if memory is None or isinstance(split, Plan) else _fleet(split, memory)
+        report = check(model, split, inputs, workload, train, fleet=fleet)
+        if not report.ok:
+            raise AssertionError(f"{told}\n\n{plain(render_report(report))}")
+
+
+def _placements(
+    model: nn.Module, placement: Where | None, devices: int | Sequence[int]
+) -> Iterator[tuple[Where, str]]:
+    """What is tried, and how it is told."""
+    if placement is not None:
+        yield placement, "the model doesn't run on this placement"
+        return
+    numbers = [devices] if isinstance(devices, int) else devices
+    found = [(number, split) for number in numbers for split in splits(model, number)]
+    if not found:
+        raise UsageError(
+            f"{type(model).__name__} has too few parts for "
+            f"{' or '.join(str(number) for number in numbers)} stages",
+            hint="give a placement: assert_device_safe(model, {'encoder': 0, 'head': 1}, …)",
+        )
+    for number, split in found:
+        yield split, f"the model doesn't run on {number} devices, split as {_shown(split)}"
+
+
+def _shown(split: dict[str, int]) -> str:
+    """The first part of each stage, in few words."""
+    first: dict[int, str] = {}
+    for name, stage in split.items():
+        first.setdefault(stage, name)
+    return ", ".join(f"{name!r} … on cuda:{stage}" for stage, name in sorted(first.items()))
+
+
+def _fleet(placement: Any, memory: int | str) -> Fleet:
+    """Enough equal devices for a placement."""
+    if isinstance(placement, Placement):
+        devices = [device for _, device in placement.entries]
+    else:
+        devices = [str(device) for device in dict(placement).values()]
+    numbers = [int(number) for each in devices if (number := each.rpartition(":")[2]).isdecimal()]
+    kind = "virtual:" if any(each.startswith("vgpu") for each in devices) else ""
+    size = f"{memory}B" if isinstance(memory, int) else memory
+    return Fleet.parse(f"{kind}{max(numbers, default=0) + 1}x{size}")
