@@ -5,23 +5,31 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from . import profiles
 from .api import build_model, plan, plan_checkpoint, profile_checkpoint
-from .checker import Subject, check_subject, complete, read_entries
+from .checker import Subject, check_subject, complete, image_inputs, read_entries
+from .checker.owncode import build_own, native_hint, stop_of
 from .checkpoint import Checkpoint
-from .errors import Faults, PlacementError, UsageError
+from .dispatching import tensor_names
+from .errors import Faults, ModelError, PlacementError, UsageError
 from .fleet import Fleet
 from .maps import DeviceMap
 from .placement import Placement
 from .planner import Question
 from .plans import Plan
 from .profile import Profile
-from .report import Report
+from .report import Report, Stop
+from .splits import splits
 from .workload import Workload
+
+T = TypeVar("T")
+_DEALT = "the model can't be planned, so its modules were dealt to the devices by their bytes"
+_UNTRACED = "what must stay whole on one device isn't known"
 
 Inputs = Mapping[str, Any] | tuple[Any, ...] | Callable[[nn.Module], Any]
 Where = Placement | Plan | DeviceMap | Mapping[str, Any]
@@ -77,7 +85,14 @@ def check(
     >>> check(model, {"0": 0, "1": 1}, inputs=(__import__("torch").zeros(1, 4),)).ok
     True
     """
-    return check_subject(subject_of(model, placement, inputs, workload, train, **choices))
+    try:
+        subject = subject_of(model, placement, inputs, workload, train, **choices)
+    except _CodeStoppedError as error:
+        return Report(model=error.source, devices=(), stop=error.stop, train=train)
+    report = check_subject(subject)
+    if report.stop is None or report.stop.hint or not subject.hint:
+        return report
+    return replace(report, stop=replace(report.stop, hint=subject.hint))
 
 
 def subject_of(
@@ -99,16 +114,37 @@ def subject_of(
             "nothing says where the modules are",
             hint='give a placement, or a fleet to plan for: fleet="virtual:2x24GiB"',
         )
-    rest = {"train": train, "images": tuple(choices.get("images", ()))}
     if isinstance(model, nn.Module):
-        return _of_module(model, placement, inputs, _Asked(fleet, workload), rest)
+        subject = _of_module(model, placement, inputs, _Asked(fleet, workload), {"train": train})
+        return _with_images(subject, choices.get("images", ()))
     if inputs is not None:
         raise UsageError(
             "example inputs are for a module that is given as an object",
             hint="leave them out; a workload says what is run",
         )
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
-    return _of_checkpoint(checkpoint, placement, _Asked(fleet, workload), rest)
+    of = _of_own_code if checkpoint.code else _of_checkpoint
+    subject = of(checkpoint, placement, _Asked(fleet, workload), {"train": train})
+    return _with_images(subject, choices.get("images", ()))
+
+
+def _with_images(subject: Subject, sizes: Sequence[tuple[int, int]]) -> Subject:
+    """The subject with pictures in its prompt, as its model takes them."""
+    if not sizes:
+        return subject
+    if subject.inputs is not None:
+        raise UsageError(
+            "example inputs say it all: images can't be given with them",
+            hint="put the pictures into the inputs",
+        )
+    work, model = subject.workload, subject.model
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(
+            f"{subject.name} is no model of transformers: its images aren't known",
+            hint="put the pictures into the inputs",
+        )
+    prompt = image_inputs(model, sizes, batch=work.batch, prompt_tokens=work.prompt_tokens)
+    return replace(subject, prompt=prompt)
 
 
 class _Asked:
@@ -153,25 +189,56 @@ def _of_module(
     )
 
 
+class _CodeStoppedError(ModelError):
+    """A checkpoint's own code that failed before it could be checked."""
+
+    def __init__(self, source: str, stop: Stop) -> None:
+        super().__init__(stop.message, hint=stop.hint)
+        self.source = source
+        self.stop = stop
+
+
+def _of_own_code(
+    checkpoint: Checkpoint, placement: Where | None, asked: _Asked, rest: Any
+) -> Subject:
+    """A checkpoint whose own code may run: that code, also where duoka has some of its own."""
+    workload = profiles.workload_for(checkpoint, asked.workload)
+    if isinstance(placement, Plan):
+        placement.refuse_other(checkpoint.fingerprint, checkpoint.source)
+    try:
+        model = build_own(checkpoint, workload.dtype)
+        subject = _of_module(model, placement, None, _Asked(asked.fleet, workload), rest)
+    except ModelError as error:
+        stop = stop_of(checkpoint, error, "build")
+        if stop is None:
+            raise
+        raise _CodeStoppedError(checkpoint.source, stop) from error
+    return replace(subject, name=checkpoint.source, hint=native_hint(checkpoint))
+
+
 def _of_checkpoint(
     checkpoint: Checkpoint, placement: Where | None, asked: _Asked, rest: Any
 ) -> Subject:
     workload = profiles.workload_for(checkpoint, asked.workload)
-    faults, budgets = Faults(), asked.budgets()
+    faults, budgets, is_whole = Faults(), asked.budgets(), True
+    notes: list[str] = []
     if placement is None:
         assert asked.fleet is not None
-        placement = plan_checkpoint(checkpoint, Question(fleet=asked.fleet, workload=workload))
+        question = Question(fleet=asked.fleet, workload=workload)
+        placement = _or_note(lambda: plan_checkpoint(checkpoint, question), _DEALT, notes)
     if isinstance(placement, Plan):
         placement.refuse_other(checkpoint.fingerprint, checkpoint.source)
         workload, budgets = placement.workload, asked.budgets(placement.fleet)
         placement = placement.placement
     model = build_model(checkpoint, workload.dtype)
-    is_whole = True
-    if isinstance(placement, Placement):
+    if placement is None:
+        entries = _dealt(model, asked.fleet)
+    elif isinstance(placement, Placement):
         entries = placement.entries
     else:
-        profile = profile_checkpoint(checkpoint, workload)
-        entries, faults, is_whole = _judged(profile, model, DeviceMap.of(placement), asked.fleet)
+        profile = _or_note(lambda: profile_checkpoint(checkpoint, workload), _UNTRACED, notes)
+        judge = [name for name, _ in tensor_names(model)] if profile is None else profile
+        entries, faults, is_whole = _judged(judge, model, DeviceMap.of(placement), asked.fleet)
     return Subject(
         is_dispatched=is_whole,
         model=model,
@@ -180,8 +247,27 @@ def _of_checkpoint(
         completeness=faults,
         budgets=budgets,
         workload=_whole(workload),
+        notes=tuple(notes),
         **rest,
     )
+
+
+def _or_note(attempt: Callable[[], T], note: str, notes: list[str]) -> T | None:
+    """What an attempt gives; None, and a note, where the model's code can't be traced."""
+    try:
+        return attempt()
+    except ModelError as error:
+        notes.append(f"{note}: {error}")
+        return None
+
+
+def _dealt(model: nn.Module, fleet: Fleet | None) -> tuple[tuple[str, str], ...]:
+    """Devices for a model that can't be planned."""
+    names = [] if fleet is None else fleet.names
+    for num_stages in range(len(names), 1, -1):
+        for split in splits(model, num_stages):
+            return tuple((module, names[stage]) for module, stage in split.items())
+    return (("", names[0]),)
 
 
 def _whole(workload: Workload) -> Workload:
@@ -191,7 +277,7 @@ def _whole(workload: Workload) -> Workload:
 
 
 def _judged(
-    profile: Profile, model: nn.Module, device_map: DeviceMap, fleet: Fleet | None
+    profile: Profile | list[str], model: nn.Module, device_map: DeviceMap, fleet: Fleet | None
 ) -> tuple[tuple[tuple[str, str], ...], Faults, bool]:
     """A map by hand, in the names of the model or of its checkpoint, and what is wrong with it.
 
