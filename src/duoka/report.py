@@ -390,10 +390,22 @@ class Report:
 
     @classmethod
     def schema(cls) -> dict[str, Any]:
-        """The JSON Schema of the JSON form."""
+        """The JSON Schema of the JSON form, and of what `duoka check --fix` adds to it."""
         schema = json_schema(
             cls, title="A report of duoka", version={"const": VERSION}, ok={"type": "boolean"}
         )
         del schema["properties"]["subject"]
         schema["required"].remove("subject")
+        schema["properties"] |= {
+            "patches": _objects(file="string", diff="string", proved="boolean", reason="string"),
+            "uncured": _objects(file="string", line="integer", op="string", reason="string"),
+        }
         return schema
+
+
+def _objects(**types: str) -> dict[str, Any]:
+    """The schema of a list of flat objects."""
+    properties = {name: {"type": each} for name, each in types.items()}
+    required = list(properties)
+    item = {"type": "object", "properties": properties, "required": required}
+    return {"type": "array", "items": {**item, "additionalProperties": False}}

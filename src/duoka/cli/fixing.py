@@ -85,8 +85,11 @@ class Repaired:
 
     def cures(self, report: Report) -> bool:
         """Whether what was checked has been changed, and nothing is wrong with it any more."""
-        others = report.complete and report.fits and report.stop is None
-        return self._is_in_place and others and self._repairs.proved
+        found = report.completeness
+        # What had to stay whole had to because of the faults.
+        is_named = not (found.missing or found.unknown or found.doubled or found.misplaced)
+        is_well = is_named and report.fits and report.stop is None
+        return self._is_in_place and is_well and self._repairs.proved
 
     def to_dict(self) -> dict[str, Any]:
         """What is added to a report's JSON form."""

@@ -20,6 +20,7 @@ from .faults import render_fault
 
 _PLAIN_COLUMNS = 100
 _MOST_NAMES = 12
+_CUT = "the map cuts what must stay whole"
 _COMPLETED = (
     "The check completed the map and went on. --save-device-map FILE keeps the completed one "
     "(in Python it is report.completeness.completed)."
@@ -82,7 +83,7 @@ def _verdict(report: Report, *, ascii_only: bool) -> Text:
 
 def _problems(report: Report) -> Iterator[str]:
     if not report.complete:
-        yield "the map is incomplete"
+        yield _of_map(report.completeness)
     if report.stop is not None:
         yield f"its code stopped {wording.during(report.stop.phase)}"
     if report.faults:
@@ -95,6 +96,11 @@ def _problems(report: Report) -> Iterator[str]:
                 if lacking > 0
                 else (f"{peak.device} overflows")
             )
+
+
+def _of_map(found: Faults) -> str:
+    others = (found.missing, found.unknown, found.doubled, found.misplaced)
+    return "the map is incomplete" if any(others) else _CUT
 
 
 def _all_well(report: Report) -> str:
@@ -112,9 +118,11 @@ def _incomplete(report: Report) -> Iterator[RenderableType]:
         rest = [f"and {more} more, which --json shows"] if more > 0 else []
         told.append(Text(f"{what}:", style="dim"))
         told += [Padding(Text(name), (0, 0, 0, 2)) for name in names[:_MOST_NAMES] + rest]
-    if report.completeness.completed is not None:
+    heading = Text(_of_map(report.completeness), style="bold red")
+    if heading.plain == _CUT:
+        told.append(Text("The check ran it as it stands."))
+    elif report.completeness.completed is not None:
         told.append(Text(_COMPLETED))
-    heading = Text("the map is incomplete", style="bold red")
     yield Group(heading, Padding(Group(*told), (0, 0, 0, 2)))
 
 

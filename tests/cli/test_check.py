@@ -1,0 +1,229 @@
+"""`duoka check`: its report, its exit code, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from PIL import Image
+
+import duoka
+from duoka.report import Report
+
+from .conftest import GPUS, SIZES, Program
+
+CONFIGURATION = """\
+from transformers import PretrainedConfig
+
+
+class FaultyConfig(PretrainedConfig):
+    model_type = "faulty"
+
+    def __init__(self, vocab_size=64, hidden_size=32, num_hidden_layers=4, **kwargs):
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        super().__init__(**kwargs)
+"""
+MODELING = """\
+import torch
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .configuration_faulty import FaultyConfig
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.mix = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden):
+        return hidden + self.mix(hidden)
+
+
+class FaultyForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = FaultyConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids, attention_mask=None, labels=None, use_cache=None, **kwargs):
+        hidden = self.embed(input_ids)
+        made = []
+        for block in self.blocks:
+            hidden = block(hidden)
+            made.append(hidden)
+        gathered = torch.cat(made, dim=1)  # everything
+        logits = self.head(hidden)
+        loss = None
+        if labels is not None:
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=(gathered,))
+"""
+CONFIG = {
+    "model_type": "faulty",
+    "architectures": ["FaultyForCausalLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_faulty.FaultyConfig",
+        "AutoModelForCausalLM": "modeling_faulty.FaultyForCausalLM",
+    },
+}
+MAP = {"embed": 0, "blocks.0": 0, "blocks.1": 0, "blocks.2": 1, "blocks.3": 1, "head": 1}
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint with model code of its own that fails on two devices; a map beside it."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "faulty"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "configuration_faulty.py").write_text(CONFIGURATION)
+    (folder / "modeling_faulty.py").write_text(MODELING)
+    (tmp_path / "map.json").write_text(json.dumps(MAP))
+    return folder
+
+
+def line_of(text: str) -> int:
+    return next(n for n, line in enumerate(MODELING.splitlines(), 1) if text in line)
+
+
+def test_all_is_well(tiny: Path, program: Program) -> None:
+    done = program("check", tiny, *GPUS, *SIZES)
+    assert (done.returncode, done.stderr) == (0, "")
+    first = done.stdout.splitlines()[0]
+    assert first.startswith("✓ ")
+    assert "memory at its peak" in done.stdout
+    assert "fault 1" not in done.stdout
+
+
+def test_json_is_the_report(tiny: Path, program: Program) -> None:
+    done = program("check", tiny, *GPUS, *SIZES, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    jsonschema.validate(report, Report.schema())
+    assert report["ok"] is True
+    assert [peak["budget_bytes"] for peak in report["memory"]] == [64 * 2**20]
+
+
+def test_a_saved_plan_is_checked(tiny: Path, program: Program, tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    program("plan", tiny, *GPUS, *SIZES, "--use-all", "--save", saved)
+    for arguments in ((tiny, "--plan", saved), ("--plan", saved)):
+        report = json.loads(program("check", *arguments, "--json").stdout)
+        assert report["devices"] == ["vgpu:0", "vgpu:1"]
+        assert report["ok"] is True
+
+
+def test_training(tiny: Path, program: Program) -> None:
+    done = program("check", tiny, *GPUS, "--context", "96", "--train")
+    assert done.returncode == 0
+    assert "runs and trains without a fault" in " ".join(done.stdout.split())
+
+
+def test_an_incomplete_map_is_completed(tiny: Path, program: Program, tmp_path: Path) -> None:
+    given, completed = tmp_path / "map.json", tmp_path / "completed.json"
+    given.write_text(json.dumps({"": 0, "transformer.word_embeddings": 0}))
+    done = program("check", tiny, "--device-map", given, *SIZES, "--save-device-map", completed)
+    assert done.returncode == 13
+    assert "the map is incomplete" in done.stdout
+    assert "transformer.word_embeddings → transformer.embedding.word_embeddings" in done.stdout
+    assert done.stderr == f"saved to {completed}\n"
+    again = program("check", tiny, "--device-map", completed, *SIZES)
+    assert again.returncode == 0, again.stdout + again.stderr
+
+
+def test_the_map_of_a_plan_is_saved(tiny: Path, program: Program, tmp_path: Path) -> None:
+    saved = tmp_path / "map.json"
+    program("check", tiny, *GPUS, *SIZES, "--save-device-map", saved)
+    assert set(json.loads(saved.read_text()).values()) == {"vgpu:0"}
+
+
+def test_a_map_beyond_the_memory(tiny: Path, program: Program, tmp_path: Path) -> None:
+    given = tmp_path / "map.json"
+    given.write_text('{"": 0}')
+    done = program("check", tiny, "--device-map", given, "--gpus", "2x1MiB", *SIZES)
+    assert done.returncode == 13
+    assert "cuda:0 lacks" in done.stdout
+
+
+def check(program: Program, folder: Path, *arguments: object) -> Any:
+    return program(
+        "check", folder.name, "--trust-remote-code", "--device-map", "map.json", *arguments
+    )
+
+
+def test_faults_in_code_of_a_checkpoint(faulty: Path, program: Program) -> None:
+    done = check(program, faulty, *SIZES)
+    assert done.returncode == 13
+    assert "2 tensors made[0] … made[1]" in done.stdout
+    assert f"faulty/modeling_faulty.py:{line_of('torch.cat')}" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "modeling_faulty.py  sha256" in done.stderr
+
+
+def test_sarif(faulty: Path, program: Program) -> None:
+    done = check(program, faulty, "--context", "96", "--train", "--sarif", "duoka.sarif")
+    assert done.stderr.endswith("saved to duoka.sarif\n")
+    [run] = json.loads(Path("duoka.sarif").read_text(encoding="utf-8"))["runs"]
+    places = [result["locations"][0]["physicalLocation"] for result in run["results"]]
+    assert {place["artifactLocation"]["uri"] for place in places} == {"faulty/modeling_faulty.py"}
+    lines = [place["region"]["startLine"] for place in places]
+    assert lines == [line_of("torch.cat"), line_of("cross_entropy")]
+
+
+def test_fixed_copies(faulty: Path, program: Program) -> None:
+    done = check(program, faulty, *SIZES, "--fix", "--output", "fixed")
+    assert done.returncode == 13  # what was checked is as it was
+    assert "\n-        gathered = torch.cat(made, dim=1)  # everything\n" in done.stdout
+    assert "proved" in done.stdout.splitlines()[-1]
+    assert (faulty / "modeling_faulty.py").read_text() == MODELING
+    copy = Path("fixed/faulty/modeling_faulty.py")
+    assert f"saved to {copy}" in done.stderr
+    shutil.copy(copy, faulty / "modeling_faulty.py")
+    assert check(program, faulty, *SIZES).returncode in (0, 13)
+
+
+def test_fixed_in_place(faulty: Path, program: Program) -> None:
+    before = check(program, faulty, "--context", "96", "--train", "--json")
+    assert len(json.loads(before.stdout)["faults"]) == 2
+    done = check(program, faulty, "--context", "96", "--train", "--fix", "--in-place", "--json")
+    report = json.loads(done.stdout)
+    jsonschema.validate(report, Report.schema())
+    assert [patch["proved"] for patch in report["patches"]] == [True]
+    assert report["uncured"] == []
+    assert (faulty / "modeling_faulty.py").read_text() != MODELING
+    after = check(program, faulty, "--context", "96", "--train", "--json")
+    assert json.loads(after.stdout)["faults"] == []
+    assert done.returncode == 0
+
+
+def test_nothing_to_fix(tiny: Path, program: Program, tmp_path: Path) -> None:
+    output = tmp_path / "fixed"
+    done = program("check", tiny, *GPUS, *SIZES, "--fix", "--output", output)
+    assert done.returncode == 0
+    assert not output.exists()
+
+
+def test_pictures(tiny: Path, program: Program, tmp_path: Path) -> None:
+    file = tmp_path / "picture.png"
+    Image.new("RGB", (30, 20)).save(file)
+    for given in (file, "30x20"):
+        done = program("check", tiny, *GPUS, *SIZES, "--image", given)
+        assert done.returncode == 5
+        assert "takes no images" in done.stderr
+
+
+def test_the_api_is_what_the_command_calls(tiny: Path) -> None:
+    report = duoka.check(tiny, fleet="virtual:64MiB", workload=duoka.Workload(prompt_tokens=64))
+    assert report.ok
