@@ -81,7 +81,10 @@ def build(name: str, *, seed: int = 0, causal: bool = False) -> PreTrainedModel:
     torch.manual_seed(seed)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
-        model = _model_class(name, causal=causal)(configuration(name))
+        model_class, config = _model_class(name, causal=causal), configuration(name)
+        if causal and model_class.config_class is config.sub_configs.get("text_config"):
+            config = config.get_text_config()
+        model = model_class(config)
     return model.eval()
 
 

@@ -213,10 +213,9 @@ def _side(config: Any) -> int | None:
 def _sized(processor: Any, side: int, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
     for name in names:
         default = getattr(processor, name, None)
-        if isinstance(default, int):
-            yield name, side
+        if default is None or isinstance(default, int):
             continue
-        edges = {edge: length for edge, length in dict(default or {}).items() if length is not None}
+        edges = {edge: length for edge, length in dict(default).items() if length is not None}
         if edges and all(length < _PIXEL_COUNT for length in edges.values()):
             yield name, dict.fromkeys(edges, side)
 
