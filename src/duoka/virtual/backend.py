@@ -37,8 +37,10 @@ _NEEDED = (
     "torch._C._dispatch_has_kernel_for_dispatch_key",
     "torch._C._disabled_torch_function_impl",
     "torch._C._get_privateuse1_backend_name",
+    "torch.autograd._engine_run_backward",
     "torch._utils._rebuild_device_tensor_from_cpu_tensor",
 )
+_ENGINE = "_engine_run_backward"
 _lock = threading.Lock()
 _registered = False
 
@@ -146,3 +148,4 @@ def _register() -> None:
     # Optimizers and gradient clipping then work on lists of tensors, as on CUDA, and cost the same.
     for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         types.append(tensor.VirtualTensor)
+    vars(torch.autograd)[_ENGINE] = operators.with_failures(vars(torch.autograd)[_ENGINE])

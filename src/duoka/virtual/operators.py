@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from . import calls, values
+from .faults import MixedDevicesError
 from .state import Gpu, thread
 from .tensor import VirtualTensor, place, resync, wrap
 from .threads import arm
@@ -22,6 +23,8 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 handlers: dict[Any, Handler] = {}
 """The handler of every operator seen so far, and of those that have their own."""
 
+_NO_BACKWARD = -1
+_NO_RESULT = object()
 _taken_apart: set[Any] = set()
 
 
@@ -33,11 +36,37 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     state = thread
     if not state.armed:
         arm()
-    result = handler(func, args, kwargs)
+    try:
+        result = handler(func, args, kwargs)
+    except Exception as error:
+        is_awaited = state.arbiter is not None and isinstance(error, MixedDevicesError)
+        if is_awaited or torch._C._current_graph_task_id() == _NO_BACKWARD:
+            raise
+        # A Python error ends the process where it leaves a node of autograd's that PyTorch wrote:
+        # the guard of the node's stream, which is in Python, meets it on the way. What can't be a
+        # result makes PyTorch raise an error of its own there, in whose place `run_backward`
+        # raises this one.
+        state.failure = state.failure or error
+        return _NO_RESULT
     listener = state.listener
     if listener is not None and func not in _taken_apart:
         listener.operation(func, args, kwargs, result)
     return result
+
+
+def with_failures(engine: Callable[..., Any]) -> Callable[..., Any]:
+    """Give autograd's engine the errors that operations met in it."""
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return engine(*args, **kwargs)
+        except RuntimeError:
+            failure, thread.failure = thread.failure, None
+            if failure is None:
+                raise
+            raise failure from None
+
+    return run_backward
 
 
 def make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -59,6 +59,7 @@ class _ThreadState(threading.local):
     world: World | None = None
     listener: Listener | None = None
     arbiter: Arbiter | None = None
+    failure: Exception | None = None  # of an operation in backward, see `operators`
     current_index: int = 0
 
 
