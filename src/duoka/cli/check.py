@@ -157,7 +157,7 @@ def _question(
         wishes.refuse_any()
         plan = planning.make_plan(model, plan_file, wishes, replan=False, asked=asked)
         checkpoint = planning.open_checkpoint(model or plan.source, asked)
-        return {"model": checkpoint, "placement": plan}
+        return {"model": checkpoint, "placement": plan, "workload": plan.workload}
     if train and wishes.new_tokens is not None:
         raise UsageError(
             "--new-tokens is for answers, and --train makes none",
