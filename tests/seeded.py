@@ -159,7 +159,7 @@ def errors(case: Case) -> list[Line | str]:
     markers are held against, without the checker.
     """
     model = case.build()
-    entries = tuple((name, f"vgpu:{index_of(device)}") for name, device in case.placement.items())
+    entries = tuple((name, virtual_name(device)) for name, device in case.placement.items())
     first = _first_device(case, dict(entries))
     judge = _Judge({str(path): path.name for path in case.files})
     with virtual.gpus([None] * 8), torch.compiler.set_stance("force_eager"):
@@ -179,8 +179,10 @@ def lines_of(faults: Iterable[Fault]) -> list[Line]:
     return [line_of(fault) for fault in faults]
 
 
-def index_of(device: str | int) -> int:
-    return device if isinstance(device, int) else torch.device(device).index or 0
+def virtual_name(device: str | int) -> str:
+    if device == "cpu":
+        return "cpu"
+    return f"vgpu:{device if isinstance(device, int) else torch.device(device).index or 0}"
 
 
 def _watch(model: nn.Module, devices: Mapping[str, str], enter: Callable[[str], None]) -> None:

@@ -25,7 +25,7 @@ class Encoder(nn.Module):
 
     def forward(self, x):
         where = torch.arange(x.shape[1]).cuda()  # origin
-        x = x + self.position[where]  # fault: mixed-devices
+        x = x + self.position[where]  # fault: hard-coded-device
         return self.layer(x)
 
 

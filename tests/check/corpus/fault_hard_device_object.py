@@ -18,7 +18,7 @@ class Decoder(nn.Module):
     def forward(self, memory):
         state = torch.zeros((memory.shape[0], self.width), device=DEVICE)  # origin
         for step in range(memory.shape[1]):
-            both = torch.cat((memory[:, step], state), dim=1)  # fault: mixed-devices
+            both = torch.cat((memory[:, step], state), dim=1)  # fault: hard-coded-device
             state = torch.tanh(self.recur(both))
         return state
 

@@ -23,7 +23,7 @@ class WindowAttention(nn.Module):
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         scores = q @ k.transpose(-1, -2)
         mask = self.window_mask(x.shape[1])
-        scores = scores.masked_fill(~mask, -1e9)  # fault: mixed-devices
+        scores = scores.masked_fill(~mask, -1e9)  # fault: hard-coded-device
         return x + self.proj(scores.softmax(-1) @ v)
 
 

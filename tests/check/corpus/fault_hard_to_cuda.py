@@ -16,7 +16,7 @@ class Residual(nn.Module):
 
     def forward(self, x):
         y = self.norm(x)
-        y = self.fc(y.to("cuda"))  # fault: mixed-devices
+        y = self.fc(y.to("cuda"))  # fault: hard-coded-device
         return x + y.relu()
 
 

@@ -19,7 +19,7 @@ class Tagger(nn.Module):
         h, _ = self.lstm(self.embed(ids))
         logits = self.head(h)
         labels = labels.to(0)  # origin
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())  # fault: mixed-devices
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())  # fault: hard-coded-device
 
 
 PLACEMENT = {"embed": 0, "lstm": 0, "head": 1}

@@ -1,0 +1,161 @@
+"""The five situations that people run into: each found at its line, repaired, and proved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import seeded
+import torch
+from checkpoints import write_random
+from seeded import Case
+
+import duoka
+from duoka import Workload
+from duoka.demo.checkpoint import CONFIG
+
+SITUATIONS = Path(__file__).parent / "situations"
+TINY = {
+    **CONFIG,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_layers": 4,
+    "num_attention_heads": 2,
+    "kv_channels": 16,
+    "multi_query_group_num": 1,
+}
+WORK = Workload(prompt_tokens=12, new_tokens=3)
+OTHER_VERSION = {
+    "transformer.word_embeddings": 0,
+    "transformer.layers.0": 0,
+    "transformer.layers.1": 0,
+    "transformer.layers.2": 1,
+    "transformer.layers.3": 1,
+    "transformer.final_layernorm": 1,
+    "lm_head": 1,
+}
+
+
+def situation(name: str) -> tuple[Case, duoka.Report]:
+    case = seeded.load(SITUATIONS / f"{name}.py")
+    return case, duoka.check(case.build(), case.placement, inputs=case.inputs(), train=case.train)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random(tmp_path_factory.mktemp("chatglm3"), TINY, seed=11)
+
+
+def test_a_map_with_the_names_of_another_version_is_listed_and_completed(checkpoint: Path) -> None:
+    report = duoka.check(checkpoint, OTHER_VERSION, workload=WORK)
+    assert not report.complete
+    assert not report.ok
+    wrong = report.completeness
+    # `lm_head` is what duoka's own model calls its output layer, so that name is understood.
+    assert set(wrong.unknown) == set(OTHER_VERSION) - {"lm_head"}
+    assert "transformer.embedding.word_embeddings.weight" in wrong.missing
+    assert any(name.startswith("transformer.encoder.layers.3.") for name in wrong.missing)
+    assert "transformer.embedding.word_embeddings" in wrong.nearest["transformer.word_embeddings"]
+    assert wrong.completed is not None
+    again = duoka.check(checkpoint, dict(wrong.completed), workload=WORK)
+    assert again.complete
+    assert again.ok
+    assert again.devices == ("cuda:0", "cuda:1")
+
+
+def test_a_map_that_misses_one_parameter_is_refused(checkpoint: Path) -> None:
+    complete = duoka.check(checkpoint, OTHER_VERSION, workload=WORK).completeness.completed
+    assert complete is not None
+    cut = {name: device for name, device in complete.items() if "rotary" not in name}
+    report = duoka.check(checkpoint, cut, workload=WORK)
+    assert not report.complete
+    assert all("rotary" in name for name in report.completeness.missing)
+
+
+def test_only_the_third_and_fourth_of_eight_cards_are_used() -> None:
+    _, report = situation("clean_two_of_eight")
+    assert report.ok
+    assert not report.warnings
+    assert report.devices == ("cuda:2", "cuda:3")
+    assert {peak.device for peak in report.memory} == {"cuda:2", "cuda:3"}
+    assert all(peak.allocated_bytes > 0 for peak in report.memory)
+
+
+FAULTY = ["fault_cache_at_prefill", "fault_loss_of_fine_tuning", "fault_vision"]
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_markers(name: str) -> None:
+    """The model runs on one device, and on several it fails where it is marked."""
+    case = seeded.load(SITUATIONS / f"{name}.py")
+    seeded.run_on_one_device(case)
+    assert set(seeded.errors(case)) == set(case.marked("fault"))
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_it_is_found_at_its_line_and_nothing_else(name: str) -> None:
+    case, report = situation(name)
+    assert {seeded.line_of(fault): fault.kind for fault in report.faults} == case.marked("fault")
+    assert report.stop is None
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_it_is_repaired_and_proved(name: str) -> None:
+    case, report = situation(name)
+    before = case.path.read_text(encoding="utf-8")
+    repairs = duoka.repair(report)
+    assert repairs.proved, [patch.reason for patch in repairs]
+    assert [patch.file for patch in repairs] == [str(case.path)]
+    assert case.path.read_text(encoding="utf-8") == before
+    (patch,) = repairs
+    changed = [line for line in patch.diff.splitlines() if line.startswith("-  ")]
+    assert all("# fault" in line for line in changed)
+
+
+def test_the_cache_is_found_in_prefill_between_the_cards_of_its_layers() -> None:
+    _, report = situation("fault_cache_at_prefill")
+    (fault,) = report.faults
+    assert fault.op == "torch.cat"
+    assert set(fault.devices) == {"cuda:0", "cuda:1"}
+    assert fault.function == "Encoder.forward"
+    assert fault.expressions == ("kept", "kv.unsqueeze(0)")
+
+
+def test_the_labels_go_to_the_logits() -> None:
+    _, report = situation("fault_loss_of_fine_tuning")
+    (fault,) = report.faults
+    assert fault.devices == ("cuda:3", "cuda:1")
+    assert fault.target == "cuda:3"
+    assert [each.expression for each in fault.operands if each.moved] == ["wanted"]
+    (patch,) = duoka.repair(report)
+    assert "wanted.to(ahead.device)" in patch.diff
+
+
+def test_the_features_go_to_the_embeddings() -> None:
+    _, report = situation("fault_vision")
+    residual, splice = report.faults
+    assert (residual.function, set(residual.devices)) == (
+        "VisionBlock.forward",
+        {"cuda:1", "cuda:2"},
+    )
+    assert residual.modules == ("vision.blocks.1",)
+    assert splice.target == "cuda:0"
+    assert [each.expression for each in splice.operands if each.moved] == ["image"]
+
+
+def test_two_cards_compute_what_one_computes_after_the_repair() -> None:
+    """The proof is duoka's own; here the patched file itself is run."""
+    case, report = situation("fault_cache_at_prefill")
+    (patch,) = duoka.repair(report)
+    patched: dict[str, object] = {"__name__": "patched"}
+    source = compile(patch.after, case.path.name, "exec")
+    with pytest.MonkeyPatch.context() as context:
+        context.syspath_prepend(str(SITUATIONS))
+        exec(source, patched)
+    build = patched["build"]
+    assert callable(build)
+    model, original = build(), case.build()
+    model.load_state_dict(original.state_dict())
+    expected = original(**case.inputs())
+    assert torch.equal(model(**case.inputs()), expected)
+    assert duoka.check(model, case.placement, inputs=case.inputs()).ok
