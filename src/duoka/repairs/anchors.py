@@ -104,6 +104,7 @@ def is_hidden(fault: Fault, operand: Operand) -> bool:
     """Whether an operand doesn't stand where it is said to, since one that stays stands there."""
     return operand.place is None or (
         operand.moved
+        and folded(operand.expression) == folded(operand.place.text)
         and any(
             (each.place, each.expression) == (operand.place, operand.expression) and not each.moved
             for each in fault.operands

@@ -18,7 +18,8 @@ from .edits import move
 from .factories import at_factory
 from .gradients import at_apply, at_gradient
 from .hidden import at_hidden
-from .lists import each_of, items_of
+from .lists import each_of, folded_items, items_of
+from .operands import completed
 from .sources import Sources
 from .tables import Table, as_buffer
 from .trees import Edit, Tree
@@ -71,7 +72,9 @@ def cures(fault: Fault, sources: Sources, subject: Subject | None) -> Iterator[C
     SourceError
         If its file can't be read.
     """
-    site = Site(fault, sources.tree(fault.file), sources, subject)
+    tree = sources.tree(fault.file)
+    fault = completed(tree, fault)
+    site = Site(fault, tree, sources, subject)
     if fault.kind == "gradient":
         yield from map(Cure, at_gradient(site.tree, fault))
         return
@@ -115,26 +118,17 @@ def _ways(site: Site, operand: Operand) -> Iterator[Cure]:
         Cure(edits, tables) for edits, tables in as_buffer(operand, site.sources, site.subject)
     )
     yield from map(Cure, at_factory(site.tree, site.fault, operand, site.sources, site.subject))
-    node = None if is_hidden(site.fault, operand) else site.tree.find(operand.place)
-    if node is None:
-        yield from map(Cure, _unwritten(site, operand))
-        return
-    items = items_of(site.tree, node, operand)
+    tree, fault = site.tree, site.fault
+    node = None if is_hidden(fault, operand) else tree.find(operand.place)
+    items = folded_items(tree, fault)
+    if items is None and node is not None:
+        items = items_of(tree, node, operand)
     if items is not None:
-        yield from map(Cure, each_of(items, site.fault, site.subject))
+        yield from map(Cure, each_of(items, fault, site.subject))
+    elif node is None:
+        yield from map(Cure, at_hidden(tree, fault, site.subject))
     elif isinstance(node, cst.BaseExpression):
         yield from map(Cure, _at_use(site, node))
-
-
-def _unwritten(site: Site, operand: Operand) -> Iterator[tuple[Edit, ...]]:
-    """For an operand that doesn't stand at the operation: what holds it may stand there."""
-    for other in site.fault.operands:
-        node = site.tree.find(other.place)
-        items = None if node is None else items_of(site.tree, node, other)
-        if items is not None:
-            yield from each_of(items, site.fault, site.subject)
-            return
-    yield from at_hidden(site.tree, site.fault, site.subject)
 
 
 def _at_use(site: Site, node: cst.BaseExpression) -> Iterator[tuple[Edit, ...]]:

@@ -54,7 +54,8 @@ def move_each(tree: Tree, node: cst.BaseExpression, device: str, *, lazily: bool
     """
     taken = {name.value for name in tree.inside(node, cst.Name)} | set(re.findall(r"\w+", device))
     each = next(name for name in _EACH if name not in taken)
-    alone = isinstance(argument := tree.parent(node), cst.Arg) and not argument.star
+    call = tree.enclosing(node, cst.Call)
+    alone = call is not None and [(each.value, each.star) for each in call.args] == [(node, "")]
 
     def change(updated: cst.BaseExpression) -> cst.BaseExpression:
         listed = cst.parse_expression(f"[{each}.to({device}) for {each} in _]")
@@ -67,6 +68,13 @@ def move_each(tree: Tree, node: cst.BaseExpression, device: str, *, lazily: bool
         return listed.with_changes(for_in=loop)
 
     return Edit(tree, node, f"each to({device})", change)
+
+
+def move_item(tree: Tree, node: cst.BaseExpression, key: str, device: str) -> Edit:
+    """Put ``{**node, key: node[key].to(device)}`` in the place of a mapping."""
+    text = tree.code(node)
+    moved_one = f"{{**{text}, {key}: {text}[{key}].to({device})}}"
+    return Edit(tree, node, moved_one, lambda updated: cst.parse_expression(moved_one))
 
 
 def insert_before(tree: Tree, statement: cst.BaseStatement, line: str) -> Edit:

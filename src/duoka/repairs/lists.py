@@ -11,11 +11,13 @@ import libcst as cst
 from ..checker import Subject
 from ..report import Fault, Operand
 from .anchors import anchors, calls_before, can_precede, lucky, name_for
-from .edits import insert_before, move, move_each, replace
+from .edits import insert_before, move, move_each, move_item, replace
 from .scope import all_names, free_name, is_plain, statement_of
 from .trees import Edit, Tree, folded
 
 _LOOPS = (cst.ListComp, cst.GeneratorExp, cst.SetComp)
+_FOLDING = {"sum": 0, "reduce": 1}
+"""Which argument these add up."""
 _CONTAINERS = frozenset({"list", "tuple"})
 _ONE_PASS = frozenset({"values", "map", "filter", "reversed", "zip", "chain", "items"})
 
@@ -37,6 +39,8 @@ class Items:
         The call of `list` or `tuple` around it.
     is_summed : bool
         It is what `sum` adds up, one after the other.
+    key : str
+        It is a mapping, and this the text of the key of what moves.
     """
 
     tree: Tree
@@ -45,6 +49,7 @@ class Items:
     is_lazy: bool = False
     whole: cst.BaseExpression | None = None
     is_summed: bool = False
+    key: str = ""
 
 
 def items_of(tree: Tree, node: cst.CSTNode, operand: Operand) -> Items | None:
@@ -57,17 +62,17 @@ def items_of(tree: Tree, node: cst.CSTNode, operand: Operand) -> Items | None:
     inner, whole = written, None
     while isinstance(inner, cst.Call) and _is_container(inner):
         inner, whole = inner.args[0].value, written
-    summed = _is_summed(tree, written)
-    lazy = starred or summed or whole is not None
+    lazy = starred or whole is not None
     if isinstance(inner, _LOOPS):
-        return Items(tree, inner, inner.elt, lazy, whole, summed)
+        return Items(tree, inner, inner.elt, lazy, whole)
     text, expression = folded(tree.code(written)), folded(operand.expression)
     is_item = expression.startswith(f"{text}[")
     if is_item and isinstance(written, (cst.List, cst.Tuple)):
         return _spelled_out(tree, written, expression.removeprefix(text))
-    if starred or is_item or summed:
-        return Items(tree, inner, None, lazy, whole, summed)
-    return None
+    key = re.fullmatch(r"\[(['\"]\w+['\"])\]", expression.removeprefix(text))
+    if is_item and key is not None:
+        return Items(tree, inner, key=key[1])
+    return Items(tree, inner, None, lazy, whole) if starred or is_item else None
 
 
 def _spelled_out(tree: Tree, listed: cst.List | cst.Tuple, item: str) -> Items | None:
@@ -90,15 +95,23 @@ def _is_container(node: cst.Call) -> bool:
     )
 
 
-def _is_summed(tree: Tree, node: cst.BaseExpression) -> bool:
-    """Whether this is what `sum` adds up."""
-    call = tree.enclosing(node, cst.Call)
-    return (
-        call is not None
-        and any(each.value is node for each in call.args[:1])
-        and isinstance(call.func, cst.Name)
-        and call.func.value == "sum"
-    )
+def folded_items(tree: Tree, fault: Fault) -> Items | None:
+    """What `sum` or `reduce` adds up, if that is the call at fault."""
+    call = tree.find(fault.place)
+    node = _folded(call) if isinstance(call, cst.Call) else None
+    if node is None:
+        return None
+    if isinstance(node, _LOOPS):
+        return Items(tree, node, node.elt, True, None, True)
+    return Items(tree, node, None, True, None, True)
+
+
+def _folded(call: cst.Call) -> cst.BaseExpression | None:
+    named = call.func.attr if isinstance(call.func, cst.Attribute) else call.func
+    at = _FOLDING.get(named.value) if isinstance(named, cst.Name) else None
+    if at is None or len(call.args) <= at or any(each.star for each in call.args):
+        return None
+    return call.args[at].value
 
 
 def each_of(items: Items, fault: Fault, subject: Subject | None) -> Iterator[tuple[Edit, ...]]:
@@ -107,7 +120,7 @@ def each_of(items: Items, fault: Fault, subject: Subject | None) -> Iterator[tup
     own = _own_index(items, fault)
     for anchor in anchors(tree, node, fault, subject):
         yield (_each(items, anchor.device),)
-    if own is not None and items.element is None and is_plain(node):
+    if own is not None and items.element is None and is_plain(node) and not items.key:
         yield (_each(items, f"{tree.code(node)}[{own}].device"),)
     if not is_plain(node):
         yield from _named_first(items, own)
@@ -116,6 +129,8 @@ def each_of(items: Items, fault: Fault, subject: Subject | None) -> Iterator[tup
 
 
 def _each(items: Items, device: str) -> Edit:
+    if items.key:
+        return move_item(items.tree, items.node, items.key, device)
     if items.element is not None:
         return move(items.tree, items.element, device)
     return move_each(items.tree, items.node, device, lazily=items.is_lazy)
@@ -142,7 +157,7 @@ def _named_first(items: Items, own: int | None) -> Iterator[tuple[Edit, ...]]:
     """Give a list that is made on the spot a name, then move each of it."""
     tree, node = items.tree, items.whole or items.node
     statement = statement_of(tree, node)
-    if own is None or statement is None or node is items.element:
+    if own is None or statement is None or node is items.element or items.key:
         return
     if not can_precede(tree, statement, node) or calls_before(tree, statement, [node], node):
         return
