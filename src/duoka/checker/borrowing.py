@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -95,7 +95,13 @@ class _State:
             self._swap_back()
         except RuntimeError:
             gc.collect()  # what the run left behind refers to a parameter
-            self._swap_back()
+            with suppress(RuntimeError):
+                self._swap_back()
+        for tensor, parameter in self._swapped:
+            # Somebody keeps a graph of the run's: the contents are safe in another object.
+            for table, key, held in self._slots:
+                if held is tensor:
+                    table[key] = parameter
 
     def _swap_back(self) -> None:
         while self._swapped:
@@ -137,10 +143,14 @@ def _put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
         del attributes[name]
     for name, (value, content) in before.items():
         attributes[name] = value
-        if content is None:
-            continue
-        if isinstance(value, list):
-            value[:] = content
-        else:
-            value.clear()
-            value.update(content)
+        if content is not None:
+            refill(value, content)
+
+
+def refill(container: Any, content: Any) -> None:
+    """Let a list, dict or set hold what it held; it stays the same object."""
+    if isinstance(container, list):
+        container[:] = content
+    else:
+        container.clear()
+        container.update(content)

@@ -18,6 +18,7 @@ from ..placement import Placement
 from ..report import Fault, PeakMemory, Place, Report, Stop
 from .borrowing import borrowed
 from .entering import watch_entries
+from .keeping import kept_as_before
 from .names import Names
 from .referee import Referee
 from .running import Steps, eager, run
@@ -82,7 +83,8 @@ class Run(Steps):
     def report(self) -> Report:
         """Run, and say what was found."""
         self._first = self._find_first()
-        with virtual.gpus(self._capacities, data=self.data) as world:
+        model = self.subject.model
+        with kept_as_before(model), virtual.gpus(self._capacities, data=self.data) as world:
             for gpu in world.gpus:
                 gpu.refuses = False
             names = self._names()
@@ -152,7 +154,8 @@ class Run(Steps):
             found.append(device)
             raise _FirstFound
 
-        with virtual.gpus([None] * self._num_gpus, data=self.data), self._on_devices():
+        world = virtual.gpus([None] * self._num_gpus, data=self.data)
+        with kept_as_before(subject.model), world, self._on_devices():
             placed = self._placed()
             placed.pop(subject.model, None)
             watch_entries(placed, enter)

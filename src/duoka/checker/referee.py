@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from ..report import Call, Kind, Operand, Origin, Place
-from ..virtual import MixedDevicesError, settled_by
+from ..virtual import MixedDevicesError, VirtualTensor, settled_by
 from .findings import (
     CAUSE,
     Finding,
@@ -367,11 +367,24 @@ class _Met:
         self.kernel = ""
         self.written: torch.Tensor | None = None
         if isinstance(error, MixedDevicesError):
-            self.is_mix, self.written = True, error.written
+            self.is_mix = True
+            self.written = _given(error.written, args, kwargs)
             self.kernel = error.func._schema.name.removeprefix("aten::")
         full = _op_name(func)
         self.is_method = full.startswith(_METHOD)
         self.op = full.removeprefix("torch.") if self.is_method else full
+
+
+def _given(
+    written: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor | None:
+    """What an operation writes into, if the caller can see that."""
+    if isinstance(written, VirtualTensor):
+        for _, tensor in tensors_of(args, kwargs):
+            if isinstance(tensor, VirtualTensor) and tensor.storage_id == written.storage_id:
+                return tensor
+        return None
+    return written
 
 
 def _all_hard(args: tuple[Any, ...]) -> Spot | None:

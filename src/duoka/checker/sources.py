@@ -34,6 +34,13 @@ Spot = tuple[CodeType, int]
 """A code object and the offset of an instruction in it."""
 
 
+def is_installed(file: str | None) -> bool:
+    """Whether a file is a library's: the standard one's, or one that was installed."""
+    if file is None:
+        return True
+    return file.startswith((_OWN, _STANDARD)) or any(part in file for part in _INSTALLED)
+
+
 @cache
 def is_model_code(code: CodeType) -> bool:
     """Whether code is neither PyTorch's, nor duoka's, nor the standard library's."""

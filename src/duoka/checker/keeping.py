@@ -1,0 +1,91 @@
+"""What code keeps outside of its modules' attributes: globals, class attributes, caches.
+
+A table that is made on first use and kept in a global would be one of a virtual GPU's after a
+check. So what the model's own files and classes keep is put back, and their caches are emptied.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from ..virtual import VirtualTensor
+from .borrowing import refill
+from .running import tensors_in
+from .sources import is_installed
+
+_CONTAINERS = (dict, list, set)
+_LruCache = type(cache(len))
+
+
+@contextmanager
+def kept_as_before(model: nn.Module) -> Iterator[None]:
+    """Put back what the code of a model keeps when the scope ends."""
+    namespaces: list[Any] = [*_own_modules(model), *_own_classes(model)]
+    before = [(each, _noted(vars(each))) for each in namespaces]
+    try:
+        yield
+    finally:
+        for namespace, noted in before:
+            _put_back(namespace, noted)
+        for namespace in namespaces:
+            for value in list(vars(namespace).values()):
+                function = getattr(value, "__func__", value)  # of a static method
+                if isinstance(function, _LruCache):
+                    function.cache_clear()
+
+
+def _own_classes(model: nn.Module) -> Iterator[type]:
+    """The classes of a model's modules, but for PyTorch's."""
+    found: dict[type, None] = {}
+    for module in model.modules():
+        found.update(dict.fromkeys(type(module).__mro__))
+    for cls in found:
+        if not cls.__module__.startswith(("torch.", "builtins", "abc", "typing")):
+            yield cls
+
+
+def _own_modules(model: nn.Module) -> Iterator[ModuleType]:
+    """The files of these classes, and the files of the same people that they import."""
+    names = {cls.__module__ for cls in _own_classes(model)}
+    found = {name: sys.modules[name] for name in names if name in sys.modules}
+    for module in list(found.values()):
+        for value in list(vars(module).values()):
+            name = value.__name__ if isinstance(value, ModuleType) else _home(value)
+            other = sys.modules.get(name or "")
+            if other is not None and not is_installed(getattr(other, "__file__", None)):
+                found[other.__name__] = other
+    yield from found.values()
+
+
+def _home(value: Any) -> str | None:
+    name = getattr(value, "__module__", None)
+    return name if isinstance(name, str) else None
+
+
+def _noted(namespace: Any) -> dict[str, tuple[Any, Any]]:
+    """Every value, and of containers the content as it is now."""
+    return {
+        name: (value, value.copy() if type(value) in _CONTAINERS else None)
+        for name, value in namespace.items()
+    }
+
+
+def _put_back(namespace: Any, noted: dict[str, tuple[Any, Any]]) -> None:
+    """Put back what holds tensors of virtual GPUs now; the rest is the code's own affair."""
+    for name, value in list(vars(namespace).items()):
+        if not any(isinstance(tensor, VirtualTensor) for tensor in tensors_in(value)):
+            continue
+        before, content = noted.get(name, (None, None))
+        if name not in noted:
+            delattr(namespace, name)
+        elif before is not value:
+            setattr(namespace, name, before)
+        if content is not None:
+            refill(before, content)
