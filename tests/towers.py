@@ -59,15 +59,29 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "glm46v": _HALF, "glm4v": _HALF, "glm4v_moe": _HALF, "glmga": _HALF, "glm_ocr": _HALF,
     "qwen2_vl": _WHOLE, "qwen2_5_vl": _WHOLE, "paddleocr_vl": _WHOLE,
     "cosmos3_edge": {"text_config": {"rope_parameters": _SECTIONS}},
-    "dots3_note": {"text_config": {"num_key_value_heads": 4}},
-    "glm5_next": {"text_config": {"num_key_value_heads": 4}},
+    "cohere_compass": {
+        "text_config": {
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": 10000.0}
+                for kind in ("full_attention", "sliding_attention")
+            }
+        }
+    },
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
+    "glm5_next": {"text_config": {"num_key_value_heads": 4, "qk_rope_head_dim": 0}},
+    "molmo2": {
+        "vision_config": {"image_size": [56, 56]},
+        "adapter_config": {"vision_feature_layer": [-1, -2]},
+    },
     "mistral_large4": {"text_config": {"num_key_value_heads": 4}},
     "mllama": {"vision_config": {"vision_output_dim": 96}},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 20, **_WHOLE},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 20},
     "qwen4_exp": {"text_config": families._LINEAR},
     "vipllava": {"vision_feature_layers": [-1, -2]},
-    "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [16, 16]}},
+    "ernie4_5_vl_moe": {
+        "text_config": {"moe_intermediate_size": [16, 16], "rope_parameters": _SECTIONS}
+    },
 }  # fmt: skip
 
 
@@ -116,7 +130,7 @@ def _tiny(
         if part_class is AutoConfig:
             part_class = type(getattr(config_class(), part))
         own = special.get(part, {})
-        if isinstance(own, dict):
+        if isinstance(own, dict) and part_class is not type(None):
             fields[part] = _tiny(part_class, own, vision="text" not in part).to_dict()
     fields |= {k: v for k, v in special.items() if k not in config_class.sub_configs}
     return config_class(**fields)
