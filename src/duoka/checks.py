@@ -61,7 +61,8 @@ def check(
         As in `plan`. A model that is given as an object is run itself, and left as it was.
     placement : Placement, Plan or mapping, optional
         Where its modules are: by device names, or by numbers of GPUs or stages. Without one, the
-        plan that duoka makes for `fleet` is checked.
+        plan that duoka makes for all devices of `fleet` is checked; and where the model's code
+        can't be traced for a plan, a split of its modules by their bytes.
     inputs : mapping, tuple or callable, optional
         Keyword or positional arguments of one call; or a function that is called with the model
         and runs it. Models of transformers that generate need none.
@@ -164,14 +165,21 @@ def _of_module(
     model: nn.Module, placement: Where | None, inputs: Inputs | None, asked: _Asked, rest: Any
 ) -> Subject:
     workload, budgets = asked.workload, asked.budgets()
+    notes: list[str] = []
     if placement is None:
-        assert asked.fleet is not None
+        fleet = asked.fleet
+        assert fleet is not None
         own = None if inputs is None or callable(inputs) else inputs
-        placement = plan(model, asked.fleet, None if own else workload, inputs=own)
+        work = None if own else workload
+        placement = _planned(
+            lambda use_all: plan(model, fleet, work, inputs=own, use_all=use_all), notes
+        )
     if isinstance(placement, Plan):
         workload, budgets = placement.workload, asked.budgets(placement.fleet)
         placement = placement.placement
-    if isinstance(placement, Placement):
+    if placement is None:
+        entries = _dealt(model, asked.fleet)
+    elif isinstance(placement, Placement):
         entries = placement.entries
     else:
         entries = read_entries(dict(DeviceMap.of(placement).entries))
@@ -185,6 +193,7 @@ def _of_module(
         budgets=budgets,
         workload=_whole(workload),
         inputs=inputs,
+        notes=tuple(notes),
         **rest,
     )
 
@@ -225,7 +234,9 @@ def _of_checkpoint(
     if placement is None:
         assert asked.fleet is not None
         question = Question(fleet=asked.fleet, workload=workload)
-        placement = _or_note(lambda: plan_checkpoint(checkpoint, question), _DEALT, notes)
+        placement = _planned(
+            lambda use_all: plan_checkpoint(checkpoint, replace(question, use_all=use_all)), notes
+        )
     if isinstance(placement, Plan):
         placement.refuse_other(checkpoint.fingerprint, checkpoint.source)
         workload, budgets = placement.workload, asked.budgets(placement.fleet)
@@ -250,6 +261,18 @@ def _of_checkpoint(
         notes=tuple(notes),
         **rest,
     )
+
+
+def _planned(ask: Callable[[bool], Plan], notes: list[str]) -> Plan | None:
+    """The plan for all devices, or for as many as the model has blocks for."""
+
+    def attempt() -> Plan:
+        try:
+            return ask(True)
+        except UsageError:  # more devices than blocks, or what is told again
+            return ask(False)
+
+    return _or_note(attempt, _DEALT, notes)
 
 
 def _or_note(attempt: Callable[[], T], note: str, notes: list[str]) -> T | None:

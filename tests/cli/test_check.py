@@ -113,7 +113,7 @@ def test_json_is_the_report(tiny: Path, program: Program) -> None:
     report = json.loads(done.stdout)
     jsonschema.validate(report, Report.schema())
     assert report["ok"] is True
-    assert [peak["budget_bytes"] for peak in report["memory"]] == [64 * 2**20]
+    assert [peak["budget_bytes"] for peak in report["memory"]] == [64 * 2**20] * 2
 
 
 def test_a_saved_plan_is_checked(tiny: Path, program: Program, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_an_incomplete_map_is_completed(tiny: Path, program: Program, tmp_path: 
 def test_the_map_of_a_plan_is_saved(tiny: Path, program: Program, tmp_path: Path) -> None:
     saved = tmp_path / "map.json"
     program("check", tiny, *GPUS, *SIZES, "--save-device-map", saved)
-    assert set(json.loads(saved.read_text()).values()) == {"vgpu:0"}
+    assert set(json.loads(saved.read_text()).values()) == {"vgpu:0", "vgpu:1"}
 
 
 def test_a_map_beyond_the_memory(tiny: Path, program: Program, tmp_path: Path) -> None:
@@ -227,3 +227,21 @@ def test_pictures(tiny: Path, program: Program, tmp_path: Path) -> None:
 def test_the_api_is_what_the_command_calls(tiny: Path) -> None:
     report = duoka.check(tiny, fleet="virtual:64MiB", workload=duoka.Workload(prompt_tokens=64))
     assert report.ok
+
+
+def test_code_that_cannot_be_planned_is_checked_all_the_same(
+    faulty: Path, program: Program
+) -> None:
+    text = MODELING.replace("hidden + self.mix(hidden)", "self.mix(hidden) * torch.ones(1, 32)")
+    (faulty / "modeling_faulty.py").write_text(text)
+    done = program("check", faulty.name, "--trust-remote-code", *GPUS, *SIZES)
+    assert done.returncode == 13
+    told = " ".join(done.stdout.split())
+    assert "torch.ones(1, 32)" in told
+    assert "note: the model can't be planned, so its modules were dealt to the devices" in told
+
+
+def test_all_gpus_are_used_where_the_model_has_enough_blocks(tiny: Path, program: Program) -> None:
+    for gpus, used in (("virtual:3x64MiB", 3), ("virtual:64x64MiB", 1)):
+        done = program("check", tiny, "--gpus", gpus, *SIZES, "--json")
+        assert len(json.loads(done.stdout)["devices"]) == used
