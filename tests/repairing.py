@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from textwrap import dedent
+from textwrap import dedent, indent
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from duoka.checker import Subject, check_subject, read_entries
@@ -73,3 +75,52 @@ def repaired(model: nn.Module, device_map: Mapping[str, int | str], inputs: Any,
     """The report of a model, and its repairs."""
     report = check(model, device_map, inputs, **how)
     return report, repair(report)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model with two layers, and the lines that its repair must add.
+
+    Parameters
+    ----------
+    name : str
+    body, init, methods, top : str
+        The text of `forward` (its argument is x), of the end of `__init__`, of more methods, and of
+        what stands before the class.
+    lines : list of str
+    device_map : mapping
+    train : bool
+    """
+
+    name: str
+    body: str
+    lines: list[str]
+    init: str = ""
+    methods: str = ""
+    top: str = ""
+    device_map: Mapping[str, int | str] = field(default_factory=lambda: {"a": 0, "b": 1})
+    train: bool = False
+
+    @property
+    def text(self) -> str:
+        return (
+            f"{dedent(self.top)}\n\nclass Model(nn.Module):\n    def __init__(self):\n"
+            "        super().__init__()\n        self.a = nn.Linear(4, 4)\n"
+            f"        self.b = nn.Linear(4, 4)\n{indent(dedent(self.init), ' ' * 8)}\n"
+            f"    def forward(self, x):\n{indent(dedent(self.body), ' ' * 8)}\n"
+            f"{indent(dedent(self.methods), ' ' * 4)}"
+        )
+
+
+def repair_shape(shape: Shape, folder: Path) -> Repairs:
+    """Check a shape's model, and repair it."""
+    model = build(load(write(folder, shape.text)).Model)
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    return repaired(model, shape.device_map, {"x": x}, train=shape.train)[1]
+
+
+def build(make: Callable[[], nn.Module]) -> nn.Module:
+    """A model with the same weights each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return make()

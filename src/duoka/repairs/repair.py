@@ -11,7 +11,7 @@ from .patches import Patch, Repairs, unified_diff
 from .proof import why_not_equal
 from .rounds import Draft, Outcome, guess, settle
 from .sources import Sources
-from .swapping import SwapError, swapped
+from .swapping import SwapError, live_functions, swapped
 from .tables import registered
 
 _UNCHECKED = "the report doesn't hold what was checked, so nothing could be checked again"
@@ -43,11 +43,12 @@ def repair(report: Report) -> Repairs:
     subject = report.subject
     if not isinstance(subject, Subject):
         return _assembled(guess(report, sources), sources, _UNCHECKED)
+    live = live_functions()
 
     @contextmanager
     def patched(draft: Draft) -> Iterator[None]:
         before = {file: sources.text(file) for file in draft.texts}
-        with swapped(before, draft.texts), registered(subject.model, draft.tables):
+        with swapped(live, before, draft.texts), registered(subject.model, draft.tables):
             yield
 
     def check(draft: Draft) -> Report:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import linecache
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType, FunctionType
 
@@ -35,12 +35,30 @@ class SwapError(Exception):
         self.function = function
 
 
+Live = Mapping[str, Sequence[FunctionType]]
+"""Functions by the file that their code is from."""
+
+
+def live_functions() -> Live:
+    """Every function of this process that isn't a comprehension.
+
+    Looking for them takes a tenth of a second: once will do for all that is tried on one model.
+    """
+    found: dict[str, list[FunctionType]] = defaultdict(list)
+    for each in gc.get_objects():
+        if type(each) is FunctionType and each.__code__.co_name not in _COMPREHENSIONS:
+            found[each.__code__.co_filename].append(each)
+    return found
+
+
 @contextmanager
-def swapped(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[None]:
+def swapped(live: Live, before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[None]:
     """Let every live function of some files run what a changed text says, inside the scope.
 
     Parameters
     ----------
+    live : mapping
+        As `live_functions` finds them.
     before, after : mapping of str to str
         Texts by file: as it was imported, and changed.
 
@@ -52,9 +70,8 @@ def swapped(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[Non
     """
     files = [file for file in after if after[file] != before[file]]
     plan: list[tuple[FunctionType, CodeType]] = []
-    live = _live_functions(frozenset(files))
     for file in files:
-        plan += _planned(file, before[file], after[file], live.get(file, []))
+        plan += _planned(file, before[file], after[file], live.get(file, ()))
     olds = [(function, function.__code__) for function, _ in plan]
     lines = {file: linecache.cache.get(file) for file in files}
     try:
@@ -75,18 +92,8 @@ def swapped(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[Non
                 linecache.cache[file] = entry
 
 
-def _live_functions(files: frozenset[str]) -> dict[str, list[FunctionType]]:
-    found: dict[str, list[FunctionType]] = defaultdict(list)
-    for each in gc.get_objects():
-        if type(each) is FunctionType and each.__code__.co_name not in _COMPREHENSIONS:
-            file = each.__code__.co_filename
-            if file in files:
-                found[file].append(each)
-    return found
-
-
 def _planned(
-    file: str, before: str, after: str, live: list[FunctionType]
+    file: str, before: str, after: str, live: Sequence[FunctionType]
 ) -> Iterator[tuple[FunctionType, CodeType]]:
     """Which live functions of a file run what, all together or not at all."""
     old, new = _codes(before, file), _codes(after, file)
