@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from ..virtual import active_world
+from .cuda import CurrentDevice
 
-_FIRST_GPU = 0
 _TO = torch.Tensor.to
 _CUDA = torch.Tensor.cuda
-_PLAIN = frozenset({type(None), bool, float, torch.Tensor, torch.dtype, slice})
 
 
 def is_hard_coded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -28,21 +27,22 @@ def is_hard_coded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def softened(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], current: CurrentDevice
+) -> tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """The device that a call names, and the call with the virtual GPU of that number.
 
-    A bare "cuda" is the first GPU: nobody but duoka sets the current device to a layer's.
+    A bare "cuda" is the current GPU: the first, unless the code sets another. Nobody but duoka
+    sets it to a layer's.
     """
     if func is _CUDA:
         device = args[1] if len(args) > 1 else kwargs.pop("device", None)
-        device = _FIRST_GPU if device is None else device
-        return _name(device), _TO, (args[0], _virtual(device)), kwargs
+        return device, _TO, (args[0], _virtual(device, current)), kwargs
     device = kwargs.get("device")
     if device is not None and _is_cuda(device):
-        return _name(device), func, args, {**kwargs, "device": _virtual(device)}
+        return device, func, args, {**kwargs, "device": _virtual(device, current)}
     at = 1 if func is _TO else next(i for i, each in enumerate(args) if _is_device(each))
-    return _name(args[at]), func, (*args[:at], _virtual(args[at]), *args[at + 1 :]), kwargs
+    moved = (*args[:at], _virtual(args[at], current), *args[at + 1 :])
+    return args[at], func, moved, kwargs
 
 
 def _is_device(value: Any) -> bool:
@@ -57,17 +57,7 @@ def _is_cuda(value: Any) -> bool:
     return _is_device(value)
 
 
-def _name(device: Any) -> str:
-    return f"cuda:{_index(device)}"
-
-
-def _index(device: Any) -> int:
-    if isinstance(device, int):
-        return device
-    return torch.device(device).index or _FIRST_GPU
-
-
-def _virtual(device: Any) -> torch.device:
-    index = _index(device)
+def _virtual(device: Any, current: CurrentDevice) -> torch.device:
+    index = current.number(device)
     active_world().gpu(index)  # fails as CUDA does if there is no such GPU
     return torch.device("vgpu", index)

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from ..report import Call, Kind, Operand, Origin, Place
 from ..virtual import MixedDevicesError, VirtualTensor, settled_by
+from .cuda import CurrentDevice, virtual_cuda
 from .findings import (
     CAUSE,
     Finding,
@@ -40,7 +41,9 @@ from .names import Names, at_hand
 from .sources import (
     Expressions,
     Spot,
+    is_installed,
     is_model_code,
+    is_named,
     is_own_code,
     model_frame,
     place_of,
@@ -50,6 +53,7 @@ from .sources import (
 
 _SPOT = "_duoka_spot"
 _HARD = "_duoka_hard_coded"
+_IS_CUDA: Any = torch.Tensor.is_cuda
 _METHOD = "torch.Tensor."
 _SAME_DEVICE = "same device"
 
@@ -78,6 +82,7 @@ class Referee(TorchFunctionMode):
         self.stage: torch.device | None = None
         self.findings: dict[tuple[Any, ...], Finding] = {}
         self.hard_coded: dict[Spot, tuple[str, str, int]] = {}
+        self.current = CurrentDevice()
         self._depth = 0
         self._told: set[Spot | None] = set()
         self._chosen: dict[tuple[Any, ...], torch.device] = {}
@@ -86,7 +91,8 @@ class Referee(TorchFunctionMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Go on after faults inside the scope."""
-        with settled_by(self), checked_gradients(self._misplaced), self._in_backward(), self:
+        judged = settled_by(self), checked_gradients(self._misplaced)
+        with judged[0], judged[1], self._in_backward(), virtual_cuda() as self.current, self:
             yield
 
     @contextmanager
@@ -116,9 +122,12 @@ class Referee(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         frame = sys._getframe(1)
+        if func == _IS_CUDA.__get__ and not is_installed(frame.f_code.co_filename):
+            return args[0].device.type != "cpu"
         if is_hard_coded(func, args, kwargs):
-            device, func, args, kwargs = softened(func, args, kwargs)
-            self._hard_code(frame, func, device)
+            named = func
+            device, func, args, kwargs = softened(func, args, kwargs, self.current)
+            self._hard_code(frame, named, device)
         self._depth += 1
         try:
             result = func(*args, **kwargs)
@@ -338,12 +347,13 @@ class Referee(TorchFunctionMode):
             if spot not in self._told:
                 yield spot, op, device, count
 
-    def _hard_code(self, frame: FrameType, func: Callable[..., Any], device: str) -> None:
+    def _hard_code(self, frame: FrameType, func: Callable[..., Any], device: Any) -> None:
         caller = model_frame(frame)
-        if caller is not None:
+        if caller is not None and is_named(spot_of(caller), device):
             spot = spot_of(caller)
             _, _, count = self.hard_coded.get(spot, ("", "", 0))
-            self.hard_coded[spot] = (_op_name(func), device, count + 1)
+            name = f"cuda:{self.current.number(device)}"
+            self.hard_coded[spot] = (_op_name(func), name, count + 1)
 
 
 class _Met:

@@ -50,9 +50,7 @@ def run(subject: Subject, device: torch.device, steps: Steps) -> Any:
         with torch.set_grad_enabled(subject.train):
             return given(model)
     if given is not None:
-        args, kwargs = (), dict(given) if isinstance(given, Mapping) else {}
-        args = () if isinstance(given, Mapping) else tuple(given)
-        args, kwargs = (_on(args, device), _on(kwargs, device))
+        args, kwargs = _arguments(given, device)
         steps.mark("inputs", tensors_in((args, kwargs)))
         call = lambda: model(*args, **kwargs)  # noqa: E731
         return _train(call, steps) if subject.train else _infer(model, call, kwargs, steps)
@@ -66,6 +64,14 @@ def run(subject: Subject, device: torch.device, steps: Steps) -> Any:
         steps.mark("inputs", inputs.values())
         return _train(lambda: model(**inputs), steps)
     return _generate(subject, device, steps)
+
+
+def _arguments(given: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments on a device; a tensor alone is the only argument."""
+    if isinstance(given, Mapping):
+        return (), _on(dict(given), device)
+    args = (given,) if isinstance(given, torch.Tensor) else tuple(given)
+    return _on(args, device), {}
 
 
 def _train(call: Callable[[], Any], steps: Steps) -> torch.Tensor:

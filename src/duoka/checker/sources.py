@@ -179,6 +179,22 @@ def assigned_to(spot: Spot) -> str:
     return ""
 
 
+def is_named(spot: Spot, device: object) -> bool:
+    """Whether the source of a call itself says which device, and doesn't ask a tensor for its."""
+    node = _source(spot[0].co_filename).nodes.get(_position(*spot))
+    if not isinstance(node, ast.Call):
+        return True
+    given = next((word.value for word in node.keywords if word.arg == "device"), None)
+    if given is None and isinstance(node.func, ast.Attribute) and node.args:
+        given = node.args[0]
+    if given is None:
+        return True
+    if isinstance(device, int) and not isinstance(given, ast.Constant):
+        return False
+    asked = (each.attr for each in ast.walk(given) if isinstance(each, ast.Attribute))
+    return not {"device", "get_device", "index"}.intersection(asked)
+
+
 def returned(code: CodeType, index: int) -> Place:
     """What a function returns at a position, where it says so in its first `return`."""
     source = _source(code.co_filename)

@@ -1,0 +1,87 @@
+"""`torch.cuda` as people's own code sees it while it is checked: the virtual GPUs.
+
+Code asks `torch.cuda.is_available()` to choose a device, and takes the CPU where there is no GPU.
+Checked on such a machine it must take the way that it takes on GPUs. Libraries ask the same
+function which kernels they may use; they hear what is true of this machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from ..virtual import active_world
+from .sources import is_installed
+
+_OF_ALL = ("device_count", "empty_cache", "is_bf16_supported")
+_OF_ONE = (
+    "get_device_capability", "get_device_name", "max_memory_allocated", "max_memory_reserved",
+    "mem_get_info", "memory_allocated", "memory_reserved", "reset_peak_memory_stats",
+    "synchronize",
+)  # fmt: skip
+
+
+class CurrentDevice:
+    """The device that a bare "cuda" means: the first, unless the code sets another."""
+
+    def __init__(self) -> None:
+        self.index = 0
+
+    def number(self, device: Any = None) -> int:
+        """The number of a device that is given as CUDA's functions take it."""
+        if device is not None and not isinstance(device, int):
+            device = torch.device(device).index
+        return self.index if device is None else device
+
+    def set(self, device: Any) -> None:
+        """Make a device the current one."""
+        index = self.number(device)
+        active_world().gpu(index)  # fails as CUDA does if there is no such GPU
+        self.index = index
+
+    @contextmanager
+    def scope(self, device: Any) -> Iterator[None]:
+        """Make a device the current one for a while."""
+        before = self.index
+        self.set(device)
+        try:
+            yield
+        finally:
+            self.index = before
+
+
+@contextmanager
+def virtual_cuda() -> Iterator[CurrentDevice]:
+    """Let people's own code find the virtual GPUs in `torch.cuda` inside the scope."""
+    current = CurrentDevice()
+    vgpu = torch.get_device_module("vgpu")
+    answers: dict[str, Callable[..., Any]] = {name: getattr(vgpu, name) for name in _OF_ALL}
+    for name in _OF_ONE:
+        answers[name] = partial(_of_one, getattr(vgpu, name), current)
+    answers["is_available"] = lambda: True
+    answers["current_device"] = lambda: current.index
+    answers["set_device"] = current.set
+    answers["device"] = current.scope
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            asked = _asked_by_people(answer, getattr(torch.cuda, name))
+            stack.enter_context(mock.patch.object(torch.cuda, name, asked))
+        yield current
+
+
+def _of_one(answer: Callable[..., Any], current: CurrentDevice, device: Any = None) -> Any:
+    return answer(current.number(device))
+
+
+def _asked_by_people(answer: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        file = sys._getframe(1).f_code.co_filename
+        return (real if is_installed(file) or file.startswith("<") else answer)(*args, **kwargs)
+
+    return function
