@@ -119,7 +119,8 @@ def _with_keyword(args: Sequence[cst.Arg], value: cst.BaseExpression) -> list[cs
     new = new.with_changes(whitespace_after_arg=last.whitespace_after_arg)
     last = last.with_changes(whitespace_after_arg=cst.SimpleWhitespace(""))
     if not isinstance(last.comma, cst.Comma):
-        between = before[-1].comma if before else cst.Comma(whitespace_after=_SPACE)
+        one_a_line = isinstance(new.whitespace_after_arg, cst.ParenthesizedWhitespace) and before
+        between = before[-1].comma if one_a_line else cst.Comma(whitespace_after=_SPACE)
         return [*before, last.with_changes(comma=between), new]
     after = last.comma.whitespace_after
     if not isinstance(after, cst.ParenthesizedWhitespace):

@@ -85,7 +85,7 @@ def _is_python(cure: Cure) -> bool:
     """Whether the text after a way is still Python."""
     for tree in {edit.tree: None for edit in cure.edits}:
         try:
-            ast.parse(tree.apply(cure.edits))
+            ast.parse(tree.apply(cure.edits).encode())
         except (SyntaxError, cst.CSTValidationError, cst.ParserSyntaxError):
             return False
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,7 +19,8 @@ def apply(patches: Iterable[Patch], directory: str | Path = OUTPUT) -> tuple[Pat
     """Write patched copies into a directory; the originals stay as they are.
 
     A file below the working directory keeps its path relative to it, one of an installed package
-    its path below `site-packages`; any other keeps its name and the folder's that it lies in.
+    its path below `site-packages`; others keep their names, their folders', and what is needed to
+    tell them apart.
 
     Parameters
     ----------
@@ -39,7 +41,7 @@ def apply(patches: Iterable[Patch], directory: str | Path = OUTPUT) -> tuple[Pat
         If a file can't be written.
     """
     patches = list(patches)
-    targets = [Path(directory) / kept_path(Path(patch.file)) for patch in patches]
+    targets = [Path(directory) / path for path in _kept_paths([Path(p.file) for p in patches])]
     for patch, target in zip(patches, targets, strict=True):
         if target.resolve() == Path(patch.file).resolve():
             raise UsageError(
@@ -87,14 +89,19 @@ def apply_in_place(patches: Iterable[Patch]) -> tuple[Path, ...]:
     return targets
 
 
-def kept_path(file: Path) -> Path:
-    """Where a copy lies below the directory of copies."""
-    packages = _in_packages(file)
-    if packages is not None:
-        return file.relative_to(packages)
-    if file.is_relative_to(Path.cwd()):
-        return file.relative_to(Path.cwd())
-    return Path(file.parent.name) / file.name
+def _kept_paths(files: list[Path]) -> list[Path]:
+    """Where copies lie below the directory of copies."""
+    bases = [_in_packages(file) or _working_directory(file) for file in files]
+    others = [file.parent for file, base in zip(files, bases, strict=True) if base is None]
+    common = Path(os.path.commonpath(others)) if others else Path()
+    if all(other == common for other in others):
+        common = common.parent
+    return [file.relative_to(base or common) for file, base in zip(files, bases, strict=True)]
+
+
+def _working_directory(file: Path) -> Path | None:
+    """The working directory, if a file lies in it."""
+    return Path.cwd() if file.is_relative_to(Path.cwd()) else None
 
 
 def _in_packages(file: Path) -> Path | None:
