@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..report import Call, Origin
-from .sources import is_model_code, place_of, spot_of
+from .sources import is_model_code, locals_of, place_of, spot_of
 
 
 class Names:
@@ -77,7 +77,7 @@ class Names:
     def _module(self, frame: FrameType) -> str | None:
         if not frame.f_code.co_varnames or frame.f_code.co_argcount == 0:
             return None
-        first = frame.f_locals.get(frame.f_code.co_varnames[0])
+        first = locals_of(frame).get(frame.f_code.co_varnames[0])
         return self._modules.get(id(first)) if isinstance(first, nn.Module) else None
 
 
@@ -85,10 +85,11 @@ def at_hand(frame: FrameType | None, device: torch.device) -> Iterator[str]:
     """Local names, and parameters of local modules, that hold a tensor on a device."""
     if frame is None:
         return
-    for name, value in frame.f_locals.items():
+    names = locals_of(frame)
+    for name, value in names.items():
         if isinstance(value, torch.Tensor) and value.device == device:
             yield name
-    for name, value in frame.f_locals.items():
+    for name, value in names.items():
         if isinstance(value, nn.Module):
             for inner, tensor in (*value.named_parameters(), *value.named_buffers()):
                 if inner.count(".") <= 1 and tensor.device == device:

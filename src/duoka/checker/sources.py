@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from dis import opname
 from functools import cache
+from inspect import CO_OPTIMIZED
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
@@ -62,6 +63,17 @@ def model_frame(frame: FrameType | None) -> FrameType | None:
             return None
         frame = frame.f_back
     return frame
+
+
+def locals_of(frame: FrameType) -> dict[str, Any]:
+    """The local names of a frame, and what they mean now."""
+    found = frame.f_locals
+    if type(found) is not dict or not frame.f_code.co_flags & CO_OPTIMIZED:
+        return dict(found)
+    # Before Python 3.13 the frame keeps this dict, and with it every tensor, as long as it runs.
+    names = found.copy()
+    found.clear()
+    return names
 
 
 def spot_of(frame: FrameType) -> Spot:
@@ -241,6 +253,7 @@ class Expressions:
 
     def __init__(self, frame: FrameType, *, direct: bool) -> None:
         self._frame = frame
+        self._locals = locals_of(frame)
         self._direct = direct
         self._source = _source(frame.f_code.co_filename)
         self._node = self._source.nodes.get(_position(frame.f_code, frame.f_lasti))
@@ -361,8 +374,7 @@ class Expressions:
     def _value(self, node: ast.expr) -> Any:
         """What an expression means now, if that can be looked up without running any code."""
         if isinstance(node, ast.Name):
-            frame = self._frame
-            return frame.f_locals.get(node.id, frame.f_globals.get(node.id, _NOTHING))
+            return self._locals.get(node.id, self._frame.f_globals.get(node.id, _NOTHING))
         if isinstance(node, ast.Attribute):
             return _member(self._value(node.value), node.attr)
         if isinstance(node, ast.Subscript):
