@@ -20,7 +20,7 @@ from .gradients import at_apply, at_gradient
 from .hidden import at_hidden
 from .lists import each_of, folded_items, items_of
 from .operands import completed
-from .sources import Sources
+from .sources import SourceError, Sources
 from .tables import Table, as_buffer
 from .trees import Edit, Tree
 
@@ -70,9 +70,11 @@ def cures(fault: Fault, sources: Sources, subject: Subject | None) -> Iterator[C
     Raises
     ------
     SourceError
-        If its file can't be read.
+        If its file can't be read, or has changed since the fault was found.
     """
     tree = sources.tree(fault.file)
+    if tree.find(fault.place) is None:
+        raise SourceError(f"{fault.file}:{fault.line} doesn't say {fault.source!r}")
     fault = completed(tree, fault)
     site = Site(fault, tree, sources, subject)
     if fault.kind == "gradient":

@@ -6,6 +6,7 @@ the lines of another. What is changed, and why, is decided elsewhere.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,6 +68,7 @@ class Tree:
         self.file = file
         self.text = text
         self._mark = _MARK if text.startswith(_MARK) else ""
+        self._lines = re.split(r"\r\n|\r|\n", text.removeprefix(_MARK))
         module = cst.parse_module(text.removeprefix(_MARK))
         wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
         self.module = wrapper.module
@@ -97,7 +99,17 @@ class Tree:
             return None
         span = (place.line, place.column, place.end_line, place.end_column)
         found = self._nodes.get(span)
-        return found if found is not None else self._by_text(place)
+        if found is not None and self._between(span) == folded(place.text):
+            return found
+        return self._by_text(place)
+
+    def _between(self, span: Span) -> str:
+        """The text between two positions, without blanks."""
+        line, column, end_line, end_column = span
+        lines = self._lines[line - 1 : end_line]
+        lines[-1] = lines[-1][:end_column]
+        lines[0] = lines[0][column:]
+        return folded("".join(lines))
 
     def _by_text(self, place: Place) -> cst.CSTNode | None:
         """What has the place's text on its lines: positions inside of f-strings are inexact."""

@@ -1,0 +1,259 @@
+"""Whole repairs: several files, several rounds, training, and what can't be cured or proved."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from repairing import build, changed, check, load, repaired, write
+from torch import nn
+
+import duoka
+from duoka.repairs import Repairs, apply, repair
+from duoka.report import Fault, Operand, Place, Report
+
+X = {"x": torch.linspace(-1, 1, 12).view(3, 4)}
+HELPERS = """
+def add_residual(h, residual, scale=1.0):
+    # both modelling files use this
+    return h * scale + residual
+
+
+def gather_states(states):
+    return torch.stack(list(states)).sum(0)
+
+
+def positions(length):
+    return torch.arange(length, dtype=torch.float32)
+"""
+TEXT_MODEL = """
+from {package}.helpers import add_residual, gather_states, positions
+
+
+class TextModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+
+    def forward(self, x):
+        states = [self.a(x)]
+        h = self.b(states[0])
+        h = add_residual(h, states[0])
+        states.append(h)
+        return gather_states(states) + positions(4)
+"""
+VISION_MODEL = """
+from {package}.helpers import add_residual
+
+
+class VisionModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Conv2d(1, 2, 3, padding=1)
+        self.b = nn.Conv2d(2, 2, 3, padding=1)
+        self.mean = torch.tensor([0.5])
+
+    def forward(self, x):
+        x = x - self.mean
+        h = self.a(x)
+        return add_residual(self.b(h), h, scale=0.5)
+
+
+class Both(nn.Module):
+    def __init__(self, text):
+        super().__init__()
+        self.text = text
+        self.vision = VisionModel()
+
+    def forward(self, x):
+        seen = self.vision(x[None, None])
+        return self.text(x) * seen.mean()
+"""
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Iterator[Path]:
+    """A package with two modelling files and the helpers of both."""
+    folder = tmp_path / "models_of_mine"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    write(folder, HELPERS, "helpers.py")
+    write(folder, TEXT_MODEL.format(package=folder.name), "modeling_text.py")
+    write(folder, VISION_MODEL.format(package=folder.name), "modeling_vision.py")
+    sys.path.insert(0, str(tmp_path))
+    yield folder
+    sys.path.remove(str(tmp_path))
+    for name in [each for each in sys.modules if each.startswith(folder.name)]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_folder_with_two_models_and_helpers_of_both(
+    repository: Path, train: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(repository.parent)
+    text = load(repository / "modeling_text.py")
+    vision = load(repository / "modeling_vision.py")
+    model = build(lambda: vision.Both(text.TextModel()))
+    device_map = {"vision": 1, "vision.a": 0, "vision.b": 1, "text.a": 1, "text.b": 0}
+    report, repairs = repaired(model, device_map, X, train=train)
+    assert len(report.faults) >= 4
+    assert repairs.proved, [patch.reason for patch in repairs]
+    names = {Path(patch.file).name for patch in repairs}
+    assert {"helpers.py", "modeling_vision.py"} <= names
+    assert all(patch.faults for patch in repairs)
+    copies = apply(repairs, repository.parent / "fixed")
+    assert {copy.parent for copy in copies} == {repository.parent / "fixed" / repository.name}
+    for patch, copy in zip(repairs, copies, strict=True):
+        assert copy.read_bytes() == patch.after.encode()
+
+
+MODEL = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.b(self.a(x))
+        return h + x
+"""
+
+
+def fault_report(path: Path, *, at_hand: tuple[str, ...] = ()) -> Report:
+    """A report made by hand, as one read from JSON would be."""
+    line = next(
+        number for number, text in enumerate(path.read_text().splitlines(), 1) if "h + x" in text
+    )
+
+    def place(column: int, end: int, text: str) -> Place:
+        return Place(
+            file=str(path), line=line, column=column, end_line=line, end_column=end,
+            text=text, function="Model.forward",
+        )  # fmt: skip
+
+    operands = (
+        Operand(argument="0", expression="h", place=place(15, 16, "h"), device="cuda:1"),
+        Operand(
+            argument="1", expression="x", place=place(19, 20, "x"), device="cuda:0", moved=True
+        ),
+    )
+    fault = Fault(
+        kind="mixed-devices",
+        effect="raises",
+        op="Tensor.add",
+        operands=operands,
+        target="cuda:1",
+        place=place(15, 20, "h + x"),
+        message="",
+        at_hand=at_hand,
+    )
+    return Report(model="Model", devices=("cuda:0", "cuda:1"), faults=(fault,))
+
+
+def test_a_report_without_its_subject_is_repaired_and_not_proved(tmp_path: Path) -> None:
+    repairs = duoka.repair(fault_report(write(tmp_path, MODEL)))
+    assert changed(repairs) == ["return h + x.to(h.device)"]
+    [patch] = repairs
+    assert not patch.proved
+    assert "doesn't hold what was checked" in patch.reason
+    assert not repairs.proved
+
+
+def test_a_report_without_faults_needs_no_patches() -> None:
+    repairs = repair(Report(model="Model", devices=("cuda:0",)))
+    assert list(repairs) == []
+    assert repairs.proved
+    assert repairs.diff == ""
+
+
+def test_a_file_that_is_gone_is_told(tmp_path: Path) -> None:
+    path = write(tmp_path, MODEL)
+    report = fault_report(path)
+    path.unlink()
+    repairs = repair(report)
+    assert not repairs
+    [(fault, reason)] = repairs.uncured
+    assert fault == report.faults[0]
+    assert "can't be read" in reason
+    assert not repairs.proved
+
+
+def test_a_place_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
+    path = write(tmp_path, MODEL)
+    report = fault_report(path)
+    path.write_text(path.read_text().replace("h + x", "h - y"))
+    repairs = repair(report)
+    assert not repairs
+    assert "doesn't say 'h + x'" in repairs.uncured[0][1]
+
+
+def test_a_file_that_was_changed_after_its_import_is_not_proved(tmp_path: Path) -> None:
+    path = write(tmp_path, MODEL)
+    model = build(load(path).Model)
+    path.write_text(path.read_text().replace("h = self.b(self.a(x))", "h = self.b(self.a(x + 0))"))
+    report = check(model, {"a": 0, "b": 1}, X)
+    repairs = repair(report)
+    assert [patch.proved for patch in repairs] == [False]
+    assert "has changed since its import" in repairs[0].reason
+
+
+def test_a_repair_that_computes_something_else_is_not_proved(tmp_path: Path) -> None:
+    # What is returned depends on where it is: no repair can keep that.
+    text = MODEL.replace(
+        "return h + x", "h = h + x\n        return h * (1 + (h.device.index or 0))"
+    )
+    report, repairs = repaired(build(load(write(tmp_path, text)).Model), {"a": 0, "b": 1}, X)
+    assert len(report.faults) == 1
+    [patch] = repairs
+    assert not patch.proved
+    assert "isn't the original's" in patch.reason
+
+
+def test_code_made_at_run_time_is_told() -> None:
+    namespace: dict[str, type[nn.Module]] = {}
+    exec("import torch\nfrom torch import nn\n" + MODEL, namespace)
+    repairs: Repairs = repaired(build(namespace["Model"]), {"a": 0, "b": 1}, X)[1]
+    assert not repairs
+    assert "can't be read" in repairs.uncured[0][1]
+
+
+def test_a_model_too_big_for_real_numbers_is_not_proved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("duoka.checker.computing.REAL_BYTES", 100)
+    repairs: Repairs = repaired(build(load(write(tmp_path, MODEL)).Model), {"a": 0, "b": 1}, X)[1]
+    [patch] = repairs
+    assert not patch.proved
+    assert "160 B of weights are too much" in patch.reason
+
+
+def test_what_comes_up_when_others_are_cured_is_cured_too(tmp_path: Path) -> None:
+    text = MODEL.replace(
+        "return h + x",
+        "states = {'h': h, 'x': x}\n"
+        "        both = torch.stack([states[key] for key in sorted(states)])\n"
+        "        part = both.sum(0) + self.a(x)\n"
+        "        return part @ x.T",
+    )
+    report, repairs = repaired(build(load(write(tmp_path, text)).Model), {"a": 0, "b": 1}, X)
+    assert report.faults
+    assert repairs.proved, [patch.reason for patch in repairs]
+    again = repair(replace(report, faults=report.faults[:1]))
+    assert again.proved
+
+
+def test_a_models_random_numbers_are_the_same_before_and_after(tmp_path: Path) -> None:
+    text = MODEL.replace("return h + x", "return F.dropout(h, 0.5, training=True) + x")
+    state = torch.get_rng_state()
+    repairs: Repairs = repaired(
+        build(load(write(tmp_path, text)).Model), {"a": 0, "b": 1}, X, train=True
+    )[1]
+    assert repairs.proved, [patch.reason for patch in repairs]
+    assert torch.equal(torch.get_rng_state(), state)
