@@ -233,9 +233,9 @@ def _num_tokens(model: PreTrainedModel, size: Size) -> int:
     stated = _first((model.config,), ("num_query_tokens", "latent_query_num"))
     if stated is not None:
         return int(stated)
-    pixels = _pictures(model, [[size]]).get("pixel_values")
-    if model.config.model_type in _READ_PIXELS and pixels is not None:
-        return pixels.shape[1] * _scaled_down(model.config)
+    pictures = _pictures(model, [[size]])
+    if model.config.model_type in _READ_PIXELS:
+        return pictures["pixel_values"].shape[1] * _scaled_down(model.config)
     owner = _owner(model)
     if owner is None:
         return 1 if _image_id(model.config) is not None else 0
@@ -245,7 +245,6 @@ def _num_tokens(model: PreTrainedModel, size: Size) -> int:
     with virtual.gpus([None], data="meta"), torch.no_grad():
         try:
             place(model, Placement(entries=(("", "vgpu:0"),)))
-            pictures = _pictures(model, [[size]])
             if "pixel_values_images" in pictures:
                 pictures["pixel_values"] = pictures["pixel_values_images"]
             given = {key: value.to("vgpu:0") for key, value in pictures.items() if key in names}

@@ -39,6 +39,7 @@ from .gradients import checked_gradients
 from .hardcoded import is_hard_coded, softened
 from .names import Names, at_hand
 from .sources import (
+    SPOT,
     Expressions,
     Spot,
     is_installed,
@@ -51,7 +52,6 @@ from .sources import (
     spot_of,
 )
 
-_SPOT = "_duoka_spot"
 _HARD = "_duoka_hard_coded"
 _IS_CUDA: Any = torch.Tensor.is_cuda
 _METHOD = "torch.Tensor."
@@ -144,16 +144,16 @@ class Referee(TorchFunctionMode):
     def _mark(self, func: Any, result: Any, frame: FrameType, args: tuple[Any, ...]) -> None:
         """Remember on a new tensor where it was made, and which fault decided its device."""
         for tensor in result if type(result) in (tuple, list) else (result,):
-            if not isinstance(tensor, torch.Tensor) or _SPOT in (own := vars(tensor)):
+            if not isinstance(tensor, torch.Tensor) or SPOT in (own := vars(tensor)):
                 continue
             if is_own_code(frame.f_code) and args and isinstance(args[0], torch.Tensor):
                 # A mover's copy is the same thing in another place.
-                if _SPOT in vars(args[0]):
-                    own[_SPOT] = vars(args[0])[_SPOT]
+                if SPOT in vars(args[0]):
+                    own[SPOT] = vars(args[0])[SPOT]
                 continue
             caller = model_frame(frame)
             if caller is not None:
-                own[_SPOT] = spot = spot_of(caller)
+                own[SPOT] = spot = spot_of(caller)
                 self.gathering.heard(func, args, tensor, spot)
                 if self.hard_coded:
                     own[_HARD] = spot if spot in self.hard_coded else _all_hard(args)
@@ -329,6 +329,8 @@ class Referee(TorchFunctionMode):
                     origin=self.origin(tensor),
                 )
             )
+        if expressions is not None and expressions.is_comparison:
+            found.sort(key=lambda each: (each.place.line, each.place.column) if each.place else ())
         return tuple(found)
 
     def origin(self, tensor: torch.Tensor) -> Origin | None:
@@ -336,7 +338,7 @@ class Referee(TorchFunctionMode):
         named = self.names.tensor(tensor)
         if named is not None:
             return named
-        spot = vars(tensor).get(_SPOT)
+        spot = vars(tensor).get(SPOT)
         return None if spot is None else Origin(kind="operation", place=place_of(spot))
 
     # ── hard-coded devices ──

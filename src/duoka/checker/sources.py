@@ -31,6 +31,9 @@ _RUNNER = str(Path(__file__).parent / "running.py")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 _NOTHING = object()
 
+SPOT = "_duoka_spot"
+"""The attribute of a tensor that says where in model code it was made."""
+
 Spot = tuple[CodeType, int]
 """A code object and the offset of an instruction in it."""
 
@@ -260,6 +263,11 @@ class Expressions:
         self._given = list(self._candidates())
         self._left = [node for _, node in self._given]
 
+    @property
+    def is_comparison(self) -> bool:
+        """Whether Python may have called the right side's method, with the sides exchanged."""
+        return isinstance(self._node, ast.Compare)
+
     def of(self, tensor: torch.Tensor, path: tuple[int | str, ...], receiver: bool) -> Written:
         """The text of one tensor.
 
@@ -271,7 +279,11 @@ class Expressions:
         receiver : bool
             The operation is a method, and position 0 what it was called on.
         """
+        made: Spot | None = vars(tensor).get(SPOT)
+        is_here = made is not None and made[0] is self._frame.f_code
         for node in self._left:
+            if made is not None and is_here and _position(*made) == _span(node):
+                return self._written(node, self._text(node))
             text = self._named(node, tensor)
             if text is not None:
                 return self._written(node, text)

@@ -9,10 +9,11 @@ them is gone. This module knows nothing of operators.
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -219,7 +220,10 @@ class Block:
         if listener is not None and self._allocation is not None:
             listener.allocated(gpu, self.id, self.num_bytes)
 
-    def __del__(self) -> None:
+    # The default is looked up now: at the interpreter's end names are gone.
+    def __del__(self, _is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if _is_ending():
+            return
         blocks_by_storage.pop(self._key, None)
         blocks_by_storage.pop(self._unknown_key, None)
         if self._allocation is not None:
