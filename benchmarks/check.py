@@ -481,7 +481,7 @@ def _verdict(report: Any) -> str:
         if each.overflows
     ]
     parts += [f"{_short(fault.file)}:{fault.line} {fault.op}" for fault in report.faults]
-    return "; ".join([*parts, _stopped(report.stop)])
+    return "; ".join(filter(None, [*parts, _stopped(report.stop)]))
 
 
 def main() -> None:
