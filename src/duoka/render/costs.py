@@ -14,7 +14,6 @@ from ..report import PeakMemory, Report, Sync
 from ..units import format_bytes, format_count
 from . import wording
 
-_GIB, _MIB = 2**30, 2**20
 _LINE_COLUMNS = 72  # with fewer there is a list instead of a table
 _HEADINGS = {"activations": "activ.", "gradients": "grads"}
 _MOST_SYNCS = 12
@@ -46,8 +45,7 @@ class _Memory:
                 yield _set_by(peak)
 
     def _table(self) -> Iterator[RenderableType]:
-        largest = max(max(peak.reserved_bytes, peak.budget_bytes or 0) for peak in self._memory)
-        unit, divisor = ("GiB", _GIB) if largest >= _GIB else ("MiB", _MIB)
+        unit, divisor = _unit(max(peak.allocated_bytes for peak in self._memory))
         kinds = list(dict.fromkeys(kind for peak in self._memory for kind in peak.kinds))
         kinds = [kind for kind in kinds if any(peak.kinds.get(kind) for peak in self._memory)]
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
@@ -68,6 +66,11 @@ class _Memory:
             table.add_row(peak.device, *cells, style=style)
         yield Text.assemble(("memory at its peak", "bold"), f", in {unit}")
         yield table
+
+
+def _unit(largest_bytes: int) -> tuple[str, int]:
+    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+    return next((each for each in units.items() if largest_bytes >= each[1]), ("KiB", 2**10))
 
 
 def _listed(peak: PeakMemory) -> Text:

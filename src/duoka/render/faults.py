@@ -17,7 +17,8 @@ from .excerpt import Excerpt, Mark
 
 _MOVED, _KEPT = "bold yellow", "cyan"
 _MOST_CALLS = 8
-_LAST_CALLS = 5
+_FIRST_CALLS, _LAST_CALLS = 2, 5
+_LONGEST_MODULE = 28
 
 
 def render_fault(fault: Fault, title: str, style: str) -> RenderableType:
@@ -67,7 +68,7 @@ def _named_facts(fault: Fault) -> Iterator[tuple[str, RenderableType]]:
     if fault.operands:
         yield "tensors", Group(*_operands(fault))
     if len(fault.path) > 1:
-        yield "path", _path(fault.path)
+        yield "path", _path(fault)
     met = f"{wording.times(fault.count)}, first in {fault.phase}"
     if fault.count == 1:
         met = f"once, in {fault.phase}"
@@ -86,9 +87,7 @@ def _operands(fault: Fault) -> Iterator[RenderableType]:
         text = Text(_called(operands), style="bold")
         text.append(" on ", style="not bold")
         text.append(device, style=_MOVED if moved else _KEPT)
-        if moved:
-            text.append(f", moved to {fault.target} to go on", style="not bold")
-        yield text
+        yield text.append(wording.going(operands[0], fault), style="not bold")
         tensors = list(dict.fromkeys(wording.tensor(operand) for operand in operands))
         more = f" … {tensors[-1]}" if len(tensors) > 1 else ""
         about = f"{tensors[0]}{more}{' each' if len(operands) > len(tensors) else ''}"
@@ -115,30 +114,28 @@ def _called(operands: Sequence[Operand]) -> str:
     return f"{format_count(len(operands), 'tensor')} {ends}"
 
 
-def _path(path: Sequence[Call]) -> Table:
+def _path(fault: Fault) -> Table:
     """The calls from the model's top; the middle of a long way is left out."""
+    path = fault.path
     calls = Table.grid(padding=(0, 2, 0, 0))
-    calls.add_column(no_wrap=True, overflow="ellipsis", max_width=28)
-    calls.add_column(no_wrap=True, overflow="ellipsis", style="dim", max_width=30)
-    calls.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
-    cut = len(path) - _LAST_CALLS if len(path) > _MOST_CALLS else len(path)
-    kept = path[:2] if cut < len(path) else path
-    for call in kept:
-        calls.add_row(*_call(call))
-    if cut < len(path):
-        calls.add_row(f"… {cut - len(kept)} more")
+    for _ in range(2):
+        calls.add_column(overflow="fold")
+    calls.add_column(no_wrap=True, overflow="ellipsis")
+    cut = len(path) - _LAST_CALLS if len(path) > _MOST_CALLS else 0
+    for call in path[:_FIRST_CALLS] if cut else path:
+        calls.add_row(*_call(call, fault.file))
+    if cut:
+        calls.add_row(f"… {cut - _FIRST_CALLS} more")
         for call in path[cut:]:
-            calls.add_row(*_call(call))
+            calls.add_row(*_call(call, fault.file))
     return calls
 
 
-def _call(call: Call) -> tuple[Text, Text, Text]:
+def _call(call: Call, file: str) -> tuple[Text, Text, Text]:
     place = call.place
-    return (
-        Text(wording.cropped(call.module or "the model", 28)),
-        Text(wording.where(place, brief=True)),
-        Text(place.text),
-    )
+    line = f"line {place.line}" if place.file == file else wording.where(place, brief=True)
+    module = wording.cropped(call.module or "the model", _LONGEST_MODULE)
+    return Text(module), Text(line, style="dim"), Text(place.text)
 
 
 def _all_followups(fault: Fault) -> Iterator[Fault]:

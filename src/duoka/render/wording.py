@@ -33,6 +33,15 @@ def heading(fault: Fault) -> str:
     return f"{what}: {_EFFECTS[fault.effect]}"
 
 
+def going(operand: Operand, fault: Fault) -> str:
+    """Where a tensor went, if it did; "" otherwise."""
+    if not operand.moved:
+        return ""
+    if fault.effect == "raises":
+        return f", moved to {fault.target} to go on"
+    return f", copied to {fault.target}"
+
+
 def joined(texts: Sequence[str]) -> str:
     """Join texts as people do.
 
@@ -105,9 +114,10 @@ def times(count: int) -> str:
 
 
 def tensor(operand: Operand) -> str:
-    """A tensor's type, shape and size."""
-    shape = f"[{', '.join(map(str, operand.shape))}]"
-    return f"{operand.dtype} {shape}, {format_bytes(operand.num_bytes)}".strip()
+    """A tensor's type, shape and size; of what stands for several tensors their size."""
+    size = format_bytes(operand.num_bytes)
+    shape = ", ".join(map(str, operand.shape))
+    return f"{operand.dtype} [{shape}], {size}" if operand.dtype else size
 
 
 def origin(given: Origin) -> str:
