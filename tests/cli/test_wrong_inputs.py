@@ -46,5 +46,11 @@ def test_what_the_user_sees(row: Row) -> None:
 def test_there_are_enough_of_them() -> None:
     listed = rows()
     assert len(listed) >= 30
-    assert {row.command.split()[1] for row in listed} >= {"plan", "check", "generate", "chat", "demo"}
+    assert {row.command.split()[1] for row in listed} >= {
+        "plan",
+        "check",
+        "generate",
+        "chat",
+        "demo",
+    }
     assert sum(bool(row.hint) for row in listed) >= len(listed) - 5
