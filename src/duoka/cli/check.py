@@ -99,8 +99,7 @@ def check(
 ) -> None:
     """Run a model's own code on virtual GPUs, and report every device fault with its line.
 
-    No GPU is needed, and no weight is read. The exit code is 0 when all is well, and 13 when
-    the report says otherwise.
+    It needs no GPU and reads no weights. Exit code 0 when all is well, 13 otherwise.
 
     [bold]duoka check[/] ./glm-4-9b-chat --gpus virtual:2x24GiB
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from ..units import format_bytes, format_count
 _LONGEST = 60
 _FEW = 3
 _WITHOUT_NAME = "the model"
+_PACKAGES = ("site-packages", "dist-packages")
 _EFFECTS = {
     "raises": "CUDA raises an error",
     "copies": "CUDA copies, silently",
@@ -60,10 +60,12 @@ def where(place: Place, *, brief: bool = False) -> str:
 
 
 def file(path: str) -> str:
-    """A file's path, from the working directory or the installed packages on where it is there."""
-    for root in (Path.cwd(), Path(sysconfig.get_path("purelib"))):
-        if Path(path).is_relative_to(root):
-            return str(Path(path).relative_to(root))
+    """A file's path, from the working directory or from where packages are installed on."""
+    given = Path(path)
+    packages = (each for each in given.parents if each.name in _PACKAGES)
+    for root in (Path.cwd(), *packages):
+        if given.is_relative_to(root):
+            return str(given.relative_to(root))
     return path
 
 
