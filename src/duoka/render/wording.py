@@ -60,10 +60,10 @@ def where(place: Place, *, brief: bool = False) -> str:
 
 
 def file(path: str) -> str:
-    """A file's path, from the working directory or from where packages are installed on."""
+    """A file's path, from where packages are installed on, or from the working directory."""
     given = Path(path)
     packages = (each for each in given.parents if each.name in _PACKAGES)
-    for root in (Path.cwd(), *packages):
+    for root in (*packages, Path.cwd()):
         if given.is_relative_to(root):
             return str(given.relative_to(root))
     return path
