@@ -177,6 +177,9 @@ class Run(Steps):
                 raise
             self.needs_values = True
             return self._stop(error)
+        except virtual.MixedDevicesError as error:
+            referee.record_unsettled(error, _raised_in(error))
+            return self._stop(error)
         except Exception as error:  # whatever the model's own code raises
             return self._stop(error)
         return None
@@ -207,9 +210,10 @@ class Run(Steps):
                 yield self.watch.memory(gpu, name, self.subject.budgets.get(name))
 
     def _stop(self, error: Exception) -> Stop:
+        spot = _raised_in(error)
         return Stop(
             message=self.referee.names.renamed(f"{type(error).__name__}: {error}"),
-            place=_raised_at(error),
+            place=None if spot is None else place_of(spot),
             phase=self.watch.phase,
             hint=getattr(error, "hint", None) or "",
         )
@@ -251,12 +255,12 @@ def _compiled(model: nn.Module) -> Iterator[str]:
             yield name or type(model).__name__
 
 
-def _raised_at(error: BaseException) -> Place | None:
-    """The innermost line of model code that an error went through."""
+def _raised_in(error: BaseException) -> Spot | None:
+    """The innermost place in model code that an error went through."""
     found: Spot | None = None
     trace = error.__traceback__
     while trace is not None:
         if is_model_code(trace.tb_frame.f_code):
             found = (trace.tb_frame.f_code, trace.tb_lasti)
         trace = trace.tb_next
-    return None if found is None else place_of(found)
+    return found

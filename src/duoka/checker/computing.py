@@ -14,9 +14,12 @@ from torch import Tensor, nn
 
 from ..report import Stop
 from .checking import REAL_BYTES, Run, num_bytes
+from .running import DECODE_STEPS
 from .subject import Subject
 
 _SEED = 20
+_PROMPT_TOKENS = 256
+_NEW_TOKENS = 1 + 2 * DECODE_STEPS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,6 +50,8 @@ def is_computable(subject: Subject) -> bool:
 def compute(subject: Subject, *, on_one: bool = False) -> Numbers:
     """Run a subject with real numbers, from a fixed seed; what mixes devices is moved.
 
+    Of a workload a few hundred tokens and steps are computed.
+
     Parameters
     ----------
     subject : Subject
@@ -63,14 +68,14 @@ class _Computation(Run):
     """A run that keeps what it computes."""
 
     def __init__(self, subject: Subject, *, on_one: bool) -> None:
-        super().__init__(subject, "cpu")
+        super().__init__(_smaller(subject), "cpu")
         self.found: dict[str, Tensor] = {}
         self._num_calls = 0
         if on_one:
             # As many GPUs as before: the code may name one.
             first = next((each for each in subject.devices if each != "cpu"), "cpu")
             self.subject = replace(
-                subject, entries=tuple((name, first) for name, _ in subject.entries)
+                self.subject, entries=tuple((name, first) for name, _ in subject.entries)
             )
 
     def _run(self) -> Stop | None:
@@ -90,6 +95,17 @@ class _Computation(Run):
     def _keep(self, name: str, value: Any) -> None:
         for path, tensor in _named(name, value, set()):
             self.found[path] = tensor.detach().to("cpu", copy=True)
+
+
+def _smaller(subject: Subject) -> Subject:
+    """The subject with fewer tokens, and without the jump to the end of the context.
+
+    What a cache is lengthened by holds no numbers.
+    """
+    work = subject.workload
+    tokens = work.prompt_tokens if subject.prompt else min(work.prompt_tokens, _PROMPT_TOKENS)
+    few = replace(work, prompt_tokens=tokens, new_tokens=min(work.new_tokens, _NEW_TOKENS))
+    return replace(subject, workload=few)
 
 
 def _named(name: str, value: Any, known: set[int]) -> Iterator[tuple[str, Tensor]]:

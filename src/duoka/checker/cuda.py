@@ -27,6 +27,22 @@ _OF_ONE = (
 )  # fmt: skip
 
 
+# One object for each, so that a device which code asked a tensor for is told from one it names.
+_seen: dict[int, torch.device] = {}
+
+
+def seen_as_cuda(device: torch.device) -> torch.device:
+    """A virtual GPU as people's own code sees it; other devices as they are."""
+    if device.type != "vgpu":
+        return device
+    return _seen.setdefault(device.index, torch.device("cuda", device.index))
+
+
+def was_asked_for(device: object) -> bool:
+    """Whether a device is what `seen_as_cuda` gave."""
+    return any(device is each for each in _seen.values())
+
+
 class CurrentDevice:
     """The device that a bare "cuda" means: the first, unless the code sets another."""
 
@@ -72,7 +88,17 @@ def virtual_cuda() -> Iterator[CurrentDevice]:
         for name, answer in answers.items():
             asked = _asked_by_people(answer, getattr(torch.cuda, name))
             stack.enter_context(mock.patch.object(torch.cuda, name, asked))
+        stack.enter_context(mock.patch.object(torch.autocast, "__init__", _autocast))
         yield current
+
+
+_start_autocast = torch.autocast.__init__
+
+
+def _autocast(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+    """Begin a scope of autocast; that of CUDA is the virtual GPUs'."""
+    device_type = "vgpu" if device_type == "cuda" else device_type
+    _start_autocast(self, device_type, *args, **kwargs)
 
 
 def _of_one(answer: Callable[..., Any], current: CurrentDevice, device: Any = None) -> Any:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from ..report import Call, Kind, Operand, Origin, Place
 from ..virtual import MixedDevicesError, VirtualTensor, settled_by
-from .cuda import CurrentDevice, virtual_cuda
+from .cuda import CurrentDevice, seen_as_cuda, virtual_cuda, was_asked_for
 from .findings import (
     CAUSE,
     Finding,
@@ -53,7 +53,10 @@ from .sources import (
 )
 
 _HARD = "_duoka_hard_coded"
-_IS_CUDA: Any = torch.Tensor.is_cuda
+_ASKED: Any = (
+    torch.Tensor.device.__get__,
+    torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+)
 _METHOD = "torch.Tensor."
 _SAME_DEVICE = "same device"
 
@@ -122,8 +125,9 @@ class Referee(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         frame = sys._getframe(1)
-        if func == _IS_CUDA.__get__ and not is_installed(frame.f_code.co_filename):
-            return args[0].device.type != "cpu"
+        if func in _ASKED and not is_installed(frame.f_code.co_filename):
+            device = seen_as_cuda(args[0].device)
+            return device if func == _ASKED[0] else device.type == "cuda"
         if is_hard_coded(func, args, kwargs):
             named = func
             device, func, args, kwargs = softened(func, args, kwargs, self.current)
@@ -168,6 +172,8 @@ class Referee(TorchFunctionMode):
         tensors = list(tensors_of((*met.args,), met.kwargs))
         target = self._target(met, [tensor for _, tensor in tensors])
         moved = {id(tensor) for _, tensor in tensors if must_move(tensor, target)}
+        if met.for_cpu is not None:
+            moved &= {id(met.for_cpu)}
         if not moved:
             # What mixes isn't among the arguments of the call.
             return self._settled(met)
@@ -179,6 +185,19 @@ class Referee(TorchFunctionMode):
             result = self._settled(_Met(met.error, met.func, args, kwargs, met.frame))
         blame(result, finding)
         return result
+
+    def record_unsettled(self, error: MixedDevicesError, spot: Spot | None) -> None:
+        """Record a fault that nobody could go on after: in a thread of the code's own, say."""
+        met = _Met(error, error.func, tuple(error.tensors), {}, sys._getframe(0))
+        tensors = list(tensors_of(met.args, {}))
+        target = self._target(met, error.tensors)
+        moved = {id(tensor) for tensor in error.tensors if must_move(tensor, target)}
+        finding = self._finding(met, None, tensors, (moved, self.names.device(target)))
+        if spot is not None:
+            finding.place = place_of(spot)
+            finding.path = (Call(place=finding.place),)
+        finding.met("", ())
+        self.findings[spot, met.op] = finding
 
     def _settled(self, met: _Met) -> Any:
         """Call again, and settle each operation inside."""
@@ -209,6 +228,8 @@ class Referee(TorchFunctionMode):
         """Where an operation runs whose tensors are on several devices."""
         if met.written is not None:
             return met.written.device
+        if met.for_cpu is not None:
+            return torch.device("cpu")
         if met.kernel in _TWINS and tensors and tensors[0].device.type != "cpu":
             return tensors[0].device
         devices = {tensor.device for tensor in tensors}
@@ -351,6 +372,8 @@ class Referee(TorchFunctionMode):
 
     def _hard_code(self, frame: FrameType, func: Callable[..., Any], device: Any) -> None:
         caller = model_frame(frame)
+        if was_asked_for(device):
+            return
         if caller is not None and is_named(spot_of(caller), device):
             spot = spot_of(caller)
             _, _, count = self.hard_coded.get(spot, ("", "", 0))
@@ -378,8 +401,10 @@ class _Met:
         self.is_mix = _SAME_DEVICE in str(error)
         self.kernel = ""
         self.written: torch.Tensor | None = None
+        self.for_cpu: torch.Tensor | None = None
         if isinstance(error, MixedDevicesError):
             self.is_mix = True
+            self.for_cpu = error.for_cpu
             self.written = _given(error.written, args, kwargs)
             self.kernel = error.func._schema.name.removeprefix("aten::")
         full = _op_name(func)

@@ -206,8 +206,12 @@ def is_named(spot: Spot, device: object) -> bool:
         return True
     if isinstance(device, int) and not isinstance(given, ast.Constant):
         return False
-    asked = (each.attr for each in ast.walk(given) if isinstance(each, ast.Attribute))
-    return not {"device", "get_device", "index"}.intersection(asked)
+    return not any(
+        isinstance(each, ast.Attribute)
+        and each.attr in ("device", "get_device", "index")
+        and ast.unparse(each) != "torch.device"
+        for each in ast.walk(given)
+    )
 
 
 def returned(code: CodeType, index: int) -> Place:

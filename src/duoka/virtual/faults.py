@@ -24,7 +24,11 @@ class MixedDevicesError(RuntimeError):
         Those of the call that must be on one device.
     written : torch.Tensor, optional
         The one that the operation writes into.
+    for_cpu : torch.Tensor, optional
+        The one that the operation takes from the CPU alone.
     """
+
+    for_cpu: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -50,8 +54,9 @@ _ON_CPU = {
 }
 # CUDA's embedding is a selection of rows, and its error says so.
 _SPOKEN = {"embedding": ("index_select", {"indices": "index"})}
-_ADMITS_CPU_SCALARS = frozenset({"where", "fill", "fill_", "masked_fill", "masked_fill_"})
-_ADMITS_CPU_SCALARS |= {"index_fill", "index_fill_"}
+# Their `value` is read, as `item` reads it, wherever it is.
+_READS_VALUE = frozenset({"fill", "fill_", "masked_fill", "masked_fill_"})
+_READS_VALUE |= {"index_fill", "index_fill_"}
 _OWN_WORDS = {
     "masked_fill": "mask",
     "masked_fill_": "mask",
@@ -81,13 +86,14 @@ def check_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     if name in _INDEXING:
         _check_indexing(func, tensors, written)
         return
-    scalars_pass = torch.Tag.pointwise in func.tags or name in _ADMITS_CPU_SCALARS
+    scalars_pass = torch.Tag.pointwise in func.tags or name == "where"
     scalars_pass = scalars_pass or name.startswith("_foreach")
     judged = [
         (argument, tensor)
         for argument, tensor in tensors
         if not (scalars_pass and _is_cpu_scalar(tensor) and argument not in written)
         and not (_ON_CPU.get(name) == argument and tensor.device.type == "cpu")
+        and not (name in _READS_VALUE and argument == "value" and tensor.dim() == 0)
     ]
     _, first = judged[0]
     for argument, tensor in judged[1:]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from . import calls, values
+from .faults import MixedDevicesError
 from .operators import Handler, handlers
 from .state import Gpu
 from .tensor import place
@@ -112,6 +113,16 @@ def _placed(result: torch.Tensor | None, gpu: Gpu) -> Any:
 
 def _pack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pack sequences; how many go on at each step stays on the CPU, as with CUDA."""
+    lengths = args[1]
+    if lengths.device.type != "cpu":
+        error = MixedDevicesError(
+            "'lengths' argument should be a 1D CPU int64 tensor, but got "
+            f"{lengths.dim()}D {lengths.device} tensor",
+            func,
+            [args[0], lengths],
+        )
+        error.for_cpu = lengths
+        raise error
     plain, gpu = calls.unwrap(func, args, kwargs)
     data, batch_sizes = func(*plain.args, **plain.kwargs)
     return place(data, gpu), batch_sizes
