@@ -8,7 +8,7 @@ result gets a name on a line before.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -118,13 +118,7 @@ def _names_of(
     """Texts for the device of an operand that is written out at the operation."""
     text = tree.code(there.with_changes(lpar=[], rpar=[]))
     if folded(operand.expression) != folded(text):
-        # One of several tensors in a list; only of one that is written out the items are.
-        item = re.fullmatch(r"\[(\d+)\]", folded(operand.expression).removeprefix(folded(text)))
-        elements = there.elements if isinstance(there, (cst.List, cst.Tuple)) else ()
-        before = takewhile(lambda each: isinstance(each, cst.Element), elements)
-        spelled = [each.value for each in before]
-        if item is not None and int(item[1]) < len(spelled) and is_plain(spelled[int(item[1])]):
-            yield tree.code(spelled[int(item[1])])
+        yield from _spelled_out(tree, there, folded(operand.expression).removeprefix(folded(text)))
         return
     if isinstance(there, cst.NamedExpr):
         yield tree.code(there.target)
@@ -139,6 +133,28 @@ def _names_of(
         yield text
     if isinstance(base, (cst.BinaryOperation, cst.UnaryOperation)):
         yield from (name for name in _parts(tree, base) if name in fault.at_hand)
+    if isinstance(base, cst.Call) and _is_plain_function(tree, base):
+        given = [tree.code(each.value) for each in base.args]
+        yield from (name for name in given if name in fault.at_hand)
+
+
+def _spelled_out(tree: Tree, there: cst.BaseExpression, item: str) -> Iterator[str]:
+    """One of several tensors in a list, if that is written out up to it."""
+    index = re.fullmatch(r"\[(\d+)\]", item)
+    elements = there.elements if isinstance(there, (cst.List, cst.Tuple)) else ()
+    written = [each.value for each in takewhile(lambda e: isinstance(e, cst.Element), elements)]
+    if index is not None and int(index[1]) < len(written) and is_plain(written[int(index[1])]):
+        yield tree.code(written[int(index[1])])
+
+
+def _is_plain_function(tree: Tree, call: cst.Call) -> bool:
+    """Whether what is called is PyTorch's function, or one that the file defines: no module."""
+    if isinstance(call.func, cst.Attribute):
+        return root(call.func) in _NO_TENSORS
+    return isinstance(call.func, cst.Name) and any(
+        isinstance(each, cst.FunctionDef) and each.name.value == call.func.value
+        for each in tree.module.body
+    )
 
 
 def _base(node: cst.BaseExpression) -> cst.BaseExpression:
@@ -148,14 +164,22 @@ def _base(node: cst.BaseExpression) -> cst.BaseExpression:
             isinstance(node, cst.Attribute) and node.attr.value in _VIEWS
         ):
             node = node.value
-        elif (
-            isinstance(node, cst.Call)
-            and isinstance(node.func, cst.Attribute)
-            and node.func.attr.value in _KEEP_DEVICE
-        ):
+        elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+            method = node.func.attr.value
+            if method not in _KEEP_DEVICE and not (method == "to" and _is_only_dtype(node.args)):
+                return node
             node = node.func.value
         else:
             return node
+
+
+def _is_only_dtype(args: Sequence[cst.Arg]) -> bool:
+    """Whether ``.to`` surely changes nothing but the type."""
+    [value] = [each.value for each in args] if len(args) == 1 else [None]
+    if not isinstance(value, cst.Attribute):
+        return False
+    name = value.attr.value
+    return name == "dtype" or (root(value) == "torch" and name.startswith(("float", "bfloat")))
 
 
 def _parts(tree: Tree, node: cst.BaseExpression) -> Iterator[str]:
@@ -198,6 +222,11 @@ def _callee(tree: Tree, call: cst.Call, fault: Fault, subject: Subject | None) -
             return
         if isinstance(module._parameters.get("weight"), nn.Parameter):
             yield f"{called}.weight"
+        elif not any(True for _ in (*module.parameters(), *module.buffers())):
+            # A dropout or an activation: its result is where its argument is.
+            yield from (
+                text for each in call.args if (text := tree.code(each.value)) in fault.at_hand
+            )
 
 
 def _bound_late(tree: Tree, node: cst.BaseExpression) -> set[str]:

@@ -48,6 +48,8 @@ def _difference(original: Numbers, repaired: Numbers) -> str:
     if missing:
         return f"only one of original and patched code gives {min(missing)}"
     for name, tensor in original.tensors.items():
+        if tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().all()):
+            return f"{name} is not a number in the original: there is nothing to compare"
         difference = _apart(tensor, repaired.tensors[name])
         if difference:
             return f"{name} isn't the original's: {difference}"

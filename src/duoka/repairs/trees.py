@@ -151,9 +151,22 @@ class Tree:
         for edit in dict.fromkeys(edits):
             if edit.tree is self:
                 changes.setdefault(edit.node, []).append(edit.change)
-        changed = self.module.visit(_Pass(changes))
-        assert isinstance(changed, cst.Module)
-        return self._mark + changed.code
+        # Only the statements that change are gone through: a file may have thousands of lines.
+        passing = _Pass(changes)
+        body: list[Any] = []
+        touched = {self._top_level(node) for node in changes}
+        for statement in self.module.body:
+            changed = statement.visit(passing) if statement in touched else statement
+            body += changed if isinstance(changed, cst.FlattenSentinel) else [changed]
+        return self._mark + self.module.with_changes(body=body).code
+
+    def _top_level(self, node: cst.CSTNode) -> cst.CSTNode:
+        """The statement of the file that a node stands in."""
+        for outer in self.around(node):
+            if outer is self.module:
+                break
+            node = outer
+        return node
 
 
 class _Pass(cst.CSTTransformer):
