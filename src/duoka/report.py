@@ -159,7 +159,7 @@ class Fault:
     modules : tuple of str
         The modules in which it was met, in the order of their first time.
     count : int
-        How often it was met.
+        How often it was met in one step, in the one where it was met most often.
     followups : tuple of Fault
         Those that this one alone causes.
     at_hand : tuple of str

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dispatching import install_on, tensor_names
+from ..virtual import VirtualTensor
 
 _COPIED = (dict, list, set)
 _SCALE = 0.02
@@ -122,6 +123,8 @@ def _data_on(tensor: Tensor, device: torch.device) -> Tensor:
     if not tensor.is_meta:
         return tensor.detach().to(device)
     data = torch.empty_like(tensor, device=device)
+    if isinstance(data, VirtualTensor) and data.gpu.meta:
+        return data
     # Where numbers are computed they should be some: what was never written may be NaN.
     return data.normal_(std=_SCALE) if data.is_floating_point() else data.zero_()
 

@@ -192,6 +192,7 @@ class Run(Steps):
     def begin(self, phase: str) -> None:
         """A step begins."""
         self.referee.phase = phase
+        self.referee.step += 1
         self.referee.gathering.step_ended()
         self.watch.begin(phase)
 

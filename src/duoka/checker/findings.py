@@ -37,10 +37,13 @@ class Finding:
     count: int = 0
     followups: list[Finding] = field(default_factory=list)
     at_hand: tuple[str, ...] | None = None
+    _step: int = -1
+    _in_step: int = 0
 
-    def met(self, module: str, at_hand: Iterable[str]) -> None:
-        """Count one more time; only what is at hand each time is at hand."""
-        self.count += 1
+    def met(self, step: int, module: str, at_hand: Iterable[str]) -> None:
+        """Count one more time in a step; only what is at hand each time is at hand."""
+        self._in_step = self._in_step + 1 if step == self._step else 1
+        self._step, self.count = step, max(self.count, self._in_step)
         self.modules[module] = None
         now = tuple(at_hand)
         before = now if self.at_hand is None else self.at_hand

@@ -82,6 +82,7 @@ class Referee(TorchFunctionMode):
         super().__init__()
         self.names = names
         self.phase = "forward"
+        self.step = 0
         self.stage: torch.device | None = None
         self.findings: dict[tuple[Any, ...], Finding] = {}
         self.hard_coded: dict[Spot, tuple[str, str, int]] = {}
@@ -196,7 +197,7 @@ class Referee(TorchFunctionMode):
         if spot is not None:
             finding.place = place_of(spot)
             finding.path = (Call(place=finding.place),)
-        finding.met("", ())
+        finding.met(self.step, "", ())
         self.findings[spot, met.op] = finding
 
     def _settled(self, met: _Met) -> Any:
@@ -264,7 +265,7 @@ class Referee(TorchFunctionMode):
             if cause is not None and cause is not finding:
                 finding.cause = cause
                 cause.followups.append(finding)
-        finding.met(self.names.module_of(caller), at_hand(caller, target))
+        finding.met(self.step, self.names.module_of(caller), at_hand(caller, target))
         return finding
 
     def _misplaced(
@@ -299,7 +300,7 @@ class Referee(TorchFunctionMode):
                 path=(Call(place=place),),
                 phase=self.phase,
             )
-        self.findings[key].met("", ())
+        self.findings[key].met(self.step, "", ())
 
     def _finding(
         self,

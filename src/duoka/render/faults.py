@@ -69,7 +69,7 @@ def _named_facts(fault: Fault) -> Iterator[tuple[str, RenderableType]]:
         yield "tensors", Group(*_operands(fault))
     if len(fault.path) > 1:
         yield "path", _path(fault)
-    met = f"{wording.times(fault.count)}, first in {fault.phase}"
+    met = f"{wording.times(fault.count)} a step, first in {fault.phase}"
     if fault.count == 1:
         met = f"once, in {fault.phase}"
     if any(fault.modules):
