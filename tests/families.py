@@ -70,6 +70,18 @@ _LINEAR: dict[str, Any] = {
 }
 _SPECIAL: dict[str, dict[str, Any]] = {
     "axk1": _MLA,
+    "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen4_exp_text": {
+        **_LINEAR,
+        "layer_types": ["linear_attention", "indexed_attention"],
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "dots3_note_text": {"num_key_value_heads": 4, "per_layer_config": None},
     "axk2": _MLA,
     "bamba": {
         "attn_layer_indices": [1],

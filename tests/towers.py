@@ -68,7 +68,13 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         }
     },
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
-    "glm5_next": {"text_config": {"num_key_value_heads": 4, "qk_rope_head_dim": 0}},
+    "glm5_next": {
+        "text_config": {
+            "num_key_value_heads": 4,
+            "qk_rope_head_dim": 0,
+            "layer_types": ["linear_attention", "indexed_attention"],
+        }
+    },
     "molmo2": {
         "vision_config": {"image_size": [56, 56]},
         "adapter_config": {"vision_feature_layer": [-1, -2]},
@@ -77,7 +83,6 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "mllama": {"vision_config": {"vision_output_dim": 96}},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 20, **_WHOLE},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 20},
-    "qwen4_exp": {"text_config": families._LINEAR},
     "vipllava": {"vision_feature_layers": [-1, -2]},
     "ernie4_5_vl_moe": {
         "text_config": {"moe_intermediate_size": [16, 16], "rope_parameters": _SECTIONS}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import families
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel
@@ -142,3 +143,14 @@ def test_nothing_to_lengthen(model: PreTrainedModel) -> None:
     stepper.lengthen(0)
     stepper.lengthen(-3)
     assert stepper.past == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["minimax", "xlnet"])
+def test_a_model_with_a_cache_of_its_own_kind(name: str) -> None:
+    stepper = Stepper(families.build(name), 1, CPU)
+    assert stepper.cache is None
+    with torch.no_grad():
+        stepper.step(5)
+        stepper.step(1)
+    assert stepper.past == 6

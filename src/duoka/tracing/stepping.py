@@ -40,7 +40,7 @@ class Stepper:
         self.device = device
         self.past = 0
         self.encoded: Any = None
-        self.cache: Any = _new_cache(self.model.config)
+        self.cache: Any = _new_cache(self.model)
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
         self._cache_name = next(
             (name for name in _CACHES if name in self._accepted), "past_key_values"
@@ -157,7 +157,13 @@ def _sample(scores: torch.Tensor) -> None:
     torch.multinomial(scores.softmax(dim=-1), num_samples=1)
 
 
-def _new_cache(config: Any) -> Any:
+def _new_cache(model: Any) -> Any:
+    """The cache that `generate` makes; None for models that make one of their own kind."""
+    config = model.config
+    # Remote code may lack the question; `generate` needs it.
+    takes_ours = getattr(model, "_supports_default_dynamic_cache", lambda: True)
+    if not takes_ours():
+        return None
     if not config.is_encoder_decoder:
         return DynamicCache(config=config)
     decoder = config.get_text_config(decoder=True)
