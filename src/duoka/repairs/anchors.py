@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 
 import libcst as cst
@@ -17,9 +16,8 @@ from torch import nn
 
 from ..checker import Subject
 from ..report import Fault, Operand
-from .edits import insert_before, replace
-from .scope import all_names, free_name, is_plain, root, statement_of
-from .trees import Edit, Tree, folded
+from .scope import all_names, is_plain, root, statement_of
+from .trees import Tree, folded
 
 _KEEP_DEVICE = frozenset(
     {
@@ -27,51 +25,21 @@ _KEEP_DEVICE = frozenset(
         "div", "double", "exp", "expand", "expand_as", "float", "flatten", "gelu", "half", "int",
         "long", "masked_fill", "matmul", "mean", "mul", "narrow", "neg", "permute", "pow", "relu",
         "repeat", "reshape", "select", "sigmoid", "sin", "softmax", "split", "sqrt", "squeeze",
-        "squeeze_", "sub", "sum", "swapaxes", "transpose", "t", "tril", "triu", "type_as",
-        "unbind", "unflatten", "unsqueeze", "view", "view_as",
+        "squeeze_", "sub", "sum", "swapaxes", "transpose", "t", "tril", "triu", "unbind",
+        "unflatten", "unsqueeze", "view", "view_as",
     }
 )  # fmt: skip
 _VIEWS = ("T", "mT", "data", "grad")
 _NO_TENSORS = frozenset({"torch", "F", "np", "math", "nn", "functional"})
-_UNMOVABLE = (
-    cst.Lambda,
-    cst.ListComp,
-    cst.SetComp,
-    cst.DictComp,
-    cst.GeneratorExp,
-    cst.IfExp,
-    cst.BooleanOperation,
-    cst.Await,
-    cst.Decorator,
-    cst.Param,
-    # An `elif`, whose question is asked only when all before it was false; `if x: return y`.
-    cst.If,
-    cst.SimpleStatementSuite,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Anchor:
-    """A way to name a device.
-
-    Parameters
-    ----------
-    device : str
-        Source text, such as "logits.device".
-    edits : tuple of Edit
-        What must change for it to mean something.
-    """
-
-    device: str
-    edits: tuple[Edit, ...] = ()
 
 
 def anchors(
     tree: Tree, node: cst.BaseExpression, fault: Fault, subject: Subject | None
-) -> Iterator[Anchor]:
-    """Ways to name the target of `fault` where `node` is evaluated, on every placement.
+) -> Iterator[str]:
+    """Texts for the target of `fault` where `node` is evaluated, such as "logits.device".
 
-    They are what is on the target already as it is written at the operation, the best first.
+    They name what is on the target as it is written at the operation, on every placement; the best
+    first.
     """
     operands = [each for each in fault.operands if not each.moved and each.device == fault.target]
     texts: dict[str, None] = {}
@@ -86,18 +54,18 @@ def anchors(
     yield from _usable(tree, node, texts)
 
 
-def lucky(tree: Tree, node: cst.BaseExpression, fault: Fault) -> Iterator[Anchor]:
+def lucky(tree: Tree, node: cst.BaseExpression, fault: Fault) -> Iterator[str]:
     """Names in the function that were on the target, though on another placement they may not."""
     near = {tree.code(name) for name in tree.inside(node, cst.Name, cst.Attribute)}
     names = sorted(fault.at_hand, key=lambda text: (text not in near, text.startswith("self.")))
     yield from _usable(tree, node, names)
 
 
-def _usable(tree: Tree, node: cst.BaseExpression, texts: Iterable[str]) -> Iterator[Anchor]:
+def _usable(tree: Tree, node: cst.BaseExpression, texts: Iterable[str]) -> Iterator[str]:
     late = _bound_late(tree, node)
     for text in texts:
         if not late & set(re.findall(r"\w+", text)) and folded(text) != folded(tree.code(node)):
-            yield Anchor(f"{text}.device")
+            yield f"{text}.device"
 
 
 def is_hidden(fault: Fault, operand: Operand) -> bool:
@@ -241,73 +209,3 @@ def _bound_late(tree: Tree, node: cst.BaseExpression) -> set[str]:
         if tree.span(walrus)[:2] >= start
         for name in tree.inside(walrus.target, cst.Name)
     }
-
-
-def named(tree: Tree, nodes: list[cst.BaseExpression], target: cst.BaseExpression) -> Anchor | None:
-    """Give what isn't plain a name on a line before, in the order of evaluation.
-
-    Parameters
-    ----------
-    nodes : list
-        The operands as they are written, `target` among them.
-
-    Returns
-    -------
-    Anchor or None
-        None where a line before would change what is evaluated, or in which order.
-    """
-    statement = statement_of(tree, target)
-    if statement is None or not can_precede(tree, statement, target):
-        return None
-    end = tree.span(target)[2:]
-    first = [node for node in nodes if tree.span(node)[2:] <= end and not is_plain(node)]
-    if calls_before(tree, statement, first, target):
-        return None
-    edits: list[Edit] = []
-    taken = all_names(tree, target)
-    text = ""
-    for node in sorted(first, key=tree.span):
-        value = node.with_changes(lpar=[], rpar=[])
-        text = free_name(name_for(node), taken)
-        if isinstance(value, cst.NamedExpr):
-            text, value = tree.code(value.target), value.value
-        taken.add(text)
-        edits.append(insert_before(tree, statement, f"{text} = {tree.code(value)}"))
-        edits.append(replace(tree, node, text))
-    return Anchor(f"{text}.device", tuple(edits)) if text else None
-
-
-def can_precede(tree: Tree, statement: cst.BaseStatement, node: cst.BaseExpression) -> bool:
-    """Whether `node` is evaluated once each time that its statement is reached."""
-    for outer in tree.around(node):
-        if outer is statement:
-            break
-        if isinstance(outer, _UNMOVABLE):
-            return False
-    return isinstance(statement, (cst.SimpleStatementLine, cst.If))
-
-
-def calls_before(
-    tree: Tree,
-    statement: cst.BaseStatement,
-    named_first: list[cst.BaseExpression],
-    last: cst.BaseExpression,
-) -> bool:
-    """Whether a statement calls something else before the last of what gets a name."""
-    kinds = (cst.Call, cst.Await, cst.Yield, cst.NamedExpr)
-    end = tree.span(last)[2:]
-    before = [each for each in tree.inside(statement, *kinds) if tree.span(each)[2:] <= end]
-    known = {id(call) for node in named_first for call in tree.inside(node, *kinds)}
-    return any(id(call) not in known for call in before)
-
-
-def name_for(node: cst.BaseExpression, plain: str = "result") -> str:
-    """A name for the result of an expression: of what is called, where something is."""
-    if not isinstance(node, cst.Call):
-        return plain
-    called = node.func
-    while isinstance(called, cst.Subscript):
-        called = called.value
-    if isinstance(called, cst.Attribute):
-        called = called.attr
-    return f"{called.value.strip('_')}_output" if isinstance(called, cst.Name) else plain

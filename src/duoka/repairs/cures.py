@@ -13,7 +13,8 @@ import libcst as cst
 
 from ..checker import Subject
 from ..report import Fault, Operand
-from .anchors import anchors, is_hidden, lucky, named
+from .anchors import anchors, is_hidden, lucky
+from .binding import named
 from .edits import move
 from .factories import at_factory
 from .gradients import at_apply, at_gradient
@@ -137,7 +138,7 @@ def _at_use(site: Site, node: cst.BaseExpression) -> Iterator[tuple[Edit, ...]]:
     """``.to(x.device)`` where an expression gives its tensor to the operation."""
     tree, fault = site.tree, site.fault
     for anchor in anchors(tree, node, fault, site.subject):
-        yield (move(tree, node, anchor.device),)
+        yield (move(tree, node, anchor),)
     found = [(each, tree.find(each.place)) for each in fault.operands]
     written = [node for _, node in found if isinstance(node, cst.BaseExpression)]
     for operand, target in found:
@@ -147,4 +148,4 @@ def _at_use(site: Site, node: cst.BaseExpression) -> Iterator[tuple[Edit, ...]]:
             if by_name is not None:
                 yield (*by_name.edits, move(tree, node, by_name.device))
     for anchor in lucky(tree, node, fault):
-        yield (move(tree, node, anchor.device),)
+        yield (move(tree, node, anchor),)

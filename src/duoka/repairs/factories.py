@@ -64,12 +64,12 @@ def _devices(
     bound = bound_before(maker, node)
     read = {name.value for name in tree.inside(node, cst.Name)}
     for anchor in anchors(tree, node, fault, subject):
-        if _root(anchor.device) in bound:
-            yield anchor.device
+        if _root(anchor) in bound:
+            yield anchor
     for anchor in lucky(tree, node, fault):
         # Which other tensor it should follow nobody knows; where it is used that is plain.
-        if _root(anchor.device) in bound & read:
-            yield anchor.device
+        if _root(anchor) in bound & read:
+            yield anchor
 
 
 def _root(text: str) -> str:

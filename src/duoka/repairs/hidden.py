@@ -29,7 +29,7 @@ def at_hidden(tree: Tree, fault: Fault, subject: Subject | None) -> Iterator[tup
     for partial in made:
         for held in _held(partial):
             for anchor in chain(anchors(tree, call, fault, subject), lucky(tree, call, fault)):
-                yield (_where_called(tree, call, held, anchor.device),)
+                yield (_where_called(tree, call, held, anchor),)
 
 
 def _partials(tree: Tree, text: str) -> Iterator[cst.Call]:
@@ -63,9 +63,9 @@ def _where_made(
     bound = bound_before(tree, partial)
     for _, value in _held(partial):
         for anchor in chain(anchors(tree, value, fault, subject), lucky(tree, value, fault)):
-            where = cst.parse_expression(anchor.device)
+            where = cst.parse_expression(anchor)
             if root(where) in bound:
-                yield (move(tree, value, anchor.device),)
+                yield (move(tree, value, anchor),)
 
 
 def _where_called(tree: Tree, call: cst.Call, held: Held, device: str) -> Edit:

@@ -10,7 +10,8 @@ import libcst as cst
 
 from ..checker import Subject
 from ..report import Fault, Operand
-from .anchors import anchors, calls_before, can_precede, lucky, name_for
+from .anchors import anchors, lucky
+from .binding import calls_before, can_precede, name_for, on_a_line
 from .edits import insert_before, move, move_each, move_item, replace
 from .scope import all_names, free_name, is_plain, statement_of
 from .trees import Edit, Tree, folded
@@ -119,13 +120,13 @@ def each_of(items: Items, fault: Fault, subject: Subject | None) -> Iterator[tup
     tree, node = items.tree, items.node
     own = _own_index(items, fault)
     for anchor in anchors(tree, node, fault, subject):
-        yield (_each(items, anchor.device),)
+        yield (_each(items, anchor),)
     if own is not None and items.element is None and is_plain(node) and not items.key:
         yield (_each(items, f"{tree.code(node)}[{own}].device"),)
     if not is_plain(node):
         yield from _named_first(items, own)
     for anchor in lucky(tree, node, fault):
-        yield (_each(items, anchor.device),)
+        yield (_each(items, anchor),)
 
 
 def _each(items: Items, device: str) -> Edit:
@@ -173,9 +174,10 @@ def _named_first(items: Items, own: int | None) -> Iterator[tuple[Edit, ...]]:
 
 def _as_list(tree: Tree, node: cst.BaseExpression) -> str:
     """The text of something that can be indexed."""
-    text = tree.code(node.with_changes(lpar=[], rpar=[]))
+    bare = node.with_changes(lpar=[], rpar=[])
+    text = on_a_line(tree, bare)
     if isinstance(node, cst.GeneratorExp):
-        return f"[{text}]"
+        return f"[{tree.code(bare)}]"
     if isinstance(node, cst.Call) and _is_container(node):
         inner = node.args[0].value
         return _as_list(tree, inner) if isinstance(inner, _LOOPS) else text

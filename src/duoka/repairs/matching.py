@@ -35,4 +35,4 @@ def is_same(before: Fault, after: Fault, lines: Lines) -> bool:
         return False
     old = [folded(each.expression) for each in before.operands if each.moved]
     new = [folded(each.expression) for each in after.operands if each.moved]
-    return any(one in other for one in old for other in new)
+    return old == new or any(one in other for one in old for other in new)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from ..checker import Subject
-from ..report import Fault, Report
+from ..report import Fault, Place, Report
 from .cures import Cure, cures
 from .matching import Lines, is_same
 from .sources import SourceError, Sources
@@ -96,7 +96,10 @@ class Round:
 
     Parameters
     ----------
+    found : Report
+        Of that check.
     faults : sequence of Fault
+        Those of its faults that are to be cured.
     sources : Sources
         The texts that the faults stand in.
     subject : Subject, optional
@@ -105,8 +108,14 @@ class Round:
     """
 
     def __init__(
-        self, faults: Sequence[Fault], sources: Sources, subject: Subject | None, base: Draft
+        self,
+        found: Report,
+        faults: Sequence[Fault],
+        sources: Sources,
+        subject: Subject | None,
+        base: Draft,
     ) -> None:
+        self._stop = found.stop
         self._sources = sources
         self._base = base
         self.choices = [Choice(fault, cures(fault, sources, subject)) for fault in faults]
@@ -181,13 +190,9 @@ class Round:
     def _failed(self, draft: Draft, report: Report) -> Iterator[Choice]:
         """The choices whose way didn't cure, or broke the code."""
         trying = [each for each in self.choices if each.cure and each not in self.postponed]
-        broken = report.stop.place if report.stop is not None else None
+        broken = None if report.stop is None or report.stop == self._stop else report.stop.place
         for choice in trying:
-            stopped = broken is not None and (
-                any(broken.file == edit.tree.file for edit in choice.edits)
-                and broken.function == choice.fault.function
-            )
-            if stopped or any(
+            if (broken is not None and _changes(choice, broken)) or any(
                 is_same(choice.fault, fault, self._lines(fault.file, draft))
                 for fault in report.faults
             ):
@@ -212,6 +217,17 @@ class Round:
         except SourceError:
             return Lines("", "")
         return Lines(before, draft.texts.get(file, before))
+
+
+def _changes(choice: Choice, place: Place) -> bool:
+    """Whether a way changes the function that a place is in."""
+    name = place.function.rpartition(".")[2]
+    for edit in choice.edits:
+        function = edit.tree.enclosing(edit.node, cst.FunctionDef, cst.Lambda)
+        own = function.name.value if isinstance(function, cst.FunctionDef) else "<lambda>"
+        if edit.tree.file == place.file and own == name:
+            return True
+    return False
 
 
 def _collide(new: Edit, old: Edit) -> bool:
@@ -255,10 +271,11 @@ def settle(report: Report, sources: Sources, subject: Subject, check: Check) -> 
     """
     outcome = Outcome(Draft(), [], report)
     budget = Budget()
+    found = report
     faults: Sequence[Fault] = report.faults
     for _ in range(MAX_ROUNDS):
         texts = {**sources.texts, **outcome.draft.texts}
-        round_ = Round(faults, Sources(texts), subject, outcome.draft)
+        round_ = Round(found, faults, Sources(texts), subject, outcome.draft)
         draft, found = round_.run(check, budget)
         outcome.choices += round_.choices
         outcome.draft, outcome.report = draft, found
@@ -271,7 +288,7 @@ def settle(report: Report, sources: Sources, subject: Subject, check: Check) -> 
 
 def guess(report: Report, sources: Sources) -> Outcome:
     """The most likely changes, unchecked: of a report that doesn't hold what was checked."""
-    round_ = Round(report.faults, sources, None, Draft())
+    round_ = Round(report, report.faults, sources, None, Draft())
     outcome = Outcome(round_.draft(), round_.choices)
     outcome.left = list(_left(outcome, ()))
     return outcome

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from pathlib import Path
 
 import libcst as cst
@@ -37,7 +38,14 @@ class Sources:
             If there is no such file, it is too long, or not UTF-8.
         """
         if file not in self.texts:
-            self.texts[file] = read_source(Path(file))
+            try:
+                self.texts[file] = read_source(Path(file))
+            except SourceError:
+                # A notebook's cell is no file, but Python keeps its lines.
+                lines = linecache.getlines(file)
+                if not lines:
+                    raise
+                self.texts[file] = "".join(lines)
         return self.texts[file]
 
     def tree(self, file: str) -> Tree:
