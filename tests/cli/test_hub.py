@@ -70,7 +70,7 @@ def test_the_plan_of_a_directory_serves_the_hub(
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", ["plan", "generate", "chat"])
+@pytest.mark.parametrize("command", ["plan", "check", "generate", "chat"])
 def test_an_error_is_one_message_and_a_hint(command: str, hub: HubServer, program: Program) -> None:
     hub.repos[NAME].gated = True
     asked = ("-p", "x") if command == "generate" else ()

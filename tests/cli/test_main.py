@@ -13,7 +13,7 @@ from duoka.cli.main import run
 
 from .conftest import GPUS, PROGRAM, SIZES, Program
 
-COMMANDS = ("plan", "generate", "chat", "demo")
+COMMANDS = ("plan", "check", "generate", "chat", "demo")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

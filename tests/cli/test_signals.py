@@ -146,13 +146,14 @@ if "DUOKA_FUZZ_EXAMPLES" in os.environ:
 @pytest.mark.fuzz
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", MOMENTS)
-@pytest.mark.parametrize("command", ["plan", "generate", "demo"])
+@pytest.mark.parametrize("command", ["plan", "check", "generate", "demo"])
 def test_at_any_moment(
     command: str, seconds: float, tiny: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
     signum = (signal.SIGINT, signal.SIGTERM)[int(seconds * 10) % 2]
     arguments = {
         "plan": ["plan", str(tiny), *GPUS, *SIZES, "--save", str(tmp_path / "saved")],
+        "check": ["check", str(tiny), *GPUS, *SIZES, "--sarif", str(tmp_path / "saved")],
         "generate": ["generate", str(tiny), *GPUS, "--new-tokens", "900", "-p", "hi"],
         "demo": ["demo", "--keep", str(tmp_path / "kept"), "--json", str(tmp_path / "saved")],
     }[command]

@@ -13,6 +13,7 @@ import pytest
 from .conftest import GPUS, MAIN, PROGRAM, SIZES
 
 PLAN = ("plan", *GPUS, *SIZES)
+CHECK = ("check", *PLAN[1:])
 GENERATE = ("generate", *GPUS, *SIZES, "-p", "hi")
 
 
@@ -51,7 +52,7 @@ def test_json_of_an_answer_is_all_there_is(tiny: Path, environment: dict[str, st
     assert json.loads(done.stdout)["answers"][0]["prompt"] == "hi"
 
 
-@pytest.mark.parametrize("command", [PLAN, GENERATE], ids=["plan", "generate"])
+@pytest.mark.parametrize("command", [PLAN, CHECK, GENERATE], ids=["plan", "check", "generate"])
 def test_a_locale_that_knows_only_ascii(
     command: tuple[str, ...], tiny: Path, environment: dict[str, str]
 ) -> None:
@@ -70,8 +71,11 @@ def test_a_locale_that_knows_only_ascii(
 
 
 @pytest.mark.parametrize("columns", ["20", "1", "0", "x", "10000"])
-def test_narrow_and_wide(columns: str, tiny: Path, environment: dict[str, str]) -> None:
-    done = start(tiny, environment, PLAN, COLUMNS=columns)
+@pytest.mark.parametrize("command", [PLAN, CHECK], ids=["plan", "check"])
+def test_narrow_and_wide(
+    command: tuple[str, ...], columns: str, tiny: Path, environment: dict[str, str]
+) -> None:
+    done = start(tiny, environment, command, COLUMNS=columns)
     assert done.returncode == 0, done.stderr
     assert b"vgpu:0" in done.stdout
 
@@ -96,7 +100,9 @@ def test_colours_in_a_pipe(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-@pytest.mark.parametrize("command", [PLAN, (*PLAN, "--json"), GENERATE], ids=str)
+@pytest.mark.parametrize(
+    "command", [PLAN, (*PLAN, "--json"), CHECK, (*CHECK, "--json"), GENERATE], ids=str
+)
 def test_a_full_disk(command: tuple[str, ...], tiny: Path, environment: dict[str, str]) -> None:
     done = start(tiny, environment, command, shell=">/dev/full")
     assert done.returncode == 12, done.stderr

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from duoka import errors
+from duoka.cli.failures import NOT_OK
 from duoka.cli.main import run
 
 CODES = {cls.exit_code for cls in vars(errors).values() if hasattr(cls, "exit_code")}
@@ -53,5 +54,30 @@ def test_plan(small_checkpoint: Path, gpus: str, chosen: list[tuple[str, ...]]) 
     assert code in CODES | {0}, told
     assert (code == 0) == bool(out.getvalue())
     if code:
+        assert told.count("error: ") == 1
+        assert "Traceback" not in told or "--debug" in given_options
+
+
+CHECKING = st.one_of(
+    st.tuples(st.sampled_from(("--context", "--new-tokens", "--batch")), NUMBERS),
+    st.tuples(st.just("--dtype"), WORDS | st.text(max_size=6)),
+    st.tuples(st.just("--image"), st.sampled_from(("28x28", "0x0", "-1x3", "1e9x2", "/", ""))),
+    st.tuples(st.just("--image"), st.text(max_size=8)),
+    st.tuples(st.just("--output"), st.sampled_from(("", "/proc/x", "\0"))),
+    st.tuples(st.sampled_from(("--train", "--json", "--in-place", "--debug", "-x", "--"))),
+)
+
+
+@fuzz(30)
+@given(gpus=GPUS | st.text(max_size=10), chosen=st.lists(CHECKING, max_size=4))
+def test_check(small_checkpoint: Path, gpus: str, chosen: list[tuple[str, ...]]) -> None:
+    given_options = [part for option in chosen for part in option]
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = run(["check", str(small_checkpoint), "--gpus", gpus, *given_options])
+    told = err.getvalue()
+    assert code in CODES | {0, NOT_OK}, told
+    assert (code in (0, NOT_OK)) == bool(out.getvalue())
+    if code not in (0, NOT_OK):
         assert told.count("error: ") == 1
         assert "Traceback" not in told or "--debug" in given_options
