@@ -161,6 +161,7 @@ def raised(model: Any, split: Mapping[str, Any], inputs: dict[str, Any], *, trai
     from duoka import virtual
 
     given = with_labels(inputs) if train else inputs
+    first = f"vgpu:{first_device(model, split)}"
     with virtual.gpus([None] * 3), torch.set_grad_enabled(train):
         copied = copy.deepcopy(model)
         devices = {name: f"vgpu:{device}" for name, device in split.items()}
@@ -168,11 +169,11 @@ def raised(model: Any, split: Mapping[str, Any], inputs: dict[str, Any], *, trai
             dispatch_model(
                 copied,
                 devices,
-                main_device="vgpu:0",
+                main_device=first,
                 skip_keys=model._skip_keys_device_placement,
                 force_hooks=True,
             )
-            found = copied(**{name: value.to("vgpu:0") for name, value in given.items()})
+            found = copied(**{name: value.to(first) for name, value in given.items()})
             if train:
                 found.loss.backward()
         except Exception as error:  # whatever comes is the result
@@ -209,6 +210,15 @@ def _operand(operand: Any) -> str:
 
 def _short(file: str) -> str:
     return file.partition("site-packages/")[2] or file
+
+
+def first_device(model: Any, split: Mapping[str, Any]) -> Any:
+    """Where inputs start in a check: with the module that runs first, the embeddings."""
+    embeddings = model.get_input_embeddings()
+    name = next((name for name, module in model.named_modules() if module is embeddings), "")
+    while name not in split and name:
+        name = name.rpartition(".")[0]
+    return split.get(name, 0)
 
 
 # ── where they are split ──
