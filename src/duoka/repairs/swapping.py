@@ -131,9 +131,8 @@ def _pair_of(
         for pair in pairs
         if pair[0].co_firstlineno == code.co_firstlineno and _is_same(code, pair[0])
     ]
-    if len(alike) > 1:  # lambdas on one line
-        positions = list(code.co_positions())
-        alike = [pair for pair in alike if list(pair[0].co_positions()) == positions] or alike
+    # Of lambdas on one line, the one that is equal in its constants and columns as well.
+    alike = [pair for pair in alike if pair[0] == code] or alike
     return alike[0] if alike else None
 
 
