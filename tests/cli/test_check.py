@@ -245,3 +245,17 @@ def test_all_gpus_are_used_where_the_model_has_enough_blocks(tiny: Path, program
     for gpus, used in (("virtual:3x64MiB", 3), ("virtual:64x64MiB", 1)):
         done = program("check", tiny, "--gpus", gpus, *SIZES, "--json")
         assert len(json.loads(done.stdout)["devices"]) == used
+
+
+def test_code_that_cannot_be_built(faulty: Path, program: Program) -> None:
+    text = MODELING.replace("self.post_init()", "self.nothing.at_all")
+    (faulty / "modeling_faulty.py").write_text(text)
+    options = ("--save-device-map", "saved.json", "--sarif", "duoka.sarif", "--fix")
+    done = program("check", faulty.name, "--trust-remote-code", *GPUS, *SIZES, *options)
+    assert done.returncode == 13
+    assert "self.nothing.at_all" in done.stdout
+    assert f"modeling_faulty.py:{line_of('self.post_init()')}" in done.stdout
+    assert "no device map was saved" in done.stderr
+    assert not Path("saved.json").exists()
+    [run] = json.loads(Path("duoka.sarif").read_text(encoding="utf-8"))["runs"]
+    assert run["invocations"][0]["executionSuccessful"] is False

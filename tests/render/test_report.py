@@ -113,7 +113,7 @@ def test_a_line_that_is_too_long_shows_what_is_marked(tmp_path: Path) -> None:
 
 def test_followups_are_told_under_their_fault(tmp_path: Path) -> None:
     text = words(plain(render_report(bad_report(tmp_path))))
-    assert "causes torch.nn.functional.cross_entropy of cuda:1 and cuda:0 at" in text
+    assert "causes torch.nn.functional.cross_entropy of tensors on cuda:1 and cuda:0 at" in text
 
 
 def test_the_middle_of_a_long_path_is_left_out(tmp_path: Path) -> None:
@@ -130,4 +130,4 @@ def test_what_a_file_says_is_no_markup(tmp_path: Path) -> None:
 
 def test_a_report_with_next_to_nothing_is_printed() -> None:
     empty = Report(model="m", devices=())
-    assert plain(render_report(empty)) == "✓ m on no device: runs without a fault\n"
+    assert plain(render_report(empty)) == "✓ m: runs without a fault\n"

@@ -16,7 +16,7 @@ from duoka.maps import DeviceMap
 
 from . import fixing, options, outputs, pictures, planning
 from .failures import NOT_OK
-from .terminal import stdout, working
+from .terminal import stderr, stdout, working
 
 if TYPE_CHECKING:
     from duoka.report import Report
@@ -128,7 +128,7 @@ def check(
     with working("running the model on virtual GPUs"):
         report: Report = duoka.check(**question)
     if save_device_map is not None:
-        planning.save_device_map(_map_of(report), save_device_map)
+        _save_map(report, save_device_map)
     if sarif is not None:
         from duoka.sarif import dumps
 
@@ -180,10 +180,15 @@ def _for_training(wishes: planning.Wishes) -> planning.Wishes:
     return replace(wishes, new_tokens=_TRAINING_TOKENS)
 
 
-def _map_of(report: Report) -> dict[str, int | str]:
-    """The map that was checked."""
+def _save_map(report: Report, file: Path) -> None:
+    """Write the map that was checked; there is none where the model couldn't be built."""
     completed = report.completeness.completed
-    return dict(report.subject.entries if completed is None else completed)
+    if completed is not None:
+        planning.save_device_map(completed, file)
+    elif report.subject is not None:
+        planning.save_device_map(dict(report.subject.entries), file)
+    else:
+        stderr().print("no device map was saved: the model's code stopped before there was one")
 
 
 def _print(report: Report, repaired: fixing.Repaired | None) -> None:

@@ -115,6 +115,8 @@ class Repaired:
                 console.print(Text(patch.diff.rstrip("\n")), soft_wrap=True)
             verdict = ("proved", "bold green") if patch.proved else ("not proved", "bold red")
             reason = f": {patch.reason}" if patch.reason else ""
+            if self._is_in_place and not patch.proved:
+                reason += "; the file is as it was"
             console.print(Text.assemble(verdict, reason), soft_wrap=True)
         for fault, reason in self._repairs.uncured:
             console.print()

@@ -147,7 +147,7 @@ def _all_followups(fault: Fault) -> Iterator[Fault]:
 def _followup(fault: Fault) -> Text:
     place = f"{wording.where(fault.place, brief=True)}"
     return Text.assemble(
-        f"{fault.op} of {wording.joined(fault.devices)} at ",
+        f"{wording.what(fault)} at ",
         (place, f"link file://{fault.place.file}"),
         f": {wording.cropped(fault.source)}" if fault.source else "",
     )

@@ -72,8 +72,8 @@ def _verdict(report: Report, *, ascii_only: bool) -> Text:
     sign, style = ("✓", "bold green") if report.ok else ("✗", "bold red")
     if ascii_only:
         sign = "ok:" if report.ok else "fails:"
-    devices = wording.joined(report.devices)
-    text = Text.assemble((f"{sign} ", style), (report.model, "bold"), f" on {devices}: ")
+    on = f" on {wording.joined(report.devices)}" if report.devices else ""
+    text = Text.assemble((f"{sign} ", style), (report.model, "bold"), f"{on}: ")
     problems = [*_problems(report)]
     text.append(", ".join(problems) if problems else _all_well(report), style=style)
     if report.warnings:

@@ -22,15 +22,20 @@ _EFFECTS = {
 
 
 def heading(fault: Fault) -> str:
-    """What a fault is, in one line."""
-    what = {
-        "mixed-devices": f"{fault.op} of tensors on {joined(fault.devices)}",
+    """What a fault is and what comes of it, in one line."""
+    return f"{what(fault)}: {_EFFECTS[fault.effect]}"
+
+
+def what(fault: Fault) -> str:
+    """What a fault is."""
+    devices = joined(fault.devices) if fault.devices else "several devices"
+    return {
+        "mixed-devices": f"{fault.op} of tensors on {devices}",
         "in-place": f"{fault.op} writes to a tensor on {fault.target}",
         "gradient": f"a gradient on another device than its tensor, in {fault.op}",
         "hard-coded-device": f"{fault.op} with a device that the code fixes",
         "gathered-cache": f"{fault.op} gathers what belongs to several devices on {fault.target}",
     }[fault.kind]
-    return f"{what}: {_EFFECTS[fault.effect]}"
 
 
 def going(operand: Operand, fault: Fault) -> str:
@@ -50,7 +55,7 @@ def joined(texts: Sequence[str]) -> str:
     >>> joined(["cuda:0", "cuda:1", "cpu"])
     'cuda:0, cuda:1 and cpu'
     """
-    *most, last = texts or ["no device"]
+    *most, last = texts
     return f"{', '.join(most)} and {last}" if most else last
 
 
@@ -101,6 +106,8 @@ def during(phase: str) -> str:
     >>> during("prefill"), during("")
     ('in prefill', 'before the first step')
     """
+    if phase == "build":
+        return "while it was built"
     return f"in {phase}" if phase else "before the first step"
 
 
