@@ -274,11 +274,19 @@ class _Judge(_Rename):
         if in_place or name.startswith("__i") or name in _WRITES:
             return args[0].device
         if all(str(each.device) != self._entered for each in tensors):
-            return max(tensors, key=torch.Tensor.numel).device
+            return max(tensors, key=lambda each: (each.numel(), each.device.type != "cpu")).device
         return self._entered
 
 
-_WRITES = {"__setitem__", "masked_scatter", "index_put", "index_add", "scatter", "index_copy"}
+_WRITES = {
+    "__setitem__",
+    "masked_fill",
+    "masked_scatter",
+    "index_put",
+    "index_add",
+    "scatter",
+    "index_copy",
+}
 
 
 @contextmanager
