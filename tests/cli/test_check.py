@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+import yaml
 from PIL import Image
 
 import duoka
@@ -259,3 +262,18 @@ def test_code_that_cannot_be_built(faulty: Path, program: Program) -> None:
     assert not Path("saved.json").exists()
     [run] = json.loads(Path("duoka.sarif").read_text(encoding="utf-8"))["runs"]
     assert run["invocations"][0]["executionSuccessful"] is False
+
+
+def test_the_action_of_the_documentation(faulty: Path, program: Program) -> None:
+    page = Path(__file__).parents[2] / "docs" / "check.md"
+    [snippet] = re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    steps = yaml.safe_load(snippet)["jobs"]["check"]["steps"]
+    [command] = [step["run"] for step in steps if "duoka check" in step.get("run", "")]
+    [upload] = [step["with"] for step in steps if "upload-sarif" in step.get("uses", "")]
+    text = MODELING.replace("hidden + self.mix(hidden)", "self.mix(hidden) * torch.ones(1, 32)")
+    (faulty / "modeling_faulty.py").write_text(text)
+    faulty.rename("model")
+    _, *arguments = shlex.split(command)
+    assert program(*arguments).returncode == 13
+    [run] = json.loads(Path(upload["sarif_file"]).read_text(encoding="utf-8"))["runs"]
+    assert len(run["results"]) >= 1
