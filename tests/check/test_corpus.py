@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -63,11 +64,28 @@ def judged(prefix: str) -> list[ParameterSet]:
     ]
 
 
+@dataclass(frozen=True)
+class Checked:
+    """A case's report, its model after the check, and what that was like before."""
+
+    case: Case
+    report: duoka.Report
+    model: torch.nn.Module
+    tensors: dict[str, Traits]
+    attributes: dict[str, str]
+
+
 @functools.cache
-def checked(path: Path) -> tuple[Case, duoka.Report]:
+def run(path: Path) -> Checked:
     case = seeded.load(path)
-    report = duoka.check(case.build(), case.placement, inputs=case.inputs(), train=case.train)
-    return case, report
+    model = case.build()
+    tensors, attributes = _tensors(model), _attributes(model)
+    report = duoka.check(model, case.placement, inputs=case.inputs(), train=case.train)
+    return Checked(case, report, model, tensors, attributes)
+
+
+def checked(path: Path) -> tuple[Case, duoka.Report]:
+    return run(path).case, run(path).report
 
 
 @pytest.mark.parametrize("path", PATHS, ids=named)
@@ -152,23 +170,22 @@ def test_faults_are_repaired_and_proved(name: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS, ids=named)
 def test_a_check_leaves_the_model_as_it_was(path: Path) -> None:
-    case = seeded.load(path)
-    model = case.build()
-    before, attributes = _picture(model), _attributes(model)
-    duoka.check(model, case.placement, inputs=case.inputs(), train=case.train)
-    after = _picture(model)
-    assert before.keys() == after.keys()
-    for name, (tensor, content, traits) in before.items():
-        now, _, traits_now = after[name]
-        assert now is tensor
-        assert traits_now == traits
-        assert torch.equal(now.detach(), content)
-    assert _attributes(model) == attributes
-    if not case.unjudged:
-        seeded.call_on_cpu(case, model)
+    after = run(path)
+    now = _tensors(after.model)
+    assert now.keys() == after.tensors.keys()
+    for name, (tensor, content, traits) in after.tensors.items():
+        assert now[name][0] is tensor
+        assert now[name][2] == traits
+        assert torch.equal(tensor.detach(), content)
+    assert _attributes(after.model) == after.attributes
+    if not after.case.unjudged:
+        seeded.call_on_cpu(after.case, after.model)
 
 
-def _picture(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor, object]]:
+Traits = tuple[torch.Tensor, torch.Tensor, tuple[object, ...]]
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, Traits]:
     """Every parameter and buffer: itself, what it holds, and what else there is to say of it."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {
