@@ -125,7 +125,8 @@ class _Source:
         for node in ast.walk(tree):
             for child in ast.iter_child_nodes(node):
                 self.parents[child] = node
-            if isinstance(node, (ast.expr, ast.stmt)):
+            # A statement that is a mere expression has the expression's span.
+            if isinstance(node, (ast.expr, ast.stmt)) and not isinstance(node, ast.Expr):
                 self.nodes.setdefault(_span(node), node)
 
     def tested(self, code: CodeType, offset: int) -> tuple[int, int, int, int] | None:
