@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rich import box
@@ -10,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..report import PeakMemory, Report, Sync
+from ..report import PeakMemory, Report
 from ..units import format_bytes, format_count
 from . import wording
 
@@ -109,13 +110,15 @@ def _transfers(report: Report) -> RenderableType:
 
 
 def _syncs(report: Report) -> RenderableType:
-    told = [_sync(sync) for sync in report.syncs[:_MOST_SYNCS]]
-    more = len(report.syncs) - _MOST_SYNCS
+    # Two on one line are told as one.
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for sync in report.syncs:
+        counts[sync.phase, sync.op, wording.where(sync.place)] += sync.count
+    told = [
+        Text(f"{phase}: {op}, {wording.times(count)}, at {where}")
+        for (phase, op, where), count in list(counts.items())[:_MOST_SYNCS]
+    ]
+    more = len(counts) - _MOST_SYNCS
     if more > 0:
-        told.append(Text(f"and {more} more"))
+        told.append(Text(f"and {more} more, which --json shows"))
     return Padding(Group(*told), (0, 0, 0, 2))
-
-
-def _sync(sync: Sync) -> Text:
-    where = wording.where(sync.place)
-    return Text(f"{sync.phase}: {sync.op}, {wording.times(sync.count)}, at {where}")

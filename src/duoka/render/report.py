@@ -170,9 +170,14 @@ def _faults(report: Report) -> Iterator[RenderableType]:
 
 
 def _advice(report: Report) -> Iterator[RenderableType]:
+    told = []
     if report.faults:
-        yield ""
-        yield Text.assemble(
-            ("next: ", "bold"),
-            "--fix writes changes that cure these, and proves them (in Python: duoka.repair)",
+        told.append(
+            "--fix writes changes that cure these, and proves them (in Python: duoka.repair)"
         )
+    if not report.fits:
+        told.append("for memory: more or larger GPUs, a shorter --context, a smaller --batch")
+    for index, text in enumerate(told):
+        if not index:
+            yield ""
+        yield Text.assemble(("next: ", "bold"), text)
