@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..report import Call, Fault, Operand
+from ..report import Call, Fault, Operand, Place
 from ..units import format_count
 from . import wording
 from .excerpt import Excerpt, Mark
@@ -19,6 +19,12 @@ _MOVED, _KEPT = "bold yellow", "cyan"
 _MOST_CALLS = 8
 _FIRST_CALLS, _LAST_CALLS = 2, 5
 _LONGEST_MODULE = 28
+
+
+def where(place: Place) -> Text:
+    """File, line and function."""
+    function = f" in {place.function}" if place.function else ""
+    return Text.assemble(wording.linked(place), function)
 
 
 def render_fault(fault: Fault, title: str, style: str) -> RenderableType:
@@ -33,15 +39,8 @@ def render_fault(fault: Fault, title: str, style: str) -> RenderableType:
         Of its heading.
     """
     heading = Text.assemble((f"{title}: ", style), (wording.heading(fault), "bold"))
-    inner = Group(_place(fault), "", Excerpt(fault.place, _marks(fault)), "", _facts(fault))
+    inner = Group(where(fault.place), "", Excerpt(fault.place, _marks(fault)), "", _facts(fault))
     return Group(heading, Padding(inner, (0, 0, 0, 2)))
-
-
-def _place(fault: Fault) -> Text:
-    text = Text.assemble((wording.where(fault.place), f"link file://{fault.place.file}"))
-    if fault.place.function:
-        text.append(f" in {fault.place.function}")
-    return text
 
 
 def _marks(fault: Fault) -> list[Mark]:
@@ -145,9 +144,6 @@ def _all_followups(fault: Fault) -> Iterator[Fault]:
 
 
 def _followup(fault: Fault) -> Text:
-    place = f"{wording.where(fault.place, brief=True)}"
-    return Text.assemble(
-        f"{wording.what(fault)} at ",
-        (place, f"link file://{fault.place.file}"),
-        f": {wording.cropped(fault.source)}" if fault.source else "",
-    )
+    source = f": {wording.cropped(fault.source)}" if fault.source else ""
+    place = wording.linked(fault.place, brief=True)
+    return Text.assemble(f"{wording.what(fault)} at ", place, source)

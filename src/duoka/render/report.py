@@ -16,7 +16,7 @@ from ..units import format_bytes, format_count
 from . import wording
 from .costs import render_costs
 from .excerpt import Excerpt
-from .faults import render_fault
+from .faults import render_fault, where
 
 _PLAIN_COLUMNS = 100
 _MOST_NAMES = 12
@@ -151,8 +151,7 @@ def _stop(stop: Stop) -> RenderableType:
     )
     inner: list[RenderableType] = []
     if stop.place is not None:
-        in_function = f" in {stop.place.function}" if stop.place.function else ""
-        inner = [Text(f"{wording.where(stop.place)}{in_function}"), "", Excerpt(stop.place), ""]
+        inner = [where(stop.place), "", Excerpt(stop.place), ""]
     inner.append(Text("what comes after it was not checked"))
     if stop.hint:
         inner.append(Text(f"hint: {stop.hint}"))

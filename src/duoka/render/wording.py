@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.style import Style
+from rich.text import Text
+
 from ..maps import shorten
 from ..report import Fault, Operand, Origin, Place
 from ..units import format_bytes, format_count
@@ -72,6 +75,13 @@ def file(path: str) -> str:
         if given.is_relative_to(root):
             return str(given.relative_to(root))
     return path
+
+
+def linked(place: Place, *, brief: bool = False) -> Text:
+    """A place as `where` has it, which leads to the file on terminals that can."""
+    path = Path(place.file)
+    style = Style(link=path.as_uri()) if path.is_absolute() else ""
+    return Text(where(place, brief=brief), style=style)
 
 
 def module(name: str) -> str:
