@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from duoka import Placement, virtual
-from duoka.dispatching import dispatch
+from duoka.dispatching import place
 from duoka.report import Fault
 
 CORPUS = Path(__file__).parent / "check" / "corpus"
@@ -168,7 +168,7 @@ def errors(case: Case) -> list[Line | str]:
     first = _first_device(case, dict(entries))
     judge = _Judge({str(path): path.name for path in case.files})
     with virtual.gpus([None] * 8), torch.compiler.set_stance("force_eager"), _first_card():
-        dispatch(model, Placement(entries=entries))
+        place(model, Placement(entries=entries))
         _watch(model, dict(entries), judge.enter)
         inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(first), case.inputs())
         with judge:
@@ -190,20 +190,30 @@ def virtual_name(device: str | int) -> str:
     return f"vgpu:{device if isinstance(device, int) else torch.device(device).index or 0}"
 
 
-def _watch(model: nn.Module, devices: Mapping[str, str], enter: Callable[[str], None]) -> None:
-    """Say on which device a module begins, of those that are placed or lie below one."""
-    for name, module in model.named_modules():
-        entry = name
-        while entry and entry not in devices:
-            entry = entry.rpartition(".")[0]
-        if entry:
-            device = devices[entry]
-            module.register_forward_pre_hook(lambda *_, device=device: enter(device), prepend=True)
+def _watch(model: nn.Module, devices: Mapping[str, str], enter: Callable[[str, Any], Any]) -> None:
+    """Say on which device a placed module begins, and with what."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, device in devices.items():
+        for module in _called(modules[name]) if name in modules else ():
+            module.register_forward_pre_hook(
+                lambda _, *given, device=device: enter(device, given),
+                with_kwargs=True,
+                prepend=True,
+            )
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """The module itself, or what it holds if it is only a container and never called."""
+    if type(module) in (nn.ModuleList, nn.ModuleDict):
+        for child in module.children():
+            yield from _called(child)
+    else:
+        yield module
 
 
 def _first_device(case: Case, devices: Mapping[str, str]) -> str:
     model, entered = case.build(), []
-    _watch(model, devices, entered.append)
+    _watch(model, devices, lambda device, _: entered.append(device))
     with _devices(lambda _: torch.device("cpu")):
         call(model, case.inputs(), train=case.train)
     return entered[0]
@@ -245,8 +255,14 @@ class _Judge(_Rename):
         self._entered = ""
         self.lines: list[Line | str] = []
 
-    def enter(self, device: str) -> None:
+    def enter(self, device: str, given: Any) -> Any:
+        """Bring the arguments of a placed module to its device; CPU scalars mix with all."""
         self._entered = device
+        return tree_map_only(
+            torch.Tensor,
+            lambda each: each if each.device.type == "cpu" and not each.dim() else each.to(device),
+            given,
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:

@@ -25,7 +25,6 @@ class Model(nn.Module):
 
 PLACEMENT = {"stem": 0, "block": 1}
 TRAIN = False
-UNJUDGED = "torch.compile calls the module as it was before it was dispatched"
 
 
 def build():
