@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from duoka.checker.expressions import Expressions
 from duoka.checker.sources import (
-    Expressions,
     assigned_to,
     is_named,
     place_of,

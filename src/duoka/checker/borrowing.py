@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..dispatching import install_on, tensor_names
 from ..virtual import VirtualTensor
+from .contents import Contents, refill
 
 _COPIED = (dict, list, set)
 _SCALE = 0.02
@@ -57,6 +58,12 @@ class _State:
     def __init__(self, model: nn.Module) -> None:
         self._tensors = dict(tensor_names(model))
         self._attributes = [(module, _copied(vars(module))) for module in model.modules()]
+        # Not what modules hold themselves, which is put back in any case.
+        self._contents = Contents()
+        for _, attributes in self._attributes:
+            for value, content in attributes.values():
+                for item in (value,) if content is None else _values(content):
+                    self._contents.note(item)
         self._swapped: list[tuple[Tensor, Tensor]] = []
         self._slots = _slots(model)
 
@@ -88,6 +95,7 @@ class _State:
         return tensor
 
     def restore(self) -> None:
+        self._contents.put_back()
         for module, attributes in self._attributes:
             _put_back(vars(module), attributes)
         for tensor, _ in self._swapped:
@@ -121,7 +129,9 @@ def _slots(model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
 
 def _data_on(tensor: Tensor, device: torch.device) -> Tensor:
     if not tensor.is_meta:
-        return tensor.detach().to(device)
+        # Of a subclass the contents are taken: what it does by itself isn't for this.
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.detach().as_subclass(torch.Tensor).to(device)
     data = torch.empty_like(tensor, device=device)
     if isinstance(data, VirtualTensor) and data.gpu.meta:
         return data
@@ -137,6 +147,10 @@ def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _values(content: Any) -> Any:
+    return list(content.values()) if isinstance(content, dict) else list(content)
+
+
 def _is_table(value: Any) -> bool:
     return isinstance(value, dict)  # hooks lie in ordered ones
 
@@ -148,12 +162,3 @@ def _put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
         attributes[name] = value
         if content is not None:
             refill(value, content)
-
-
-def refill(container: Any, content: Any) -> None:
-    """Let a list, dict or set hold what it held; it stays the same object."""
-    if isinstance(container, list):
-        container[:] = content
-    else:
-        container.clear()
-        container.update(content)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -41,11 +44,34 @@ def check_subject(subject: Subject) -> Report:
     started = time.perf_counter()
     virtual.register()
     forget_sources()
-    check = Run(subject, "meta")
-    report = check.report()
-    if check.needs_values and num_bytes(subject.model) <= REAL_BYTES:
-        report = Run(subject, "cpu").report()
+    with random_state_kept():
+        report = Run(subject, "meta").report()
+        # Code that reads values, or an operation without a shape rule, may run with real numbers.
+        if report.stop is not None and num_bytes(subject.model) <= REAL_BYTES:
+            report = _further(report, Run(subject, "cpu").report())
     return replace(report, seconds=time.perf_counter() - started, subject=subject)
+
+
+def _further(report: Report, real: Report) -> Report:
+    """Of a run that stopped and one with real numbers, the one that came further."""
+    assert report.stop is not None
+    needs_values = report.stop.message.startswith(virtual.UnknownValueError.__name__)
+    if real.stop is not None and not needs_values and len(real.faults) <= len(report.faults):
+        return report
+    why = "the model's code reads values" if needs_values else report.stop.message
+    return replace(real, notes=(*real.notes, f"it was run with real numbers: {why}"))
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Leave the random numbers of the process as if none had been drawn in the scope."""
+    plain, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(plain)
+            np.random.set_state(numpy_state)
 
 
 def num_bytes(model: nn.Module) -> int:
@@ -70,7 +96,6 @@ class Run(Steps):
     def __init__(self, subject: Subject, data: str) -> None:
         self.subject = subject
         self.data = data
-        self.needs_values = False
         self.result: Any = None
         self._prefix = "vgpu" if any(d.startswith("vgpu") for d in subject.devices) else "cuda"
         numbers = [_number(name) for name in subject.devices if name != "cpu"]
@@ -175,7 +200,6 @@ class Run(Steps):
         except DuokaError as error:
             if not isinstance(error, virtual.UnknownValueError):
                 raise
-            self.needs_values = True
             return self._stop(error)
         except virtual.MixedDevicesError as error:
             referee.record_unsettled(error, _raised_in(error))
@@ -212,12 +236,18 @@ class Run(Steps):
 
     def _stop(self, error: Exception) -> Stop:
         spot = _raised_in(error)
-        return Stop(
+        stop = Stop(
             message=self.referee.names.renamed(f"{type(error).__name__}: {error}"),
             place=None if spot is None else place_of(spot),
             phase=self.watch.phase,
             hint=getattr(error, "hint", None) or "",
         )
+        # What the frames of the error hold would keep the run's graphs alive.
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__context__
+        return stop
 
     def _warnings(self) -> Iterator[Fault]:
         for spot, op, device, count in self.referee.lucky():
@@ -229,8 +259,6 @@ class Run(Steps):
         names = list(_compiled(self.subject.model))
         if names:
             yield f"compiled code was run eagerly: {', '.join(names)}"
-        if self.data == "cpu":
-            yield "the model's code reads values, so it was run with real numbers"
 
 
 def _hard_coded(place: Place, op: str, device: str, count: int) -> Fault:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..report import Stop
-from .checking import REAL_BYTES, Run, num_bytes
+from .checking import REAL_BYTES, Run, num_bytes, random_state_kept
 from .running import DECODE_STEPS
 from .subject import Subject
 
@@ -131,13 +131,8 @@ def _named(name: str, value: Any, known: set[int]) -> Iterator[tuple[str, Tensor
 @contextmanager
 def _seeded() -> Iterator[None]:
     """Random numbers from a fixed seed; afterwards the caller's go on where they were."""
-    plain, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
+    with random_state_kept():
         torch.manual_seed(_SEED)
         random.seed(_SEED)
         np.random.seed(_SEED)
-        try:
-            yield
-        finally:
-            random.setstate(plain)
-            np.random.set_state(numpy_state)
+        yield

@@ -48,6 +48,7 @@ class CurrentDevice:
 
     def __init__(self) -> None:
         self.index = 0
+        self.is_set = False
 
     def number(self, device: Any = None) -> int:
         """The number of a device that is given as CUDA's functions take it."""
@@ -59,17 +60,17 @@ class CurrentDevice:
         """Make a device the current one."""
         index = self.number(device)
         active_world().gpu(index)  # fails as CUDA does if there is no such GPU
-        self.index = index
+        self.index, self.is_set = index, True
 
     @contextmanager
     def scope(self, device: Any) -> Iterator[None]:
         """Make a device the current one for a while."""
-        before = self.index
+        before = self.index, self.is_set
         self.set(device)
         try:
             yield
         finally:
-            self.index = before
+            self.index, self.is_set = before
 
 
 @contextmanager

@@ -65,6 +65,9 @@ class _Region:
         self._running = 0
         self._mover = Mover(device, Frames())
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Region:
+        return self  # a copy of the module, made while it runs, is in the same place
+
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook of the placed module."""
         self._running += 1

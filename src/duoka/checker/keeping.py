@@ -15,12 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from ..virtual import VirtualTensor
-from .borrowing import refill
-from .running import tensors_in
+from .contents import Contents, holds_virtual
 from .sources import is_installed
 
-_CONTAINERS = (dict, list, set)
 _LruCache = type(cache(len))
 
 
@@ -28,10 +25,15 @@ _LruCache = type(cache(len))
 def kept_as_before(model: nn.Module) -> Iterator[None]:
     """Put back what the code of a model keeps when the scope ends."""
     namespaces: list[Any] = [*_own_modules(model), *_own_classes(model)]
-    before = [(each, _noted(vars(each))) for each in namespaces]
+    before = [(each, dict(vars(each))) for each in namespaces]
+    contents = Contents()
+    for _, noted in before:
+        for value in noted.values():
+            contents.note(value)
     try:
         yield
     finally:
+        contents.put_back()
         for namespace, noted in before:
             _put_back(namespace, noted)
         for namespace in namespaces:
@@ -69,23 +71,12 @@ def _home(value: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _noted(namespace: Any) -> dict[str, tuple[Any, Any]]:
-    """Every value, and of containers the content as it is now."""
-    return {
-        name: (value, value.copy() if type(value) in _CONTAINERS else None)
-        for name, value in namespace.items()
-    }
-
-
-def _put_back(namespace: Any, noted: dict[str, tuple[Any, Any]]) -> None:
+def _put_back(namespace: Any, noted: dict[str, Any]) -> None:
     """Put back what holds tensors of virtual GPUs now; the rest is the code's own affair."""
     for name, value in list(vars(namespace).items()):
-        if not any(isinstance(tensor, VirtualTensor) for tensor in tensors_in(value)):
+        if not holds_virtual(value):
             continue
-        before, content = noted.get(name, (None, None))
         if name not in noted:
             delattr(namespace, name)
-        elif before is not value:
-            setattr(namespace, name, before)
-        if content is not None:
-            refill(before, content)
+        elif noted[name] is not value:
+            setattr(namespace, name, noted[name])

@@ -10,8 +10,9 @@ operation itself.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -20,8 +21,9 @@ import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from ..report import Call, Kind, Operand, Origin, Place
-from ..virtual import MixedDevicesError, VirtualTensor, settled_by
+from ..virtual import MixedDevicesError, VirtualTensor, carry_over, settled_by
 from .cuda import CurrentDevice, seen_as_cuda, virtual_cuda, was_asked_for
+from .expressions import Expressions
 from .findings import (
     CAUSE,
     Finding,
@@ -40,12 +42,13 @@ from .hardcoded import is_hard_coded, softened
 from .names import Names, at_hand
 from .sources import (
     SPOT,
-    Expressions,
     Spot,
+    is_handled,
     is_installed,
     is_model_code,
     is_named,
     is_own_code,
+    library_frame,
     model_frame,
     place_of,
     returned,
@@ -87,7 +90,7 @@ class Referee(TorchFunctionMode):
         self.findings: dict[tuple[Any, ...], Finding] = {}
         self.hard_coded: dict[Spot, tuple[str, str, int]] = {}
         self.current = CurrentDevice()
-        self._depth = 0
+        self._calls = _Calls()
         self._told: set[Spot | None] = set()
         self._chosen: dict[tuple[Any, ...], torch.device] = {}
         self.gathering = Gathering(names)
@@ -95,8 +98,31 @@ class Referee(TorchFunctionMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Go on after faults inside the scope."""
-        judged = settled_by(self), checked_gradients(self._misplaced)
-        with judged[0], judged[1], self._in_backward(), virtual_cuda() as self.current, self:
+        with ExitStack() as stack:
+            stack.enter_context(settled_by(self))
+            stack.enter_context(checked_gradients(self._misplaced))
+            stack.enter_context(self._in_backward())
+            stack.enter_context(self._in_threads())
+            self.current = stack.enter_context(virtual_cuda())
+            stack.enter_context(self)
+            yield
+
+    @contextmanager
+    def _in_threads(self) -> Iterator[None]:
+        """Watch in threads that model code starts."""
+        start, scope = threading.Thread.start, carry_over()
+
+        def watched_start(thread: threading.Thread) -> None:
+            own = thread.run
+
+            def run() -> None:
+                with scope(), self:
+                    own()
+
+            thread.run = run  # type: ignore[method-assign]
+            start(thread)
+
+        with mock.patch.object(threading.Thread, "start", watched_start):
             yield
 
     @contextmanager
@@ -105,12 +131,12 @@ class Referee(TorchFunctionMode):
         engine = vars(torch.autograd)["_engine_run_backward"]
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            depth, self._depth = self._depth, 0
+            depth, self._calls.depth = self._calls.depth, 0
             try:
                 with self:
                     return engine(*args, **kwargs)
             finally:
-                self._depth = depth
+                self._calls.depth = depth
 
         with mock.patch.object(torch.autograd, "_engine_run_backward", run):
             yield
@@ -133,7 +159,7 @@ class Referee(TorchFunctionMode):
             named = func
             device, func, args, kwargs = softened(func, args, kwargs, self.current)
             self._hard_code(frame, named, device)
-        self._depth += 1
+        self._calls.depth += 1
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
@@ -142,7 +168,7 @@ class Referee(TorchFunctionMode):
                 raise
             result = self._go_on(met)
         finally:
-            self._depth -= 1
+            self._calls.depth -= 1
         self._mark(func, result, frame, args)
         return result
 
@@ -170,6 +196,9 @@ class Referee(TorchFunctionMode):
     # ── faults ──
 
     def _go_on(self, met: _Met) -> Any:
+        caller = model_frame(met.frame)
+        if caller is not None and is_handled(spot_of(caller)):
+            raise met.error
         tensors = list(tensors_of((*met.args,), met.kwargs))
         target = self._target(met, [tensor for _, tensor in tensors])
         moved = {id(tensor) for _, tensor in tensors if must_move(tensor, target)}
@@ -202,17 +231,17 @@ class Referee(TorchFunctionMode):
 
     def _settled(self, met: _Met) -> Any:
         """Call again, and settle each operation inside."""
-        depth, self._depth = self._depth, 0
+        depth, self._calls.depth = self._calls.depth, 0
         try:
             return met.func(*met.args, **met.kwargs)
         finally:
-            self._depth = depth
+            self._calls.depth = depth
 
     def settle(
         self, error: MixedDevicesError, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Settle an ATen operation that no call in Python surrounds (see `virtual.settled_by`)."""
-        if self._depth:
+        if self._calls.depth:
             raise error
         met = _Met(error, error.func, args, kwargs, sys._getframe(1))
         tensors = list(tensors_of(args, kwargs))
@@ -224,6 +253,12 @@ class Referee(TorchFunctionMode):
         with settled_by(None):
             args, kwargs = moved_to((args, kwargs), moved, target)
         return args, kwargs
+
+    def bring_to_cpu(self, error: TypeError, tensor: torch.Tensor) -> torch.Tensor:
+        """Record a tensor whose memory was asked for, and give its copy (see `virtual`)."""
+        met = _Met(error, torch.Tensor.numpy, (tensor,), {}, sys._getframe(1))
+        self._record(met, [((0,), tensor)], {id(tensor)}, torch.device("cpu"))
+        return tensor.cpu()
 
     def _target(self, met: _Met, tensors: list[torch.Tensor]) -> torch.device:
         """Where an operation runs whose tensors are on several devices."""
@@ -254,7 +289,7 @@ class Referee(TorchFunctionMode):
         moved: set[int],
         target: torch.device,
     ) -> Finding:
-        caller = model_frame(met.frame)
+        caller = model_frame(met.frame) or library_frame(met.frame)
         where = self.names.device(target)
         devices = frozenset(self.names.device(tensor.device) for _, tensor in tensors)
         key = (spot_of(caller) if caller else None, met.op)
@@ -373,7 +408,8 @@ class Referee(TorchFunctionMode):
 
     def _hard_code(self, frame: FrameType, func: Callable[..., Any], device: Any) -> None:
         caller = model_frame(frame)
-        if was_asked_for(device):
+        is_bare = not isinstance(device, int) and torch.device(device or "cuda").index is None
+        if was_asked_for(device) or (is_bare and self.current.is_set):
             return
         if caller is not None and is_named(spot_of(caller), device):
             spot = spot_of(caller)
@@ -382,12 +418,18 @@ class Referee(TorchFunctionMode):
             self.hard_coded[spot] = (_op_name(func), name, count + 1)
 
 
+class _Calls(threading.local):
+    """How many calls of PyTorch's functions are in progress in a thread."""
+
+    depth: int = 0
+
+
 class _Met:
     """A call that mixes devices."""
 
     def __init__(
         self,
-        error: RuntimeError,
+        error: Exception,
         func: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],

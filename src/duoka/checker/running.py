@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import UsageError
 from ..tracing import Stepper
 from .subject import Subject
 
 DECODE_STEPS = 2
+_TRAIN_STEPS = 2
 _IGNORED = -100
 _CACHES = ("past_key_values", "cache_params", "presents", "kv_cache", "kv_caches", "cache")
 
@@ -75,13 +78,13 @@ def _arguments(given: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[
 
 
 def _train(call: Callable[[], Any], steps: Steps) -> torch.Tensor:
-    """Forward, loss and backward."""
-    steps.begin("forward")
+    """Forward, loss and backward, twice: the second time what the first left behind is there."""
     with torch.enable_grad():
-        outputs = call()
-        loss = loss_of(outputs)
-        steps.begin("backward")
-        loss.backward()
+        for _ in range(_TRAIN_STEPS):
+            steps.begin("forward")
+            loss = loss_of(call())
+            steps.begin("backward")
+            loss.backward()
     return loss
 
 
@@ -207,8 +210,15 @@ def _on(value: Any, device: torch.device) -> Any:
     """The value with every tensor in it on a device."""
     if isinstance(value, torch.Tensor):
         return value.detach().to(device).requires_grad_(value.requires_grad)
-    if isinstance(value, Mapping):
-        return {key: _on(item, device) for key, item in value.items()}
+    if isinstance(value, PackedSequence):
+        packed: Any = value
+        return packed.to(device)  # its batch sizes stay on the CPU
+    if isinstance(value, MutableMapping):
+        # A shallow copy keeps the class: transformers' outputs are mappings.
+        moved = copy.copy(value)
+        for key, item in value.items():
+            moved[key] = _on(item, device)
+        return moved
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_on(item, device) for item in value))
     if isinstance(value, (list, tuple)):

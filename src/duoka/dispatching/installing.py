@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from inspect import getattr_static
 
 import torch
 from torch import nn
@@ -140,7 +141,8 @@ def _entrances(
 def is_callable(module: nn.Module) -> bool:
     """Whether a module can be called itself, as a list of modules can't."""
     # A compiled module has its `forward` as an attribute of its own.
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    forward = getattr_static(type(module), "forward", nn.Module.forward)
+    return forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _parents(model: nn.Module, blocks: Mapping[nn.Module, torch.device]) -> list[nn.Module]:

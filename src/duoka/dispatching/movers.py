@@ -26,6 +26,7 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 MOVER = "_duoka_mover"
 _NO_TENSORS = frozenset({type(None), bool, int, float, str})
@@ -207,6 +208,9 @@ def _brought(value: Any, device: torch.device, memory: Memory | None) -> Any:
             return value
         found = None if memory is None else memory.find(value)
         return _moved(value, device, memory) if found is None else found
+    if isinstance(value, PackedSequence):
+        packed: Any = value
+        return packed.to(device)  # its batch sizes stay on the CPU
     if isinstance(value, (tuple, list)):
         if _at_home(value, device):
             return value
@@ -240,6 +244,9 @@ def _at_home(values: Any, device: torch.device) -> bool:
             continue
         if isinstance(value, Tensor):
             if value.device != device:
+                return False
+        elif isinstance(value, PackedSequence):
+            if value.data.device != device:
                 return False
         elif isinstance(value, (tuple, list)):
             if not _at_home(value, device):

@@ -5,7 +5,7 @@ Nothing happens on import: the backend is registered with torch on the first `se
 
 from .backend import gpus, register, set_gpus
 from .faults import MixedDevicesError
-from .state import Gpu, Listener, World, active_world, observe, settled_by
+from .state import Gpu, Listener, World, active_world, carry_over, observe, settled_by
 from .tensor import VirtualTensor
 from .values import UnknownValueError
 
@@ -17,6 +17,7 @@ __all__ = [
     "VirtualTensor",
     "World",
     "active_world",
+    "carry_over",
     "gpus",
     "observe",
     "register",

@@ -94,6 +94,7 @@ def check_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         if not (scalars_pass and _is_cpu_scalar(tensor) and argument not in written)
         and not (_ON_CPU.get(name) == argument and tensor.device.type == "cpu")
         and not (name in _READS_VALUE and argument == "value" and tensor.dim() == 0)
+        and not (name == "where" and tensor.dim() == 0 and argument not in written)
     ]
     _, first = judged[0]
     for argument, tensor in judged[1:]:
@@ -119,7 +120,7 @@ def _check_indexing(func: Any, tensors: list[tuple[str, torch.Tensor]], written:
                     f"({self.device})"
                 )
                 raise _mixed(text, func, tensors, written)
-        elif not _together(self, tensor) and not _is_cpu_scalar(tensor):
+        elif not _together(self, tensor) and tensor.dim() > 0:
             raise _mixed(_two_devices(self, tensor), func, tensors, written)
 
 

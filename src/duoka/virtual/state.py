@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -51,6 +51,9 @@ class Arbiter(Protocol):
         self, error: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments on one virtual GPU, or raise `error`, a `MixedDevicesError`."""
+
+    def bring_to_cpu(self, error: TypeError, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor's copy on the CPU, or raise `error`: it was asked for its memory."""
 
 
 class _ThreadState(threading.local):
@@ -421,3 +424,19 @@ def settled_by(arbiter: Arbiter | None) -> Iterator[None]:
         yield
     finally:
         thread.arbiter = outer
+
+
+def carry_over() -> Callable[[], AbstractContextManager[None]]:
+    """Take this thread's world, listener and arbiter along: to scopes in other threads."""
+    world, listener, arbiter = thread.world, thread.listener, thread.arbiter
+
+    @contextmanager
+    def scope() -> Iterator[None]:
+        before = thread.world, thread.listener, thread.arbiter
+        thread.world, thread.listener, thread.arbiter = world, listener, arbiter
+        try:
+            yield
+        finally:
+            thread.world, thread.listener, thread.arbiter = before
+
+    return scope

@@ -1,0 +1,94 @@
+"""What containers hold, taken down and put back: attributes, lists, dicts, at any depth.
+
+Model code keeps tensors of its run in many places. Those of a virtual GPU mean nothing after a
+check, so what came to hold one is made to hold what it held.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..virtual import VirtualTensor
+
+_MOST_DEPTH = 6
+_MOST_ITEMS = 100_000
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.dtype)
+_NO_HOLDERS = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module, Enum)
+
+
+class Contents:
+    """The containers that can be reached from some values, with what they hold now."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, Any]] = {}
+
+    def note(self, value: Any) -> None:
+        """Take down what a value holds, and what that holds; modules have an order of their own."""
+        self._note(value, 0)
+
+    def _note(self, value: Any, depth: int) -> None:
+        if isinstance(value, _PLAIN) or depth > _MOST_DEPTH:
+            return
+        container = _container(value)
+        if container is not None:
+            if id(container) in self._known or len(container) > _MOST_ITEMS:
+                return
+            self._known[id(container)] = (container, container.copy())
+        for item in _items(value if container is None else container):
+            self._note(item, depth + 1)
+
+    def put_back(self) -> None:
+        """Let every container that holds a virtual tensor now hold what it held."""
+        for container, copy in self._known.values():
+            if any(_is_virtual(item) for item in _items(container)):
+                refill(container, copy)
+
+
+def refill(container: Any, content: Any) -> None:
+    """Let a list, dict or set hold what it held; it stays the same object."""
+    if isinstance(container, list):
+        container[:] = content
+    else:
+        container.clear()
+        container.update(content)
+
+
+def _container(value: Any) -> Any:
+    """What can be put back: the value itself, or the attributes of a plain object."""
+    if isinstance(value, (list, dict, set)):
+        return value
+    if isinstance(value, _NO_HOLDERS):
+        return None
+    return getattr(value, "__dict__", None)
+
+
+def _items(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from list(value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from list(value)
+
+
+def _is_virtual(value: Any) -> bool:
+    """A virtual tensor, or a tuple with one: tuples can't be put back themselves."""
+    if isinstance(value, (tuple, frozenset)):
+        return any(_is_virtual(item) for item in value)
+    return isinstance(value, VirtualTensor)
+
+
+def holds_virtual(value: Any, depth: int = 0) -> bool:
+    """Whether a value is a virtual tensor, or a container that leads to one."""
+    if _is_virtual(value):
+        return True
+    if isinstance(value, _PLAIN) or depth > _MOST_DEPTH:
+        return False
+    container = _container(value)
+    return any(
+        holds_virtual(item, depth + 1) for item in _items(value if container is None else container)
+    )

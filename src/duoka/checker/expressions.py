@@ -1,0 +1,204 @@
+"""What the arguments of a call are in the source, without running any of it again."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..report import Place
+from .sources import SPOT, Spot, locals_of, position, source_of, span
+
+_NOTHING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The text that gave a tensor to an operation."""
+
+    text: str
+    place: Place | None
+
+
+class Expressions:
+    """What the arguments of one call of an operation are in the source.
+
+    Parameters
+    ----------
+    frame : FrameType
+        Of model code, which is at the call.
+    direct : bool
+        The frame calls the operation itself, and not by way of a library's function or module.
+    """
+
+    def __init__(self, frame: FrameType, *, direct: bool) -> None:
+        self._frame = frame
+        self._locals = locals_of(frame)
+        self._direct = direct
+        self._source = source_of(frame.f_code.co_filename)
+        self._node = self._source.nodes.get(position(frame.f_code, frame.f_lasti))
+        self._given = list(self._candidates())
+        self._left = [node for _, node in self._given]
+
+    @property
+    def is_comparison(self) -> bool:
+        """Whether Python may have called the right side's method, with the sides exchanged."""
+        return isinstance(self._node, ast.Compare)
+
+    def of(self, tensor: torch.Tensor, path: tuple[int | str, ...], receiver: bool) -> Written:
+        """The text of one tensor.
+
+        Parameters
+        ----------
+        tensor : torch.Tensor
+        path : tuple
+            Its place in the call: a position or a keyword, then positions in lists.
+        receiver : bool
+            The operation is a method, and position 0 what it was called on.
+        """
+        made: Spot | None = vars(tensor).get(SPOT)
+        is_here = made is not None and made[0] is self._frame.f_code
+        for node in self._left:
+            if made is not None and is_here and position(*made) == span(node):
+                return self._written(node, self._text(node))
+            text = self._named(node, tensor)
+            if text is not None:
+                return self._written(node, text)
+        if self._direct:
+            found = self._by_position(path, receiver)
+            if found is not None:
+                return found
+        owner = self._parameter(tensor)
+        if owner is not None:
+            return owner
+        if not self._direct:
+            for node in self._left:
+                if self._value(node) is _NOTHING or isinstance(self._value(node), torch.Tensor):
+                    self._left.remove(node)
+                    return self._written(node, self._text(node))
+        return Written("", None)
+
+    def _candidates(self) -> Iterator[tuple[int | str, ast.expr]]:
+        """The expressions that the call is made of, by position or keyword."""
+        node = self._node
+        if isinstance(node, ast.BinOp):
+            yield from ((0, node.left), (1, node.right))
+        elif isinstance(node, ast.AugAssign):
+            yield from ((0, node.target), (1, node.value))
+        elif isinstance(node, ast.Compare):
+            yield from ((0, node.left), (1, node.comparators[0]))
+        elif isinstance(node, ast.UnaryOp):
+            yield (0, node.operand)
+        elif isinstance(node, ast.Subscript):
+            yield from ((0, node.value), (1, node.slice))
+            parent = self._source.parents.get(node)
+            if isinstance(parent, ast.Assign) and isinstance(node.ctx, ast.Store):
+                yield (2, parent.value)
+        elif isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Attribute):
+                yield (-1, node.func.value)
+            yield from enumerate(node.args)
+            yield from ((word.arg or "**", word.value) for word in node.keywords)
+
+    def _by_position(self, path: tuple[int | str, ...], receiver: bool) -> Written | None:
+        first, rest = path[0], path[1:]
+        given = dict(self._given)
+        if isinstance(self._node, ast.Call) and isinstance(first, int):
+            if receiver and -1 in given:
+                first -= 1
+            starred = [at for at, node in self._given if isinstance(node, ast.Starred)]
+            if starred and first >= (at := starred[0]):  # type: ignore[operator]
+                node = given[at]
+                assert isinstance(node, ast.Starred)
+                return self._written(node, f"{self._text(node.value)}[{first - at}]")  # type: ignore[operator]
+        found = given.get(first)
+        return None if found is None else self._inside(found, rest)
+
+    def _inside(self, node: ast.expr, path: tuple[int | str, ...]) -> Written:
+        """The text of an item of a list that the source spells out, or of a list's n-th item."""
+        for at, step in enumerate(path):
+            items = node.elts if isinstance(node, (ast.List, ast.Tuple)) else None
+            if items is None or any(isinstance(item, ast.Starred) for item in items):
+                if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
+                    return self._written(node, self._text(node.elt))
+                steps = "".join(f"[{each!r}]" for each in path[at:])
+                return self._written(node, self._text(node) + steps)
+            node = items[step]  # type: ignore[index]
+        return self._written(node, self._text(node))
+
+    def _named(self, node: ast.expr, tensor: torch.Tensor) -> str | None:
+        """The text of `tensor` if the expression is it, or a list with it."""
+        value = self._value(node)
+        if value is tensor:
+            return self._text(node)
+        if isinstance(value, (list, tuple)):
+            for index, item in enumerate(value):
+                if item is tensor:
+                    return f"{self._text(node)}[{index}]"
+        if isinstance(value, dict):
+            for key, item in value.items():
+                if item is tensor:
+                    return f"{self._text(node)}[{key!r}]"
+        return None
+
+    def _parameter(self, tensor: torch.Tensor) -> Written | None:
+        """The text of a parameter or buffer of the module that is called."""
+        node = self._node
+        if not isinstance(node, ast.Call):
+            return None
+        module = self._value(node.func)
+        if isinstance(module, nn.Module):
+            for named in (module.named_parameters(), module.named_buffers()):
+                for name, own in named:
+                    if own is tensor:
+                        return self._written(node.func, f"{self._text(node.func)}.{name}")
+        return None
+
+    def _written(self, node: ast.expr, text: str) -> Written:
+        return Written(text, self._source.place(node, self._frame.f_code.co_qualname))
+
+    def _text(self, node: ast.expr) -> str:
+        return self._source.place(node, "").text
+
+    def _value(self, node: ast.expr) -> Any:
+        """What an expression means now, if that can be looked up without running any code."""
+        if isinstance(node, ast.Name):
+            return self._locals.get(node.id, self._frame.f_globals.get(node.id, _NOTHING))
+        if isinstance(node, ast.Attribute):
+            return _member(self._value(node.value), node.attr)
+        if isinstance(node, ast.Subscript):
+            return _item(self._value(node.value), self._value(node.slice))
+        if isinstance(node, ast.Constant):
+            return node.value
+        return _NOTHING
+
+
+def _member(value: Any, name: str) -> Any:
+    """An attribute that is stored, not computed."""
+    own = getattr(value, "__dict__", {})
+    if isinstance(value, nn.Module):
+        for table in (value._parameters, value._buffers, value._modules):
+            if name in table:
+                return table[name]
+    return own.get(name, _NOTHING)
+
+
+def _item(value: Any, key: Any) -> Any:
+    if isinstance(value, nn.ModuleList) and isinstance(key, int):
+        value = list(value._modules.values())
+    elif isinstance(value, nn.ModuleDict):
+        value = value._modules
+    if (
+        isinstance(value, (list, tuple))
+        and isinstance(key, int)
+        and -len(value) <= key < len(value)
+    ):
+        return value[key]
+    if isinstance(value, dict) and isinstance(key, (str, int)):
+        return value.get(key, _NOTHING)
+    return _NOTHING
