@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .forecast import Forecast
     from .placement import Placement
     from .plans import Plan
-    from .repairs import repair
+    from .repairs.repair import repair
     from .workload import Workload
 
 __version__ = "0.1.0"
