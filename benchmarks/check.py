@@ -161,7 +161,7 @@ def raised(model: Any, split: Mapping[str, Any], inputs: dict[str, Any], *, trai
     from duoka import virtual
 
     given = with_labels(inputs) if train else inputs
-    first = f"vgpu:{first_device(model, split)}"
+    first = f"vgpu:{first_device(model, split, given)}"
     with virtual.gpus([None] * 3), torch.set_grad_enabled(train):
         copied = copy.deepcopy(model)
         devices = {name: f"vgpu:{device}" for name, device in split.items()}
@@ -212,10 +212,35 @@ def _short(file: str) -> str:
     return file.partition("site-packages/")[2] or file
 
 
-def first_device(model: Any, split: Mapping[str, Any]) -> Any:
-    """Where inputs start in a check: with the module that runs first, the embeddings."""
-    embeddings = model.get_input_embeddings()
-    name = next((name for name, module in model.named_modules() if module is embeddings), "")
+class Found(BaseException):
+    """The first module with a parameter is entered. No code of a model's catches it."""
+
+
+def first_module(model: Any, given: Mapping[str, Any]) -> str:
+    """The module that runs first, where a check lets inputs start."""
+    names = {module: name for name, module in model.named_modules()}
+
+    def enter(module: Any, _: Any) -> None:
+        raise Found(names[module])
+
+    handles = [
+        module.register_forward_pre_hook(enter)
+        for module in names
+        if next(module.parameters(recurse=False), None) is not None
+    ]
+    try:
+        model(**given)
+    except Found as found:
+        return str(found.args[0])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return ""
+
+
+def first_device(model: Any, split: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+    """The device where a check lets inputs start."""
+    name = first_module(model, given)
     while name not in split and name:
         name = name.rpartition(".")[0]
     return split.get(name, 0)

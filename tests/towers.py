@@ -31,6 +31,7 @@ _TOP: dict[str, Any] = {
     "vision_soft_tokens_per_image": 16,
     "image_grid_pinpoints": [[56, 56], [112, 56], [56, 112]],
     "latent_query_num": 4,
+    "layers": 2,
     "qformer_hidden_size": 32,
 }
 _VISION: dict[str, Any] = {
@@ -49,6 +50,7 @@ _VISION: dict[str, Any] = {
     "deepstack_visual_indexes": [0, 1],
     "text_hidden_size": 32,
     "num_queries": 4,
+    "layers": 2,
 }
 # Rotary sections of time, height and width, for heads of 8 of which all or a half is rotated.
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
@@ -83,6 +85,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "mllama": {"vision_config": {"vision_output_dim": 96}},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 20, **_WHOLE},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 20},
+    "florence2": {"vision_config": {"depths": [1, 1, 1, 1]}},
     "vipllava": {"vision_feature_layers": [-1, -2]},
     "ernie4_5_vl_moe": {
         "text_config": {"moe_intermediate_size": [16, 16], "rope_parameters": _SECTIONS}
