@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -19,10 +19,11 @@ _NOTHING = object()
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The text that gave a tensor to an operation."""
+    """The text that gave a tensor to an operation, or the module that is called and holds it."""
 
     text: str
     place: Place | None
+    is_callees: bool = False
 
 
 class Expressions:
@@ -34,10 +35,15 @@ class Expressions:
         Of model code, which is at the call.
     direct : bool
         The frame calls the operation itself, and not by way of a library's function or module.
+    positions : mapping of str to int, optional
+        The operation's parameters in their order.
     """
 
-    def __init__(self, frame: FrameType, *, direct: bool) -> None:
+    def __init__(
+        self, frame: FrameType, *, direct: bool, positions: Mapping[str, int] | None = None
+    ) -> None:
         self._frame = frame
+        self._positions = positions or {}
         self._locals = locals_of(frame)
         self._direct = direct
         self._source = source_of(frame.f_code.co_filename)
@@ -116,6 +122,9 @@ class Expressions:
                 node = given[at]
                 assert isinstance(node, ast.Starred)
                 return self._written(node, f"{self._text(node.value)}[{first - at}]")  # type: ignore[operator]
+        if isinstance(first, str) and first not in given:
+            # PyTorch's functions hand what was given by position on by name.
+            first = self._positions.get(first, first)
         found = given.get(first)
         return None if found is None else self._inside(found, rest)
 
@@ -156,7 +165,8 @@ class Expressions:
             for named in (module.named_parameters(), module.named_buffers()):
                 for name, own in named:
                     if own is tensor:
-                        return self._written(node.func, f"{self._text(node.func)}.{name}")
+                        found = self._written(node.func, f"{self._text(node.func)}.{name}")
+                        return replace(found, is_callees=True)
         return None
 
     def _written(self, node: ast.expr, text: str) -> Written:
@@ -193,6 +203,8 @@ def _item(value: Any, key: Any) -> Any:
         value = list(value._modules.values())
     elif isinstance(value, nn.ModuleDict):
         value = value._modules
+    elif isinstance(value, (nn.ParameterDict, nn.ParameterList)):
+        value, key = value._parameters, str(key)
     if (
         isinstance(value, (list, tuple))
         and isinstance(key, int)

@@ -9,10 +9,12 @@ operation itself.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -213,7 +215,8 @@ class Referee(TorchFunctionMode):
             result = met.func(*args, **kwargs)
         except MixedDevicesError:
             result = self._settled(_Met(met.error, met.func, args, kwargs, met.frame))
-        blame(result, finding)
+        if met.written is None:  # what is written stays where it was
+            blame(result, finding)
         return result
 
     def record_unsettled(self, error: MixedDevicesError, spot: Spot | None) -> None:
@@ -369,10 +372,16 @@ class Referee(TorchFunctionMode):
         moved: set[int],
     ) -> tuple[Operand, ...]:
         direct = _is_direct(met.frame)
-        expressions = None if caller is None else Expressions(caller, direct=direct)
+        expressions = None
+        if caller is not None:
+            expressions = Expressions(caller, direct=direct, positions=_positions(met.func))
         found = []
         for path, tensor in tensors:
             written = expressions and expressions.of(tensor, path, met.is_method)
+            origin = self.origin(tensor)
+            if written and written.is_callees and id(tensor) in moved:
+                # A module can't be moved in the place of its parameter.
+                written = replace(written, place=None)
             found.append(
                 Operand(
                     argument="".join([str(path[0]), *(f"[{step}]" for step in path[1:])]),
@@ -383,7 +392,7 @@ class Referee(TorchFunctionMode):
                     dtype=str(tensor.dtype).removeprefix("torch."),
                     num_bytes=tensor.numel() * tensor.element_size(),
                     moved=id(tensor) in moved,
-                    origin=self.origin(tensor),
+                    origin=origin,
                 )
             )
         if expressions is not None and expressions.is_comparison:
@@ -473,6 +482,14 @@ def _all_hard(args: tuple[Any, ...]) -> Spot | None:
         vars(tensor).get(_HARD) for _, tensor in tensors_of(args, {}) if tensor.device.type != "cpu"
     ]
     return spots[0] if spots and None not in spots else None
+
+
+def _positions(func: Any) -> dict[str, int]:
+    try:
+        names = list(inspect.signature(func).parameters)
+    except (TypeError, ValueError):
+        return {}
+    return {name: at for at, name in enumerate(names)}
 
 
 def _op_name(func: Any) -> str:

@@ -49,7 +49,8 @@ def run(subject: Subject, device: torch.device, steps: Steps) -> Any:
     """
     model, given = subject.model, subject.inputs
     if callable(given) and not isinstance(given, Mapping):
-        steps.begin("forward")
+        # Each call of the model is a step.
+        model.register_forward_pre_hook(lambda *_: steps.begin("forward"))
         with torch.set_grad_enabled(subject.train):
             return given(model)
     if given is not None:
