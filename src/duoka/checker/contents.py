@@ -82,13 +82,23 @@ def _is_virtual(value: Any) -> bool:
     return isinstance(value, VirtualTensor)
 
 
-def holds_virtual(value: Any, depth: int = 0) -> bool:
+def holds_virtual(value: Any) -> bool:
     """Whether a value is a virtual tensor, or a container that leads to one."""
+    return _leads_to_virtual(value, 0, {})
+
+
+def _leads_to_virtual(value: Any, depth: int, known: dict[int, int]) -> bool:
+    """The same from a depth on; `known` are the depths of what was gone through.
+
+    A logger knows its manager, which knows all loggers: without it this would never end.
+    """
     if _is_virtual(value):
         return True
-    if isinstance(value, _PLAIN) or depth > _MOST_DEPTH:
+    if isinstance(value, _PLAIN) or depth > min(_MOST_DEPTH, known.get(id(value), depth + 1) - 1):
         return False
+    known[id(value)] = depth
     container = _container(value)
     return any(
-        holds_virtual(item, depth + 1) for item in _items(value if container is None else container)
+        _leads_to_virtual(item, depth + 1, known)
+        for item in _items(value if container is None else container)
     )

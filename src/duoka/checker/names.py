@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import FrameType
 
 import torch
@@ -71,7 +72,7 @@ class Names:
         for each in reversed(frames[: max(tops, default=0) + 1]):
             own = self._module(each)
             module = module if own is None else own
-            if is_model_code(each.f_code):
+            if is_model_code(each.f_code) and not _passes_on(each):
                 yield Call(place=place_of(spot_of(each)), module=module)
 
     def _module(self, frame: FrameType) -> str | None:
@@ -79,6 +80,13 @@ class Names:
             return None
         first = locals_of(frame).get(frame.f_code.co_varnames[0])
         return self._modules.get(id(first)) if isinstance(first, nn.Module) else None
+
+
+def _passes_on(frame: FrameType) -> bool:
+    """Whether a frame is a decorator's wrapper, which hands on what it was given."""
+    code = frame.f_code
+    takes_all = bool(code.co_flags & CO_VARARGS and code.co_flags & CO_VARKEYWORDS)
+    return takes_all and bool(code.co_freevars) and "<locals>" in code.co_qualname
 
 
 def at_hand(frame: FrameType | None, device: torch.device) -> Iterator[str]:

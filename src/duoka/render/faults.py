@@ -116,10 +116,10 @@ def _called(operands: Sequence[Operand]) -> str:
 def _path(fault: Fault) -> Table:
     """The calls from the model's top; the middle of a long way is left out."""
     path = fault.path
-    calls = Table.grid(padding=(0, 2, 0, 0))
+    calls = Table.grid(padding=(0, 2, 0, 0), expand=True)
     for _ in range(2):
-        calls.add_column(overflow="fold")
-    calls.add_column(no_wrap=True, overflow="ellipsis")
+        calls.add_column(no_wrap=True)
+    calls.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     cut = len(path) - _LAST_CALLS if len(path) > _MOST_CALLS else 0
     for call in path[:_FIRST_CALLS] if cut else path:
         calls.add_row(*_call(call, fault.file))
