@@ -29,7 +29,7 @@ class Patch:
         Checked again the code was clean, and on several devices it computed what the original
         computes on one.
     reason : str
-        Why it isn't proved; "" when it is.
+        Why it isn't proved; or on what it was, where the model itself is too big.
     """
 
     file: str

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+
+from torch import nn
 
 from ..checker import Subject, check_subject
 from ..report import Fault, Report
 from .patches import Patch, Repairs, unified_diff
-from .proof import why_not_equal
+from .proof import Proof, prove
 from .rounds import Draft, Outcome, guess, settle
 from .sources import Sources
 from .swapping import SwapError, live_functions, swapped
@@ -42,40 +45,43 @@ def repair(report: Report) -> Repairs:
     sources = Sources()
     subject = report.subject
     if not isinstance(subject, Subject):
-        return _assembled(guess(report, sources), sources, _UNCHECKED)
+        return _assembled(guess(report, sources), sources, Proof(False, _UNCHECKED))
     live = live_functions()
 
     @contextmanager
-    def patched(draft: Draft) -> Iterator[None]:
+    def patched(draft: Draft, model: nn.Module) -> Iterator[None]:
         before = {file: sources.text(file) for file in draft.texts}
-        with swapped(live, before, draft.texts), registered(subject.model, draft.tables):
+        # A twin is younger than the model, and so may be its closures.
+        own = live if model is subject.model else live_functions()
+        with swapped(own, before, draft.texts), registered(model, draft.tables):
             yield
 
     def check(draft: Draft) -> Report:
-        with patched(draft):
+        with patched(draft, subject.model):
             return check_subject(subject)
 
     try:
         outcome = settle(report, sources, subject, check)
-        reason = _why_unproved(outcome) or why_not_equal(subject, lambda: patched(outcome.draft))
+        proof = _left(outcome) or prove(report, subject, partial(patched, outcome.draft))
     except SwapError as error:
-        outcome, reason = guess(report, sources), str(error)
-    return _assembled(outcome, sources, reason)
+        outcome, proof = guess(report, sources), Proof(False, str(error))
+    return _assembled(outcome, sources, proof)
 
 
-def _why_unproved(outcome: Outcome) -> str:
-    """What the last check of the patched code still found."""
-    if outcome.report is None:
-        return _UNCHECKED
-    if outcome.report.stop is not None:
-        return f"the patched code doesn't run to its end: {outcome.report.stop.message}"
-    if outcome.report.faults:
-        lines = ", ".join(f"{each.op} in {each.function}" for each in outcome.report.faults)
-        return f"checked again there are faults left: {lines}"
-    return ""
+def _left(outcome: Outcome) -> Proof | None:
+    """What the last check of the patched code still found, if anything."""
+    report = outcome.report
+    if report is None:
+        return Proof(False, _UNCHECKED)
+    if report.stop is not None:
+        return Proof(False, f"the patched code doesn't run to its end: {report.stop.message}")
+    if report.faults:
+        lines = ", ".join(f"{each.op} in {each.function}" for each in report.faults)
+        return Proof(False, f"checked again there are faults left: {lines}")
+    return None
 
 
-def _assembled(outcome: Outcome, sources: Sources, reason: str) -> Repairs:
+def _assembled(outcome: Outcome, sources: Sources, proof: Proof) -> Repairs:
     patches = []
     for file, after in outcome.draft.texts.items():
         before = sources.text(file)
@@ -87,8 +93,8 @@ def _assembled(outcome: Outcome, sources: Sources, reason: str) -> Repairs:
                     after=after,
                     diff=unified_diff(file, before, after),
                     faults=tuple(_cured(outcome, file)),
-                    proved=not reason,
-                    reason=reason,
+                    proved=proof.holds,
+                    reason=proof.reason,
                 )
             )
     return Repairs(patches=tuple(patches), uncured=tuple(outcome.left))
