@@ -142,3 +142,9 @@ def test_places_are_links_on_a_terminal(tmp_path: Path) -> None:
         console.print(render_report(report))
     assert f"{folder.as_uri()}/modeling_tiny.py\x1b\\" in capture.get()
     assert "a [b] c/modeling_tiny.py:12 in Encoder.forward" in plain(render_report(report), 200)
+
+
+def test_one_device_says_little(tmp_path: Path) -> None:
+    one = replace(good_report(tmp_path), devices=("cuda:0",))
+    assert "note: on one device nothing is mixed" in plain(render_report(one))
+    assert "note:" not in plain(render_report(good_report(tmp_path)))

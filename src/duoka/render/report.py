@@ -60,9 +60,10 @@ class _View:
             for part in section:
                 yield ""
                 yield part
-        if report.notes:
+        notes = (*report.notes, *_caveats(report))
+        if notes:
             yield ""
-        for note in report.notes:
+        for note in notes:
             yield Text(f"note: {note}")
         if self._advice:
             yield from _advice(report)
@@ -166,6 +167,11 @@ def _faults(report: Report) -> Iterator[RenderableType]:
         for number, fault in enumerate(faults, 1):
             title = f"{name} {number} of {len(faults)}" if len(faults) > 1 else name
             yield render_fault(fault, title, style)
+
+
+def _caveats(report: Report) -> Iterator[str]:
+    if report.ok and len(report.devices) == 1:
+        yield "on one device nothing is mixed: to check a split, give more GPUs or a map"
 
 
 def _advice(report: Report) -> Iterator[RenderableType]:
