@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ def borrowed(
     model: nn.Module,
     devices: Mapping[str, torch.device],
     placed: Mapping[nn.Module, torch.device],
-) -> Iterator[None]:
+) -> Iterator[Borrowing]:
     """Put a model on virtual GPUs inside the scope.
 
     Parameters
@@ -40,19 +40,19 @@ def borrowed(
     placed : mapping of nn.Module to torch.device
         The modules whose arguments move to them.
     """
-    before = _State(model)
+    before = Borrowing(model)
     try:
         before.move(devices)
         installed = install_on(model, placed)
         try:
-            yield
+            yield before
         finally:
             installed.remove()
     finally:
         before.restore()
 
 
-class _State:
+class Borrowing:
     """What a model holds: its parameters' contents, and every module's attributes."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -68,6 +68,7 @@ class _State:
         self._slots = _slots(model)
 
     def move(self, devices: Mapping[str, torch.device]) -> None:
+        """Put every parameter and buffer on its device."""
         moved: dict[int, Tensor] = {}
         for name, device in devices.items():
             tensor = self._tensors[name]
@@ -95,27 +96,35 @@ class _State:
         return tensor
 
     def restore(self) -> None:
+        """Make the model what it was."""
         self._contents.put_back()
         for module, attributes in self._attributes:
             _put_back(vars(module), attributes)
         for tensor, _ in self._swapped:
             tensor.grad = None
-        try:
-            self._swap_back()
-        except RuntimeError:
+        self._swap_back()
+        if self._swapped:
             gc.collect()  # what the run left behind refers to a parameter
-            with suppress(RuntimeError):
-                self._swap_back()
+            self._swap_back()
         for tensor, parameter in self._swapped:
-            # Somebody keeps a graph of the run's: the contents are safe in another object.
+            # A graph of the run's lives on: the contents are safe in another object.
             for table, key, held in self._slots:
                 if held is tensor:
                     table[key] = parameter
 
     def _swap_back(self) -> None:
-        while self._swapped:
-            torch.utils.swap_tensors(*self._swapped[-1])
-            self._swapped.pop()
+        left = []
+        for pair in self._swapped:
+            try:
+                torch.utils.swap_tensors(*pair)
+            except RuntimeError:
+                left.append(pair)
+        self._swapped = left
+
+    @property
+    def num_replaced(self) -> int:
+        """How many parameters are other objects than before."""
+        return len(self._swapped)
 
 
 def _slots(model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:

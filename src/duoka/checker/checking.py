@@ -96,7 +96,6 @@ class Run(Steps):
     def __init__(self, subject: Subject, data: str) -> None:
         self.subject = subject
         self.data = data
-        self.result: Any = None
         self._prefix = "vgpu" if any(d.startswith("vgpu") for d in subject.devices) else "cuda"
         numbers = [_number(name) for name in subject.devices if name != "cpu"]
         self._num_gpus = max(numbers, default=0) + 1
@@ -154,7 +153,7 @@ class Run(Steps):
     @contextmanager
     def _on_devices(self) -> Iterator[None]:
         devices = {name: self._device(device) for name, device in self._tensor_devices()}
-        with borrowed(self.subject.model, devices, self._placed()):
+        with borrowed(self.subject.model, devices, self._placed()) as self._borrowing:
             yield
 
     def _placed(self) -> dict[nn.Module, torch.device]:
@@ -196,7 +195,9 @@ class Run(Steps):
         try:
             with eager(), referee.watching():
                 assert self._first is not None
-                self.result = run(subject, self._first, self)
+                result = run(subject, self._first, self)
+                referee.gathering.step_ended()
+                self.ended(result)
         except DuokaError as error:
             if not isinstance(error, virtual.UnknownValueError):
                 raise
@@ -219,6 +220,9 @@ class Run(Steps):
         self.referee.step += 1
         self.referee.gathering.step_ended()
         self.watch.begin(phase)
+
+    def ended(self, result: Any) -> None:
+        """The run came to its end."""
 
     def mark(self, kind: str, tensors: Any) -> None:
         """Some tensors are of this kind."""
@@ -255,6 +259,12 @@ class Run(Steps):
         yield from self.referee.gathering.warnings()
 
     def _notes(self) -> Iterator[str]:
+        if self._borrowing.num_replaced:
+            yield (
+                "a graph that the model's code left alive holds parameters: "
+                f"{self._borrowing.num_replaced} of the model's are other objects now, with the "
+                "same contents; make its optimizers anew"
+            )
         yield from self.subject.notes
         names = list(_compiled(self.subject.model))
         if names:

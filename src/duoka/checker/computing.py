@@ -82,11 +82,14 @@ class _Computation(Run):
         model = self.subject.model
         model.register_forward_hook(self._called, always_call=False)
         stop = super()._run()
-        self._keep("result", self.result)
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 self._keep(f"gradient of {name}", parameter.grad)
         return stop
+
+    def ended(self, result: Any) -> None:
+        """Keep what the run returned."""
+        self._keep("result", result)
 
     def _called(self, module: nn.Module, args: Any, output: Any) -> None:
         self._num_calls += 1

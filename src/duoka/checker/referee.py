@@ -10,6 +10,7 @@ operation itself.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -64,6 +65,7 @@ _ASKED: Any = (
 )
 _METHOD = "torch.Tensor."
 _SAME_DEVICE = "same device"
+_DEVICE = re.compile(r"\bvgpu:\d+\b|\bcpu\b")
 
 # Out-of-place twins of writes: the result is the first operand with something put into it.
 _TWINS = frozenset(
@@ -450,7 +452,7 @@ class _Met:
         self.kwargs = kwargs
         self.frame = frame
         # What PyTorch itself refuses before it comes to an ATen operation has only a text.
-        self.is_mix = _SAME_DEVICE in str(error)
+        self.is_mix = _SAME_DEVICE in str(error) or len(set(_DEVICE.findall(str(error)))) > 1
         self.kernel = ""
         self.written: torch.Tensor | None = None
         self.for_cpu: torch.Tensor | None = None

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -192,7 +193,9 @@ def _held(cache: Any) -> Any:
     layers = getattr(cache, "layers", None)
     if layers is not None:
         return [vars(layer) for layer in layers]
-    return vars(cache) if hasattr(cache, "__dict__") else cache
+    if not hasattr(cache, "__dict__"):
+        return cache
+    return [_held(each) if hasattr(each, "layers") else each for each in vars(cache).values()]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -214,6 +217,11 @@ def _on(value: Any, device: torch.device) -> Any:
     if isinstance(value, PackedSequence):
         packed: Any = value
         return packed.to(device)  # its batch sizes stay on the CPU
+    if is_dataclass(value) and not isinstance(value, (type, MutableMapping)):
+        parts = {each.name: _on(getattr(value, each.name), device) for each in fields(value)}
+        return replace(
+            value, **{each.name: parts[each.name] for each in fields(value) if each.init}
+        )
     if isinstance(value, MutableMapping):
         # A shallow copy keeps the class: transformers' outputs are mappings.
         moved = copy.copy(value)
@@ -224,6 +232,8 @@ def _on(value: Any, device: torch.device) -> Any:
         return type(value)(*(_on(item, device) for item in value))
     if isinstance(value, (list, tuple)):
         return type(value)(_on(item, device) for item in value)
+    if callable(move := getattr(value, "to", None)) and not isinstance(value, (type, nn.Module)):
+        return move(device)
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -11,12 +12,13 @@ import torch
 from torch import nn
 
 from ..dispatching import is_callable, tensor_names
-from ..errors import Faults
+from ..errors import Faults, PlacementError
 from ..workload import Workload
 
 Entries = tuple[tuple[str, str], ...]
 
 _NEAREST = 3
+_DEVICE = re.compile(r"cpu|(?:cuda|vgpu):\d{1,3}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,7 +74,16 @@ class Subject:
 
 def read_entries(device_map: Mapping[Any, Any]) -> Entries:
     """A map as people write it: devices are names, numbers of GPUs or stages, or torch's own."""
-    return tuple((str(name), device_name(device)) for name, device in device_map.items())
+    entries = tuple((str(name), device_name(device)) for name, device in device_map.items())
+    wrong = [name for name, device in entries if not _DEVICE.fullmatch(device)]
+    if wrong:
+        raise PlacementError(
+            f"{device_map[wrong[0]]!r} is no device that can be checked: the map has it for "
+            + ", ".join(repr(name) for name in wrong),
+            hint='GPUs can be ("cuda:1", or its number), and "cpu"',
+            faults=Faults(misplaced=tuple(wrong)),
+        )
+    return entries
 
 
 def device_name(device: object) -> str:
