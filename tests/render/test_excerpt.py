@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import io
+import linecache
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fuzzing import fuzz
+from hypothesis import given
+from hypothesis import strategies as st
 from reports import place_of
+from rich.cells import cell_len
 from rich.console import Console
 
 from duoka.render import plain
@@ -137,3 +142,23 @@ def test_cells() -> None:
     assert expanded("\ta\tb") == "    a   b"
     assert (first_from("a多b", 2), first_from("a多b", 99)) == (2, 3)
     assert (first_beyond("a多b", 2), first_beyond("a多b", 3)) == (1, 2)
+
+
+WIDTHS = st.sampled_from((24, 40, 80))
+LINES = st.lists(st.text(max_size=60), min_size=1, max_size=12)
+
+
+@fuzz(100)
+@given(lines=LINES, numbers=st.lists(st.integers(0, 70), min_size=8, max_size=8), width=WIDTHS)
+def test_any_text_and_any_place(lines: list[str], numbers: list[int], width: int) -> None:
+    source = "\n".join(lines)
+    name = f"<excerpt {abs(hash(source))}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    first, last, start, stop, *inner = numbers
+    place = Place(file=name, line=first, column=start, end_line=last, end_column=stop)
+    within = Place(
+        file=name, line=inner[0], column=inner[1], end_line=inner[2], end_column=inner[3]
+    )
+    text = plain(Excerpt(place, [Mark(place=within, label="cuda:1")]), width)
+    assert all(cell_len(line) <= width for line in text.splitlines())
+    linecache.cache.pop(name)

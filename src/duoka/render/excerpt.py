@@ -72,7 +72,7 @@ class Excerpt:
                 yield Text(f"{gap:>{digits}} {bar}", style="dim")
             before = number
             yield _numbered(f"{number:>{digits}} {bar} ", window.line(texts[number]))
-            for under in _under(window.spans(number), room, ascii_only=options.ascii_only):
+            for under in self._under(window.spans(number), room, ascii_only=options.ascii_only):
                 yield _numbered(f"{'':{digits}} {bar} ", under)
 
     def _numbers(self, lines: Mapping[int, str]) -> list[int]:
@@ -99,6 +99,26 @@ class Excerpt:
             span = _span(mark, lines[mark.place.line])
             found.setdefault(mark.place.line, []).append(span)
         return found
+
+    def _under(self, spans: Iterator[_Span], room: int, *, ascii_only: bool) -> Iterator[Text]:
+        """What stands under a line: arrows under its expressions, then a label for each."""
+        line, stem = ("-", "|") if ascii_only else ("─", "│")
+        found = sorted(spans, key=lambda span: span.start)
+        marks = [span for span in found if span.label]
+        under: dict[int, tuple[str, str]] = {}
+        for span in [span for span in found if not span.label]:
+            sign = line if self._marks else "^"
+            under = dict.fromkeys(range(span.start, span.stop), (sign, "red"))
+        for mark in marks:
+            under |= dict.fromkeys(range(mark.start, mark.stop), ("^", mark.style))
+        if under:
+            yield _row(under)
+        while marks:
+            last = marks.pop()
+            start = max(min(last.start, room - len(last.label)), 0)
+            under = {mark.start: (stem, mark.style) for mark in marks}
+            under |= {cell: (sign, last.style) for cell, sign in enumerate(last.label, start)}
+            yield _row(under)
 
 
 class _Window:
@@ -189,27 +209,6 @@ def _texts(lines: Mapping[int, str], *, coloured: bool) -> dict[int, Text]:
         if [line.plain for line in lit[: len(plain)]] == list(plain.values()):
             texts = dict(zip(plain, lit, strict=False))
     return texts
-
-
-def _under(spans: Iterator[_Span], room: int, *, ascii_only: bool) -> Iterator[Text]:
-    """What stands under a line: arrows under its expressions, then a label for each."""
-    line, stem = ("-", "|") if ascii_only else ("─", "│")
-    found = sorted(spans, key=lambda span: span.start)
-    marks = [span for span in found if span.label]
-    under: dict[int, tuple[str, str]] = {}
-    for span in [span for span in found if not span.label]:
-        sign = line if marks else "^"
-        under = dict.fromkeys(range(span.start, span.stop), (sign, "red"))
-    for mark in marks:
-        under |= dict.fromkeys(range(mark.start, mark.stop), ("^", mark.style))
-    if under:
-        yield _row(under)
-    while marks:
-        last = marks.pop()
-        start = max(min(last.start, room - len(last.label)), 0)
-        under = {mark.start: (stem, mark.style) for mark in marks}
-        under |= {cell: (sign, last.style) for cell, sign in enumerate(last.label, start)}
-        yield _row(under)
 
 
 def _row(signs: Mapping[int, tuple[str, str]]) -> Text:
