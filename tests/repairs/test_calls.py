@@ -9,6 +9,20 @@ from repairing import Shape, changed, repair_shape
 
 SHAPES = [
     Shape(
+        name="module-whose-parameters-are-placed",
+        body="""
+        h = self.b(self.a(x))
+        return self.head(h)
+        """,
+        init="""
+        self.head = nn.Linear(4, 4)
+        """,
+        device_map={"a": 0, "b": 1, "head.weight": 0, "head.bias": 0},
+        lines=[
+            "return self.head(h.to(self.head.weight.device))",
+        ],
+    ),
+    Shape(
         name="call-call",
         body="""
         return self.a(x) + self.b(x)

@@ -23,7 +23,7 @@ from .lists import each_of, folded_items, items_of
 from .operands import completed
 from .sources import SourceError, Sources
 from .tables import Table, as_buffer
-from .trees import Edit, Tree
+from .trees import Edit, Tree, folded
 
 _MOST = 12
 """How many ways are tried for one fault."""
@@ -128,10 +128,38 @@ def _ways(site: Site, operand: Operand) -> Iterator[Cure]:
         items = items_of(tree, node, operand)
     if items is not None:
         yield from map(Cure, each_of(items, fault, site.subject))
-    elif node is None:
+    elif node is not None and _is_written(operand):
+        if isinstance(node, cst.BaseExpression):
+            yield from map(Cure, _at_use(site, node))
+    elif edits := tuple(_at_module(site)):
+        yield Cure(edits)
+    else:
         yield from map(Cure, at_hidden(tree, fault, site.subject))
-    elif isinstance(node, cst.BaseExpression):
-        yield from map(Cure, _at_use(site, node))
+
+
+def _is_written(operand: Operand) -> bool:
+    """Whether the expression at an operand's place is the operand itself."""
+    return operand.place is None or folded(operand.expression) == folded(operand.place.text)
+
+
+def _at_module(site: Site) -> Iterator[Edit]:
+    """Bring the arguments of a module to its parameter, which can't move without the module."""
+    tree, fault = site.tree, site.fault
+    call = tree.find(fault.place)
+    if not isinstance(call, cst.Call):
+        return
+    called = f"{folded(tree.code(call.func))}."
+    own = [
+        each.expression
+        for each in fault.operands
+        if each.moved and folded(each.expression).startswith(called)
+    ]
+    given = {each.value for each in call.args}
+    for other in fault.operands if own else ():
+        node = tree.find(other.place)
+        stays = not other.moved and other.device == fault.target
+        if stays and node in given and isinstance(node, cst.BaseExpression):
+            yield move(tree, node, f"{own[0]}.device")
 
 
 def _at_use(site: Site, node: cst.BaseExpression) -> Iterator[tuple[Edit, ...]]:
