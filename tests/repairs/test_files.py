@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import warnings
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,16 @@ def test_calls_of_several_lines_keep_their_form(tmp_path: Path) -> None:
     )
     wanted = wanted.replace("2.0)", "2.0, device=h.device)")
     assert patch.after == wanted
+
+
+def test_what_python_warns_of_is_left_alone(tmp_path: Path) -> None:
+    line = "s = '\\d' is 'd'; h = h + x"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = load(write(tmp_path, TEXT.format(line=line)))
+    repairs: Repairs = repaired(build(module.Model), {"a": 0, "b": 1}, X)[1]
+    assert repairs.proved, [patch.reason for patch in repairs]
+    assert changed(repairs) == [line.replace("h + x", "h + x.to(h.device)")]
 
 
 def test_a_patched_file_needs_no_repair(tmp_path: Path) -> None:

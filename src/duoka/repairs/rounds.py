@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from ..checker import Subject
 from ..report import Fault, Place, Report
 from .cures import Cure, cures
 from .matching import Lines, is_same
-from .sources import SourceError, Sources
+from .sources import SourceError, Sources, parse_quietly
 from .swapping import SwapError
 from .tables import Table
 from .trees import Edit
@@ -85,7 +84,7 @@ def _is_python(cure: Cure) -> bool:
     """Whether the text after a way is still Python."""
     for tree in {edit.tree: None for edit in cure.edits}:
         try:
-            ast.parse(tree.apply(cure.edits).encode())
+            parse_quietly(tree.apply(cure.edits))
         except (SyntaxError, cst.CSTValidationError, cst.ParserSyntaxError):
             return False
     return True
@@ -120,6 +119,7 @@ class Round:
         self._base = base
         self.choices = [Choice(fault, cures(fault, sources, subject)) for fault in faults]
         self.postponed: list[Choice] = []
+        self._line_maps: dict[tuple[str, str], Lines] = {}
 
     def run(self, check: Check, budget: Budget) -> tuple[Draft, Report]:
         """Change which ways are tried until none of these faults is left that could be cured.
@@ -216,7 +216,10 @@ class Round:
             before = self._sources.text(file)
         except SourceError:
             return Lines("", "")
-        return Lines(before, draft.texts.get(file, before))
+        after = draft.texts.get(file, before)
+        if (file, after) not in self._line_maps:
+            self._line_maps[file, after] = Lines(before, after)
+        return self._line_maps[file, after]
 
 
 def _changes(choice: Choice, place: Place) -> bool:

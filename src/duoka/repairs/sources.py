@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import linecache
+import warnings
 from pathlib import Path
 
 import libcst as cst
@@ -78,3 +80,17 @@ def read_source(path: Path) -> str:
         return read_bytes(path, most_bytes=_MOST_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
         raise SourceError(f"{path} can't be read: {why(error)}") from error
+
+
+def parse_quietly(text: str) -> ast.Module:
+    """The syntax tree of a text; what Python would warn of is its author's affair.
+
+    Raises
+    ------
+    SyntaxError
+        If it isn't Python.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # As bytes, so that it may begin with a mark, as files do.
+        return ast.parse(text.encode())

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import gc
 import linecache
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType, FunctionType
+
+from .sources import parse_quietly
 
 _COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
 _REWRITTEN = "@pytest_ar"
@@ -167,8 +170,9 @@ def _differ(was: CodeType, now: CodeType) -> bool:
 
 def _codes(text: str, file: str) -> list[CodeType]:
     """The code of every function, lambda and class, in the order of the text."""
-    # As bytes, which `compile` reads as it reads a file.
-    module = compile(text.encode(), file, "exec", dont_inherit=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the text, when it was imported
+        module = compile(parse_quietly(text), file, "exec", dont_inherit=True)
     return [code for code in _inside(module) if code.co_name not in _COMPREHENSIONS]
 
 
