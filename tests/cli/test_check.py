@@ -15,6 +15,7 @@ import yaml
 from PIL import Image
 
 import duoka
+from duoka.errors import MachineError
 from duoka.report import Report
 
 from .conftest import GPUS, SIZES, Program
@@ -277,3 +278,21 @@ def test_the_action_of_the_documentation(faulty: Path, program: Program) -> None
     assert program(*arguments).returncode == 13
     [run] = json.loads(Path(upload["sarif_file"]).read_text(encoding="utf-8"))["runs"]
     assert len(run["results"]) >= 1
+
+
+@pytest.mark.parametrize("json_option", [(), ("--json",)])
+def test_what_was_found_is_told_also_where_nothing_can_be_written(
+    json_option: tuple[str, ...],
+    faulty: Path,
+    program: Program,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(patches: Any) -> None:
+        raise MachineError("the disk is full")
+
+    monkeypatch.setattr("duoka.repairs.apply_in_place", refuse)
+    done = check(program, faulty, *SIZES, "--fix", "--in-place", *json_option)
+    assert done.returncode == 12
+    assert "modeling_faulty.py" in done.stdout
+    assert "+        gathered = " in done.stdout
+    assert "error: the disk is full" in done.stderr

@@ -133,12 +133,16 @@ def check(
         from duoka.sarif import dumps
 
         outputs.write(sarif, dumps(report) + "\n", "the SARIF log")
+    if not json:
+        _print(report, advice=not fix)
     repaired = fixes.repair(report) if fix else None
     if json:
         found = report.to_dict() | ({} if repaired is None else repaired.to_dict())
         typer.echo(json_format.dumps(found, indent=1, ensure_ascii=False))
-    else:
-        _print(report, repaired)
+    if repaired is not None:
+        if not json:
+            repaired.print(stdout())
+        repaired.write()
     if not report.ok and not (repaired is not None and repaired.cures(report)):
         raise typer.Exit(NOT_OK)
 
@@ -191,10 +195,7 @@ def _save_map(report: Report, file: Path) -> None:
         stderr().print("no device map was saved: the model's code stopped before there was one")
 
 
-def _print(report: Report, repaired: fixing.Repaired | None) -> None:
+def _print(report: Report, *, advice: bool) -> None:
     from duoka.render import render_report
 
-    console = stdout()
-    console.print(render_report(report, advice=repaired is None))
-    if repaired is not None:
-        repaired.print(console)
+    stdout().print(render_report(report, advice=advice))

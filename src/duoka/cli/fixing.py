@@ -53,16 +53,11 @@ class Fixes:
         return self.output or _DIRECTORY
 
     def repair(self, report: Report) -> Repaired:
-        """Find changes, prove them, and write them."""
-        from duoka.repairs import apply, apply_in_place, repair
+        """Find changes and prove them; nothing is written yet."""
+        from duoka.repairs import repair
 
         with working("repairing, and proving it"):
-            repairs = repair(report)
-        if self.in_place:
-            files = apply_in_place([patch for patch in repairs if patch.proved])
-        else:
-            files = apply(repairs, self._directory)
-        return Repaired(repairs, is_in_place=self.in_place, files=files)
+            return Repaired(repair(report), None if self.in_place else self._directory)
 
 
 class Repaired:
@@ -71,15 +66,28 @@ class Repaired:
     Parameters
     ----------
     repairs : Repairs
-    is_in_place : bool
-        The files themselves were changed, where that was proved.
-    files : tuple of Path
-        What was written.
+    directory : Path, optional
+        Where changed copies go; None to change the files themselves, where that is proved.
     """
 
-    def __init__(self, repairs: Repairs, *, is_in_place: bool, files: tuple[Path, ...]) -> None:
+    def __init__(self, repairs: Repairs, directory: Path | None) -> None:
         self._repairs = repairs
-        self._is_in_place = is_in_place
+        self._directory = directory
+
+    def write(self) -> None:
+        """Write the changes, and say where.
+
+        Raises
+        ------
+        UsageError, MachineError
+            If that isn't possible.
+        """
+        from duoka.repairs import apply, apply_in_place
+
+        if self._directory is None:
+            files = apply_in_place([patch for patch in self._repairs if patch.proved])
+        else:
+            files = apply(self._repairs, self._directory)
         for file in files:
             stderr().print(f"saved to {file}", markup=False, soft_wrap=True)
 
@@ -89,7 +97,7 @@ class Repaired:
         # What had to stay whole had to because of the faults.
         is_named = not (found.missing or found.unknown or found.doubled or found.misplaced)
         is_well = is_named and report.fits and report.stop is None
-        return self._is_in_place and is_well and self._repairs.proved
+        return self._directory is None and is_well and self._repairs.proved
 
     def to_dict(self) -> dict[str, Any]:
         """What is added to a report's JSON form."""
@@ -115,7 +123,7 @@ class Repaired:
                 console.print(Text(patch.diff.rstrip("\n")), soft_wrap=True)
             verdict = ("proved", "bold green") if patch.proved else ("not proved", "bold red")
             reason = f": {patch.reason}" if patch.reason else ""
-            if self._is_in_place and not patch.proved:
+            if self._directory is None and not patch.proved:
                 reason += "; the file is as it was"
             console.print(Text.assemble(verdict, reason), soft_wrap=True)
         for fault, reason in self._repairs.uncured:
