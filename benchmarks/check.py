@@ -34,7 +34,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from duoka.errors import ModelError
+from duoka.errors import ModelError, VirtualDeviceError
 from duoka.placement import Placement
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -257,7 +257,7 @@ def own_maps(model: Any, inputs: dict[str, Any]) -> Iterator[tuple[int, int, Pla
     subject = Subject(fingerprint="benchmark")
     try:
         profile = trace_call(without_data(model), subject, inputs)
-    except ModelError:
+    except (ModelError, VirtualDeviceError):
         # A tower that reads pixels can't be traced without them. It goes where its relatives go.
         text = {name: value for name, value in inputs.items() if name in TEXT}
         profile = trace_call(without_data(model), subject, text)

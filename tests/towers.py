@@ -92,6 +92,23 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+UNSERVED = {
+    "a configuration that the rules above don't make, or a library that isn't there": (
+        "chameleon", "dots3_note", "emu3", "fast_vlm", "gemma3n", "granite4_vision", "hunyuan_vl",
+        "inkling_mm_model", "muse_spark", "nemotron_h_omni", "perception_lm", "pp_formulanet",
+    ),
+    "pictures that need torchvision, or come in a way of the family's own": (
+        "deepseek_ocr2", "deepseek_vl_hybrid", "fuyu", "gemma4_unified", "inkling2", "kimi_k25",
+        "lfm2_vl", "llama4", "minicpm_ocr", "molmo2", "muse_glimmer", "udop", "unlimited_ocr",
+    ),
+    "takes no pictures": ("diffusion_gemma", "evolla", "mistral4", "pi0"),
+    "code that reads pixels, so that it can't be traced without them": (
+        "gemma4", "idefics2", "idefics3", "smolvlm",
+    ),
+    "later calls need more than a token": ("idefics", "kosmos-2", "t5gemma2"),
+}  # fmt: skip
+"""Families that aren't held to be clean with pictures, by reason."""
+
 
 def all_names() -> list[str]:
     """Name every family that transformers has an image-text class for."""
