@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from ..dispatching import install_on, tensor_names
 from ..virtual import VirtualTensor
-from .contents import Contents, refill
+from .contents import CONTAINERS, Contents, refill
 
-_COPIED = (dict, list, set)
 _SCALE = 0.02
 
 
@@ -151,17 +150,13 @@ def _data_on(tensor: Tensor, device: torch.device) -> Tensor:
 def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
     """Attributes, with the content of their containers as it is now."""
     return {
-        name: (value, value.copy() if type(value) in _COPIED or _is_table(value) else None)
+        name: (value, value.copy() if type(value) in CONTAINERS else None)
         for name, value in attributes.items()
     }
 
 
 def _values(content: Any) -> Any:
     return list(content.values()) if isinstance(content, dict) else list(content)
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict)  # hooks lie in ordered ones
 
 
 def _put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:

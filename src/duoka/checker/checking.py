@@ -103,6 +103,7 @@ class Run(Steps):
             subject.budgets.get(f"{self._prefix}:{index}") for index in range(self._num_gpus)
         ]
         self._first: torch.device | None = None
+        self._told: list[str] = []
 
     def report(self) -> Report:
         """Run, and say what was found."""
@@ -224,6 +225,10 @@ class Run(Steps):
     def ended(self, result: Any) -> None:
         """The run came to its end."""
 
+    def note(self, text: str) -> None:
+        """Something was done otherwise than the model's users would."""
+        self._told.append(text)
+
     def mark(self, kind: str, tensors: Any) -> None:
         """Some tensors are of this kind."""
         self.watch.mark(kind, tensors)
@@ -266,6 +271,7 @@ class Run(Steps):
                 "same contents; make its optimizers anew"
             )
         yield from self.subject.notes
+        yield from self._told
         names = list(_compiled(self.subject.model))
         if names:
             yield f"compiled code was run eagerly: {', '.join(names)}"

@@ -7,6 +7,7 @@ check, so what came to hold one is made to hold what it held.
 from __future__ import annotations
 
 import types
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from enum import Enum
 from typing import Any
@@ -16,8 +17,13 @@ from torch import nn
 
 from ..virtual import VirtualTensor
 
-_MOST_DEPTH = 6
-_MOST_ITEMS = 100_000
+MOST_DEPTH = 6
+"""How far down containers are followed."""
+
+CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
+"""Those that are copied and filled again; others may do more than hold."""
+
+_MOST_ITEMS = 10_000
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.dtype)
 _NO_HOLDERS = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module, Enum)
 
@@ -28,12 +34,12 @@ class Contents:
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, Any]] = {}
 
-    def note(self, value: Any) -> None:
+    def note(self, value: Any, *, depth: int = MOST_DEPTH) -> None:
         """Take down what a value holds, and what that holds; modules have an order of their own."""
-        self._note(value, 0)
+        self._note(value, MOST_DEPTH - depth)
 
     def _note(self, value: Any, depth: int) -> None:
-        if isinstance(value, _PLAIN) or depth > _MOST_DEPTH:
+        if isinstance(value, _PLAIN) or depth >= MOST_DEPTH:
             return
         container = _container(value)
         if container is not None:
@@ -61,16 +67,16 @@ def refill(container: Any, content: Any) -> None:
 
 def _container(value: Any) -> Any:
     """What can be put back: the value itself, or the attributes of a plain object."""
-    if isinstance(value, (list, dict, set)):
+    if type(value) in CONTAINERS:
         return value
-    if isinstance(value, _NO_HOLDERS):
+    if isinstance(value, (*_NO_HOLDERS, dict, list, set)):
         return None
     return getattr(value, "__dict__", None)
 
 
 def _items(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
-        yield from list(value.values())
+        yield from list(dict.values(value))
     elif isinstance(value, (list, tuple, set, frozenset)):
         yield from list(value)
 
@@ -82,23 +88,19 @@ def _is_virtual(value: Any) -> bool:
     return isinstance(value, VirtualTensor)
 
 
-def holds_virtual(value: Any) -> bool:
+def holds_virtual(value: Any, *, depth: int = MOST_DEPTH) -> bool:
     """Whether a value is a virtual tensor, or a container that leads to one."""
-    return _leads_to_virtual(value, 0, {})
+    return _leads_to_virtual(value, depth, set())
 
 
-def _leads_to_virtual(value: Any, depth: int, known: dict[int, int]) -> bool:
-    """The same from a depth on; `known` are the depths of what was gone through.
-
-    A logger knows its manager, which knows all loggers: without it this would never end.
-    """
+def _leads_to_virtual(value: Any, depth: int, seen: set[int]) -> bool:
     if _is_virtual(value):
         return True
-    if isinstance(value, _PLAIN) or depth > min(_MOST_DEPTH, known.get(id(value), depth + 1) - 1):
+    if isinstance(value, _PLAIN) or depth == 0 or id(value) in seen:
         return False
-    known[id(value)] = depth
+    seen.add(id(value))
     container = _container(value)
-    return any(
-        _leads_to_virtual(item, depth + 1, known)
-        for item in _items(value if container is None else container)
-    )
+    held = value if container is None else container
+    if isinstance(held, (dict, list, set)) and len(held) > _MOST_ITEMS:
+        return False
+    return any(_leads_to_virtual(item, depth - 1, seen) for item in _items(held))

@@ -10,14 +10,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 
-from .contents import Contents, holds_virtual
+from .contents import MOST_DEPTH, Contents, holds_virtual
 from .sources import is_installed
 
+_OF_LIBRARIES = 1
 _LruCache = type(cache(len))
 
 
@@ -27,9 +28,9 @@ def kept_as_before(model: nn.Module) -> Iterator[None]:
     namespaces: list[Any] = [*_own_modules(model), *_own_classes(model)]
     before = [(each, dict(vars(each))) for each in namespaces]
     contents = Contents()
-    for _, noted in before:
+    for namespace, noted in before:
         for value in noted.values():
-            contents.note(value)
+            contents.note(value, depth=_depth(namespace))
     try:
         yield
     finally:
@@ -41,6 +42,12 @@ def kept_as_before(model: nn.Module) -> Iterator[None]:
                 function = getattr(value, "__func__", value)  # of a static method
                 if isinstance(function, _LruCache):
                     function.cache_clear()
+
+
+def _depth(namespace: Any) -> int:
+    """How far to follow: a library's registries are deep, and hold no tensors of a model's."""
+    module = sys.modules.get(getattr(namespace, "__module__", namespace.__name__))
+    return _OF_LIBRARIES if is_installed(getattr(module, "__file__", None)) else MOST_DEPTH
 
 
 def _own_classes(model: nn.Module) -> Iterator[type]:
@@ -59,22 +66,25 @@ def _own_modules(model: nn.Module) -> Iterator[ModuleType]:
     found = {name: sys.modules[name] for name in names if name in sys.modules}
     for module in list(found.values()):
         for value in list(vars(module).values()):
-            name = value.__name__ if isinstance(value, ModuleType) else _home(value)
-            other = sys.modules.get(name or "")
-            if other is not None and not is_installed(getattr(other, "__file__", None)):
+            other = _home(value)
+            if other is not None and not is_installed(vars(other).get("__file__")):
                 found[other.__name__] = other
     yield from found.values()
 
 
-def _home(value: Any) -> str | None:
-    name = getattr(value, "__module__", None)
-    return name if isinstance(name, str) else None
+def _home(value: Any) -> ModuleType | None:
+    """The module that a global is, or was defined in; nothing else is asked, for it may answer."""
+    if isinstance(value, ModuleType):
+        return value
+    if isinstance(value, (FunctionType, type)):
+        return sys.modules.get(value.__module__)
+    return None
 
 
 def _put_back(namespace: Any, noted: dict[str, Any]) -> None:
     """Put back what holds tensors of virtual GPUs now; the rest is the code's own affair."""
     for name, value in list(vars(namespace).items()):
-        if not holds_virtual(value):
+        if not holds_virtual(value, depth=_depth(namespace)):
             continue
         if name not in noted:
             delattr(namespace, name)

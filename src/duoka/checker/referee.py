@@ -446,7 +446,8 @@ class _Met:
         kwargs: dict[str, Any],
         frame: FrameType,
     ) -> None:
-        self.error = error
+        # Its frames hold this, which holds it: nothing would let go of the tensors.
+        self.error = error.with_traceback(None)
         self.func = func
         self.args = args
         self.kwargs = kwargs

@@ -15,9 +15,13 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import UsageError
 from ..tracing import Stepper
+from ..virtual import UnknownValueError
 from .subject import Subject
 
 DECODE_STEPS = 2
+BETWEEN = "decode, many steps"
+"""The phase in which a cache is made longer without a step for each token."""
+
 _TRAIN_STEPS = 2
 _IGNORED = -100
 _CACHES = ("past_key_values", "cache_params", "presents", "kv_cache", "kv_caches", "cache")
@@ -31,6 +35,9 @@ class Steps:
 
     def mark(self, kind: str, tensors: Any) -> None:
         """The memory of these tensors is of this kind."""
+
+    def note(self, text: str) -> None:
+        """Something was done otherwise than the model's users would."""
 
 
 def run(subject: Subject, device: torch.device, steps: Steps) -> Any:
@@ -115,9 +122,19 @@ def _infer(model: nn.Module, call: Callable[[], Any], kwargs: dict[str, Any], st
         steps.begin("forward")
         outputs = call()
         if again:
-            steps.begin("decode")
-            model(**again)
+            _try_decode(model, again, steps)
     return outputs
+
+
+def _try_decode(model: nn.Module, arguments: dict[str, Any], steps: Steps) -> None:
+    """A call with the cache, which nobody gave: it may not be how this model is called."""
+    steps.begin("decode")
+    try:
+        model(**arguments)
+    except UnknownValueError:
+        raise
+    except Exception as error:
+        steps.note(f"a call with the cache and one token was tried, and failed: {error}")
 
 
 def _decode_arguments(
@@ -181,6 +198,7 @@ def _generate(subject: Subject, device: torch.device, steps: Steps) -> Any:
             step("decode", 1)
         skipped = left - 2 * DECODE_STEPS
         if skipped > 0:
+            steps.begin(BETWEEN)
             stepper.lengthen(skipped)
             steps.mark("cache", tensors_in(_held(stepper.cache)))
         for _ in range(min(max(left - DECODE_STEPS, 0), DECODE_STEPS)):

@@ -13,6 +13,7 @@ import torch
 from ..report import PeakMemory, Sync, Transfer
 from ..virtual import Gpu, VirtualTensor
 from .names import Names
+from .running import BETWEEN
 from .sources import Spot, model_frame, place_of, spot_of
 
 _aten = torch.ops.aten
@@ -105,7 +106,7 @@ class Watch:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         """Hear of an ATen operation."""
-        if not self.steps:
+        if self.phase in ("", BETWEEN):
             return
         if func in _COPIES:
             self._copied(func, args, result)
