@@ -16,7 +16,7 @@ from torch import nn
 
 from .. import virtual
 from ..dispatching import moving_modules
-from ..errors import DuokaError
+from ..errors import DuokaError, ModelError
 from ..placement import Placement
 from ..report import Fault, PeakMemory, Place, Report, Stop
 from .borrowing import borrowed
@@ -35,6 +35,7 @@ from .subject import (
 )
 from .watch import Watch
 
+_MOST_NAMED = 5
 REAL_BYTES = 2**30
 """The largest model that is run with real numbers where its code reads values."""
 
@@ -44,12 +45,27 @@ def check_subject(subject: Subject) -> Report:
     started = time.perf_counter()
     virtual.register()
     forget_sources()
+    _refuse_scripted(subject)
     with random_state_kept():
         report = Run(subject, "meta").report()
         # Code that reads values, or an operation without a shape rule, may run with real numbers.
         if report.stop is not None and num_bytes(subject.model) <= REAL_BYTES:
             report = _further(report, Run(subject, "cpu").report())
     return replace(report, seconds=time.perf_counter() - started, subject=subject)
+
+
+def _refuse_scripted(subject: Subject) -> None:
+    scripted = [
+        name
+        for name, module in subject.model.named_modules()
+        if isinstance(module, torch.jit.ScriptModule)
+    ]
+    if scripted:
+        raise ModelError(
+            f"{subject.name} holds TorchScript, which has no Python code to check: "
+            + ", ".join(name or "the model itself" for name in scripted[:_MOST_NAMED]),
+            hint="check the model before torch.jit.script or torch.jit.trace",
+        )
 
 
 def _further(report: Report, real: Report) -> Report:
@@ -183,7 +199,7 @@ class Run(Steps):
         with kept_as_before(subject.model), world, self._on_devices():
             placed = self._placed()
             placed.pop(subject.model, None)
-            watch_entries(placed, enter)
+            watch_entries(placed, enter, [])
             # Whatever goes wrong before is told by the run that counts.
             with suppress(_FirstFound, Exception), eager(), Referee(self._names()).watching():
                 run(subject, first, Steps())
@@ -192,7 +208,7 @@ class Run(Steps):
     def _run(self) -> Stop | None:
         subject, referee = self.subject, self.referee
         # The hooks go with the model's attributes, which are put back.
-        watch_entries(self._placed(), self._entered)
+        watch_entries(self._placed(), self._entered, self.referee.running)
         try:
             with eager(), referee.watching():
                 assert self._first is not None

@@ -21,7 +21,7 @@ Entered = Callable[[torch.device], None]
 
 
 def watch_entries(
-    placed: Mapping[nn.Module, torch.device], entered: Entered
+    placed: Mapping[nn.Module, torch.device], entered: Entered, running: list[torch.device]
 ) -> list[torch.utils.hooks.RemovableHandle]:
     """Call `entered` with the device of each placed module, or part of one, that is entered.
 
@@ -30,6 +30,8 @@ def watch_entries(
     placed : mapping of nn.Module to torch.device
         They have movers already (see `dispatching.install_on`).
     entered : callable
+    running : list of torch.device
+        Is kept: the devices of the placed modules that are running, innermost last.
 
     Returns
     -------
@@ -37,7 +39,7 @@ def watch_entries(
     """
     handles = []
     for module, device in placed.items():
-        region = _Region(device, entered)
+        region = _Region(device, entered, running)
         handles.append(module.register_forward_pre_hook(region.enter))
         handles.append(module.register_forward_hook(region.leave, always_call=True))
         for part in _parts(module, placed):
@@ -59,9 +61,10 @@ def _parts(module: nn.Module, placed: Mapping[nn.Module, torch.device]) -> list[
 class _Region:
     """A placed module with its parts."""
 
-    def __init__(self, device: torch.device, entered: Entered) -> None:
+    def __init__(self, device: torch.device, entered: Entered, running: list[torch.device]) -> None:
         self._device = device
         self._entered = entered
+        self._all_running = running
         self._running = 0
         self._mover = Mover(device, Frames())
 
@@ -71,11 +74,13 @@ class _Region:
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook of the placed module."""
         self._running += 1
+        self._all_running.append(self._device)
         self._entered(self._device)
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook of the placed module, on errors too."""
         self._running -= 1
+        self._all_running.pop()
         acquit(list(tensors_in(output)))
 
     def enter_part(

@@ -145,13 +145,20 @@ def reason_for(
     target: str,
     written: torch.Tensor | None,
     devices: frozenset[str],
+    home: str | None,
 ) -> Finding | None:
-    """The earlier fault without which this one would not be."""
+    """The earlier fault without which this one would not be.
+
+    `home` is the device of the placed module whose code is running: what an earlier fault took
+    away from there causes a fault where it meets something of that module.
+    """
     for _, tensor in tensors:
         cause: Finding | None = vars(tensor).get(CAUSE)
         if cause is None:
             continue
         if id(tensor) in moved and target in cause.devices:
+            return cause
+        if id(tensor) not in moved and target != home and home in cause.devices & devices:
             return cause
         if tensor is written and cause.devices & devices - {target}:
             return cause

@@ -91,6 +91,7 @@ class Referee(TorchFunctionMode):
         self.phase = "forward"
         self.step = 0
         self.stage: torch.device | None = None
+        self.running: list[torch.device] = []
         self.findings: dict[tuple[Any, ...], Finding] = {}
         self.hard_coded: dict[Spot, tuple[str, str, int]] = {}
         self.current = CurrentDevice()
@@ -301,7 +302,8 @@ class Referee(TorchFunctionMode):
         finding = self.findings.get(key)
         if finding is None:
             finding = self.findings[key] = self._finding(met, caller, tensors, (moved, where))
-            cause = reason_for(tensors, moved, where, met.written, devices)
+            home = self.names.device(self.running[-1]) if self.running else None
+            cause = reason_for(tensors, moved, where, met.written, devices, home)
             if cause is not None and cause is not finding:
                 finding.cause = cause
                 cause.followups.append(finding)
