@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypedDict, TypeVar, Unpack
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -16,7 +18,7 @@ from .checker import Subject, check_subject, complete, image_inputs, read_entrie
 from .checker.owncode import build_own, native_hint, stop_of
 from .checkpoint import Checkpoint
 from .dispatching import tensor_names
-from .errors import Faults, ModelError, PlacementError, UsageError
+from .errors import Faults, InfeasibleError, ModelError, PlacementError, UsageError
 from .fleet import Fleet
 from .maps import DeviceMap
 from .placement import Placement
@@ -169,10 +171,10 @@ def _of_module(
     if placement is None:
         fleet = asked.fleet
         assert fleet is not None
-        own = None if inputs is None or callable(inputs) else inputs
-        work = None if own else workload
+        own = _call_of(inputs)
+        work = workload if own is None else None
         placement = _planned(
-            lambda use_all: plan(model, fleet, work, inputs=own, use_all=use_all), notes
+            lambda some, use_all: plan(model, some, work, inputs=own, use_all=use_all), fleet, notes
         )
     if isinstance(placement, Plan):
         workload, budgets = placement.workload, asked.budgets(placement.fleet)
@@ -196,6 +198,15 @@ def _of_module(
         notes=tuple(notes),
         **rest,
     )
+
+
+def _call_of(inputs: Any) -> Mapping[str, Any] | tuple[Any, ...] | None:
+    """The arguments of one call, where that is what the inputs are."""
+    if isinstance(inputs, Mapping) or inputs is None:
+        return inputs
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,)
+    return None if callable(inputs) else tuple(inputs)
 
 
 class _CodeStoppedError(ModelError):
@@ -228,14 +239,20 @@ def _of_own_code(
 def _of_checkpoint(
     checkpoint: Checkpoint, placement: Where | None, asked: _Asked, rest: Any
 ) -> Subject:
-    workload = profiles.workload_for(checkpoint, asked.workload)
+    workload = asked.workload
+    if not isinstance(placement, Plan):
+        workload = profiles.workload_for(checkpoint, workload)
     faults, budgets, is_whole = Faults(), asked.budgets(), True
     notes: list[str] = []
     if placement is None:
         assert asked.fleet is not None
         question = Question(fleet=asked.fleet, workload=workload)
         placement = _planned(
-            lambda use_all: plan_checkpoint(checkpoint, replace(question, use_all=use_all)), notes
+            lambda some, use_all: plan_checkpoint(
+                checkpoint, replace(question, fleet=some, use_all=use_all)
+            ),
+            asked.fleet,
+            notes,
         )
     if isinstance(placement, Plan):
         placement.refuse_other(checkpoint.fingerprint, checkpoint.source)
@@ -263,16 +280,27 @@ def _of_checkpoint(
     )
 
 
-def _planned(ask: Callable[[bool], Plan], notes: list[str]) -> Plan | None:
-    """The plan for all devices, or for as many as the model has blocks for."""
+def _planned(ask: Callable[[Fleet, bool], Plan], fleet: Fleet, notes: list[str]) -> Plan | None:
+    """The plan for all devices, or for as many of the first as the model has blocks for."""
 
     def attempt() -> Plan:
-        try:
-            return ask(True)
-        except UsageError:  # more devices than blocks, or what is told again
-            return ask(False)
+        for count in range(len(fleet.devices), 1, -1):
+            with suppress(UsageError, InfeasibleError):  # what is no matter of number is told below
+                made = ask(_first(fleet, count), True)
+                if count < len(fleet.devices):
+                    notes.append(
+                        f"the model has blocks for {count} of {len(fleet.devices)} devices"
+                    )
+                return made
+        return ask(fleet, False)
 
     return _or_note(attempt, _DEALT, notes)
+
+
+def _first(fleet: Fleet, count: int) -> Fleet:
+    names = fleet.names[:count]
+    links = [link for link in fleet.links if link.source in names and link.target in names]
+    return Fleet(devices=fleet.devices[:count], links=tuple(links))
 
 
 def _or_note(attempt: Callable[[], T], note: str, notes: list[str]) -> T | None:
