@@ -9,6 +9,22 @@ from repairing import Shape, changed, repair_shape
 
 SHAPES = [
     Shape(
+        name="layer-made-in-forward",
+        body="""
+        h = self.b(x)
+        return nn.LayerNorm(h.shape[-1])(h)
+        """,
+        lines=["return nn.LayerNorm(h.shape[-1], device=h.device)(h)"],
+    ),
+    Shape(
+        name="numpy",
+        body="""
+        h = self.b(x)
+        return h * float(h.detach().numpy().max())
+        """,
+        lines=["return h * float(h.detach().cpu().numpy().max())"],
+    ),
+    Shape(
         name="factory-arange",
         body="""
         h = self.b(self.a(x))

@@ -9,6 +9,31 @@ from repairing import Shape, changed, repair_shape
 
 SHAPES = [
     Shape(
+        name="map",
+        body="""
+        products = map(torch.mul, [self.a(x)], [self.b(x)])
+        return torch.stack(list(products))
+        """,
+        lines=[
+            "products = map(lambda each, each1: torch.mul(each.to(each1.device), each1), "
+            "[self.a(x)], [self.b(x)])",
+        ],
+    ),
+    Shape(
+        name="accumulate",
+        body="""
+        ps = [self.a(x), self.b(x)]
+        return list(itertools.accumulate(ps, torch.add))[-1]
+        """,
+        top="""
+        import itertools
+        """,
+        lines=[
+            "return list(itertools.accumulate((each.to(ps[-1].device) for each in ps), "
+            "torch.add))[-1]",
+        ],
+    ),
+    Shape(
         name="cat-lit",
         body="""
         h = self.a(x)

@@ -15,10 +15,10 @@ from ..checker import Subject
 from ..report import Fault, Operand
 from .anchors import anchors, is_hidden, lucky
 from .binding import named
-from .edits import move
+from .edits import move, to_cpu
 from .factories import at_factory
 from .gradients import at_apply, at_gradient
-from .hidden import at_hidden
+from .hidden import at_hidden, at_map
 from .lists import each_of, folded_items, items_of
 from .operands import completed
 from .sources import SourceError, Sources
@@ -122,6 +122,7 @@ def _ways(site: Site, operand: Operand) -> Iterator[Cure]:
     )
     yield from map(Cure, at_factory(site.tree, site.fault, operand, site.sources, site.subject))
     tree, fault = site.tree, site.fault
+    yield from map(Cure, at_map(tree, fault))
     node = None if is_hidden(fault, operand) else tree.find(operand.place)
     items = folded_items(tree, fault)
     if items is None and node is not None:
@@ -165,6 +166,9 @@ def _at_module(site: Site) -> Iterator[Edit]:
 def _at_use(site: Site, node: cst.BaseExpression) -> Iterator[tuple[Edit, ...]]:
     """``.to(x.device)`` where an expression gives its tensor to the operation."""
     tree, fault = site.tree, site.fault
+    if fault.target == "cpu":
+        # What only works there, whatever else it is given: numpy, lengths of sequences.
+        yield (to_cpu(tree, node),)
     for anchor in anchors(tree, node, fault, site.subject):
         yield (move(tree, node, anchor),)
     found = [(each, tree.find(each.place)) for each in fault.operands]

@@ -42,9 +42,18 @@ def move(tree: Tree, node: cst.BaseExpression, device: str) -> Edit:
     return Edit(tree, node, f"to({device})", lambda updated: moved(updated, device))
 
 
-def replace(tree: Tree, node: cst.BaseExpression, name: str) -> Edit:
-    """Put a name in the place of an expression."""
-    return Edit(tree, node, name, lambda updated: cst.Name(name), rewrites=True)
+def to_cpu(tree: Tree, node: cst.BaseExpression) -> Edit:
+    """Let an expression end in ``.cpu()``."""
+
+    def change(updated: cst.BaseExpression) -> cst.BaseExpression:
+        return cst.Call(cst.Attribute(closed(updated), cst.Name("cpu")))
+
+    return Edit(tree, node, "cpu()", change)
+
+
+def replace(tree: Tree, node: cst.BaseExpression, text: str) -> Edit:
+    """Put a name, or an expression that needs no parentheses there, in the place of one."""
+    return Edit(tree, node, text, lambda updated: cst.parse_expression(text), rewrites=True)
 
 
 def move_each(tree: Tree, node: cst.BaseExpression, device: str, *, lazily: bool = False) -> Edit:

@@ -96,9 +96,19 @@ def _told(maker: Tree, node: cst.Call, device: str) -> Edit | None:
         return None  # it follows another tensor on purpose
     if name in _FACTORIES or (name in _LIKE and given is not None):
         return set_device(maker, node, device)
+    if _is_layer(node.func):
+        return set_device(maker, node, device)
     if name == "from_numpy" or name.endswith("Tensor"):
         return move(maker, node, device)
     return None
+
+
+def _is_layer(called: cst.BaseExpression) -> bool:
+    """Whether a module of PyTorch's is made, such as ``nn.LayerNorm(width)``."""
+    if not isinstance(called, cst.Attribute) or not called.attr.value[:1].isupper():
+        return False
+    held = called.value.attr if isinstance(called.value, cst.Attribute) else called.value
+    return isinstance(held, cst.Name) and held.value == "nn"
 
 
 def _moved_there(maker: Tree, node: cst.Call, name: str, device: str) -> Edit | None:
@@ -116,4 +126,4 @@ def _is_torch(node: cst.BaseExpression) -> bool:
     """``torch``, or ``torch.cuda`` for its old types."""
     if isinstance(node, cst.Attribute):
         return _is_torch(node.value)
-    return isinstance(node, cst.Name) and node.value in ("torch", "th")
+    return isinstance(node, cst.Name) and node.value in ("torch", "th", "nn")

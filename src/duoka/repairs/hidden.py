@@ -10,8 +10,8 @@ import libcst as cst
 from ..checker import Subject
 from ..report import Fault
 from .anchors import anchors, lucky
-from .edits import move
-from .scope import bound_before, function_of, is_plain, root
+from .edits import move, replace
+from .scope import bound_before, function_of, is_container, is_plain, root
 from .trees import Edit, Tree
 
 Held = tuple[int | str, cst.BaseExpression]
@@ -24,12 +24,41 @@ def at_hidden(tree: Tree, fault: Fault, subject: Subject | None) -> Iterator[tup
     if not isinstance(call, cst.Call) or not is_plain(call.func):
         return
     made = list(_partials(tree, tree.code(call.func)))
-    for partial in made:
-        yield from _where_made(tree, call, partial, fault, subject)
-    for partial in made:
-        for held in _held(partial):
+    for each in made:
+        yield from _where_made(tree, call, each, fault, subject)
+    for each in made:
+        for held in _held(each):
             for anchor in chain(anchors(tree, call, fault, subject), lucky(tree, call, fault)):
                 yield (_where_called(tree, call, held, anchor),)
+
+
+def at_map(tree: Tree, fault: Fault) -> Iterator[tuple[Edit, ...]]:
+    """Move what `map` gives to a function: where it is run through is far from where it is made."""
+    place = tree.find(fault.place)
+    if not isinstance(place, cst.Call) or not is_container(place):
+        return
+    function = function_of(tree, place)
+    moved = [each.argument for each in fault.operands if each.moved]
+    stays = [each.argument for each in fault.operands if not each.moved]
+    if function is None or not moved or not stays:
+        return
+    for call in tree.inside(function, cst.Call):
+        names = [f"each{number or ''}" for number in range(len(call.args) - 1)]
+        positions = {str(at) for at in range(len(names))}
+        if not _is_map(call) or not {*moved, *stays} <= positions:
+            continue
+        device = f"{names[int(stays[0])]}.device"
+        given = [
+            f"{name}.to({device})" if str(at) in moved else name for at, name in enumerate(names)
+        ]
+        called = tree.code(call.args[0].value)
+        text = f"lambda {', '.join(names)}: {called}({', '.join(given)})"
+        yield (replace(tree, call.args[0].value, text),)
+
+
+def _is_map(call: cst.Call) -> bool:
+    named = isinstance(call.func, cst.Name) and call.func.value == "map"
+    return named and is_plain(call.args[0].value) and not any(each.star for each in call.args)
 
 
 def _partials(tree: Tree, text: str) -> Iterator[cst.Call]:
@@ -48,20 +77,20 @@ def _is_partial(node: cst.BaseExpression) -> bool:
     return isinstance(named, cst.Name) and named.value == "partial"
 
 
-def _held(partial: cst.Call) -> Iterator[Held]:
-    for position, argument in enumerate(partial.args[1:]):
+def _held(made: cst.Call) -> Iterator[Held]:
+    for position, argument in enumerate(made.args[1:]):
         if argument.star or isinstance(argument.value, (cst.SimpleString, cst.Integer, cst.Float)):
             continue
         yield argument.keyword.value if argument.keyword else position, argument.value
 
 
 def _where_made(
-    tree: Tree, call: cst.Call, partial: cst.Call, fault: Fault, subject: Subject | None
+    tree: Tree, call: cst.Call, made: cst.Call, fault: Fault, subject: Subject | None
 ) -> Iterator[tuple[Edit, ...]]:
-    if function_of(tree, call) is not function_of(tree, partial):
+    if function_of(tree, call) is not function_of(tree, made):
         return
-    bound = bound_before(tree, partial)
-    for _, value in _held(partial):
+    bound = bound_before(tree, made)
+    for _, value in _held(made):
         for anchor in chain(anchors(tree, value, fault, subject), lucky(tree, value, fault)):
             where = cst.parse_expression(anchor)
             if root(where) in bound:
@@ -71,19 +100,19 @@ def _where_made(
 def _where_called(tree: Tree, call: cst.Call, held: Held, device: str) -> Edit:
     """A keyword is given again; a position can't be, so its function is called instead."""
     at, _ = held
-    partial = tree.code(call.func)
+    held_by = tree.code(call.func)
 
     def change(updated: cst.Call) -> cst.Call:
         if isinstance(at, str):
-            value = cst.parse_expression(f'{partial}.keywords["{at}"].to({device})')
+            value = cst.parse_expression(f'{held_by}.keywords["{at}"].to({device})')
             given = cst.parse_expression(f"f({at}=0)")
             assert isinstance(given, cst.Call)
             return updated.with_changes(
                 args=[*updated.args, given.args[0].with_changes(value=value)]
             )
-        before = [f"*{partial}.args[:{at}]"] if at else []
-        listed = ", ".join([*before, f"{partial}.args[{at}].to({device})"])
-        inner = cst.parse_expression(f"{partial}.func({listed})")
+        before = [f"*{held_by}.args[:{at}]"] if at else []
+        listed = ", ".join([*before, f"{held_by}.args[{at}].to({device})"])
+        inner = cst.parse_expression(f"{held_by}.func({listed})")
         assert isinstance(inner, cst.Call)
         return updated.with_changes(func=inner.func, args=[*inner.args, *updated.args])
 

@@ -13,13 +13,12 @@ from ..report import Fault, Operand
 from .anchors import anchors, lucky
 from .binding import calls_before, can_precede, name_for, on_a_line
 from .edits import insert_before, move, move_each, move_item, replace
-from .scope import all_names, free_name, is_plain, statement_of
+from .scope import all_names, free_name, is_container, is_plain, statement_of
 from .trees import Edit, Tree, folded
 
 _LOOPS = (cst.ListComp, cst.GeneratorExp, cst.SetComp)
-_FOLDING = {"sum": 0, "reduce": 1}
+_FOLDING = {"sum": 0, "reduce": 1, "accumulate": 0}
 """Which argument these add up."""
-_CONTAINERS = frozenset({"list", "tuple"})
 _ONE_PASS = frozenset({"values", "map", "filter", "reversed", "zip", "chain", "items"})
 
 
@@ -61,7 +60,7 @@ def items_of(tree: Tree, node: cst.CSTNode, operand: Operand) -> Items | None:
     written = node.value if isinstance(node, (cst.Arg, cst.StarredElement)) else node
     assert isinstance(written, cst.BaseExpression)
     inner, whole = written, None
-    while isinstance(inner, cst.Call) and _is_container(inner):
+    while isinstance(inner, cst.Call) and is_container(inner):
         inner, whole = inner.args[0].value, written
     lazy = starred or whole is not None
     if isinstance(inner, _LOOPS):
@@ -90,15 +89,11 @@ def _spelled_out(tree: Tree, listed: cst.List | cst.Tuple, item: str) -> Items |
     return None
 
 
-def _is_container(node: cst.Call) -> bool:
-    return (
-        isinstance(node.func, cst.Name) and node.func.value in _CONTAINERS and len(node.args) == 1
-    )
-
-
 def folded_items(tree: Tree, fault: Fault) -> Items | None:
     """What `sum` or `reduce` adds up, if that is the call at fault."""
     call = tree.find(fault.place)
+    while isinstance(call, cst.Call) and is_container(call):
+        call = call.args[0].value  # `list(accumulate(…))`: only the list runs through it
     node = _folded(call) if isinstance(call, cst.Call) else None
     if node is None:
         return None
@@ -178,7 +173,7 @@ def _as_list(tree: Tree, node: cst.BaseExpression) -> str:
     text = on_a_line(tree, bare)
     if isinstance(node, cst.GeneratorExp):
         return f"[{tree.code(bare)}]"
-    if isinstance(node, cst.Call) and _is_container(node):
+    if isinstance(node, cst.Call) and is_container(node):
         inner = node.args[0].value
         return _as_list(tree, inner) if isinstance(inner, _LOOPS) else text
     if isinstance(node, cst.Call):

@@ -92,6 +92,12 @@ def is_plain(expression: cst.CSTNode) -> bool:
     )
 
 
+def is_container(call: cst.Call) -> bool:
+    """Whether this is `list` or `tuple` of something."""
+    named = isinstance(call.func, cst.Name) and call.func.value in ("list", "tuple")
+    return named and len(call.args) == 1
+
+
 def _is_fixed(index: cst.BaseExpression) -> bool:
     if isinstance(index, cst.UnaryOperation):
         index = index.expression

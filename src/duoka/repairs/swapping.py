@@ -100,6 +100,9 @@ def _planned(
 ) -> Iterator[tuple[FunctionType, CodeType]]:
     """Which live functions of a file run what, all together or not at all."""
     old, new = _codes(before, file), _codes(after, file)
+    names = {code.co_qualname for code in old}
+    # What is new inside of a function comes with the code of that function.
+    new = [each for each in new if each.co_qualname in names or "<locals>" not in each.co_qualname]
     if [code.co_qualname for code in old] != [code.co_qualname for code in new]:
         raise SwapError(f"the functions of the patched {file} are others", file)
     pairs: dict[str, list[tuple[CodeType, CodeType]]] = defaultdict(list)
