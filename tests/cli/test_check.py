@@ -246,9 +246,10 @@ def test_code_that_cannot_be_planned_is_checked_all_the_same(
 
 
 def test_all_gpus_are_used_where_the_model_has_enough_blocks(tiny: Path, program: Program) -> None:
-    for gpus, used in (("virtual:3x64MiB", 3), ("virtual:64x64MiB", 1)):
+    for gpus, used in (("virtual:3x64MiB", 3), ("virtual:64x64MiB", 6)):
         done = program("check", tiny, "--gpus", gpus, *SIZES, "--json")
         assert len(json.loads(done.stdout)["devices"]) == used
+    assert "the model has blocks for 6 of 64 devices" in done.stdout
 
 
 def test_code_that_cannot_be_built(faulty: Path, program: Program) -> None:
