@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 import duoka
 from duoka import Workload, models
 from duoka.checker import prove
+from duoka.errors import ModelError, PlacementError
 from duoka.report import Report
 from duoka.virtual import VirtualTensor
 
@@ -309,3 +311,67 @@ def test_a_plan_is_checked_with_the_bytes_that_it_was_proved_with() -> None:
     ]
     assert {"weights", "cache", "activations"} <= report.memory[0].kinds.keys()
     assert {each.phase for each in report.transfers} == {"prefill", "decode"}
+
+
+def test_an_item_that_is_changed_and_put_back_is_one_fault_where_it_is_kept() -> None:
+    def run(m: Two, x: torch.Tensor) -> torch.Tensor:
+        near = m.a(x).detach()
+        near[m.b(x) > 0] *= 2
+        return near
+
+    (fault,) = check(run).faults
+    assert fault.target == "cuda:0"
+    assert fault.expressions == ("near", "m.b(x) > 0")
+
+
+def test_code_that_handles_the_error_itself_has_no_fault() -> None:
+    def run(m: Two, x: torch.Tensor) -> torch.Tensor:
+        near, far = m.a(x), m.b(x)
+        try:
+            return near + far
+        except RuntimeError:
+            return near.to(far.device) + far
+
+    assert check(run).ok
+
+
+def test_threads_that_code_starts_are_watched() -> None:
+    def run(m: Two, x: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(lambda part: part(x) + torch.zeros(4), (m.a, m.b))
+        return first.to(second.device) + second
+
+    (fault,) = check(run).faults
+    assert fault.source == "part(x) + torch.zeros(4)"
+    assert fault.count == 2
+
+
+def test_memory_of_a_gpu_that_numpy_asks_for_is_a_fault() -> None:
+    def run(m: Two, x: torch.Tensor) -> Any:
+        return m.b(m.a(x)).detach().numpy().sum()
+
+    (fault,) = check(run).faults
+    assert fault.target == "cpu"
+    assert "device type tensor to numpy" in fault.message
+
+
+def test_random_numbers_go_on_as_if_nothing_was_checked() -> None:
+    model = Two(lambda m, x: F.dropout(m.b(m.a(x)), 0.5))
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    duoka.check(model, MAP, inputs=torch.ones(2, 4), train=True)
+    assert torch.equal(torch.rand(2), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_scripted_modules_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(ModelError, match="TorchScript"):
+        duoka.check(model, {"0": 0, "1": 1}, inputs=torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("device", ["disk", -1, None, True, "cuda:x"])
+def test_what_is_no_device_is_refused(device: Any) -> None:
+    with pytest.raises(PlacementError, match="is no device"):
+        check(lambda m, x: m.a(x), {**MAP, "b": device})

@@ -9,8 +9,6 @@ operation itself.
 
 from __future__ import annotations
 
-import inspect
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -21,10 +19,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode
 
 from ..report import Call, Kind, Operand, Origin, Place
-from ..virtual import MixedDevicesError, VirtualTensor, carry_over, settled_by
+from ..virtual import MixedDevicesError, carry_over, settled_by
 from .cuda import CurrentDevice, seen_as_cuda, virtual_cuda, was_asked_for
 from .expressions import Expressions
 from .findings import (
@@ -42,15 +40,16 @@ from .findings import (
 from .gathering import Gathering
 from .gradients import checked_gradients
 from .hardcoded import is_hard_coded, softened
+from .meeting import Met, is_direct, op_name, positions_of
 from .names import Names, at_hand
 from .sources import (
     SPOT,
     Spot,
     is_handled,
     is_installed,
-    is_model_code,
     is_named,
     is_own_code,
+    is_written_back,
     library_frame,
     model_frame,
     place_of,
@@ -63,9 +62,7 @@ _ASKED: Any = (
     torch.Tensor.device.__get__,
     torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
 )
-_METHOD = "torch.Tensor."
-_SAME_DEVICE = "same device"
-_DEVICE = re.compile(r"\bvgpu:\d+\b|\bcpu\b")
+_GET_ITEM, _SET_ITEM = "Tensor.__getitem__", "Tensor.__setitem__"
 
 # Out-of-place twins of writes: the result is the first operand with something put into it.
 _TWINS = frozenset(
@@ -97,6 +94,7 @@ class Referee(TorchFunctionMode):
         self.current = CurrentDevice()
         self._calls = _Calls()
         self._told: set[Spot | None] = set()
+        self._reads: dict[Place, Finding] = {}
         self._chosen: dict[tuple[Any, ...], torch.device] = {}
         self.gathering = Gathering(names)
 
@@ -168,7 +166,7 @@ class Referee(TorchFunctionMode):
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
-            met = _Met(error, func, args, kwargs, frame)
+            met = Met(error, func, args, kwargs, frame)
             if not met.is_mix:
                 raise
             result = self._go_on(met)
@@ -200,7 +198,7 @@ class Referee(TorchFunctionMode):
 
     # ── faults ──
 
-    def _go_on(self, met: _Met) -> Any:
+    def _go_on(self, met: Met) -> Any:
         caller = model_frame(met.frame)
         if caller is not None and is_handled(spot_of(caller)):
             raise met.error
@@ -217,14 +215,14 @@ class Referee(TorchFunctionMode):
         try:
             result = met.func(*args, **kwargs)
         except MixedDevicesError:
-            result = self._settled(_Met(met.error, met.func, args, kwargs, met.frame))
+            result = self._settled(Met(met.error, met.func, args, kwargs, met.frame))
         if met.written is None:  # what is written stays where it was
             blame(result, finding)
         return result
 
     def record_unsettled(self, error: MixedDevicesError, spot: Spot | None) -> None:
         """Record a fault that nobody could go on after: in a thread of the code's own, say."""
-        met = _Met(error, error.func, tuple(error.tensors), {}, sys._getframe(0))
+        met = Met(error, error.func, tuple(error.tensors), {}, sys._getframe(0))
         tensors = list(tensors_of(met.args, {}))
         target = self._target(met, error.tensors)
         moved = {id(tensor) for tensor in error.tensors if must_move(tensor, target)}
@@ -235,7 +233,7 @@ class Referee(TorchFunctionMode):
         finding.met(self.step, "", ())
         self.findings[spot, met.op] = finding
 
-    def _settled(self, met: _Met) -> Any:
+    def _settled(self, met: Met) -> Any:
         """Call again, and settle each operation inside."""
         depth, self._calls.depth = self._calls.depth, 0
         try:
@@ -249,7 +247,7 @@ class Referee(TorchFunctionMode):
         """Settle an ATen operation that no call in Python surrounds (see `virtual.settled_by`)."""
         if self._calls.depth:
             raise error
-        met = _Met(error, error.func, args, kwargs, sys._getframe(1))
+        met = Met(error, error.func, args, kwargs, sys._getframe(1))
         tensors = list(tensors_of(args, kwargs))
         target = self._target(met, [tensor for _, tensor in tensors])
         if target.type == "cpu":
@@ -262,11 +260,11 @@ class Referee(TorchFunctionMode):
 
     def bring_to_cpu(self, error: TypeError, tensor: torch.Tensor) -> torch.Tensor:
         """Record a tensor whose memory was asked for, and give its copy (see `virtual`)."""
-        met = _Met(error, torch.Tensor.numpy, (tensor,), {}, sys._getframe(1))
+        met = Met(error, torch.Tensor.numpy, (tensor,), {}, sys._getframe(1))
         self._record(met, [((0,), tensor)], {id(tensor)}, torch.device("cpu"))
         return tensor.cpu()
 
-    def _target(self, met: _Met, tensors: list[torch.Tensor]) -> torch.device:
+    def _target(self, met: Met, tensors: list[torch.Tensor]) -> torch.device:
         """Where an operation runs whose tensors are on several devices."""
         if met.written is not None:
             return met.written.device
@@ -276,6 +274,8 @@ class Referee(TorchFunctionMode):
             return tensors[0].device
         devices = {tensor.device for tensor in tensors}
         caller = model_frame(met.frame)
+        if caller is not None and met.op == _GET_ITEM and is_written_back(spot_of(caller)):
+            return tensors[0].device
         key = (spot_of(caller) if caller else None, frozenset(devices))
         if torch._C._current_graph_task_id() != -1 and key in self._chosen:
             # A checkpointed region computes again what it computed, where it did.
@@ -290,7 +290,7 @@ class Referee(TorchFunctionMode):
 
     def _record(
         self,
-        met: _Met,
+        met: Met,
         tensors: list[tuple[Path, torch.Tensor]],
         moved: set[int],
         target: torch.device,
@@ -299,6 +299,11 @@ class Referee(TorchFunctionMode):
         where = self.names.device(target)
         devices = frozenset(self.names.device(tensor.device) for _, tensor in tensors)
         key = (spot_of(caller) if caller else None, met.op)
+        if met.op == _SET_ITEM and caller is not None:
+            # `x[i] += 1` reads the item first: that is one fault.
+            read = self._reads.get(place_of(spot_of(caller)))
+            if read is not None:
+                return read
         finding = self.findings.get(key)
         if finding is None:
             finding = self.findings[key] = self._finding(met, caller, tensors, (moved, where))
@@ -307,6 +312,8 @@ class Referee(TorchFunctionMode):
             if cause is not None and cause is not finding:
                 finding.cause = cause
                 cause.followups.append(finding)
+        if met.op == _GET_ITEM:
+            self._reads[finding.place] = finding
         finding.met(self.step, self.names.module_of(caller), at_hand(caller, target))
         return finding
 
@@ -346,7 +353,7 @@ class Referee(TorchFunctionMode):
 
     def _finding(
         self,
-        met: _Met,
+        met: Met,
         caller: FrameType | None,
         tensors: list[tuple[Path, torch.Tensor]],
         decided: tuple[set[int], str],
@@ -370,15 +377,15 @@ class Referee(TorchFunctionMode):
 
     def _operands(
         self,
-        met: _Met,
+        met: Met,
         caller: FrameType | None,
         tensors: list[tuple[Path, torch.Tensor]],
         moved: set[int],
     ) -> tuple[Operand, ...]:
-        direct = _is_direct(met.frame)
+        direct = is_direct(met.frame)
         expressions = None
         if caller is not None:
-            expressions = Expressions(caller, direct=direct, positions=_positions(met.func))
+            expressions = Expressions(caller, direct=direct, positions=positions_of(met.func))
         found = []
         for path, tensor in tensors:
             written = expressions and expressions.of(tensor, path, met.is_method)
@@ -428,7 +435,7 @@ class Referee(TorchFunctionMode):
             spot = spot_of(caller)
             _, _, count = self.hard_coded.get(spot, ("", "", 0))
             name = f"cuda:{self.current.number(device)}"
-            self.hard_coded[spot] = (_op_name(func), name, count + 1)
+            self.hard_coded[spot] = (op_name(func), name, count + 1)
 
 
 class _Calls(threading.local):
@@ -437,74 +444,9 @@ class _Calls(threading.local):
     depth: int = 0
 
 
-class _Met:
-    """A call that mixes devices."""
-
-    def __init__(
-        self,
-        error: Exception,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        frame: FrameType,
-    ) -> None:
-        # Its frames hold this, which holds it: nothing would let go of the tensors.
-        self.error = error.with_traceback(None)
-        self.func = func
-        self.args = args
-        self.kwargs = kwargs
-        self.frame = frame
-        # What PyTorch itself refuses before it comes to an ATen operation has only a text.
-        self.is_mix = _SAME_DEVICE in str(error) or len(set(_DEVICE.findall(str(error)))) > 1
-        self.kernel = ""
-        self.written: torch.Tensor | None = None
-        self.for_cpu: torch.Tensor | None = None
-        if isinstance(error, MixedDevicesError):
-            self.is_mix = True
-            self.for_cpu = error.for_cpu
-            self.written = _given(error.written, args, kwargs)
-            self.kernel = error.func._schema.name.removeprefix("aten::")
-        full = _op_name(func)
-        self.is_method = full.startswith(_METHOD)
-        self.op = full.removeprefix("torch.") if self.is_method else full
-
-
-def _given(
-    written: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> torch.Tensor | None:
-    """What an operation writes into, if the caller can see that."""
-    if isinstance(written, VirtualTensor):
-        for _, tensor in tensors_of(args, kwargs):
-            if isinstance(tensor, VirtualTensor) and tensor.storage_id == written.storage_id:
-                return tensor
-        return None
-    return written
-
-
 def _all_hard(args: tuple[Any, ...]) -> Spot | None:
     """Where a device was named that decided where these tensors are, and nothing else did."""
     spots = [
         vars(tensor).get(_HARD) for _, tensor in tensors_of(args, {}) if tensor.device.type != "cpu"
     ]
     return spots[0] if spots and None not in spots else None
-
-
-def _positions(func: Any) -> dict[str, int]:
-    try:
-        names = list(inspect.signature(func).parameters)
-    except (TypeError, ValueError):
-        return {}
-    return {name: at for at, name in enumerate(names)}
-
-
-def _op_name(func: Any) -> str:
-    return resolve_name(func) or getattr(func, "__qualname__", None) or str(func)
-
-
-def _is_direct(frame: FrameType) -> bool:
-    """Whether model code calls the function itself, not by way of a module of PyTorch's."""
-    # Functions in Python pass their arguments on as they are to whoever overrides them.
-    inner: FrameType | None = frame
-    if inner is not None and inner.f_code.co_name == "handle_torch_function":
-        inner = inner.f_back and inner.f_back.f_back
-    return inner is not None and is_model_code(inner.f_code)

@@ -203,6 +203,14 @@ def source_of(file: str) -> Source:
     return Source(file)
 
 
+def is_written_back(spot: Spot) -> bool:
+    """Whether an item is read to be changed and put back, as `x[i] += 1` does."""
+    source = source_of(spot[0].co_filename)
+    node = source.nodes.get(position(*spot))
+    outer = None if node is None else source.parents.get(node)
+    return isinstance(outer, ast.AugAssign) and outer.target is node
+
+
 def is_handled(spot: Spot) -> bool:
     """Whether the code itself handles an error of this expression, and raises no other."""
     source = source_of(spot[0].co_filename)
