@@ -249,6 +249,22 @@ def test_what_comes_up_when_others_are_cured_is_cured_too(tmp_path: Path) -> Non
     assert again.proved
 
 
+def test_when_nothing_more_may_be_tried_nothing_is_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The first way isn't enough: the table is read on both devices.
+    text = MODEL.replace(
+        "h = self.b(self.a(x))",
+        "t = torch.ones(x.shape[-1])\n        h = self.b(self.a(x + t)) + t",
+    ).replace("h + x", "h")
+    model = build(load(write(tmp_path, text)).Model)
+    assert repaired(model, {"a": 0, "b": 1}, X)[1].proved
+    monkeypatch.setattr("duoka.repairs.rounds.Budget.__init__.__defaults__", (1,))
+    repairs: Repairs = repaired(model, {"a": 0, "b": 1}, X)[1]
+    assert not repairs.proved
+    assert all(not patch.proved and patch.reason for patch in repairs)
+
+
 def test_a_models_random_numbers_are_the_same_before_and_after(tmp_path: Path) -> None:
     text = MODEL.replace("return h + x", "return F.dropout(h, 0.5, training=True) + x")
     state = torch.get_rng_state()

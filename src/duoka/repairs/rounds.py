@@ -69,6 +69,10 @@ class Choice:
         except SourceError as error:
             self.cure, self.reason = None, str(error)
 
+    def give_up(self) -> None:
+        """Try nothing more."""
+        self.cure, self.reason = None, _IN_VAIN
+
     @property
     def edits(self) -> tuple[Edit, ...]:
         """What the way that is being tried changes."""
@@ -139,10 +143,16 @@ class Round:
                     raise
                 continue
             failed = list(self._failed(draft, report))
-            for choice in failed:
-                choice.next()
-            if not failed or budget.checks <= 0:
+            if not failed:
                 return self._minimised(check, draft, report)
+            for choice in failed:
+                if budget.checks > 0:
+                    choice.next()
+                else:
+                    choice.give_up()
+            if budget.checks <= 0:
+                draft = self.draft()
+                return draft, check(draft)
 
     def _minimised(self, check: Check, draft: Draft, report: Report) -> tuple[Draft, Report]:
         """Leave out what isn't needed, since something else cures it as well."""
