@@ -30,6 +30,7 @@ from .splits import splits
 from .workload import Workload
 
 T = TypeVar("T")
+_INPUTS = (Mapping, tuple, list, torch.Tensor)
 _DEALT = "the model can't be planned, so its modules were dealt to the devices by their bytes"
 _UNTRACED = "what must stay whole on one device isn't known"
 
@@ -116,6 +117,11 @@ def subject_of(
         raise UsageError(
             "nothing says where the modules are",
             hint='give a placement, or a fleet to plan for: fleet="virtual:2x24GiB"',
+        )
+    if not (inputs is None or callable(inputs) or isinstance(inputs, _INPUTS)):
+        raise UsageError(
+            f"inputs can't be {type(inputs).__name__}: {inputs!r:.80}",
+            hint="give a tensor, a tuple, a mapping of keyword arguments, or a function",
         )
     if isinstance(model, nn.Module):
         subject = _of_module(model, placement, inputs, _Asked(fleet, workload), {"train": train})

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import duoka
 from duoka import Workload, models
 from duoka.checker import prove
-from duoka.errors import ModelError, PlacementError
+from duoka.errors import ModelError, PlacementError, UsageError
 from duoka.report import Report
 from duoka.virtual import VirtualTensor
 
@@ -375,3 +375,16 @@ def test_scripted_modules_are_refused() -> None:
 def test_what_is_no_device_is_refused(device: Any) -> None:
     with pytest.raises(PlacementError, match="is no device"):
         check(lambda m, x: m.a(x), {**MAP, "b": device})
+
+
+def test_training_is_checked_within_inference_mode_too() -> None:
+    with torch.inference_mode():
+        model = Two(lambda m, x: m.b(m.a(x)))
+        report = duoka.check(model, MAP, inputs=(torch.ones(2, 4),), train=True)
+    assert report.ok, report.stop
+
+
+@pytest.mark.parametrize("inputs", [5, "text", iter([])])
+def test_inputs_that_are_none_are_refused(inputs: Any) -> None:
+    with pytest.raises(UsageError, match="inputs can't be"):
+        duoka.check(Two(lambda m, x: m.a(x)), MAP, inputs=inputs)

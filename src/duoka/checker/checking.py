@@ -46,7 +46,8 @@ def check_subject(subject: Subject) -> Report:
     virtual.register()
     forget_sources()
     _refuse_scripted(subject)
-    with random_state_kept():
+    # Not within a caller's inference mode, whose tensors have no history.
+    with random_state_kept(), torch.inference_mode(False):
         report = Run(subject, "meta").report()
         # Code that reads values, or an operation without a shape rule, may run with real numbers.
         if report.stop is not None and num_bytes(subject.model) <= REAL_BYTES:

@@ -58,6 +58,9 @@ def with_failures(engine: Callable[..., Any]) -> Callable[..., Any]:
     """Give autograd's engine the errors that operations met in it."""
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
+        if thread.armed:
+            # Scopes of inference mode turn it on again (see `threads`).
+            torch._C._set_multithreading_enabled(False)
         try:
             return engine(*args, **kwargs)
         except RuntimeError:
