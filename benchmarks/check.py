@@ -463,7 +463,7 @@ def _faults(rows: Sequence[dict[str, Any]], made: str) -> Iterator[str]:
 def _agreement(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """One call with accelerate's hooks on virtual GPUs, and what the check says of that call."""
     counts: dict[tuple[bool, bool], int] = collections.Counter()
-    odd = []
+    odd: dict[str, int] = collections.Counter()
     for row in rows:
         for each in _of(row, "accelerate"):
             if each["train"] not in _works(row):
@@ -472,15 +472,13 @@ def _agreement(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             raises = bool(each["raised"])
             counts[faulty, raises] += 1
             if faulty != raises:
-                where = ", ".join(sorted({fault["at"] for fault in each["faults"]}))
-                what = f"{row['name']}, {each['stages']} stages, train {each['train']}"
-                odd.append(
-                    f"- {what}: check {where or 'clean'}; accelerate {each['raised'] or 'runs'}"
-                )
+                where = ", ".join(sorted({fault["at"] for fault in each["faults"]})) or "clean"
+                odd[f"{row['name']}: check {where}; accelerate {each['raised'] or 'runs'}"] += 1
     yield f"Both find nothing: {counts[False, False]}. Both find something: {counts[True, True]}."
     yield f"Only the check does: {counts[True, False]}. Only accelerate: {counts[False, True]}."
     yield ""
-    yield from odd
+    for what, times in odd.items():
+        yield f"- {what} ({times} times)"
 
 
 def _stops(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -545,7 +543,7 @@ FULL = (
 
 
 def full_mode(options: argparse.Namespace) -> None:
-    print("| model | GPUs | run | plan s | check s | whole process MiB | verdict |")
+    print("| model | GPUs | run | plan s | check s (CPU) | whole process MiB | verdict |")
     print("|---|---|---|---|---|---|---|")
     for name, gpus, images in FULL:
         config = PUBLISHED.get(name)
@@ -573,13 +571,13 @@ def check_full_size(job: tuple[dict[str, Any], str, tuple[tuple[int, int], ...],
         (Path(directory) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         started = time.perf_counter()
         placed = duoka.plan(directory, gpus, use_all=True)
-        planned = time.perf_counter()
+        planned, busy = time.perf_counter(), time.process_time()
         report = check(directory, placed, train=train, images=images)
-        seconds = time.perf_counter() - planned
+        seconds, busy = time.perf_counter() - planned, time.process_time() - busy
     # The kernel counts in KiB.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     verdict = "clean" if report.ok else _verdict(report)
-    return f"{planned - started:.2f} | {seconds:.2f} | {peak} | {verdict}"
+    return f"{planned - started:.2f} | {seconds:.2f} ({busy:.2f}) | {peak} | {verdict}"
 
 
 def _verdict(report: Any) -> str:
