@@ -105,7 +105,7 @@ UNSERVED = {
     "code that reads pixels, so that it can't be traced without them": (
         "gemma4", "idefics2", "idefics3", "smolvlm",
     ),
-    "later calls need more than a token": ("idefics", "kosmos-2", "t5gemma2"),
+    "more settings than its configuration has": ("t5gemma2", "vision-encoder-decoder"),
 }  # fmt: skip
 """Families that aren't held to be clean with pictures, by reason."""
 
