@@ -221,7 +221,7 @@ def test_code_made_at_run_time_is_told() -> None:
     exec("import torch\nfrom torch import nn\n" + MODEL, namespace)
     repairs: Repairs = repaired(build(namespace["Model"]), {"a": 0, "b": 1}, X)[1]
     assert not repairs
-    assert "can't be read" in repairs.uncured[0][1]
+    assert "generated" in repairs.uncured[0][1]
 
 
 def test_a_model_too_big_for_real_numbers_is_not_proved(
@@ -273,3 +273,12 @@ def test_a_models_random_numbers_are_the_same_before_and_after(tmp_path: Path) -
     )[1]
     assert repairs.proved, [patch.reason for patch in repairs]
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_pytorchs_own_code_is_nobodys_to_change() -> None:
+    model = nn.MultiheadAttention(4, 1)
+    device_map = {"in_proj_weight": 0, "in_proj_bias": 0, "out_proj": 1}
+    report = duoka.check(model, device_map, inputs=(torch.ones(3, 1, 4),) * 3)
+    repairs = duoka.repair(report)
+    assert not repairs
+    assert "the map must keep that module on one device" in repairs.uncured[0][1]

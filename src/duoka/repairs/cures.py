@@ -6,7 +6,7 @@ Which of them does is decided by checking again; nothing here runs any code.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import libcst as cst
@@ -82,6 +82,7 @@ def cures(fault: Fault, sources: Sources, subject: Subject | None) -> Iterator[C
         yield from map(Cure, at_gradient(site.tree, fault))
         return
     yield from map(Cure, at_apply(site.tree, fault))
+    yield from _at_target(site)
     moved = _distinct(site)
     if not moved:
         return
@@ -94,6 +95,21 @@ def cures(fault: Fault, sources: Sources, subject: Subject | None) -> Iterator[C
             tuple(dict.fromkeys(chain.from_iterable(cure.edits for cure in chosen))),
             tuple(dict.fromkeys(chain.from_iterable(cure.tables for cure in chosen))),
         )
+
+
+def _at_target(site: Site) -> Iterator[Cure]:
+    """Make what is written to on a GPU, where model code made it on the CPU."""
+    fault = site.fault
+    gpus = [each.device for each in fault.operands if each.moved and each.device != "cpu"]
+    if fault.target != "cpu" or fault.kind != "in-place" or not gpus:
+        return
+    operands = tuple(replace(each, moved=each.device == "cpu") for each in fault.operands)
+    turned = replace(fault, target=gpus[0], operands=operands, at_hand=())
+    for operand in operands:
+        if operand.moved:
+            for edits, tables in as_buffer(operand, site.sources, site.subject):
+                yield Cure(edits, tables)
+            yield from map(Cure, at_factory(site.tree, turned, operand, site.sources, site.subject))
 
 
 def _first(ways: Iterator[Cure]) -> Iterator[Cure]:

@@ -8,11 +8,14 @@ import warnings
 from pathlib import Path
 
 import libcst as cst
+import torch
 
 from ..files import read_bytes, why
 from .trees import Tree
 
 _MOST_BYTES = 8 << 20
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_CELL = "<ipython-input"
 
 
 class SourceError(Exception):
@@ -37,8 +40,14 @@ class Sources:
         Raises
         ------
         SourceError
-            If there is no such file, it is too long, or not UTF-8.
+            If there is no such file, it is too long, not UTF-8, or nobody's to change.
         """
+        if file.startswith(_TORCH):
+            raise SourceError(
+                "it stands in PyTorch's own code: the map must keep that module on one device"
+            )
+        if file.startswith("<") and not file.startswith(_CELL):
+            raise SourceError("it stands in code that was generated, and in no file")
         if file not in self.texts:
             try:
                 self.texts[file] = read_source(Path(file))
@@ -65,6 +74,9 @@ class Sources:
             except cst.ParserSyntaxError as error:
                 line = error.raw_line
                 raise SourceError(f"{file} isn't Python that libcst reads (line {line})") from error
+            except (RecursionError, KeyError) as error:
+                # Its positions come to nothing where an expression is hundreds of terms deep.
+                raise SourceError(f"{file} holds an expression too deep for libcst") from error
         return self._trees[file]
 
 
