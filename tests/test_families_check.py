@@ -104,8 +104,13 @@ def test_family_with_pictures(name: str) -> None:
 AT_FAULT = {"cpmant"}
 # The steps give its decoder an output of the encoder that lacks router logits.
 NOT_STEPPED = {"nllb-moe"}
+# They read values that only real numbers have, so that their blocks can't be found by tracing.
+NOT_TRACED = {"jetmoe", "glm5_next"}
+# Its loss reads a setting that its configuration doesn't have, on one device as on several.
+NO_LOSS = {"vision-encoder-decoder"}
 NOT_BUILT = {name for names in families.UNBUILT.values() for name in names}
-OTHERS = sorted(set(families.all_names()) - set(FAST) - NOT_BUILT - AT_FAULT - NOT_STEPPED)
+LEFT_OUT = NOT_BUILT | AT_FAULT | NOT_STEPPED | NOT_TRACED | NO_LOSS
+OTHERS = sorted(set(families.all_names()) - set(FAST) - LEFT_OUT)
 
 
 @pytest.mark.slow
@@ -115,7 +120,7 @@ def test_other_family(name: str) -> None:
 
 
 UNSERVED = {name for names in towers.UNSERVED.values() for name in names}
-OTHER_PICTURES = sorted(set(towers.all_names()) - set(PICTURES) - UNSERVED)
+OTHER_PICTURES = sorted(set(towers.all_names()) - set(PICTURES) - UNSERVED - LEFT_OUT)
 
 
 @pytest.mark.slow
