@@ -133,9 +133,8 @@ class Run(Steps):
             self.watch = Watch(names)
             with virtual.observe(self.watch), self._on_devices():
                 # Now, since buffers are other objects than before.
-                names._tensors = named_tensors(self.subject.model)
-                self.watch.mark("weights", self.subject.model.parameters())
-                self.watch.mark("weights", self.subject.model.buffers())
+                names.learn(named_tensors(model))
+                self.watch.mark("weights", (*model.parameters(), *model.buffers()))
                 self.referee = Referee(names)
                 stop = self._run()
                 memory = tuple(self._memory(world))
@@ -163,7 +162,7 @@ class Run(Steps):
             torch.device("vgpu", index): f"{self._prefix}:{index}"
             for index in range(self._num_gpus)
         }
-        return Names(devices, module_names(self.subject.model), {})
+        return Names(devices, module_names(self.subject.model))
 
     def _device(self, name: str) -> torch.device:
         return torch.device("cpu") if name == "cpu" else torch.device("vgpu", _number(name))

@@ -9,7 +9,7 @@ from types import FrameType
 import torch
 from torch import nn
 
-from ..report import Call, Origin
+from ..report import Call, Origin, OriginKind
 from .sources import is_model_code, locals_of, place_of, spot_of
 
 
@@ -21,18 +21,19 @@ class Names:
     devices : mapping of torch.device to str
     modules : mapping of int to str
         By identity.
-    tensors : mapping of int to (kind, name, tensor)
-        By identity.
     """
 
     def __init__(
         self,
         devices: Mapping[torch.device, str],
         modules: Mapping[int, str],
-        tensors: Mapping[int, tuple[str, str, torch.Tensor]],
     ) -> None:
         self._devices = devices
         self._modules = modules
+        self._tensors: Mapping[int, tuple[OriginKind, str, torch.Tensor]] = {}
+
+    def learn(self, tensors: Mapping[int, tuple[OriginKind, str, torch.Tensor]]) -> None:
+        """Take the kinds and names of tensors, by identity."""
         self._tensors = tensors
 
     def device(self, device: torch.device) -> str:
@@ -50,7 +51,7 @@ class Names:
         found = self._tensors.get(id(tensor))
         if found is None or found[2] is not tensor:
             return None
-        return Origin(kind=found[0], name=found[1])  # type: ignore[arg-type]
+        return Origin(kind=found[0], name=found[1])
 
     def module_of(self, frame: FrameType | None) -> str:
         """The innermost module whose method is running."""

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ BETWEEN = "decode, many steps"
 """The phase in which a cache is made longer without a step for each token."""
 
 _TRAIN_STEPS = 2
-_IGNORED = -100
 _CACHES = ("past_key_values", "cache_params", "presents", "kv_cache", "kv_caches", "cache")
 
 
@@ -64,7 +64,7 @@ def run(subject: Subject, device: torch.device, steps: Steps) -> Any:
     if given is not None:
         args, kwargs = _arguments(given, device)
         steps.mark("inputs", tensors_in((args, kwargs)))
-        call = lambda: model(*args, **kwargs)  # noqa: E731
+        call = partial(model, *args, **kwargs)
         return _train(call, steps) if subject.train else _infer(model, call, kwargs, steps)
     if not hasattr(model, "prepare_inputs_for_generation"):
         raise UsageError(
@@ -74,7 +74,7 @@ def run(subject: Subject, device: torch.device, steps: Steps) -> Any:
     if subject.train:
         inputs = _training_inputs(subject, device)
         steps.mark("inputs", inputs.values())
-        return _train(lambda: model(**inputs), steps)
+        return _train(partial(model, **inputs), steps)
     return _generate(subject, device, steps)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..dispatching import is_callable, tensor_names
 from ..errors import Faults, PlacementError
+from ..report import OriginKind
 from ..workload import Workload
 
 Entries = tuple[tuple[str, str], ...]
@@ -189,15 +190,13 @@ def module_names(model: nn.Module) -> dict[int, str]:
     return {id(module): name for name, module in model.named_modules()}
 
 
-def named_tensors(model: nn.Module) -> dict[int, tuple[str, str, torch.Tensor]]:
+def named_tensors(model: nn.Module) -> dict[int, tuple[OriginKind, str, torch.Tensor]]:
     """Parameters, buffers and tensors kept as plain attributes: kind, name and tensor, by id."""
-    found: dict[int, tuple[str, str, torch.Tensor]] = {}
-    for kind, pairs in (
-        ("parameter", model.named_parameters(remove_duplicate=False)),
-        ("buffer", model.named_buffers(remove_duplicate=False)),
-    ):
-        for name, tensor in pairs:
-            found.setdefault(id(tensor), (kind, name, tensor))
+    found: dict[int, tuple[OriginKind, str, torch.Tensor]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), ("parameter", name, parameter))
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        found.setdefault(id(buffer), ("buffer", name, buffer))
     for prefix, module in model.named_modules():
         for attribute, value in vars(module).items():
             if attribute in ("_parameters", "_buffers", "_modules"):
