@@ -388,3 +388,12 @@ def test_training_is_checked_within_inference_mode_too() -> None:
 def test_inputs_that_are_none_are_refused(inputs: Any) -> None:
     with pytest.raises(UsageError, match="inputs can't be"):
         duoka.check(Two(lambda m, x: m.a(x)), MAP, inputs=inputs)
+
+
+def test_a_gpu_that_the_code_names_beyond_the_placement_is_a_fault() -> None:
+    def run(m: Two, x: torch.Tensor) -> torch.Tensor:
+        return m.b(m.a(x)) + torch.zeros(4, device="cuda:5")
+
+    (fault,) = check(run).faults
+    assert fault.kind == "hard-coded-device"
+    assert fault.devices == ("cuda:1", "cuda:5")

@@ -14,7 +14,7 @@ def world() -> virtual.World:
 
 def test_peoples_own_code_finds_the_virtual_gpus() -> None:
     real = torch.cuda.is_available
-    with virtual_cuda() as current:
+    with virtual_cuda(2) as current:
         assert torch.cuda.is_available()
         assert torch.cuda.device_count() == 2
         assert torch.cuda.current_device() == 0
@@ -30,20 +30,20 @@ def test_peoples_own_code_finds_the_virtual_gpus() -> None:
 
 
 def test_libraries_hear_what_is_true_of_this_machine() -> None:
-    with virtual_cuda():
+    with virtual_cuda(2):
         code = compile("torch.cuda.is_available()", "/x/site-packages/lib.py", "eval")
         heard = eval(code, {"torch": torch})
     assert heard == torch.cuda.is_available()
 
 
 def test_a_device_that_is_not_there_is_cudas_error() -> None:
-    with virtual_cuda(), pytest.raises(RuntimeError, match="invalid device ordinal"):
+    with virtual_cuda(2), pytest.raises(RuntimeError, match="invalid device ordinal"):
         torch.cuda.set_device(2)
 
 
 def test_autocast_of_cuda_is_the_virtual_gpus() -> None:
     x = torch.ones(2, 2, device="vgpu:0")
-    with virtual_cuda(), torch.autocast("cuda", dtype=torch.bfloat16):
+    with virtual_cuda(2), torch.autocast("cuda", dtype=torch.bfloat16):
         assert (x @ x).dtype is torch.bfloat16
 
 

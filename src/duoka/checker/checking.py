@@ -36,6 +36,7 @@ from .subject import (
 from .watch import Watch
 
 _MOST_NAMED = 5
+_MOST_GPUS = 8
 REAL_BYTES = 2**30
 """The largest model that is run with real numbers where its code reads values."""
 
@@ -115,7 +116,9 @@ class Run(Steps):
         self.data = data
         self._prefix = "vgpu" if any(d.startswith("vgpu") for d in subject.devices) else "cuda"
         numbers = [_number(name) for name in subject.devices if name != "cpu"]
-        self._num_gpus = max(numbers, default=0) + 1
+        self._num_placed = max(numbers, default=0) + 1
+        # Code may name one that the placement leaves out.
+        self._num_gpus = max(self._num_placed, _MOST_GPUS)
         self._capacities = [
             subject.budgets.get(f"{self._prefix}:{index}") for index in range(self._num_gpus)
         ]
@@ -162,7 +165,7 @@ class Run(Steps):
             torch.device("vgpu", index): f"{self._prefix}:{index}"
             for index in range(self._num_gpus)
         }
-        return Names(devices, module_names(self.subject.model))
+        return Names(devices, module_names(self.subject.model), self._num_placed)
 
     def _device(self, name: str) -> torch.device:
         return torch.device("cpu") if name == "cpu" else torch.device("vgpu", _number(name))

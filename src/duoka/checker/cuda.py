@@ -19,7 +19,7 @@ import torch
 from ..virtual import active_world
 from .sources import is_installed
 
-_OF_ALL = ("device_count", "empty_cache", "is_bf16_supported")
+_OF_ALL = ("empty_cache", "is_bf16_supported")
 _OF_ONE = (
     "get_device_capability", "get_device_name", "max_memory_allocated", "max_memory_reserved",
     "mem_get_info", "memory_allocated", "memory_reserved", "reset_peak_memory_stats",
@@ -74,13 +74,14 @@ class CurrentDevice:
 
 
 @contextmanager
-def virtual_cuda() -> Iterator[CurrentDevice]:
-    """Let people's own code find the virtual GPUs in `torch.cuda` inside the scope."""
+def virtual_cuda(num_gpus: int) -> Iterator[CurrentDevice]:
+    """Let people's own code find that many virtual GPUs in `torch.cuda` inside the scope."""
     current = CurrentDevice()
     vgpu = torch.get_device_module("vgpu")
     answers: dict[str, Callable[..., Any]] = {name: getattr(vgpu, name) for name in _OF_ALL}
     for name in _OF_ONE:
         answers[name] = partial(_of_one, getattr(vgpu, name), current)
+    answers["device_count"] = lambda: num_gpus
     answers["is_available"] = lambda: True
     answers["current_device"] = lambda: current.index
     answers["set_device"] = current.set

@@ -21,14 +21,18 @@ class Names:
     devices : mapping of torch.device to str
     modules : mapping of int to str
         By identity.
+    num_gpus : int
+        How many GPUs the placement speaks of.
     """
 
     def __init__(
         self,
         devices: Mapping[torch.device, str],
         modules: Mapping[int, str],
+        num_gpus: int,
     ) -> None:
         self._devices = devices
+        self.num_gpus = num_gpus
         self._modules = modules
         self._tensors: Mapping[int, tuple[OriginKind, str, torch.Tensor]] = {}
 

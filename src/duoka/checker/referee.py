@@ -106,7 +106,7 @@ class Referee(TorchFunctionMode):
             stack.enter_context(checked_gradients(self._misplaced))
             stack.enter_context(self._in_backward())
             stack.enter_context(self._in_threads())
-            self.current = stack.enter_context(virtual_cuda())
+            self.current = stack.enter_context(virtual_cuda(self.names.num_gpus))
             stack.enter_context(self)
             yield
 
