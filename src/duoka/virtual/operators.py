@@ -61,13 +61,16 @@ def with_failures(engine: Callable[..., Any]) -> Callable[..., Any]:
         if thread.armed:
             # Scopes of inference mode turn it on again (see `threads`).
             torch._C._set_multithreading_enabled(False)
+        thread.failure = None  # one of an earlier run, which code in it went on after
         try:
             return engine(*args, **kwargs)
         except RuntimeError:
-            failure, thread.failure = thread.failure, None
+            failure = thread.failure
             if failure is None:
                 raise
             raise failure from None
+        finally:
+            thread.failure = None
 
     return run_backward
 
