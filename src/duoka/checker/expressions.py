@@ -117,11 +117,9 @@ class Expressions:
         if isinstance(self._node, ast.Call) and isinstance(first, int):
             if receiver and -1 in given:
                 first -= 1
-            starred = [at for at, node in self._given if isinstance(node, ast.Starred)]
-            if starred and first >= (at := starred[0]):  # type: ignore[operator]
-                node = given[at]
-                assert isinstance(node, ast.Starred)
-                return self._written(node, f"{self._text(node.value)}[{first - at}]")  # type: ignore[operator]
+            for at, node in self._given:
+                if isinstance(at, int) and isinstance(node, ast.Starred) and first >= at:
+                    return self._written(node, f"{self._text(node.value)}[{first - at}]")
         if isinstance(first, str) and first not in given:
             # PyTorch's functions hand what was given by position on by name.
             first = self._positions.get(first, first)
@@ -132,12 +130,13 @@ class Expressions:
         """The text of an item of a list that the source spells out, or of a list's n-th item."""
         for at, step in enumerate(path):
             items = node.elts if isinstance(node, (ast.List, ast.Tuple)) else None
-            if items is None or any(isinstance(item, ast.Starred) for item in items):
+            spelled = items is not None and not any(isinstance(i, ast.Starred) for i in items)
+            if items is None or not spelled or isinstance(step, str):
                 if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
                     return self._written(node, self._text(node.elt))
                 steps = "".join(f"[{each!r}]" for each in path[at:])
                 return self._written(node, self._text(node) + steps)
-            node = items[step]  # type: ignore[index]
+            node = items[step]
         return self._written(node, self._text(node))
 
     def _named(self, node: ast.expr, tensor: torch.Tensor) -> str | None:
