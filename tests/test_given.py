@@ -206,7 +206,7 @@ def test_what_goes_with_a_map() -> None:
 
 def test_a_map_is_planned_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DUOKA_CACHE", str(tmp_path))
-    keep_profile(LAYERS, None)
+    keep_profile(LAYERS, Workload(dtype="bfloat16"))
     code = """
 import sys
 from duoka import Fleet, Workload

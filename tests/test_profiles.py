@@ -30,20 +30,20 @@ def files(cache: Path) -> list[Path]:
 
 def test_a_profile_is_found_again(cache: Path) -> None:
     assert find_profile("made up", LOAD) is None
-    keep_profile(PROFILE, None)
+    keep_profile(PROFILE, LOAD)
     assert find_profile("made up", LOAD) == PROFILE
     assert len(files(cache)) == 1
 
 
 def test_other_checkpoints_and_types_are_other_profiles() -> None:
-    keep_profile(PROFILE, None)
+    keep_profile(PROFILE, LOAD)
     assert find_profile("another", LOAD) is None
     other = Workload(prompt_tokens=100, new_tokens=10, dtype="float16")
     assert find_profile("made up", other) is None
 
 
 def test_a_profile_for_one_workload_serves_that_one_alone() -> None:
-    keep_profile(PROFILE, LOAD)
+    keep_profile(PROFILE, LOAD, alone=True)
     assert find_profile("made up", LOAD) == PROFILE
     longer = Workload(prompt_tokens=101, new_tokens=10, dtype="bfloat16")
     assert find_profile("made up", longer) is None
@@ -51,7 +51,7 @@ def test_a_profile_for_one_workload_serves_that_one_alone() -> None:
 
 @pytest.mark.parametrize("package", ["torch", "transformers", "duoka"])
 def test_other_versions_trace_again(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep_profile(PROFILE, None)
+    keep_profile(PROFILE, LOAD)
     real = profiles.version
     monkeypatch.setattr(
         profiles, "version", lambda name: "0.0.1" if name == package else real(name)
@@ -61,7 +61,7 @@ def test_other_versions_trace_again(package: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("damage", ["cut", "binary", "deep", "field", "number", "empty"])
 def test_a_damaged_profile_counts_as_none(cache: Path, damage: str) -> None:
-    keep_profile(PROFILE, None)
+    keep_profile(PROFILE, LOAD)
     (path,) = files(cache)
     text = path.read_text(encoding="utf-8")
     if damage == "cut":
@@ -79,7 +79,7 @@ def test_a_damaged_profile_counts_as_none(cache: Path, damage: str) -> None:
     else:
         path.write_text("", encoding="utf-8")
     assert find_profile("made up", LOAD) is None
-    keep_profile(PROFILE, None)
+    keep_profile(PROFILE, LOAD)
     assert find_profile("made up", LOAD) == PROFILE
 
 
@@ -88,7 +88,7 @@ def test_that_it_cannot_be_kept_is_no_failure(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "file"))
-    keep_profile(PROFILE, None)
+    keep_profile(PROFILE, LOAD)
     assert find_profile("made up", LOAD) is None
 
 
@@ -102,7 +102,7 @@ def test_where_profiles_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_a_cached_profile_is_planned_without_torch() -> None:
-    keep_profile(tiny.made_up([2**20] * 4, tiny.Costs(cache=64)), None)
+    keep_profile(tiny.made_up([2**20] * 4, tiny.Costs(cache=64)), LOAD)
     code = """
 import sys
 from duoka import Fleet, Workload

@@ -7,8 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from duoka.errors import UsageError
+from duoka.replay import Replay
 from duoka.serial import from_dict, to_dict
-from duoka.workload import DTYPE_BYTES, Workload
+from duoka.workload import DTYPE_BYTES, Training, Workload
+
+from . import tiny
 
 
 @pytest.mark.parametrize(
@@ -62,3 +65,43 @@ def test_chunks_cover_the_prompt_once_in_order(prompt: int, size: int) -> None:
 def test_round_trip_through_its_json_form(chunk: Any) -> None:
     workload = Workload(batch=2, dtype="bfloat16", prefill_chunk_tokens=chunk)
     assert from_dict(Workload, to_dict(workload)) == workload
+
+
+def test_training_has_sequences_and_generates_nothing() -> None:
+    workload = Workload(prompt_tokens=2048, new_tokens=0, training=Training())
+    assert workload.context_tokens == 2048
+    with pytest.raises(UsageError, match="training generates none"):
+        Workload(prompt_tokens=2048, training=Training())
+    with pytest.raises(UsageError, match="new_tokens is 0"):
+        Workload(new_tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"lora_rank": 0}, "lora_rank is 0; it must be at least 1"),
+        ({"micro_batches": -1}, "micro_batches is -1"),
+        ({"method": "some"}, "method 'some' is unknown"),
+        ({"optimizer": "lion"}, "optimizer 'lion' is unknown"),
+        ({"schedule": "none"}, "schedule 'none' is unknown"),
+    ],
+)
+def test_a_training_that_makes_no_sense_is_refused(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        Training(**wrong)
+
+
+def test_conditions_leave_out_what_changes_sizes_only() -> None:
+    training = Training(optimizer="sgd", micro_batches=4, schedule="gpipe")
+    one = Workload(prompt_tokens=64, new_tokens=0, training=training)
+    other = Workload(prompt_tokens=9, new_tokens=0, batch=3, training=Training())
+    assert one.conditions == other.conditions
+    assert one.conditions != Workload().conditions
+    assert Workload(image_size=(1, 1)).conditions == Workload().conditions
+    assert Workload(image_size=(1, 1), images=1).conditions != Workload(images=1).conditions
+
+
+def test_a_profile_refuses_workloads_under_other_conditions() -> None:
+    profile = tiny.made_up([100, 100], tiny.Costs(cache=64))
+    with pytest.raises(UsageError, match=r"doesn't answer for cache static \(not dynamic\)"):
+        Replay(profile, Workload(cache="static", prefill_chunk_tokens=None))

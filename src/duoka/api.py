@@ -147,8 +147,8 @@ def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
         build = partial(build_model, checkpoint, workload.dtype)
         profile, regular = _trace(build, subject, workload)
         # Where parts keep another type, the first parameter may be one of them.
-        profile = replace(profile, dtype=workload.dtype)
-        profiles.keep_profile(profile, None if regular else workload)
+        profile = replace(profile, dtype=workload.dtype, conditions=workload.conditions)
+        profiles.keep_profile(profile, workload, alone=not regular)
     return profile
 
 

@@ -19,10 +19,11 @@ from .workload import Workload
 class DeviceForecast:
     """What one device will hold at its peak, in bytes.
 
-    `weight_bytes`, `kv_cache_bytes` and `activation_bytes` add up to `allocated_bytes`, at the
-    moment of its peak. `reserved_bytes` is the peak of what the allocator takes from the device,
-    cached blocks and rounding included; it never exceeds the budget, since cached memory is given
-    back before that. `needed_bytes` is how little the device could do with.
+    `weight_bytes`, `kv_cache_bytes`, `activation_bytes`, `gradient_bytes` and `optimizer_bytes`
+    add up to `allocated_bytes`, at the moment of its peak; the last two are those of training.
+    `reserved_bytes` is the peak of what the allocator takes from the device, cached blocks and
+    rounding included; it never exceeds the budget, since cached memory is given back before that.
+    `needed_bytes` is how little the device could do with.
     """
 
     device: str
@@ -33,6 +34,8 @@ class DeviceForecast:
     reserved_bytes: int
     needed_bytes: int
     budget_bytes: int
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
 
     @property
     def overhead_bytes(self) -> int:

@@ -26,7 +26,7 @@ from .units import format_bytes
 from .workload import Workload
 
 _FORMAT = "duoka.plan"
-_VERSION = 2
+_VERSION = 3
 _MAX_BYTES = 64 * 2**20
 _REPLAN = "--replan makes a new plan for what is there now"
 

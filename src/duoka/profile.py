@@ -12,11 +12,12 @@ does the same things. It knows nothing of devices or of torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from .errors import ModelError, UsageError
 from .outline import Outline, OutlineBlock, Roster
+from .workload import Conditions
 
 Phase = Literal["prefill", "extend", "decode"]
 
@@ -205,6 +206,8 @@ class Profile:
         The longest context that the model was made for.
     roster : Roster, optional
         The names of the tensors; `outline` gives them block by block.
+    conditions : Conditions
+        What the model was run under. Other workloads are refused (`refuse_other`).
     """
 
     fingerprint: str
@@ -215,6 +218,7 @@ class Profile:
     regimes: tuple[Regime, ...]
     max_context_tokens: int | None = None
     roster: Roster | None = None
+    conditions: Conditions = field(default_factory=Conditions)
 
     def __post_init__(self) -> None:
         if not self.blocks:
@@ -246,6 +250,25 @@ class Profile:
             model=self.model,
             fingerprint=self.fingerprint,
         )
+
+    def refuse_other(self, conditions: Conditions) -> None:
+        """Refuse a workload under other conditions than the profile was made for.
+
+        Raises
+        ------
+        UsageError
+            With what differs.
+        """
+        differ = [
+            f"{part.name} {getattr(conditions, part.name)} (not {value})"
+            for part in fields(conditions)
+            if (value := getattr(self.conditions, part.name)) != getattr(conditions, part.name)
+        ]
+        if differ:
+            raise UsageError(
+                f"the profile of {self.model} doesn't answer for {', '.join(differ)}",
+                hint="trace the model under these conditions",
+            )
 
     def regime_of(self, phase: Phase, *, batch: int, query: int, keys: int) -> int:
         """Index of the regime that holds for a step.

@@ -23,7 +23,7 @@ from .profile import Profile
 from .serial import from_dict, parse_json_object, to_dict
 from .workload import Dtype, Workload
 
-_VERSION = 5
+_VERSION = 6
 _MOST_BYTES = 2**30
 _PACKAGES = ("torch", "transformers", "duoka")
 
@@ -97,7 +97,7 @@ def find_profile(fingerprint: str, workload: Workload) -> Profile | None:
         With its dtype resolved. A profile for all workloads is looked for first, then one that
         was traced for this one alone.
     """
-    for key in (_key(fingerprint, workload.dtype), _key(fingerprint, workload.dtype, workload)):
+    for key in (_key(fingerprint, workload), _key(fingerprint, workload, alone=True)):
         try:
             text = read_text(_path(key), most_bytes=_MOST_BYTES)
             digest, _, told = text.partition("\n")
@@ -109,9 +109,12 @@ def find_profile(fingerprint: str, workload: Workload) -> Profile | None:
     return None
 
 
-def keep_profile(profile: Profile, workload: Workload | None) -> None:
-    """Keep a profile: for all workloads, or for one. That it can't be kept is no reason to fail."""
-    path = _path(_key(profile.fingerprint, profile.dtype, workload))
+def keep_profile(profile: Profile, workload: Workload, *, alone: bool = False) -> None:
+    """Keep a profile: for all workloads under the same conditions, or for this one alone.
+
+    That it can't be kept is no reason to fail.
+    """
+    path = _path(_key(profile.fingerprint, workload, alone=alone))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         told = json.dumps(to_dict(profile))
@@ -120,13 +123,14 @@ def keep_profile(profile: Profile, workload: Workload | None) -> None:
         return
 
 
-def _key(fingerprint: str, dtype: str, workload: Workload | None = None) -> str:
+def _key(fingerprint: str, workload: Workload, *, alone: bool = False) -> str:
     """What a profile depends on, as the name of a file."""
     parts = {
         "format": _VERSION,
         "fingerprint": fingerprint,
-        "dtype": dtype,
-        "workload": to_dict(workload) if workload is not None else None,
+        "dtype": workload.dtype,
+        "conditions": to_dict(workload.conditions),
+        "workload": to_dict(workload) if alone else None,
         **{name: _version(name) for name in _PACKAGES},
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

@@ -43,8 +43,8 @@ Key = tuple[int, int]
 class StageBytes:
     """Peaks of one stage on one device, in bytes.
 
-    `weights`, `kv_cache` and `activations` add up to `allocated`, at the moment of its peak;
-    `reserved` is the peak of what the allocator takes from the device.
+    `weights`, `kv_cache`, `activations`, `gradients` and `optimizer` add up to `allocated`, at
+    the moment of its peak; `reserved` is the peak of what the allocator takes from the device.
     """
 
     weights: int
@@ -52,6 +52,8 @@ class StageBytes:
     activations: int
     allocated: int
     reserved: int
+    gradients: int = 0
+    optimizer: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +83,11 @@ class Replay:
     Raises
     ------
     UsageError
-        If the workload is larger than what the profile knows.
+        If the workload is larger than what the profile knows, or under other conditions.
     """
 
     def __init__(self, profile: Profile, workload: Workload, *, brief: bool = False) -> None:
+        profile.refuse_other(workload.conditions)
         self.profile = profile
         self.workload = workload
         self.brief = brief

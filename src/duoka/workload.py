@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -9,6 +10,10 @@ from .errors import UsageError
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+Cache = Literal["dynamic", "static", "int8"]
+Quantization = Literal["none", "int8", "int4", "nf4", "auto"]
+Optimizer = Literal["adamw", "sgd"]
+Schedule = Literal["sequential", "gpipe", "1f1b"]
 
 
 # Far above what can be run; with more, bytes would no longer fit 64-bit integers.
@@ -18,8 +23,71 @@ MOST_BATCH_TOKENS = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How a model is trained.
+
+    Parameters
+    ----------
+    method : {"lora", "full"}
+        Low-rank adapters beside frozen weights (peft), or every parameter.
+    optimizer : {"adamw", "sgd"}
+        torch's, with its default arguments.
+    lora_rank : int
+    lora_targets : tuple of str
+        Names of the modules that get adapters, as peft's ``target_modules``; empty for every
+        linear layer but the head ("all-linear").
+    gradient_checkpointing : bool
+        Compute a layer's activations again in the backward pass instead of keeping them.
+    master_weights : bool
+        Keep what is trained, its gradients and the optimizer's states in float32, and compute
+        under autocast in the workload's dtype.
+    micro_batches : int
+        Passes whose gradients are added up before the optimizer's step.
+    schedule : {"sequential", "gpipe", "1f1b"}
+        One micro-batch after another, or several in flight: all of them (GPipe), or as many as
+        there are stages from here to the end (one forward, one backward).
+
+    Raises
+    ------
+    UsageError
+        If a number isn't positive or a name is unknown.
+    """
+
+    method: Literal["lora", "full"] = "lora"
+    optimizer: Optimizer = "adamw"
+    lora_rank: int = 8
+    lora_targets: tuple[str, ...] = ()
+    gradient_checkpointing: bool = False
+    master_weights: bool = False
+    micro_batches: int = 1
+    schedule: Schedule = "sequential"
+
+    def __post_init__(self) -> None:
+        for name in ("lora_rank", "micro_batches"):
+            _refuse_less(name, getattr(self, name), 1)
+        _refuse_unknown("method", self.method, ("lora", "full"))
+        _refuse_unknown("optimizer", self.optimizer, get_args(Optimizer))
+        _refuse_unknown("schedule", self.schedule, get_args(Schedule))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """What of a workload decides which code runs, and not only at which sizes.
+
+    A profile holds for one of these, and for any batch, context, chunk, optimizer and number of
+    micro-batches.
+    """
+
+    cache: Cache = "dynamic"
+    quantize: Quantization = "none"
+    images: int = 0
+    image_size: tuple[int, int] | None = None
+    training: Training | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Inference over a batch of prompts.
+    """Inference over a batch of prompts, or training on a batch of sequences.
 
     Parameters
     ----------
@@ -27,17 +95,30 @@ class Workload:
         Prompts that run together. More than one is forecast with padding, that is with an
         attention mask, because prompts differ in length.
     prompt_tokens, new_tokens : int
-        Tokens of each prompt, and tokens generated after it.
+        Tokens of each prompt, and tokens generated after it; in training those of a sequence, and
+        none.
     dtype : {"auto", "float32", "float16", "bfloat16"}
         Type of the weights; "auto" is the checkpoint's own.
     prefill_chunk_tokens : int, None or "auto"
         Prompt tokens that run in one step: a number, None for the whole prompt, or "auto" for
         the whole prompt where it fits and the largest chunk that fits where it doesn't.
+    cache : {"dynamic", "static", "int8"}
+        The KV cache: growing with each token, as `generate` makes it; made for the whole context
+        at once; or growing in 8 bit.
+    quantize : {"none", "int8", "int4", "nf4", "auto"}
+        What the weights of linear layers become while they are loaded; "auto" is the first of
+        "none", "int8", "int4" that fits. A checkpoint that is quantized already says "none".
+    images : int
+        Images in each prompt. Their tokens are part of `prompt_tokens`.
+    image_size : tuple of int
+        Height and width of each image in pixels, before the model's own preprocessing.
+    training : Training, optional
+        Train on a batch of sequences instead of generating.
 
     Raises
     ------
     UsageError
-        If a number isn't positive or the dtype is unknown.
+        If a number isn't positive or a name is unknown.
 
     Examples
     --------
@@ -50,14 +131,24 @@ class Workload:
     new_tokens: int = 256
     dtype: Dtype = "auto"
     prefill_chunk_tokens: int | None | Literal["auto"] = "auto"
+    cache: Cache = "dynamic"
+    quantize: Quantization = "none"
+    images: int = 0
+    image_size: tuple[int, int] = (1024, 1024)
+    training: Training | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "prompt_tokens", "new_tokens"):
-            if getattr(self, name) < 1:
-                raise UsageError(
-                    f"{name} is {getattr(self, name)}; it must be at least 1",
-                    hint="write a number from 1 on, or leave it out",
-                )
+            if name != "new_tokens" or self.training is None:
+                _refuse_less(name, getattr(self, name), 1)
+        _refuse_less("images", self.images, 0)
+        for pixels in self.image_size:
+            _refuse_less("image_size", pixels, 1)
+        if self.training is not None and self.new_tokens:
+            raise UsageError(
+                f"new_tokens is {self.new_tokens}; training generates none",
+                hint="give the sequence's length as prompt_tokens, and new_tokens=0",
+            )
         self._refuse_too_many()
         chunk = self.prefill_chunk_tokens
         if isinstance(chunk, str) and chunk != "auto":
@@ -69,10 +160,9 @@ class Workload:
                 f"prefill_chunk_tokens is {chunk}; it must be from 1 to {MOST_TOKENS}",
                 hint="leave it out, and the largest chunk that fits is taken",
             )
-        if self.dtype not in get_args(Dtype):
-            raise UsageError(
-                f"dtype {self.dtype!r} is unknown", hint=f"known are {', '.join(get_args(Dtype))}"
-            )
+        _refuse_unknown("dtype", self.dtype, get_args(Dtype))
+        _refuse_unknown("cache", self.cache, get_args(Cache))
+        _refuse_unknown("quantize", self.quantize, get_args(Quantization))
 
     def _refuse_too_many(self) -> None:
         for name, got, most in (
@@ -90,6 +180,20 @@ class Workload:
     def context_tokens(self) -> int:
         """Tokens of one sequence at the end: prompt and generated."""
         return self.prompt_tokens + self.new_tokens
+
+    @property
+    def conditions(self) -> Conditions:
+        """What a profile must have been made for, to answer this workload."""
+        training = self.training
+        if training is not None:
+            training = replace(training, optimizer="adamw", micro_batches=1, schedule="sequential")
+        return Conditions(
+            cache=self.cache,
+            quantize=self.quantize,
+            images=self.images,
+            image_size=self.image_size if self.images else None,
+            training=training,
+        )
 
     def resolved(self, *, dtype: Dtype) -> Workload:
         """The same workload with "auto" replaced by the checkpoint's dtype."""
@@ -110,3 +214,16 @@ class Workload:
             (min(step, self.prompt_tokens - past), past)
             for past in range(0, self.prompt_tokens, step)
         )
+
+
+def _refuse_less(name: str, number: int, least: int) -> None:
+    if number < least:
+        raise UsageError(
+            f"{name} is {number}; it must be at least {least}",
+            hint=f"write a number from {least} on, or leave it out",
+        )
+
+
+def _refuse_unknown(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise UsageError(f"{name} {value!r} is unknown", hint=f"known are {', '.join(known)}")

@@ -27,7 +27,7 @@ VALID: dict[str, Any] = json.loads(json.dumps(to_dict(PROFILE)))
 def file(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DUOKA_CACHE", str(tmp_path_factory.mktemp("cache")))
-        profiles.keep_profile(PROFILE, None)
+        profiles.keep_profile(PROFILE, WORKLOAD)
         (written,) = profiles.cache_directory().rglob("*.json")
         yield written
 
