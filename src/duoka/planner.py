@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from .constraints import Constraints
 from .errors import InfeasibleError, UsageError
 from .fleet import Fleet
 from .forecast import Costs, DeviceForecast, Forecast
@@ -41,6 +42,7 @@ class Question:
     use_all: bool = False
     gpus: str = ""
     device_map: DeviceMap | None = None
+    constraints: Constraints = field(default_factory=Constraints)
 
 
 def solve(profile: Profile, question: Question, *, source: str = "") -> Plan:
@@ -206,6 +208,7 @@ def _plan(
             objective=question.objective,
             use_all=question.use_all,
             gpus=question.gpus,
+            constraints=question.constraints,
         ),
         why=tuple(_reasons(costs, solution, question)),
     )

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from .checkpoint import differences
+from .constraints import Constraints
 from .errors import FleetError, FormatError
 from .files import read_text, why, write_whole
 from .fleet import Device, Fleet, tells_memory
@@ -45,12 +46,15 @@ class Request:
     gpus : str
         The GPUs as they were named (`Fleet.parse`); "all" where the command line was told none,
         empty when they were given as an object.
+    constraints : Constraints
+        What was demanded of the placement.
     """
 
     workload: Workload
     objective: Objective | Literal["auto"] = "auto"
     use_all: bool = False
     gpus: str = ""
+    constraints: Constraints = field(default_factory=Constraints)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

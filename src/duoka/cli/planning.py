@@ -193,6 +193,7 @@ def _replan(plan: duoka.Plan, checkpoint: duoka.Checkpoint, file: Path) -> duoka
         use_all=asked.use_all,
         gpus=asked.gpus,
         device_map=device_map,
+        constraints=asked.constraints,
     )
     made = _answer(checkpoint, question)
     save(made, file)

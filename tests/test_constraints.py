@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from duoka.constraints import Constraints
+from duoka.errors import UsageError
+from duoka.serial import from_dict, to_dict
+
+
+def test_constraints_survive_their_json_form() -> None:
+    demanded = Constraints(
+        strategy="sequential",
+        pins=(("lm_head", "cuda:1"), ("lm_head", "cuda:1")),
+        uncut=("model.layers.0-7",),
+        reserve=(("cuda:0", 2**31),),
+        offload=True,
+    )
+    assert from_dict(Constraints, to_dict(demanded)) == demanded
+    assert demanded.demands
+    assert not Constraints(reserve=demanded.reserve, offload=True).demands
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"strategy": "even"}, "strategy 'even' is unknown"),
+        ({"pins": (("lm_head", "cuda:0"), ("lm_head", "cuda:1"))}, "lm_head is said twice"),
+        ({"pins": (("", "cuda:0"),)}, "a pin has an empty name"),
+        ({"pins": (("lm_head", " "),)}, "a pin has an empty name"),
+        ({"uncut": ("",)}, "an uncut module has an empty name"),
+        ({"reserve": (("cuda:0", 0),)}, "the reserve of cuda:0 is 0 bytes"),
+        ({"reserve": (("cuda:0", -5),)}, "the reserve of cuda:0 is -5 bytes"),
+        ({"reserve": (("cuda:0", 1), ("cuda:0", 1))}, "cuda:0 is said twice"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Constraints(**values)
