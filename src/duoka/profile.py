@@ -95,6 +95,8 @@ class Tape:
         The tensors that come in as arguments.
     flops, moved_bytes : Rule
         Floating-point operations, and bytes that operations read and write.
+    launches : Rule
+        Operations that start a kernel.
     """
 
     sizes: tuple[Rule, ...]
@@ -103,6 +105,7 @@ class Tape:
     reads: tuple[Read, ...] = ()
     flops: Rule = ()
     moved_bytes: Rule = ()
+    launches: Rule = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,6 +118,7 @@ def _tape(raws: list[RawTape], resolved: list[_Resolved], solver: _Solver) -> Ta
         ),
         flops=solver.estimate([raw.flops for raw in raws]),
         moved_bytes=solver.estimate([raw.moved_bytes for raw in raws]),
+        launches=solver.estimate([raw.launches for raw in raws]),
     )
 
 

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from .. import virtual
 from .flops import count_flops
 from .grouping import Group, tensors_in
+from .traffic import count_bytes, launches
 
 Home = tuple[int, int, int]
 """Where a storage was made: the pass, the block, the number of the allocation in it."""
@@ -33,6 +34,7 @@ class RawTape:
     slots: dict[Home, int] = field(default_factory=dict)
     flops: int = 0
     moved_bytes: int = 0
+    launches: int = 0
 
 
 @dataclass(slots=True)
@@ -73,6 +75,7 @@ class Recorder:
         self._slots: list[list[int]] = [[] for _ in groups]
         self._current = 0
         self._number = -1
+        self._alone = False
         self._tapes: list[RawTape] = []
         self._skipper = _Skipper(model, groups) if skip else None
         self._patched: list[tuple[nn.Module, Any]] = []
@@ -107,8 +110,9 @@ class Recorder:
             handle.remove()
         self._handles.clear()
 
-    def record(self, step: Callable[[], None]) -> Pass:
-        """Run one step and return what it did."""
+    def record(self, step: Callable[[], None], *, alone: bool = False) -> Pass:
+        """Run one step and return what it did; `alone` if that is one token of one sequence."""
+        self._alone = alone
         self._number += 1
         self._current = 0
         self._entered = []
@@ -149,14 +153,12 @@ class Recorder:
             self._tapes[block].events.append(home)
 
     def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Add an operation's arithmetic and memory traffic to the block that runs."""
+        """Add an operation's arithmetic, memory traffic and launch to the block that runs."""
         tape = self._tapes[self._current]
         tape.flops += count_flops(func, args, kwargs, result)
-        inputs = tensors_in((args, kwargs))
-        storages = {t.storage_id for t in inputs if isinstance(t, virtual.VirtualTensor)}
-        outputs = [t for t in tensors_in(result) if isinstance(t, virtual.VirtualTensor)]
-        if func._schema.is_mutable or not all(t.storage_id in storages for t in outputs):
-            tape.moved_bytes += sum(t.nbytes for t in inputs) + sum(t.nbytes for t in outputs)
+        if launches(func, args, kwargs, result):
+            tape.launches += 1
+            tape.moved_bytes += count_bytes(func, args, kwargs, result, alone=self._alone)
 
     def _keep(self) -> None:
         """What is alive after a step outlives it: caches."""

@@ -211,7 +211,9 @@ class _Tracer:
                     tokens = min(past - stepper.past, max(query, _FILLED_TOKENS))
                     recorder.record(partial(stepper.step, tokens))
                 phase: Phase = "prefill" if not past else "extend" if query > 1 else "decode"
-                recorded = recorder.record(partial(stepper.step, query))
+                recorded = recorder.record(
+                    partial(stepper.step, query), alone=workload.batch == query == 1
+                )
                 keys = past + query
                 regime = Regime(
                     phase=phase,
@@ -284,7 +286,9 @@ class _Tracer:
                 stepper = Stepper(self.model, run.batch, self.device)
                 recorder.forget()
                 for phase, tokens in run.steps:
-                    recorded = recorder.record(partial(stepper.step, tokens))
+                    recorded = recorder.record(
+                        partial(stepper.step, tokens), alone=run.batch == tokens == 1
+                    )
                     if phase is not None:
                         samples.append(Sample(phase, run.batch, tokens, stepper.past, recorded))
         return samples
