@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .api import dispatch, load, plan
     from .checkpoint import Checkpoint
     from .checks import check
+    from .explanation import explain
     from .fleet import Device, Fleet, Link
     from .forecast import Forecast
     from .placement import Placement
@@ -36,6 +37,7 @@ __all__ = [
     "check",
     "dispatch",
     "errors",
+    "explain",
     "load",
     "plan",
     "repair",
@@ -52,6 +54,7 @@ _ROOMS = {
     "Workload": "workload",
     "check": "checks",
     "dispatch": "api",
+    "explain": "explanation",
     "load": "api",
     "plan": "api",
     "repair": "repairs",

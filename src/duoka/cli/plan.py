@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+import duoka
 from duoka.errors import Faults, PlacementError
 
 from . import options, outputs, planning
@@ -41,6 +42,14 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain",
+            help="Say why: what binds, why each GPU has no less and no more, what else was "
+            "weighed. With --json that alone is printed.",
+        ),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
@@ -81,14 +90,21 @@ def plan(
         planning.save_device_map(made.device_map, save_device_map)
     if save is not None:
         planning.save(made, save)
+    explanation = duoka.explain(made) if explain else None
     if json:
-        typer.echo(made.to_json())
+        typer.echo(made.to_json() if explanation is None else _json(explanation.to_dict()))
         return
-    from duoka.render import render_plan
+    from duoka.render import render_explanation, render_plan
 
     stdout().print(render_plan(made))
+    if explanation is not None:
+        stdout().print("", render_explanation(explanation))
 
 
 def _faults(faults: Faults) -> str:
     """Every name at fault, as JSON."""
-    return json_format.dumps(asdict(faults), indent=1)
+    return _json(asdict(faults))
+
+
+def _json(data: object) -> str:
+    return json_format.dumps(data, indent=1)

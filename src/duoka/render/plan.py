@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -14,6 +14,7 @@ from ..fleet import Device
 from ..forecast import DeviceForecast
 from ..plans import Plan
 from ..units import format_bytes
+from .names import name_modules
 
 # Kind, its colour, its sign in a bar, its sign where only ASCII can be shown.
 _KINDS = (
@@ -31,18 +32,6 @@ _GIB, _MIB = 2**30, 2**20
 def render_plan(plan: Plan) -> RenderableType:
     """What rich prints for a plan: what was asked, a table, bars, and the reasons."""
     return _View(plan)
-
-
-def name_modules(names: Sequence[str]) -> str:
-    """Shorten the modules of a stage: a run of numbered ones becomes its ends.
-
-    Examples
-    --------
-    >>> name_modules(["model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2"])
-    'embed_tokens, layers.0-2'
-    """
-    short = [_without_prefix(name) for name in names]
-    return ", ".join(_runs(short))
 
 
 class _View:
@@ -201,30 +190,3 @@ def _modules(plan: Plan, device: str) -> str:
 def _unit(plan: Plan) -> tuple[str, int]:
     largest = max(device.budget_bytes for device in plan.forecast.devices)
     return ("GiB", _GIB) if largest >= _GIB else ("MiB", _MIB)
-
-
-def _without_prefix(name: str) -> str:
-    for prefix in ("model.", "transformer.", "language_model."):
-        name = name.removeprefix(prefix)
-    return name or "everything"
-
-
-def _runs(names: Iterable[str]) -> Iterator[str]:
-    """Join neighbours that differ only in a last number that counts on."""
-    stem, first, last = "", 0, -1
-    for name in names:
-        head, _, tail = name.rpartition(".")
-        if tail.isdecimal() and head == stem and int(tail) == last + 1:
-            last += 1
-            continue
-        yield from _run(stem, first, last)
-        stem, first, last = (head, int(tail), int(tail)) if tail.isdecimal() else ("", 0, -1)
-        if not tail.isdecimal():
-            yield name
-    yield from _run(stem, first, last)
-
-
-def _run(stem: str, first: int, last: int) -> Iterator[str]:
-    if last >= first:
-        numbers = str(first) if first == last else f"{first}-{last}"
-        yield f"{stem}.{numbers}" if stem else numbers

@@ -16,7 +16,7 @@ It knows nothing of models, workloads or how costs come about.
 from .costs import StageCosts
 from .problem import NoPlacement, Objective, Shortfall
 from .programme import Stage
-from .solving import Solution, fits, largest, search
+from .solving import Solution, fits, judge, largest, search
 
 __all__ = [
     "NoPlacement",
@@ -26,6 +26,7 @@ __all__ = [
     "Stage",
     "StageCosts",
     "fits",
+    "judge",
     "largest",
     "search",
 ]

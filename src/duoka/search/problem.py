@@ -94,7 +94,7 @@ class Problem:
         best: tuple[float, Stages] = (math.inf, ())
         while (found := (programme := self._programme()).fewest()) is not None:
             stages, bound = found
-            if self._settle(stages):
+            if self.settle(stages):
                 return found
             # The programme is dear: once it has run, most that it would find next is found by
             # walking again over the costs that are known by then.
@@ -103,7 +103,7 @@ class Problem:
                 if (again := programme.walk()) is None:
                     break
                 stages = again[0]
-                if self._settle(stages):
+                if self.settle(stages):
                     best = min(best, (self.judge(stages)[0], stages), key=lambda pair: pair[0])
                     break
             if best[0] <= bound:
@@ -113,7 +113,7 @@ class Problem:
     def fits(self) -> bool:
         """Whether any placement fits. Tried are those of most headroom under the bounds."""
         while (found := self._programme().best()) is not None:
-            self._settle(found[0])
+            self.settle(found[0])
             if math.isfinite(self.judge(found[0])[0]):
                 return True
         return False
@@ -125,7 +125,7 @@ class Problem:
         for _ in range(_TIE_ROUNDS):
             found = self._tie_programme(bound, len(stages)).fewest()
             assert found is not None, "the optimum itself is a candidate"
-            if self._settle(found[0]):
+            if self.settle(found[0]):
                 return found[0]
             candidates.append(found[0])
         # Another may be more even still, but these are known.
@@ -167,7 +167,8 @@ class Problem:
             blocks=tuple(int(block) for block in np.flatnonzero(~fits)),
         )
 
-    def _settle(self, stages: Stages) -> bool:
+    def settle(self, stages: Stages) -> bool:
+        """Make what is known of a placement exact; whether it was what it was thought to be."""
         return self.memory.settle(
             [(s.start, s.stop, self._group_of[s.device].budget_bytes) for s in stages]
         )

@@ -93,6 +93,23 @@ def search(
     )
 
 
+def judge(costs: StageCosts, fleet: Fleet, stages: Stages, objective: Objective) -> float:
+    """What an objective makes of a placement that fits: bytes of headroom, or seconds.
+
+    Parameters
+    ----------
+    costs : StageCosts
+    fleet : Fleet
+    stages : tuple of Stage
+        Contiguous, each on a device of its own.
+    objective : {"headroom", "latency", "throughput"}
+    """
+    problem = Problem(costs, fleet, objective, False)
+    problem.settle(stages)
+    value, _ = problem.judge(stages)
+    return -value if objective == "headroom" else value
+
+
 def fits(costs: StageCosts, fleet: Fleet, *, use_all: bool = False) -> bool:
     """Tell whether any placement fits; cheaper than `search`, because nothing is proved optimal.
 

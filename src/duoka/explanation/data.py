@@ -1,0 +1,174 @@
+"""What an explanation holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..serial import to_dict
+
+Outcome = Literal["impossible", "worse", "equal", "better"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one device has of a placement.
+
+    Parameters
+    ----------
+    device : str
+    modules : tuple of str
+        In execution order.
+    needed_bytes, budget_bytes : int
+        How little the device could do with, and what it can give.
+    """
+
+    device: str
+    modules: tuple[str, ...]
+    needed_bytes: int
+    budget_bytes: int
+
+    @property
+    def free_bytes(self) -> int:
+        """What is left; negative where it doesn't fit."""
+        return self.budget_bytes - self.needed_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One block moved over the boundary between two stages.
+
+    Parameters
+    ----------
+    giver, taker : Share
+        The devices of both stages, as they would be then.
+    modules : tuple of str
+        What moves.
+    outcome : {"impossible", "worse", "equal", "better"}
+        Impossible where it doesn't fit; otherwise as the objective judges it.
+    value : float, optional
+        The objective's value then; None where it doesn't fit.
+    """
+
+    giver: Share
+    taker: Share
+    modules: tuple[str, ...]
+    outcome: Outcome
+    value: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """What goes from one stage to the next for one token.
+
+    Parameters
+    ----------
+    source, target : str
+    token_bytes : int
+        Bytes of one decode step, over the whole batch.
+    link_seconds : float, optional
+        How long they take; None where the link isn't known.
+    """
+
+    source: str
+    target: str
+    token_bytes: int
+    link_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fewer:
+    """Why one device less doesn't do.
+
+    Parameters
+    ----------
+    devices : tuple of str
+        The largest ones, one less than the plan uses.
+    missing_bytes : int
+        What is missing on them at least, with the smallest prefill chunk.
+    """
+
+    devices: tuple[str, ...]
+    missing_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Another placement for the same workload.
+
+    Parameters
+    ----------
+    name : str
+        What it is, for people.
+    shares : tuple of Share
+        In execution order.
+    fits : bool
+    value : float, optional
+        What the plan's objective makes of it; None where it doesn't fit.
+    token_seconds : float, optional
+        One decode step with its transfers; None where speeds are unknown.
+    is_plan : bool
+        Whether it is the plan's own placement.
+    """
+
+    name: str
+    shares: tuple[Share, ...]
+    fits: bool
+    value: float | None
+    token_seconds: float | None
+    is_plan: bool
+
+    @property
+    def least_free_bytes(self) -> int:
+        """What the tightest device has left; negative where it doesn't fit."""
+        return min(share.free_bytes for share in self.shares)
+
+    @property
+    def missing_bytes(self) -> int:
+        """What is missing on all devices together."""
+        return sum(max(-share.free_bytes, 0) for share in self.shares)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why a plan is as it is.
+
+    Parameters
+    ----------
+    objective : str
+        The plan's; "given" where a person wrote the map.
+    value, bound : float
+        The plan's: bytes for "headroom" and "given", else seconds.
+    binding_device : str
+    shares : tuple of Share
+        What each device has, in order of first use.
+    crossings : tuple of Crossing
+        In execution order.
+    changes : tuple of Change
+        What would come of moving a block from a stage to its neighbour; none where the placement
+        isn't one stage for each device.
+    fewer : Fewer, optional
+        Why one device less doesn't do; None where that wasn't asked, or where one is used.
+    whole_prompt : tuple of Share
+        What the stages would need if the prompt ran whole; empty where it does.
+    alternatives : tuple of Alternative
+    token_seconds : float, optional
+        One decode step with its transfers; None where speeds are unknown.
+    """
+
+    objective: str
+    value: float
+    bound: float
+    binding_device: str
+    shares: tuple[Share, ...]
+    crossings: tuple[Crossing, ...] = ()
+    changes: tuple[Change, ...] = ()
+    fewer: Fewer | None = None
+    whole_prompt: tuple[Share, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    token_seconds: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form that `json.dumps` takes."""
+        data: dict[str, Any] = to_dict(self)
+        return data

@@ -1,0 +1,176 @@
+"""From a profile and a plan to the explanation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby, pairwise
+from typing import cast, get_args
+
+from ..errors import UsageError
+from ..fleet import Fleet
+from ..forecast import Costs
+from ..planner import with_chunks
+from ..plans import Plan
+from ..profile import Profile
+from ..profiles import find_profile
+from ..search import NoPlacement, Objective, Stage, search
+from .alternatives import alternatives
+from .data import Change, Crossing, Explanation, Fewer, Outcome, Share
+from .trial import Stages, Trial
+
+
+def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
+    """Say why a plan is as it is.
+
+    Parameters
+    ----------
+    plan : Plan
+    profile : Profile, optional
+        Of the plan's model; by default the one in the cache.
+
+    Raises
+    ------
+    UsageError
+        If the cache has no profile of the model.
+    FormatError
+        If the profile is of another model.
+
+    Examples
+    --------
+    >>> explanation = explain(plan)  # doctest: +SKIP
+    >>> explanation.changes[0].outcome  # doctest: +SKIP
+    'impossible'
+    """
+    profile = profile or _cached(plan)
+    plan.refuse_other(profile.fingerprint, plan.source or profile.model)
+    costs = Costs(profile, plan.workload)
+    objective = plan.objective if plan.objective in get_args(Objective) else "headroom"
+    trial = Trial(costs, plan.fleet, cast(Objective, objective))
+    runs = _runs(costs, plan)
+    stages = runs if len({stage.device for stage in runs}) == len(runs) else None
+    return Explanation(
+        objective=plan.objective,
+        value=plan.value,
+        bound=plan.bound,
+        binding_device=plan.binding_device,
+        shares=tuple(_shares(plan)),
+        crossings=tuple(_crossings(trial, runs)),
+        changes=() if stages is None else tuple(_changes(trial, stages)),
+        fewer=_fewer(trial, plan),
+        whole_prompt=() if stages is None else _whole_prompt(profile, plan, stages),
+        alternatives=tuple(alternatives(trial, stages)),
+        token_seconds=None if stages is None else trial.token_seconds(stages),
+    )
+
+
+def _cached(plan: Plan) -> Profile:
+    # What was traced for one workload alone is kept under the workload as it was asked for.
+    asked = replace(plan.request.workload, dtype=plan.workload.dtype)
+    for workload in (plan.workload, asked):
+        found = find_profile(plan.fingerprint, workload)
+        if found is not None:
+            return found
+    raise UsageError(
+        f"there is no profile of {plan.model} in the cache to explain the plan with",
+        hint="plan the model again on this machine (duoka plan MODEL …): that traces it",
+    )
+
+
+def _runs(costs: Costs, plan: Plan) -> Stages:
+    """The placement as runs of blocks on one device; one device can have several in a given map."""
+    names = list(plan.fleet.names)
+    devices: list[int] = []
+    for index in costs.chain:
+        modules = costs.profile.blocks[index].modules
+        at = plan.placement.device_of(modules[0]) if modules else None
+        devices.append(names.index(at) if at is not None else devices[-1])
+    runs: list[Stage] = []
+    for device, places in groupby(range(len(devices)), key=devices.__getitem__):
+        first, *rest = places
+        runs.append(Stage(start=first, stop=first + len(rest) + 1, device=device))
+    return tuple(runs)
+
+
+def _shares(plan: Plan) -> Iterator[Share]:
+    for device in plan.forecast.devices:
+        yield Share(
+            device=device.device,
+            modules=tuple(name for name, at in plan.placement.entries if at == device.device),
+            needed_bytes=device.needed_bytes,
+            budget_bytes=device.budget_bytes,
+        )
+
+
+def _crossings(trial: Trial, runs: Stages) -> Iterator[Crossing]:
+    for before, after in pairwise(runs):
+        names = [trial.fleet.devices[stage.device].name for stage in (before, after)]
+        moved = int(trial.costs.boundary_bytes[after.start])
+        links = [
+            link.latency_seconds + moved / link.bytes_per_second
+            for link in trial.fleet.links
+            if [link.source, link.target] == names
+        ]
+        yield Crossing(
+            source=names[0],
+            target=names[1],
+            token_bytes=moved,
+            link_seconds=links[0] if links else None,
+        )
+
+
+def _changes(trial: Trial, stages: Stages) -> Iterator[Change]:
+    """At each boundary, the last block before it given on, and the first behind it taken in."""
+    own = trial.value(stages)
+    for number in range(len(stages) - 1):
+        before, after = stages[number : number + 2]
+        for step in (-1, 1):
+            cut = after.start + step
+            if not before.start < cut < after.stop:
+                continue  # the stage would be empty
+            moved = (replace(before, stop=cut), replace(after, start=cut))
+            changed = (*stages[:number], *moved, *stages[number + 2 :])
+            shares = [trial.share(stage) for stage in moved]
+            giver, taker = shares if step < 0 else shares[::-1]
+            value = trial.value(changed)
+            yield Change(
+                giver=giver,
+                taker=taker,
+                modules=trial.modules(min(cut, after.start), max(cut, after.start)),
+                outcome=_outcome(trial, value, own),
+                value=value,
+            )
+
+
+def _outcome(trial: Trial, value: float | None, own: float | None) -> Outcome:
+    if value is None:
+        return "impossible"
+    if own is None or trial.is_better(value, own):
+        return "better"
+    return "worse" if trial.is_better(own, value) else "equal"
+
+
+def _fewer(trial: Trial, plan: Plan) -> Fewer | None:
+    """The largest devices, one less than are used, miss something; as a lower bound."""
+    num = len(plan.devices) - 1
+    if num < 1 or plan.request.use_all:
+        return None
+    largest = sorted(trial.fleet.devices, key=lambda device: -device.budget_bytes)[:num]
+    asked = replace(plan.workload, prefill_chunk_tokens=plan.request.workload.prefill_chunk_tokens)
+    *_, least = with_chunks(asked)
+    try:
+        search(Costs(trial.costs.profile, least), Fleet(devices=tuple(largest)))
+    except NoPlacement as none:
+        missing = none.shortfall().shortfall_bytes
+        return Fewer(devices=tuple(device.name for device in largest), missing_bytes=missing)
+    return None  # a map by hand can use more than it needs
+
+
+def _whole_prompt(profile: Profile, plan: Plan, stages: Stages) -> tuple[Share, ...]:
+    """What the same stages would need if the prompt ran whole, where it was cut unasked."""
+    chunk = plan.workload.prefill_chunk_tokens
+    if chunk is None or plan.request.workload.prefill_chunk_tokens != "auto":
+        return ()
+    whole = Costs(profile, replace(plan.workload, prefill_chunk_tokens=None))
+    trial = Trial(whole, plan.fleet, "headroom")
+    return tuple(map(trial.share, stages))

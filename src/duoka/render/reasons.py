@@ -1,0 +1,204 @@
+"""Why a plan is as it is, in sentences; for the terminal and for the page alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..explanation import Alternative, Change, Explanation, Share
+from ..units import format_bytes, format_count
+from .names import count_layers, name_modules
+from .wording import joined
+
+_AIMS = {
+    "headroom": "the least free memory of any GPU, as large as can be",
+    "latency": "the time of one token, stages and transfers together, as short as can be",
+    "throughput": "the time of the slowest stage or transfer, as short as can be",
+}
+_REACHED = {
+    "headroom": ("The tightest, {},", "keeps", "keeps more free than"),
+    "latency": ("One token", "takes", "takes less than"),
+    "throughput": ("The slowest part, on {},", "takes", "has one that takes less than"),
+}
+_MOST_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rival:
+    """An alternative in words: what it is, how it deals the model, and what comes of it."""
+
+    name: str
+    dealt: str
+    verdict: str
+    fits: bool
+    is_plan: bool
+
+
+def aim(explanation: Explanation) -> Iterator[str]:
+    """What was optimised, what was reached, and what proves that nothing is better."""
+    told = explanation.objective
+    reached, bound = amount(explanation, explanation.value), amount(explanation, explanation.bound)
+    binding = explanation.binding_device
+    if told not in _AIMS:
+        yield f"Nothing was optimised, the map was given; {binding} is tightest: {reached} free."
+        return
+    num = len(explanation.shares)
+    where = "on one GPU" if num == 1 else f"on {num} GPUs"
+    subject, verb, beyond = _REACHED[told]
+    who = subject.format(binding)
+    yield f"Optimised was {told}: {_AIMS[told]}."
+    yield f"{who} {verb} {reached}; {where} no placement {beyond} {bound}, which is the bound."
+
+
+def amount(explanation: Explanation, value: float) -> str:
+    """A value of the objective, with its unit."""
+    if explanation.objective in ("latency", "throughput"):
+        return milliseconds(value)
+    return format_bytes(round(value))
+
+
+def milliseconds(seconds: float) -> str:
+    """A time for people.
+
+    Examples
+    --------
+    >>> milliseconds(0.03346), milliseconds(2.5), milliseconds(1.5e-5)
+    ('33.5 ms', '2.50 s', '15.0 µs')
+    """
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"
+
+
+def holds(share: Share) -> str:
+    """How full a device is."""
+    return (
+        f"It needs {format_bytes(share.needed_bytes)} of {format_bytes(share.budget_bytes)}: "
+        f"{format_bytes(share.free_bytes)} stay free."
+    )
+
+
+def why_not_else(explanation: Explanation, device: str) -> Iterator[str]:
+    """Why a device has no less and no more."""
+    now = {share.device: share for share in explanation.shares}
+    for change in explanation.changes:
+        if change.giver.device == device:
+            yield f"No less: {_less(change, now)}{_judged(change, explanation)}"
+    for change in explanation.changes:
+        if change.taker.device == device:
+            yield f"No more: {_more(change)}{_judged(change, explanation)}"
+
+
+def _less(change: Change, now: dict[str, Share]) -> str:
+    what, taker = name_modules(change.modules), change.taker
+    more = taker.needed_bytes - now[taker.device].needed_bytes
+    free = now[taker.device].free_bytes
+    return (
+        f"{what} would go to {taker.device}, which has {format_bytes(free)} free and needs "
+        f"{format_bytes(more)} for it"
+    )
+
+
+def _more(change: Change) -> str:
+    what, taker = name_modules(change.modules), change.taker
+    return (
+        f"with {what} of {change.giver.device} it would need {format_bytes(taker.needed_bytes)} "
+        f"of {format_bytes(taker.budget_bytes)}"
+    )
+
+
+def _judged(change: Change, explanation: Explanation) -> str:
+    """What becomes of the objective, as the end of a sentence."""
+    if change.value is None:
+        missing = format_bytes(-min(change.giver.free_bytes, change.taker.free_bytes))
+        return f": {missing} are missing."
+    now = {share.device: share for share in explanation.shares}
+    then = {**now, change.giver.device: change.giver, change.taker.device: change.taker}
+    least = [format_bytes(min(s.free_bytes for s in each.values())) for each in (then, now)]
+    tightest = f"the tightest GPU would have {least[0]} free instead of {least[1]}"
+    if change.outcome == "equal":
+        return f": as good for the objective, but {tightest}."
+    if explanation.objective in ("latency", "throughput"):
+        reached = [amount(explanation, value) for value in (change.value, explanation.value)]
+        return f": that would be {reached[0]} instead of {reached[1]}."
+    return f": {tightest}."
+
+
+def fewer(explanation: Explanation) -> str:
+    """Why so many GPUs; empty where there is nothing to say."""
+    found = explanation.fewer
+    if found is None:
+        return ""
+    names = joined(found.devices)
+    which = f"on the largest one, {names}," if len(found.devices) == 1 else f"on {names}"
+    largest = "" if len(found.devices) == 1 else ", the largest,"
+    return (
+        f"{len(explanation.shares)} GPUs and not {len(found.devices)}: {which}{largest} at least "
+        f"{format_bytes(found.missing_bytes)} are missing."
+    )
+
+
+def whole_prompt(explanation: Explanation) -> str:
+    """Why the prompt runs in chunks; empty where it doesn't, or where that was asked for."""
+    over = [share for share in explanation.whole_prompt if share.free_bytes < 0]
+    if not over:
+        return ""
+    return f"The prompt runs in chunks: whole, {_shortages(over)}."
+
+
+def crossings(explanation: Explanation) -> Iterator[str]:
+    """What goes from GPU to GPU for one token."""
+    for each in explanation.crossings:
+        took = "" if each.link_seconds is None else f", {milliseconds(each.link_seconds)}"
+        yield f"{each.source} → {each.target}: {format_bytes(each.token_bytes)} a token{took}"
+
+
+def rivals(explanation: Explanation) -> Iterator[Rival]:
+    """The alternatives in words."""
+    for other in explanation.alternatives:
+        yield Rival(
+            name=other.name,
+            dealt=dealt(other.shares),
+            verdict=_verdict(other, explanation),
+            fits=other.fits,
+            is_plan=other.is_plan,
+        )
+
+
+def dealt(shares: Sequence[Share]) -> str:
+    """How many layers are on which device."""
+    counts = count_layers([share.modules for share in shares])
+    if counts is None:
+        return ", ".join(share.device for share in shares)
+    return ", ".join(
+        f"{share.device} {format_count(count, 'layer')}"
+        for share, count in zip(shares, counts, strict=True)
+    )
+
+
+def _verdict(other: Alternative, explanation: Explanation) -> str:
+    if other.is_plan:
+        return "that is this plan"
+    if other.value is None:
+        over = [share for share in other.shares if share.free_bytes < 0]
+        return f"does not fit: {_shortages(over)}"
+    told = amount(explanation, other.value)
+    free = f"{format_bytes(other.least_free_bytes)} free on the tightest GPU"
+    if explanation.objective in ("latency", "throughput"):
+        told += f", {free}"
+    elif other.token_seconds is not None:
+        told = f"{free}, {milliseconds(other.token_seconds)} for a token"
+    else:
+        told = free
+    used, own = len(other.shares), len(explanation.shares)
+    return told if used == own else f"{told}; {format_count(used, 'GPU')} instead of {own}"
+
+
+def _shortages(over: Sequence[Share]) -> str:
+    told = [
+        f"{share.device} would need {format_bytes(share.needed_bytes)} of "
+        f"{format_bytes(share.budget_bytes)}"
+        for share in over[:_MOST_NAMED]
+    ]
+    more = len(over) - _MOST_NAMED
+    return joined([*told, f"{more} more lack memory"] if more > 0 else told)
