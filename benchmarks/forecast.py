@@ -83,7 +83,7 @@ def measure(plan: duoka.Plan, config: dict) -> list[tuple[str, int, int, int, in
     model = models.build(config, dtype=torch.bfloat16)
     with virtual.gpus([budgets[name] for name in names], data="meta") as world, torch.no_grad():
         dispatch(model, Placement(entries=entries), empty=True)
-        stepper = Stepper(model, plan.workload.batch, torch.device("vgpu:0"))
+        stepper = Stepper.of(model, plan.workload, torch.device("vgpu:0"))
         stepper.run(plan.workload, decode_steps=plan.workload.new_tokens - 1)
         return [
             (

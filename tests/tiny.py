@@ -20,6 +20,7 @@ from duoka.outline import NamedTensor, Roster
 from duoka.planner import with_chunks
 from duoka.profile import MONOMIALS, Block, Kind, Phase, Profile, Read, Ref, Regime, Rule, Tape
 from duoka.tracing import Irregular, Stepper, Subject, trace, trace_workload
+from duoka.workload import Cache, Conditions
 
 MIB = 2**20
 ENDLESS = 2**40
@@ -73,28 +74,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "chunk_size": 64,
     },
 }
-IRREGULAR = frozenset({"mamba2"})
+IRREGULAR = frozenset({("mamba2", "dynamic"), ("window", "static")})
 
 
 @functools.cache
-def regular(name: str) -> Profile:
+def regular(name: str, cache: Cache = "dynamic") -> Profile:
     """The profile of a small model, for all workloads."""
     model = models.build(CONFIGS[name], dtype=torch.bfloat16)
-    return trace(model, Subject(fingerprint=name, max_context_tokens=8192))
+    subject = Subject(fingerprint=name, max_context_tokens=8192, conditions=Conditions(cache=cache))
+    return trace(model, subject)
 
 
 def profile_for(name: str, workload: Workload) -> Profile:
     """The profile of a small model, which is good at least for this workload."""
-    if name not in IRREGULAR:
-        return regular(name)
+    if (name, workload.cache) not in IRREGULAR:
+        return regular(name, workload.cache)
     model = models.build(CONFIGS[name], dtype=torch.bfloat16)
-    return trace_workload(model, Subject(fingerprint=name), list(with_chunks(workload)))
+    subject = Subject(fingerprint=name, conditions=workload.conditions)
+    return trace_workload(model, subject, list(with_chunks(workload)))
 
 
-def is_irregular(name: str) -> bool:
+def is_irregular(name: str, cache: Cache = "dynamic") -> bool:
     """Whether tracing finds no rules for a small model."""
     try:
-        regular(name)
+        regular(name, cache)
     except Irregular:
         return True
     return False
@@ -108,7 +111,7 @@ def measure(plan: Plan, config: dict[str, Any]) -> list[tuple[int, int]]:
     model = models.build(config, dtype=torch.bfloat16)
     with virtual.gpus(budgets, data="meta") as world, torch.no_grad():
         dispatch(model, Placement(entries=entries), empty=True)
-        stepper = Stepper(model, plan.workload.batch, torch.device("vgpu:0"))
+        stepper = Stepper.of(model, plan.workload, torch.device("vgpu:0"))
         stepper.run(plan.workload, decode_steps=plan.workload.new_tokens - 1)
         return [
             (world.max_memory_allocated(number), world.max_memory_reserved(number))

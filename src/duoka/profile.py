@@ -24,24 +24,27 @@ Phase = Literal["prefill", "extend", "decode"]
 # Fused attention copies a mask whose rows don't begin on a multiple of so many elements.
 ALIGNED_TOKENS = 8
 
-# What a size may depend on: batch b, query tokens q, key tokens k (past and query together), and
-# p, which is k rounded up to a multiple of `ALIGNED_TOKENS`.
-MONOMIALS = ("1", "q", "k", "qk", "qq", "b", "bq", "bk", "bqk", "bqq", "p", "qp", "bp", "bqp")
+# What a size may depend on: batch b, query tokens q, key tokens k (past and query together), p,
+# which is k rounded up to a multiple of `ALIGNED_TOKENS`, and c and r, which are the context that
+# a static cache is made for and the same rounded up.
+_OF_KEYS = ("1", "q", "k", "qk", "qq", "b", "bq", "bk", "bqk", "bqq", "p", "qp", "bp", "bqp")
+MONOMIALS = (*_OF_KEYS, "c", "qc", "bc", "bqc", "r", "qr", "br", "bqr")
 Rule = tuple[float, ...]
 """Coefficients of `MONOMIALS`, in bytes or FLOPs; trailing zeros may be left out."""
 
 
-def monomials(batch: int, query: int, keys: int) -> tuple[int, ...]:
-    """The values of `MONOMIALS` at one step's sizes."""
+def monomials(batch: int, query: int, keys: int, context: int = 0) -> tuple[int, ...]:
+    """The values of `MONOMIALS` at one step's sizes; `context` counts with a static cache only."""
     alone = (1, query, keys, query * keys, query * query)
-    padded = -(-keys // ALIGNED_TOKENS) * ALIGNED_TOKENS
-    copied = (padded, query * padded)
-    return (
-        *alone,
-        *(batch * value for value in alone),
-        *copied,
-        *(batch * value for value in copied),
+    lengths = [_aligned(keys)] + ([context, _aligned(context)] if context else [])
+    groups = [alone, *((length, query * length) for length in lengths)]
+    return tuple(
+        value for group in groups for value in (*group, *(batch * value for value in group))
     )
+
+
+def _aligned(tokens: int) -> int:
+    return -(-tokens // ALIGNED_TOKENS) * ALIGNED_TOKENS
 
 
 def evaluate(rule: Rule, values: Sequence[int]) -> int:
@@ -121,7 +124,8 @@ class Regime:
     query, past, keys : tuple of (int, int)
         Ranges (start, stop) of the tokens that come in, that came before, and of both.
     aligned : bool, optional
-        Whether `keys` is a multiple of `ALIGNED_TOKENS`, where that makes a difference.
+        Whether the keys that are attended to are a multiple of `ALIGNED_TOKENS`, where that makes
+        a difference; with a static cache these are its whole context.
     carried : tuple of (int, int)
         Allocations that are used far from where they are made: block, number in its tape.
     """
@@ -134,7 +138,7 @@ class Regime:
     aligned: bool | None = None
     carried: tuple[tuple[int, int], ...] = ()
 
-    def holds(self, phase: Phase, *, batch: int, query: int, keys: int) -> bool:
+    def holds(self, phase: Phase, *, batch: int, query: int, keys: int, context: int = 0) -> bool:
         """Whether the tapes of this regime describe such a step."""
         return (
             self.phase == phase
@@ -142,7 +146,7 @@ class Regime:
             and self.query[0] <= query < self.query[1]
             and self.past[0] <= keys - query < self.past[1]
             and self.keys[0] <= keys < self.keys[1]
-            and self.aligned in (None, keys % ALIGNED_TOKENS == 0)
+            and self.aligned in (None, (context or keys) % ALIGNED_TOKENS == 0)
         )
 
 
@@ -211,6 +215,8 @@ class Profile:
         The names of the tensors; `outline` gives them block by block.
     conditions : Conditions
         What the model was run under. Other workloads are refused (`refuse_other`).
+    notes : tuple of str
+        What a person should know who plans with it, in sentences; plans repeat them.
     """
 
     fingerprint: str
@@ -222,6 +228,7 @@ class Profile:
     max_context_tokens: int | None = None
     roster: Roster | None = None
     conditions: Conditions = field(default_factory=Conditions)
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.blocks:
@@ -273,8 +280,10 @@ class Profile:
                 hint="trace the model under these conditions",
             )
 
-    def regime_of(self, phase: Phase, *, batch: int, query: int, keys: int) -> int:
-        """Index of the regime that holds for a step.
+    def regime_of(
+        self, phase: Phase, *, batch: int, query: int, keys: int, context: int = 0
+    ) -> int:
+        """Index of the regime that holds for a step; `context` is a static cache's, or 0.
 
         Raises
         ------
@@ -282,7 +291,7 @@ class Profile:
             If the step is larger than any that the profile knows.
         """
         for index, regime in enumerate(self.regimes):
-            if regime.holds(phase, batch=batch, query=query, keys=keys):
+            if regime.holds(phase, batch=batch, query=query, keys=keys, context=context):
                 return index
         longest = max(regime.keys[1] for regime in self.regimes) - 1
         raise UsageError(

@@ -182,6 +182,11 @@ class Workload:
         return self.prompt_tokens + self.new_tokens
 
     @property
+    def static_tokens(self) -> int:
+        """Tokens that a static cache is made for; 0 with another one."""
+        return self.context_tokens if self.cache == "static" else 0
+
+    @property
     def conditions(self) -> Conditions:
         """What a profile must have been made for, to answer this workload."""
         training = self.training

@@ -85,7 +85,7 @@ def prove(plan: Plan, model: PreTrainedModel) -> tuple[Measured, ...]:
 
 def _run(model: PreTrainedModel, workload: Workload) -> None:
     """The prompt, the first decode steps, and the last ones at the end of the context."""
-    stepper = Stepper(model, workload.batch, torch.device("vgpu:0"))
+    stepper = Stepper.of(model, workload, torch.device("vgpu:0"))
     num_decodes = workload.new_tokens - 1
     stepper.run(workload, decode_steps=min(num_decodes, _DECODE_STEPS))
     left = num_decodes - 2 * _DECODE_STEPS

@@ -178,7 +178,7 @@ def _generate(subject: Subject, device: torch.device, steps: Steps) -> Any:
     work = subject.workload
     with torch.no_grad():
         model: Any = subject.model
-        stepper = Stepper(model, work.batch, device)
+        stepper = Stepper.of(model, work, device)
 
         def step(phase: str, tokens: int) -> None:
             steps.begin(phase)

@@ -25,6 +25,7 @@ class Sample:
     query: int
     keys: int
     recorded: Pass
+    context: int = 0
 
 
 def fit(samples: Sequence[Sample]) -> tuple[list[Tape], tuple[tuple[int, int], ...]]:
@@ -129,6 +130,12 @@ _BASES: dict[Phase, tuple[tuple[str, ...], ...]] = {
     "extend": (("1", "q", "k", "qk"), ("1", "q", "p", "qp"), ("1", "q", "k", "qk", "qq")),
     "decode": (("1", "k"), ("1", "p")),
 }
+# The same with a static cache, whose keys and masks are as long as its context c.
+_STATIC_BASES: dict[Phase, tuple[tuple[str, ...], ...]] = {
+    "prefill": (("1", "q", "qq", "c", "qc"), ("1", "q", "qq", "r", "qr")),
+    "extend": (("1", "q", "k", "c", "qc"), ("1", "q", "k", "r", "qr")),
+    "decode": (("1", "k", "c"), ("1", "k", "r")),
+}
 
 
 # How far the estimated work of a step may be off.
@@ -145,9 +152,11 @@ class _Solver:
             self._bases = [_Basis([0], [[1]])]
             return
         many = samples[0].batch > 1
-        values = [monomials(sample.batch, sample.query, sample.keys) for sample in samples]
+        values = [
+            monomials(sample.batch, sample.query, sample.keys, sample.context) for sample in samples
+        ]
         self._bases = []
-        for alone in _BASES[samples[0].phase]:
+        for alone in (_STATIC_BASES if samples[0].context else _BASES)[samples[0].phase]:
             together = ["b" if name == "1" else f"b{name}" for name in alone] if many else []
             places = [MONOMIALS.index(name) for name in (*alone, *together)]
             basis = _Basis(places, [[row[place] for place in places] for row in values])

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..workload import Workload
+from ..caches import cache_name, lengthen, new_cache
+from ..workload import Cache, Workload
 
 
 class Stepper:
@@ -32,18 +32,40 @@ class Stepper:
         More than one comes with padding on the left, as prompts of different lengths have it.
     device : torch.device
         Where the caller's inputs are made: the device of the first module.
+    cache : {"dynamic", "static", "int8"}
+    context_tokens : int
+        What a static cache is made for.
     """
 
-    def __init__(self, model: PreTrainedModel, batch: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batch: int,
+        device: torch.device,
+        *,
+        cache: Cache = "dynamic",
+        context_tokens: int = 0,
+    ) -> None:
         self.model: Any = model
         self.batch = batch
         self.device = device
         self.past = 0
         self.encoded: Any = None
-        self.cache: Any = _new_cache(self.model)
+        self.cache: Any = new_cache(model, cache, context_tokens=context_tokens)
+        # Of one sequence no mask is left in `generate`; a static cache makes one of its own.
+        self._masked = batch > 1 or cache != "static"
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
-        self._cache_name = next(
-            (name for name in _CACHES if name in self._accepted), "past_key_values"
+        self._cache_name = cache_name(model)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, workload: Workload, device: torch.device) -> Stepper:
+        """The steps of a workload."""
+        return cls(
+            model,
+            workload.batch,
+            device,
+            cache=workload.cache,
+            context_tokens=workload.static_tokens,
         )
 
     def step(self, query: int) -> None:
@@ -86,12 +108,7 @@ class Stepper:
         """
         if tokens <= 0:
             return
-        layers = getattr(self.cache, "layers", [])
-        if layers and all(type(layer) is DynamicLayer for layer in layers):
-            for layer in layers:
-                if layer.keys is not None:
-                    layer.keys = _longer(layer.keys, tokens)
-                    layer.values = _longer(layer.values, tokens)
+        if lengthen(self.cache, tokens):
             self.past += tokens
             return
         while tokens:
@@ -113,7 +130,7 @@ class Stepper:
             ids,
             next_sequence_length=query,
             is_first_iteration=self.past == 0,
-            attention_mask=mask,
+            attention_mask=mask if self._masked else None,
             use_cache=True,
             **{"position_ids": positions} if "position_ids" in self._accepted else {},
             **{"logits_to_keep": 1} if "logits_to_keep" in self._accepted else {},
@@ -155,22 +172,3 @@ def _sample(scores: torch.Tensor) -> None:
     removed = removed.scatter(1, order, removed)
     scores = scores.masked_fill(removed, -torch.inf)
     torch.multinomial(scores.softmax(dim=-1), num_samples=1)
-
-
-def _new_cache(model: Any) -> Any:
-    """The cache that `generate` makes; None for models that make one of their own kind."""
-    config = model.config
-    # Remote code may lack the question; `generate` needs it.
-    takes_ours = getattr(model, "_supports_default_dynamic_cache", lambda: True)
-    if not takes_ours():
-        return None
-    if not config.is_encoder_decoder:
-        return DynamicCache(config=config)
-    decoder = config.get_text_config(decoder=True)
-    return EncoderDecoderCache(DynamicCache(config=decoder), DynamicCache(config=decoder))
-
-
-def _longer(states: torch.Tensor, tokens: int) -> torch.Tensor:
-    """[batch, heads, tokens, head_dim] with more tokens, on the same device."""
-    batch, heads, length, width = states.shape
-    return states.new_empty((batch, heads, length + tokens, width))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations, pairwise
 from typing import Any, NamedTuple
@@ -19,7 +19,8 @@ from ..errors import ModelError
 from ..outline import NamedTensor
 from ..placement import Placement
 from ..profile import ALIGNED_TOKENS, Block, Kind, Phase, Profile, Regime, Tape
-from ..workload import Workload
+from ..quantization import parts
+from ..workload import Cache, Conditions, Workload
 from .fitting import Sample, Unlike, fit
 from .grouping import Group, find_containers, find_groups
 from .naming import name_tensors, roster
@@ -46,12 +47,14 @@ Found = tuple[Regime, list[Tape]]
 class Subject:
     """What is traced, besides the model itself.
 
-    `published` are the checkpoint's names of its tensors, where they are known.
+    `published` are the checkpoint's names of its tensors, where they are known; `conditions` are
+    what the model is run under.
     """
 
     fingerprint: str
     max_context_tokens: int | None = None
     published: tuple[str, ...] | None = None
+    conditions: Conditions = field(default_factory=Conditions)
 
 
 class Irregular(Exception):
@@ -85,7 +88,8 @@ def trace(model: nn.Module, subject: Subject) -> Profile:
         raise Irregular("what an encoder and its decoder cost depends on two lengths")
     named = name_tensors(model, subject.published)
     with _running(model), _whole(model) as device:
-        tracer = _Tracer(model, device, subject.max_context_tokens or _ENDLESS)
+        cache = subject.conditions.cache
+        tracer = _Tracer(model, device, subject.max_context_tokens or _ENDLESS, cache)
         try:
             return _profile(model, tracer.groups, subject, list(tracer.rules()), named)
         except (Unlike, *_FAILURES) as error:
@@ -106,7 +110,7 @@ def trace_workload(model: nn.Module, subject: Subject, workloads: Sequence[Workl
     """
     named = name_tensors(model, subject.published)
     with _running(model), _whole(model) as device:
-        tracer = _Tracer(model, device, _ENDLESS)
+        tracer = _Tracer(model, device, _ENDLESS, subject.conditions.cache)
         found = {
             (regime.phase, regime.query, regime.keys): (regime, tapes)
             for workload in workloads
@@ -180,16 +184,19 @@ def _whole(model: nn.Module) -> Iterator[torch.device]:
 class _Tracer:
     """Records runs and fits regimes to them."""
 
-    def __init__(self, model: nn.Module, device: torch.device, longest: int) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, longest: int, cache: Cache) -> None:
         self.model: Any = model
         self.device = device
         self.longest = longest
+        self.cache = cache
         groups = find_groups(model, lambda: Stepper(self.model, 1, device).step(8))
         self.groups = [*groups, _CALLER]
 
     def rules(self) -> Iterator[Found]:
         """Regimes for every step that the model may be asked for; the first that holds counts."""
         ranges = list(self._ranges())
+        if self.cache == "static" and len(ranges) > 1:
+            raise Unlike("what a static cache with a window costs depends on three lengths")
         for many in (False, True):
             for before, after in combinations(ranges, 2):
                 yield from self._crossing(many, before, after)
@@ -202,7 +209,7 @@ class _Tracer:
         chunks = workload.chunks()
         steps = [*chunks[:2], *chunks[-2:]] if len(chunks) > 4 else [*chunks]
         recorder = Recorder(self.model, self.groups, skip=True)
-        stepper = Stepper(self.model, workload.batch, self.device)
+        stepper = Stepper.of(self.model, workload, self.device)
         before = 0
         with recorder:
             for query, past in [*steps, *_decodes(workload)]:
@@ -243,6 +250,8 @@ class _Tracer:
         # What is asked of a model made for few tokens must not be more than it can do.
         high = min(stop, self.longest + 1, start + _PROBED_TOKENS)
         runs = list(_runs(many, start, high))
+        if self.cache == "static":
+            runs = list(_static_runs(runs))
         samples = _Samples(self._record(runs), self._record([runs[0].aligned()]))
         for phase in _PHASES:
             regime = Regime(
@@ -283,14 +292,21 @@ class _Tracer:
         samples = []
         with Recorder(self.model, self.groups, skip=True) as recorder:
             for run in runs:
-                stepper = Stepper(self.model, run.batch, self.device)
+                stepper = Stepper(
+                    self.model,
+                    run.batch,
+                    self.device,
+                    cache=self.cache,
+                    context_tokens=run.context,
+                )
                 recorder.forget()
                 for phase, tokens in run.steps:
                     recorded = recorder.record(
                         partial(stepper.step, tokens), alone=run.batch == tokens == 1
                     )
                     if phase is not None:
-                        samples.append(Sample(phase, run.batch, tokens, stepper.past, recorded))
+                        sizes = run.batch, tokens, stepper.past
+                        samples.append(Sample(phase, *sizes, recorded, run.context))
         return samples
 
 
@@ -299,12 +315,14 @@ class _Run(NamedTuple):
 
     batch: int
     steps: tuple[tuple[Phase | None, int], ...]
+    context: int = 0
 
     def aligned(self) -> _Run:
         """Much the same run at multiples of `ALIGNED_TOKENS`, in its decode step too."""
         (phase, tokens), *rest, last = self.steps
         aligned = _ceiled(tokens)
-        return _Run(self.batch, ((phase, aligned), *rest, (None, ALIGNED_TOKENS - 1), last))
+        steps = ((phase, aligned), *rest, (None, ALIGNED_TOKENS - 1), last)
+        return _Run(self.batch, steps, self.context and _ceiled(self.context + ALIGNED_TOKENS))
 
 
 class _Samples:
@@ -321,7 +339,11 @@ class _Samples:
 
     def where(self, aligned: bool) -> list[Sample]:
         """Those whose keys are a multiple of `ALIGNED_TOKENS`, or those whose aren't."""
-        return [sample for sample in self.all if (sample.keys % ALIGNED_TOKENS == 0) == aligned]
+        return [
+            sample
+            for sample in self.all
+            if ((sample.context or sample.keys) % ALIGNED_TOKENS == 0) == aligned
+        ]
 
 
 # How many tokens past a multiple of `ALIGNED_TOKENS` the runs of one range begin: different ones,
@@ -340,6 +362,19 @@ def _runs(many: bool, start: int, stop: int) -> Iterator[_Run]:
             steps: list[tuple[Phase, int]] = [("prefill", low + past * step + odd)]
             steps += [("extend", tokens * step) for tokens in queries]
             yield _Run(batch, (*steps, ("decode", 1)))
+
+
+# By how much the contexts of static caches exceed what is put into them.
+_TO_SPARE = (5, 1 << 9, 1 << 7, 3 << 8)
+
+
+def _static_runs(runs: Sequence[_Run]) -> Iterator[_Run]:
+    """The same runs, each over two static caches; none is aligned, and no two are alike."""
+    for number, run in enumerate(runs):
+        used = sum(tokens for _, tokens in run.steps)
+        for spare in (_TO_SPARE[number % 4], _TO_SPARE[(number + 1) % 4] + (1 << 10)):
+            context = _ceiled(used + spare) + _ODD[number % 4]
+            yield run._replace(context=context)
 
 
 def _crossing_runs(many: bool, before: tuple[int, int], after: tuple[int, int]) -> Iterator[_Run]:
@@ -414,6 +449,7 @@ def _profile(
         regimes=tuple(regime for regime, _ in found),
         max_context_tokens=subject.max_context_tokens,
         roster=roster(named, [block.modules for block in blocks]),
+        conditions=subject.conditions,
     )
 
 
@@ -430,7 +466,7 @@ def _weights(
             block = block_of[name]
             if id(tensor) not in met:
                 met[id(tensor)] = block
-                sizes[block].append(tensor.nbytes)
+                sizes[block].extend(part.nbytes for part in parts(tensor).values())
                 continue
             # Ties join: a head may share its weight with one block and its bias with another.
             one, other = first_of[met[id(tensor)]], first_of[block]
