@@ -184,17 +184,25 @@ class Replay:
             phase=phase,
             query=query,
             keys=keys,
-            regime=self.profile.regime_of(phase, batch=batch, query=query, keys=keys),
-            values=monomials(batch, query, keys),
+            regime=self.profile.regime_of(
+                phase, batch=batch, query=query, keys=keys, context=self.workload.static_tokens
+            ),
+            values=self._values(query, keys),
         )
 
+    def _values(self, query: int, keys: int) -> tuple[int, ...]:
+        return monomials(self.workload.batch, query, keys, self.workload.static_tokens)
+
+    def step_over(self, query: int, past: int) -> Step:
+        """A step of so many tokens after so many others."""
+        # A one-token step after others is what decoding does.
+        phase: Phase = "prefill" if not past else "extend" if query > 1 else "decode"
+        query = max(query, 2) if phase == "prefill" else query
+        return self._step(phase, query, past + query)
+
     def _schedule(self) -> list[Step]:
-        steps = []
-        for query, past in _ends(self.workload.chunks()) if self.brief else self.workload.chunks():
-            # A one-token step after others is what decoding does.
-            phase: Phase = "prefill" if not past else "extend" if query > 1 else "decode"
-            query = max(query, 2) if phase == "prefill" else query
-            steps.append(self._step(phase, query, past + query))
+        chunks = self.workload.chunks()
+        steps = [self.step_over(*chunk) for chunk in (_ends(chunks) if self.brief else chunks)]
         keys = range(self.workload.prompt_tokens + 1, self.workload.context_tokens)
         return steps + [self._step("decode", 1, k) for k in self._decode_lengths(keys)]
 
@@ -213,9 +221,7 @@ class Replay:
         }
         for rule in rules:
             classes = [
-                segment_bytes(
-                    rounded_bytes(evaluate(rule, monomials(self.workload.batch, 1, length)))
-                )
+                segment_bytes(rounded_bytes(evaluate(rule, self._values(1, length))))
                 for length in keys
             ]
             chosen.update(
