@@ -91,7 +91,8 @@ class Int8Layer(DynamicLayer):
     """
 
     def __init__(self, **_: Any) -> None:
-        super().__init__()
+        prepare: Any = super().__init__  # without types there
+        prepare()
         self.key_scales: Tensor | None = None
         self.value_scales: Tensor | None = None
 
@@ -125,9 +126,10 @@ class Int8Layer(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens."""
         super().crop(tokens_to_remove)
-        self._change_scales(lambda scales: scales[..., : self.keys.shape[-2], :])
+        left = self.get_seq_length()
+        self._change_scales(lambda scales: scales[..., :left, :])
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Take other sequences of the batch, as beam search does."""
         super().reorder_cache(beam_idx)
         self._change_scales(lambda scales: scales.index_select(0, beam_idx.to(scales.device)))

@@ -14,6 +14,7 @@ from duoka.errors import UsageError
 from duoka.files import why
 
 _TOKENS = re.compile(r"([1-9][0-9]{0,9})([kKmM]?)", re.ASCII)
+_PIXELS = re.compile(r"([1-9][0-9]{0,5})[xX]([1-9][0-9]{0,5})", re.ASCII)
 _FACTORS = {"": 1, "K": 1024, "M": 1024 * 1024}
 
 _DTYPES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
@@ -50,6 +51,23 @@ def parse_chunk(text: str) -> int | str | None:
     if text in ("auto", "none"):
         return None if text == "none" else text
     return parse_tokens(text)
+
+
+def parse_image_size(text: str) -> tuple[int, int]:
+    """Read width and height, as "1120x1120", into height and width.
+
+    Raises
+    ------
+    UsageError
+        If it is no such size.
+    """
+    match = _PIXELS.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(
+            f"{text!r} is not the size of an image",
+            hint="write width and height in pixels, as 1120x1120",
+        )
+    return int(match[2]), int(match[1])
 
 
 def parse_dtype(text: str) -> Any:
@@ -157,6 +175,35 @@ PrefillChunk = Annotated[
         metavar="TOKENS",
         help='Prompt tokens that run at once: a number, "none" (all) or "auto" '
         "(the default: all if it fits, or else the largest chunk that does).",
+        rich_help_panel=PLANNING,
+        show_default=False,
+    ),
+]
+Cache = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND",
+        help="The KV cache: dynamic (the default) grows with each token, static is made for the "
+        "whole context at once, int8 grows and takes half the memory of 16 bit.",
+        rich_help_panel=PLANNING,
+        show_default=False,
+    ),
+]
+Images = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Images in each prompt; their tokens are part of it. By default none.",
+        rich_help_panel=PLANNING,
+        show_default=False,
+    ),
+]
+ImageSize = Annotated[
+    str | None,
+    typer.Option(
+        "--image-size",
+        metavar="WIDTHxHEIGHT",
+        help="Size of each image in pixels. By default 1024x1024.",
         rich_help_panel=PLANNING,
         show_default=False,
     ),

@@ -18,7 +18,7 @@ from duoka.profiles import plan_from_cache
 from duoka.sampling import Sampling
 
 from . import outputs
-from .options import parse_chunk, parse_dtype, parse_tokens
+from .options import parse_chunk, parse_dtype, parse_image_size, parse_tokens
 from .terminal import progress_bars, stderr, working
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ _OPTION = {
     "prefill_chunk": "--prefill-chunk",
     "use_all": "--use-all",
     "device_map": "--device-map",
+    "image_size": "--image-size",
 }
 
 
@@ -49,6 +50,9 @@ class Wishes:
     objective: str | None
     use_all: bool
     device_map: Path | None
+    cache: str | None = None
+    images: int | None = None
+    image_size: str | None = None
 
     def refuse_any(self) -> None:
         """Raise UsageError if anything was said: a saved plan has decided it all."""
@@ -245,4 +249,15 @@ def workload_for(checkpoint: duoka.Checkpoint, wishes: Wishes) -> duoka.Workload
         new_tokens=new,
         dtype=parse_dtype(wishes.dtype or "auto"),
         prefill_chunk_tokens=chunk,
+        cache=wishes.cache or "dynamic",  # type: ignore[arg-type]
+        images=wishes.images or 0,
+        **_image_size(wishes),
     )
+
+
+def _image_size(wishes: Wishes) -> dict[str, Any]:
+    if wishes.image_size is None:
+        return {}
+    if not wishes.images:
+        raise UsageError("--image-size is for images, and there are none", hint="say --images N")
+    return {"image_size": parse_image_size(wishes.image_size)}

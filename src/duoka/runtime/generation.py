@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from duoka.caches import cache_name, new_cache
 from duoka.checkpoint import Checkpoint
 from duoka.errors import UsageError
 from duoka.models.messages import Message
@@ -174,7 +175,16 @@ class Generator:
         }
         if not self.model.config.is_encoder_decoder:
             options["prefill_chunk_size"] = self.workload.prefill_chunk_tokens
-        return options
+        return {**options, **self._cache()}
+
+    def _cache(self) -> dict[str, Any]:
+        """The cache that was planned, where `generate` wouldn't make it by itself."""
+        if self.workload.cache == "dynamic":
+            return {}
+        tokens = self.workload.static_tokens
+        cache = new_cache(self.model, self.workload.cache, context_tokens=tokens)
+        # A static cache lets `generate` compile the model, whose memory nobody has planned.
+        return {cache_name(self.model): cache, "disable_compile": True}
 
     @property
     def _pad_id(self) -> int:
