@@ -52,6 +52,7 @@ class MadeUp:
         self.lower_bound_bytes = (self.exact * share).astype(np.int64)
         self.alike = np.arange(self.exact.size).reshape(shape)
         self.boundary_bytes = np.full(num_blocks + 1, 8192)
+        self.boundary_transfers = np.ones(num_blocks + 1)
 
     def reserved_bytes(self, start: int, stop: int, budget_bytes: int) -> int | None:
         reserved = int(self.exact[start, stop])

@@ -92,6 +92,7 @@ def test_cards_have_budgets_and_speeds() -> None:
         memory_bytes_per_second=1008e9,
         flops_per_second=165.2e12,
         has_bfloat16=True,
+        float32_flops_per_second=82.6e12,
     )
     assert (third.name, third.product) == ("cuda:2", "RTX 3090")
     assert RESERVE_BYTES == 768 * 2**20

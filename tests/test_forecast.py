@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duoka import Device, Fleet, Workload
+from duoka import Fleet, Workload
 from duoka.forecast import Costs, DeviceForecast
 from duoka.planner import Question, solve
 from duoka.profile import Profile
@@ -214,28 +213,6 @@ def test_what_fragments_too_much_is_remembered() -> None:
         assert costs.reserved_bytes(0, 5, budget) is None
     else:
         assert costs.reserved_bytes(0, 5, budget) is not None
-
-
-def test_seconds_are_a_roofline() -> None:
-    costs = Costs(PROFILES[0], load(100, 5))
-    slow_memory = Device(
-        name="cuda:0", budget_bytes=1, memory_bytes_per_second=1.0, flops_per_second=1e9
-    )
-    slow_arithmetic = Device(
-        name="cuda:0", budget_bytes=1, memory_bytes_per_second=1e9, flops_per_second=10.0
-    )
-    by_memory, by_arithmetic = costs.seconds(slow_memory), costs.seconds(slow_arithmetic)
-    assert by_memory is not None
-    assert by_arithmetic is not None
-    # A made-up block moves 10 bytes a token and computes 1000 operations.
-    assert by_memory[1, 4] == pytest.approx(3 * 10)
-    assert by_arithmetic[0, 5] == pytest.approx(5 * 1000 / 10)
-    assert costs.seconds(Device(name="cuda:0", budget_bytes=1)) is None
-
-
-def test_boundaries_are_what_one_decode_step_moves() -> None:
-    costs = Costs(PROFILES[0], load(100, 5, batch=2))
-    assert np.array_equal(costs.boundary_bytes, [0, 2048, 2048, 2048, 2048, 0])
 
 
 def test_free_memory_is_what_the_budget_leaves() -> None:

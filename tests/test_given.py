@@ -117,10 +117,10 @@ def test_speeds_are_those_of_each_blocks_device() -> None:
     seconds = []
     for device_map in ({"": 0}, {f"block.{n}": n % 2 for n in range(8)}, {"": 1}):
         plan = answer(LAYERS, replace(question, device_map=DeviceMap.of(device_map)))
-        assert plan.forecast.decode_seconds is not None
-        seconds.append(plan.forecast.decode_seconds)
+        assert plan.forecast.seconds is not None
+        seconds.append(plan.forecast.seconds.total_seconds)
     assert seconds[1] == pytest.approx((seconds[0] + seconds[2]) / 2)
-    assert answer(LAYERS, ask({"": 0}, 600)).forecast.decode_seconds is None
+    assert answer(LAYERS, ask({"": 0}, 600)).forecast.seconds is None
 
 
 HUNGRY = tiny.made_up([40 * MIB] * 4, tiny.Costs(cache=256, result=8192, work=32768))

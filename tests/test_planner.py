@@ -264,15 +264,15 @@ def test_the_faster_gpu_takes_more_for_latency() -> None:
     question = Question(fleet=timed(1e9, 5e9), workload=LOAD)
     plan = solve(LAYERS, question)
     assert plan.objective == "latency"
+    assert plan.forecast.seconds is not None
     assert list(plan.device_map.values()).count("vgpu:1") > 4
-    assert plan.forecast.decode_seconds == pytest.approx(plan.value)
+    assert plan.forecast.seconds.total_seconds == pytest.approx(plan.value)
     even = solve(LAYERS, replace(question, objective="headroom"))
-    assert even.forecast.decode_seconds is not None
-    assert plan.forecast.decode_seconds is not None
-    assert even.forecast.decode_seconds >= plan.forecast.decode_seconds
+    assert even.forecast.seconds is not None
+    assert even.forecast.seconds.total_seconds >= plan.forecast.seconds.total_seconds
 
 
 def test_no_seconds_without_speeds() -> None:
-    assert solve(LAYERS, ask(1000)).forecast.decode_seconds is None
+    assert solve(LAYERS, ask(1000)).forecast.seconds is None
     with pytest.raises(UsageError, match="needs speeds"):
         solve(LAYERS, replace(ask(1000), objective="latency"))

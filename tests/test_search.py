@@ -28,6 +28,7 @@ class Costs:
     exact: dict[int, np.ndarray]  # by budget; -1 where it doesn't fit
     lower_bound_bytes: np.ndarray
     boundary_bytes: np.ndarray
+    boundary_transfers: np.ndarray
     alike: np.ndarray
     speed_seconds: dict[float | None, np.ndarray | None]
     asked: list[tuple[int, int, int]] = field(default_factory=list)
@@ -79,7 +80,8 @@ def reserved(costs: Costs, fleet: Fleet, stage: Stage) -> int:
 def transfer_seconds(costs: Costs, fleet: Fleet, one: Stage, other: Stage) -> float:
     def seconds(link: Link) -> float:
         num_bytes = int(costs.boundary_bytes[other.start])
-        return link.latency_seconds + num_bytes / link.bytes_per_second
+        num_transfers = int(costs.boundary_transfers[other.start])
+        return num_transfers * link.latency_seconds + num_bytes / link.bytes_per_second
 
     if not fleet.links:
         return 0.0
@@ -160,6 +162,7 @@ def make_case(rng: random.Random) -> Case:
         lower_bound_bytes=bound,
         alike=alike,
         boundary_bytes=noise.integers(0, 5, num_blocks + 1),
+        boundary_transfers=noise.integers(0, 3, num_blocks + 1),
         speed_seconds={s: noise.integers(0, 20, shape).astype(float) for s in speeds},
     )
     links = make_links(rng, [device.name for device in devices]) if rng.random() < 0.6 else ()
@@ -209,6 +212,7 @@ def plain_costs(*sizes: int, seconds: float | None = None) -> Costs:
         exact=defaultdict(lambda: table),
         lower_bound_bytes=table,
         boundary_bytes=np.ones(len(total), np.int64),
+        boundary_transfers=np.ones(len(total), np.int64),
         alike=np.arange(table.size).reshape(table.shape),
         speed_seconds=defaultdict(lambda: table / 8, {None: None}),
     )

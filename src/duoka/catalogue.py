@@ -87,6 +87,11 @@ class Card:
         return 1e12 * rates.get("bf16", rates.get("fp16", rates["fp32"]))
 
     @property
+    def float32_flops_per_second(self) -> float:
+        """Dense, in 32 bit."""
+        return 1e12 * self.tflops["fp32"]
+
+    @property
     def has_bfloat16(self) -> bool:
         """Whether it computes in bfloat16 by itself."""
         return "bf16" in self.tflops

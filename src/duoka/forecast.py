@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from .allocator import SMALL_REQUEST_BYTES, rounded_bytes
 from .fleet import Device
-from .profile import Profile, Tape, evaluate
+from .profile import Profile
 from .replay import Replay, StageBytes
+from .seconds import Seconds, Times
 from .workload import Workload
 
 
@@ -50,18 +51,18 @@ class DeviceForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Bytes of each device that is used, and the time of one decode step where speeds are known.
+    """Bytes of each device that is used, and seconds where speeds are known.
 
     Parameters
     ----------
     devices : tuple of DeviceForecast
         In order of first use.
-    decode_seconds : float, optional
-        Of one step at the end of the context; None where a device's speed is unknown.
+    seconds : Seconds, optional
+        What each stage takes, and what that adds up to; None where a device's speed is unknown.
     """
 
     devices: tuple[DeviceForecast, ...]
-    decode_seconds: float | None = None
+    seconds: Seconds | None = None
 
 
 class Costs:
@@ -96,7 +97,7 @@ class Costs:
         self.num_blocks = len(self.chain)
         self.lower_bound_bytes = self._lower_bounds()
         self.alike = self._alike()
-        self.boundary_bytes = self._boundaries()
+        self._times: Times | None = None
 
     def blocks_of(self, start: int, stop: int) -> tuple[int, ...]:
         """The blocks of a stage, tied ones included, in execution order."""
@@ -132,29 +133,31 @@ class Costs:
             self._refused.add((self._signature(blocks), budget_bytes))
         return peaks
 
-    def seconds(self, device: Device) -> NDArray[np.float64] | None:
-        """Seconds of one decode step, [start, stop]; None when the device's speeds are unknown.
+    @property
+    def times(self) -> Times:
+        """Seconds of the blocks that are cut apart; computed on demand."""
+        if self._times is None:
+            places = [(index, *self._attached[index]) for index in self.chain]
+            self._times = Times(self._brief, places)
+        return self._times
 
-        A roofline: each block takes the longer of its arithmetic and its memory traffic.
-        """
-        if device.flops_per_second is None or device.memory_bytes_per_second is None:
+    def seconds(self, device: Device) -> NDArray[np.float64] | None:
+        """Seconds of one request, [start, stop]; None when the device's speeds are unknown."""
+        times = self.times.on(device)
+        if times is None:
             return None
-        last = len(self._brief.steps) - 1
-        values = self._brief.steps[last].values
-        times = []
-        for index in self.chain:
-            tapes = [self._brief.tape(block, last) for block in (index, *self._attached[index])]
-            times.append(
-                sum(
-                    max(
-                        evaluate(tape.flops, values) / device.flops_per_second,
-                        evaluate(tape.moved_bytes, values) / device.memory_bytes_per_second,
-                    )
-                    for tape in tapes
-                )
-            )
-        total = np.concatenate([[0.0], np.cumsum(times)])
+        total = np.concatenate([[0.0], np.cumsum(times.sum(axis=0))])
         return np.asarray(total[None, :] - total[:, None], np.float64)
+
+    @property
+    def boundary_bytes(self) -> NDArray[np.float64]:
+        """[num_blocks + 1]: bytes that one request sends over the cut before each block."""
+        return np.asarray(self.times.boundary_bytes.sum(axis=0))
+
+    @property
+    def boundary_transfers(self) -> NDArray[np.float64]:
+        """[num_blocks + 1]: in how many tensors it does."""
+        return np.asarray(self.times.boundary_transfers.sum(axis=0))
 
     def _signature(self, blocks: Sequence[int]) -> tuple[int, ...]:
         """Equal for stages that cost the same: kinds in order, and whether the input is here."""
@@ -238,17 +241,6 @@ class Costs:
                     live -= sizes[event.index]
             cache = [size for slot, size in enumerate(cache) if slot not in dropped] + born
             yield before, sum(cache), peak
-
-    def _boundaries(self) -> NDArray[np.int64]:
-        """Bytes that one decode step moves to a stage that begins at each block."""
-        last = len(self._brief.steps) - 1
-        values = self._brief.steps[last].values
-        moved = [_read_bytes(self._brief.tape(index, last), values) for index in self.chain]
-        return np.array([*moved, 0], np.int64)
-
-
-def _read_bytes(tape: Tape, values: tuple[int, ...]) -> int:
-    return sum(evaluate(read.size, values) for read in tape.reads)
 
 
 def _root(profile: Profile, index: int) -> int:

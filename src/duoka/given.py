@@ -24,6 +24,7 @@ from .plans import Plan, Request
 from .profile import Profile
 from .replay import Replay, StageBytes
 from .search import largest
+from .seconds import Seconds
 from .units import format_bytes
 from .workload import Workload
 
@@ -123,7 +124,7 @@ class _Given:
             fleet=question.fleet,
             workload=workload,
             placement=self.placement,
-            forecast=Forecast(devices=forecasts, decode_seconds=self._seconds(workload)),
+            forecast=Forecast(devices=forecasts, seconds=self._seconds(workload)),
             objective=OBJECTIVE,
             value=free,
             bound=free if best is None else max(free, best),
@@ -158,17 +159,17 @@ class _Given:
             yield f"duoka's own plan for these GPUs uses {used}: {_told(others, least)}."
         yield from chunk_reason(self.question.workload, workload)
 
-    def _seconds(self, workload: Workload) -> float | None:
-        costs, total = Costs(self.profile, workload), 0.0
-        tables = {
-            name: costs.seconds(self.question.fleet.device(name)) for name in self.placement.devices
-        }
+    def _seconds(self, workload: Workload) -> Seconds | None:
+        """Each run of blocks on one device is a stage."""
+        costs = Costs(self.profile, workload)
+        stages: list[tuple[str, int, int]] = []
         for place, block in enumerate(costs.chain):
-            table = tables[self.device_of[block]]
-            if table is None:
-                return None
-            total += float(table[place, place + 1])
-        return total
+            name = self.device_of[block]
+            if stages and stages[-1][0] == name:
+                stages[-1] = (name, stages[-1][1], place + 1)
+            else:
+                stages.append((name, place, place + 1))
+        return costs.times.of(stages, self.question.fleet)
 
     def _infeasible(self, needs: list[_Need]) -> InfeasibleError:
         over = [need for need in needs if need.peaks is None]

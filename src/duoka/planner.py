@@ -16,6 +16,7 @@ from .plans import Plan, Request
 from .profile import Profile
 from .replay import StageBytes
 from .search import NoPlacement, Objective, Solution, fits, largest, search
+from .seconds import Seconds
 from .units import format_bytes, format_count
 from .workload import Workload
 
@@ -198,7 +199,7 @@ def _plan(
         fleet=fleet,
         workload=costs.workload,
         placement=Placement(entries=entries, fingerprint=profile.fingerprint),
-        forecast=Forecast(devices=forecasts, decode_seconds=_seconds(costs, solution, fleet)),
+        forecast=Forecast(devices=forecasts, seconds=_seconds(costs, solution, fleet)),
         objective=solution.objective,
         value=float(solution.value),
         bound=float(solution.bound),
@@ -233,14 +234,11 @@ def _forecasts(
         )
 
 
-def _seconds(costs: Costs, solution: Solution, fleet: Fleet) -> float | None:
-    total = 0.0
-    for stage in solution.stages:
-        seconds = costs.seconds(fleet.devices[stage.device])
-        if seconds is None:
-            return None
-        total += float(seconds[stage.start, stage.stop])
-    return total
+def _seconds(costs: Costs, solution: Solution, fleet: Fleet) -> Seconds | None:
+    names = fleet.names
+    return costs.times.of(
+        [(names[stage.device], stage.start, stage.stop) for stage in solution.stages], fleet
+    )
 
 
 def _reasons(costs: Costs, solution: Solution, question: Question) -> Iterator[str]:

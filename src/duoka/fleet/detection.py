@@ -306,6 +306,7 @@ def _device(part: _Part, name: str) -> Device:
         memory_bytes_per_second=None if card is None else card.memory_bytes_per_second,
         flops_per_second=None if card is None else card.flops_per_second,
         has_bfloat16=_has_bfloat16(part.gpu, card),
+        float32_flops_per_second=None if card is None else card.float32_flops_per_second,
     )
 
 

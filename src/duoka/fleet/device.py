@@ -18,6 +18,13 @@ one card to its twin, and cards of equal budgets can be exchanged when a placeme
 
 _MAX_TEXT = 120
 _NAME = re.compile(r"[a-z]+(:(0|[1-9][0-9]{0,3}))?", re.ASCII)
+_SPEEDS = (
+    "memory_bytes_per_second",
+    "flops_per_second",
+    "float32_flops_per_second",
+    "launch_seconds",
+    "host_bytes_per_second",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +49,15 @@ class Device:
         How fast it reads its memory and computes in 16 bit. None when unknown.
     has_bfloat16 : bool, optional
         Whether it computes in bfloat16 by itself: NVIDIA's do from Ampere on. None when unknown.
+    float32_flops_per_second : float, optional
+        How fast it computes in 32 bit.
+    launch_seconds : float, optional
+        What it costs to start a kernel; None where it wasn't measured.
+    host_bytes_per_second : float, optional
+        How fast it copies from the host's pinned memory; None where it wasn't measured.
+    measured : tuple of str
+        The fields that `duoka bench --calibrate` measured; the others are the catalogue's, the
+        driver's or declared.
 
     Raises
     ------
@@ -59,6 +75,10 @@ class Device:
     memory_bytes_per_second: float | None = None
     flops_per_second: float | None = None
     has_bfloat16: bool | None = None
+    float32_flops_per_second: float | None = None
+    launch_seconds: float | None = None
+    host_bytes_per_second: float | None = None
+    measured: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -81,10 +101,24 @@ class Device:
                 f"{self.name} has {format_bytes(self.memory_bytes)} of memory, and a budget and "
                 f"reserve of {format_bytes(offered)}"
             )
-        for field in ("memory_bytes_per_second", "flops_per_second"):
+        for field in _SPEEDS:
             speed = getattr(self, field)
             if speed is not None and not speed > 0:
                 raise FleetError(f"{field} of {self.name} is {speed}; it must be positive")
+        unknown = [name for name in self.measured if name not in (*_SPEEDS, "reserve_bytes")]
+        if unknown:
+            raise FleetError(f"{unknown[0][:40]!a} of {self.name} is nothing that is measured")
+
+    @property
+    def speeds(self) -> tuple[float | None, ...]:
+        """All that the seconds of a stage depend on: equal for devices that are equally fast."""
+        return (
+            self.memory_bytes_per_second,
+            self.flops_per_second,
+            self.float32_flops_per_second,
+            self.launch_seconds,
+            self.has_bfloat16,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +130,9 @@ class Link:
     source, target : str
         Names of two devices.
     bytes_per_second, latency_seconds : float
+    measured : bool
+        Whether they were measured on such GPUs, or follow from what the driver or the catalogue
+        says of their connectors.
 
     Raises
     ------
@@ -107,6 +144,7 @@ class Link:
     target: str
     bytes_per_second: float
     latency_seconds: float
+    measured: bool = False
 
     def __post_init__(self) -> None:
         if self.source == self.target:

@@ -142,6 +142,7 @@ def _entry(entry: str, text: str) -> _Entry:
         memory_bytes_per_second=card.memory_bytes_per_second,
         flops_per_second=card.flops_per_second,
         has_bfloat16=card.has_bfloat16,
+        float32_flops_per_second=card.float32_flops_per_second,
     )
     return _Entry(device=device, card=card)
 

@@ -33,14 +33,18 @@ class StageCosts(Protocol):
         """
 
     @property
-    def boundary_bytes(self) -> npt.NDArray[np.int64]:
-        """[num_blocks + 1]: bytes that one decode step sends over the cut before each block."""
+    def boundary_bytes(self) -> Floats:
+        """[num_blocks + 1]: bytes that one request sends over the cut before each block."""
+
+    @property
+    def boundary_transfers(self) -> Floats:
+        """[num_blocks + 1]: in how many pieces it does, each with the link's latency."""
 
     def reserved_bytes(self, start: int, stop: int, budget_bytes: int) -> int | None:
         """Exact peak of reserved bytes on a device of that budget; None when it doesn't fit."""
 
     def seconds(self, device: Device) -> Floats | None:
-        """[num_blocks + 1, num_blocks + 1]: seconds of one decode token; None when unknown."""
+        """[num_blocks + 1, num_blocks + 1]: seconds of one request; None when unknown."""
 
 
 class Memory:

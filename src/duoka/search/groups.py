@@ -25,7 +25,7 @@ class Group:
 def link_seconds(costs: StageCosts, fleet: Fleet) -> Floats:
     """[devices, devices, num_blocks + 1]: seconds of the transfer at the cut before each block."""
     seconds = {
-        (link.source, link.target): link.latency_seconds
+        (link.source, link.target): link.latency_seconds * costs.boundary_transfers
         + costs.boundary_bytes / link.bytes_per_second
         for link in fleet.links
     }
@@ -69,9 +69,9 @@ def group_devices(
     )
 
 
-def speeds(device: Device) -> tuple[float | None, float | None]:
+def speeds(device: Device) -> tuple[float | None, ...]:
     """All that the seconds of a stage may depend on."""
-    return device.memory_bytes_per_second, device.flops_per_second
+    return device.speeds
 
 
 def _exchangeable(links: Floats, one: int, other: int) -> bool:

@@ -1,0 +1,254 @@
+"""Seconds: how long the stages of a placement take for one request, and what that adds up to.
+
+A roofline: each block takes the longer of its arithmetic and its memory traffic, and every kernel
+that it starts costs a launch besides. Tensors that go from one stage to the next take the link's
+latency each, and its bandwidth. It knows nothing of how well kernels use a GPU: rates that were
+measured (`calibration`) already have that in them, published ones don't.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .fleet import Device, Fleet, Link
+from .profile import Profile, Rule
+from .replay import Replay, Step
+
+Floats: TypeAlias = NDArray[np.float64]
+Item = TypeVar("Item")
+
+LAUNCH_SECONDS = 5e-6
+"""What starting a kernel costs where it wasn't measured: about what an operator of PyTorch takes on
+the way to the GPU."""
+
+# What a step costs changes slowly with its length: of more steps than these some stand for others.
+_MOST_STEPS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """What one stage takes for one request, in the order in which stages run.
+
+    `prefill_seconds` is the whole prompt, `decode_seconds` all steps after it; with `transfer_` it
+    is the way of what comes in from the stage before. In training `prefill_seconds` is one step.
+    """
+
+    device: str
+    prefill_seconds: float
+    decode_seconds: float
+    prefill_transfer_seconds: float
+    decode_transfer_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """How long a placement takes.
+
+    Parameters
+    ----------
+    stages : tuple of StageSeconds
+        In execution order; a device comes twice where it has two stages.
+    total_seconds : float
+        From the request to the last token of the answer, nothing else running: what the objective
+        "latency" makes small. In training one step of the optimizer.
+    slowest_seconds : float
+        Of the stage or transfer that takes longest for one request: what the objective "throughput"
+        makes small, since with all stages busy a request comes out each time it is through.
+    first_token_seconds : float, optional
+        From the request to the first token. None in training.
+    token_seconds : float, optional
+        From one token to the next, on average. None where there is one token at most.
+    tokens_per_second : float
+        With all stages busy: generated tokens of all sequences, or in training tokens learnt from.
+    """
+
+    stages: tuple[StageSeconds, ...]
+    total_seconds: float
+    slowest_seconds: float
+    first_token_seconds: float | None
+    token_seconds: float | None
+    tokens_per_second: float
+
+
+def rate(device: Device, dtype: str) -> float | None:
+    """Operations per second in a type; None when unknown.
+
+    A GPU without bfloat16 computes it in 32 bit, as far as that rate is known.
+    """
+    in_float32 = dtype == "float32" or (dtype == "bfloat16" and device.has_bfloat16 is False)
+    known = device.float32_flops_per_second if in_float32 else None
+    return device.flops_per_second if known is None else known
+
+
+def transfer(link: Link, num_bytes: Floats, num_transfers: Floats) -> Floats:
+    """Seconds of so many tensors of so many bytes together over a link."""
+    return np.asarray(num_transfers * link.latency_seconds + num_bytes / link.bytes_per_second)
+
+
+def crossing(
+    fleet: Fleet, source: str, target: str, num_bytes: Floats, num_transfers: Floats
+) -> Floats:
+    """Seconds from one device of a fleet to another.
+
+    A pair without a link is taken to be as slow as the slowest link of the fleet; without any link,
+    nothing is known, and transfers take no time.
+    """
+    known = fleet.link(source, target)
+    links = fleet.links if known is None else (known,)
+    ways = [transfer(link, num_bytes, num_transfers) for link in links]
+    return max(ways, key=np.sum, default=np.zeros_like(num_bytes, np.float64))
+
+
+class Times:
+    """What the places of a chain of blocks take for one request.
+
+    Parameters
+    ----------
+    replay : Replay
+        The profile at the workload.
+    places : sequence of sequence of int
+        The blocks of each place: those that are cut apart, each with what is tied to it. A place's
+        first block is the one that a stage may begin with.
+
+    Attributes
+    ----------
+    boundary_bytes, boundary_transfers : [2, places + 1]
+        What goes to a stage that begins at each place, in prefill and in decoding.
+    """
+
+    def __init__(self, replay: Replay, places: Sequence[Sequence[int]]) -> None:
+        self._profile: Profile = replay.profile
+        self._workload = replay.workload
+        self._places = places
+        workload = self._workload
+        prefill = [replay.step_over(*chunk) for chunk in workload.chunks()]
+        lengths = range(workload.prompt_tokens, workload.context_tokens - 1)
+        chosen = [(step, weight, 0.0) for step, weight in _sampled(prefill)]
+        chosen += [(replay.step_over(1, past), 0.0, weight) for past, weight in _sampled(lengths)]
+        self._num_decodes = len(lengths)
+        self._steps: list[Step] = [step for step, _, _ in chosen]
+        self._weights = np.array([weights for _, *weights in chosen]).T  # [2, steps]
+        self._values = np.array([step.values for step in self._steps], np.float64)
+        self._known: dict[tuple[float | None, ...], Floats] = {}
+        self._work = {kind: self._work_of(kind) for kind in self._kinds()}
+        boundaries = [self._boundary(blocks[0]) for blocks in places]
+        ends = np.array([*boundaries, np.zeros((2, 2))])  # [places + 1, (bytes, number), 2]
+        self.boundary_bytes: Floats = ends[:, 0].T
+        self.boundary_transfers: Floats = ends[:, 1].T
+
+    def on(self, device: Device) -> Floats | None:
+        """[2, places]: seconds of each place, in prefill and in decoding; None when unknown."""
+        flops = rate(device, self._workload.dtype)
+        moved = device.memory_bytes_per_second
+        if flops is None or moved is None:
+            return None
+        key = device.speeds
+        if key not in self._known:
+            launch = LAUNCH_SECONDS if device.launch_seconds is None else device.launch_seconds
+            kinds = {
+                kind: self._weights @ (np.maximum(flop / flops, size / moved) + count * launch)
+                for kind, (flop, size, count) in self._work.items()
+            }
+            blocks = self._profile.blocks
+            self._known[key] = np.array(
+                [sum(kinds[blocks[block].kind] for block in place) for place in self._places]
+            ).T
+        return self._known[key]
+
+    def of(self, stages: Sequence[tuple[str, int, int]], fleet: Fleet) -> Seconds | None:
+        """What a placement takes; None where a device's speeds are unknown.
+
+        Parameters
+        ----------
+        stages : sequence of (str, int, int)
+            Device, first place and the place after the last, in execution order.
+        fleet : Fleet
+        """
+        told = []
+        before: str | None = None
+        for name, start, stop in stages:
+            times = self.on(fleet.device(name))
+            if times is None:
+                return None
+            prefill, decode = times[:, start:stop].sum(axis=1)
+            ways = np.zeros(2)
+            if before is not None:
+                sizes, numbers = self.boundary_bytes[:, start], self.boundary_transfers[:, start]
+                ways = crossing(fleet, before, name, sizes, numbers)
+            told.append(
+                StageSeconds(
+                    device=name,
+                    prefill_seconds=float(prefill),
+                    decode_seconds=float(decode),
+                    prefill_transfer_seconds=float(ways[0]),
+                    decode_transfer_seconds=float(ways[1]),
+                )
+            )
+            before = name
+        return self._summed(tuple(told))
+
+    def _summed(self, stages: tuple[StageSeconds, ...]) -> Seconds:
+        prefill = sum(s.prefill_seconds + s.prefill_transfer_seconds for s in stages)
+        decode = sum(s.decode_seconds + s.decode_transfer_seconds for s in stages)
+        slowest = max(
+            seconds
+            for s in stages
+            for seconds in (
+                s.prefill_seconds + s.decode_seconds,
+                s.prefill_transfer_seconds + s.decode_transfer_seconds,
+            )
+        )
+        tokens = self._workload.batch * self._workload.new_tokens
+        return Seconds(
+            stages=stages,
+            total_seconds=prefill + decode,
+            slowest_seconds=slowest,
+            first_token_seconds=prefill,
+            token_seconds=decode / self._num_decodes if self._num_decodes else None,
+            tokens_per_second=tokens / slowest if slowest else 0.0,
+        )
+
+    def _kinds(self) -> set[int]:
+        return {self._profile.blocks[block].kind for place in self._places for block in place}
+
+    def _work_of(self, kind: int) -> Floats:
+        """[3, steps]: arithmetic, bytes moved, and launches."""
+        tapes = self._profile.kinds[kind].tapes
+        work = np.zeros((3, len(self._steps)))
+        for regime in {step.regime for step in self._steps}:
+            tape = tapes[regime]
+            here = [index for index, step in enumerate(self._steps) if step.regime == regime]
+            rules = [tape.flops, tape.moved_bytes, tape.launches]
+            work[:, here] = _evaluated(rules, self._values[here])
+        return work
+
+    def _boundary(self, block: int) -> Floats:
+        """[(bytes, number), (prefill, decode)]: what goes to a stage that begins with a block."""
+        tapes = self._profile.kinds[self._profile.blocks[block].kind].tapes
+        sent = np.zeros((2, len(self._steps)))
+        for index, step in enumerate(self._steps):
+            rules = [read.size for read in tapes[step.regime].reads]
+            sizes = _evaluated(rules, self._values[index])
+            sent[:, index] = sizes.sum(), np.count_nonzero(sizes > 0)
+        return np.asarray(sent @ self._weights.T)
+
+
+def _evaluated(rules: Sequence[Rule], values: Floats) -> Floats:
+    """[rules, …]: each rule at values […, monomials]."""
+    table = np.zeros((len(rules), values.shape[-1]))
+    for row, rule in zip(table, rules, strict=True):
+        row[: len(rule)] = rule[: len(row)]
+    return np.asarray(table @ values.T)
+
+
+def _sampled(items: Sequence[Item]) -> list[tuple[Item, float]]:
+    """Some of the items, evenly, each with how many it stands for."""
+    number = min(len(items), _MOST_STEPS)
+    ends = [len(items) * index // number for index in range(number + 1)] if number else []
+    return [(items[(start + stop) // 2], float(stop - start)) for start, stop in pairwise(ends)]
