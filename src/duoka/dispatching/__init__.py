@@ -4,11 +4,14 @@ A dispatched model is the same object with its parameters and buffers where the 
 with "movers" on its blocks, which bring arguments to them. Outputs stay where they are made.
 Nothing else changes: parameter names, ties, state dict and the model's code are what they were.
 
+Offloaded modules keep their weights in the host's memory, and stream them in when they are called.
+
 This room doesn't know how a placement is found, nor how weights are read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -16,20 +19,38 @@ from torch import nn
 
 from duoka.placement import Placement
 
-from .installing import Installed, install, install_on, is_callable, moving_modules
+from .installing import (
+    Installed,
+    install,
+    install_on,
+    is_callable,
+    moving_modules,
+    streamed_modules,
+)
 from .movers import Frames, Mover
-from .placing import devices_by_name, move_tensors, place, refuse_meta, tensor_names
+from .placing import (
+    devices_by_name,
+    move_tensors,
+    on_host,
+    place,
+    refuse_meta,
+    tensor_names,
+)
+from .streaming import Streamer
 
 __all__ = [
     "Frames",
     "Installed",
     "Mover",
+    "Streamer",
     "dispatch",
     "install_movers",
     "install_on",
     "is_callable",
     "moving_modules",
+    "on_host",
     "place",
+    "stream",
     "tensor_names",
     "undispatch",
 ]
@@ -40,7 +61,9 @@ _AUTO_COMPILE = "_valid_auto_compile_criteria"
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def dispatch(model: Model, placement: Placement, *, empty: bool = False) -> Model:
+def dispatch(
+    model: Model, placement: Placement, *, empty: bool = False, offloaded: Sequence[str] = ()
+) -> Model:
     """Spread a model over the devices of a placement.
 
     Dispatching a dispatched model again replaces the earlier placement.
@@ -54,6 +77,10 @@ def dispatch(model: Model, placement: Placement, *, empty: bool = False) -> Mode
         names.
     empty : bool
         Allow parameters without data (on the meta device); they are allocated, not filled.
+    offloaded : sequence of str
+        Modules of the placement, in the order in which they run, whose weights stay in the host's
+        memory: each is copied to its device, into a buffer that it shares with others, whenever
+        it is called. Such a model can't be trained.
 
     Returns
     -------
@@ -75,13 +102,47 @@ def dispatch(model: Model, placement: Placement, *, empty: bool = False) -> Mode
     True
     """
     devices = devices_by_name(model, placement)
+    hosts = on_host(model, devices, offloaded)
     if not empty:
         refuse_meta(model)
     undispatch(model)
-    move_tensors(model, devices)
+    move_tensors(model, {**devices, **hosts} if not empty else _without(hosts, devices))
     is_spread = len(set(devices.values())) > 1
-    _adopt(model, placement, install(model, placement, devices) if is_spread else None)
+    installed = install(model, placement, devices) if is_spread else None
+    _adopt(model, placement, installed, stream(model, offloaded, devices))
     return model
+
+
+def _without(
+    hosts: Mapping[str, torch.device], devices: Mapping[str, torch.device]
+) -> dict[str, torch.device]:
+    """Where tensors without data are wanted: the host's are never filled, and take nothing."""
+    return {name: device for name, device in devices.items() if name not in hosts}
+
+
+def stream(
+    model: nn.Module, offloaded: Sequence[str], devices: Mapping[str, torch.device]
+) -> list[Streamer]:
+    """Let the weights of some modules come to their devices whenever they are called.
+
+    Parameters
+    ----------
+    model : nn.Module
+    offloaded : sequence of str
+        The modules, in the order in which they run.
+    devices : mapping of str to torch.device
+        Where each parameter and buffer is wanted, by its name.
+
+    Returns
+    -------
+    list of Streamer
+        To remove them by.
+    """
+    by_device = streamed_modules(model, offloaded, devices)
+    streamers = [Streamer(device, modules) for device, modules in by_device.items()]
+    for streamer in streamers:
+        streamer.install()
+    return streamers
 
 
 def undispatch(model: nn.Module) -> None:
@@ -91,6 +152,8 @@ def undispatch(model: nn.Module) -> None:
         return
     if state.installed is not None:
         state.installed.remove()
+    for streamer in state.streamers:
+        streamer.remove()
     for module in state.marked:
         module.__dict__.pop("_hf_hook", None)
     for name in ("hf_device_map", _AUTO_COMPILE):
@@ -104,16 +167,19 @@ def install_movers(model: Model, placement: Placement) -> Model:
     the movers themselves cost.
     """
     undispatch(model)
-    _adopt(model, placement, install(model, placement, devices_by_name(model, placement)))
+    _adopt(model, placement, install(model, placement, devices_by_name(model, placement)), [])
     return model
 
 
 class _State:
     """What `dispatch` left on a model, for `undispatch` to remove."""
 
-    def __init__(self, installed: Installed | None, marked: list[nn.Module]) -> None:
+    def __init__(
+        self, installed: Installed | None, marked: list[nn.Module], streamers: list[Streamer]
+    ) -> None:
         self.installed = installed
         self.marked = marked
+        self.streamers = streamers
 
 
 class _EncoderMark:
@@ -122,7 +188,12 @@ class _EncoderMark:
     io_same_device = False
 
 
-def _adopt(model: nn.Module, placement: Placement, installed: Installed | None) -> None:
+def _adopt(
+    model: nn.Module,
+    placement: Placement,
+    installed: Installed | None,
+    streamers: list[Streamer],
+) -> None:
     """Tell transformers that the model is placed.
 
     Its Trainer then leaves the model where it is, and a static cache is made layer by layer.
@@ -133,13 +204,13 @@ def _adopt(model: nn.Module, placement: Placement, installed: Installed | None) 
     if encoder is not None and "_hf_hook" not in encoder.__dict__:
         encoder.__dict__["_hf_hook"] = _EncoderMark()
         marked.append(encoder)
-    if installed is not None and hasattr(model, _AUTO_COMPILE):
+    if (installed is not None or streamers) and hasattr(model, _AUTO_COMPILE):
         # With a static cache `generate` would compile the model, and movers can't be compiled.
         model.__dict__[_AUTO_COMPILE] = _never
     model.__dict__["hf_device_map"] = {
         name: torch.device(device) for name, device in placement.entries
     }
-    model.__dict__[_STATE] = _State(installed, marked)
+    model.__dict__[_STATE] = _State(installed, marked, streamers)
 
 
 def _never(*args: object, **kwargs: object) -> bool:

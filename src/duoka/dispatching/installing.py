@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from inspect import getattr_static
 
 import torch
@@ -11,7 +11,16 @@ from torch.utils.hooks import RemovableHandle
 
 from duoka.placement import Placement
 
-from .movers import MOVER, Enter, Frames, Leave, Mover, moving_class
+from .movers import (
+    MOVER,
+    Enter,
+    Frames,
+    Leave,
+    Mover,
+    moving_class,
+    plain_class,
+    settle_class,
+)
 from .placing import tensor_names
 
 
@@ -53,7 +62,7 @@ def install_on(model: nn.Module, blocks: Mapping[nn.Module, torch.device]) -> In
     frames = Frames()
     for block, device in blocks.items():
         block.__dict__[MOVER] = Mover(device, frames)
-        block.__class__ = moving_class(type(block))
+        block.__class__ = moving_class(plain_class(block))
     handles = []
     for module in _parents(model, blocks):
         enter, leave = Enter(frames, is_root=module is model), Leave(frames)
@@ -75,7 +84,7 @@ class Installed:
             handle.remove()
         for block in self._blocks:
             del block.__dict__[MOVER]
-            block.__class__ = type(block).__bases__[1]
+            settle_class(block)
 
 
 def _containers(
@@ -136,6 +145,21 @@ def _entrances(
         return
     for child_name, child in module.named_children():
         yield from _entrances(child, prefix + child_name, devices)
+
+
+def streamed_modules(
+    model: nn.Module, entries: Sequence[str], devices: Mapping[str, torch.device]
+) -> dict[torch.device, list[nn.Module]]:
+    """The modules below some entries whose weights come and go together, by device.
+
+    They are in the order of the entries, which is that of execution.
+    """
+    modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+    found: dict[torch.device, list[nn.Module]] = {}
+    for name in entries:
+        for module, device in _entrances(modules[name], name, devices):
+            found.setdefault(device, []).append(module)
+    return found
 
 
 def is_callable(module: nn.Module) -> bool:

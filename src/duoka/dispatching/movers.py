@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 MOVER = "_duoka_mover"
+STREAMED = "_duoka_streamed"
 _NO_TENSORS = frozenset({type(None), bool, int, float, str})
 
 
@@ -146,6 +147,9 @@ class _Moving:
         mover = self.__dict__.get(MOVER)
         if mover is not None:
             args, kwargs = mover.bring(args, kwargs)
+        streamed = self.__dict__.get(STREAMED)
+        if streamed is not None:
+            return streamed.run(super().__call__, args, kwargs)  # type: ignore[misc]
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
@@ -159,6 +163,21 @@ def moving_class(base: type[nn.Module]) -> type[nn.Module]:
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
         _moving_classes[base] = type(base.__name__, (_Moving, base), names)
     return _moving_classes[base]
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module has without a mover."""
+    kind = type(module)
+    if not issubclass(kind, _Moving):
+        return kind
+    plain: type[nn.Module] = kind.__bases__[1]
+    return plain
+
+
+def settle_class(module: nn.Module) -> None:
+    """Give a module its own class again, once it has neither a mover nor weights that stream."""
+    if MOVER not in module.__dict__ and STREAMED not in module.__dict__:
+        module.__class__ = plain_class(module)
 
 
 # One for each class, so that blocks of one kind stay of one kind.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from duoka.errors import Faults, ModelError, PlacementError
 from duoka.placement import Placement
+from duoka.quantization import empty_weight, is_composed, moved
 
 
 def tensor_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -110,6 +111,48 @@ def refuse_meta(model: nn.Module) -> None:
         )
 
 
+def on_host(
+    model: nn.Module, devices: Mapping[str, torch.device], offloaded: Sequence[str]
+) -> dict[str, torch.device]:
+    """The host's processor for every parameter and buffer of the offloaded modules, by name.
+
+    Raises
+    ------
+    PlacementError
+        If an offloaded name is no module with weights, or shares a weight with another one.
+    """
+    if not offloaded:
+        return {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    host = torch.device("cpu")
+    found = {name: host for name in devices if _covered(name, offloaded)}
+    unknown = [
+        name
+        for name in offloaded
+        if name not in modules or not any(_covered(held, [name]) for held in found)
+    ]
+    if unknown:
+        raise PlacementError(
+            f"the weights of {', '.join(unknown)} can't be offloaded: that is no module with "
+            "weights",
+            hint="offload modules that the placement names",
+            faults=Faults(unknown=tuple(unknown)),
+        )
+    here = {id(tensor) for name, tensor in tensor_names(model) if name in found}
+    shared = [name for name, held in tensor_names(model) if id(held) in here and name not in found]
+    if shared:
+        raise PlacementError(
+            f"what is offloaded shares weights with other modules: {', '.join(shared)}",
+            hint="a tied weight can't be offloaded",
+            faults=Faults(split=tuple(shared)),
+        )
+    return found
+
+
+def _covered(name: str, modules: Sequence[str]) -> bool:
+    return any(not module or name.startswith(f"{module}.") for module in modules)
+
+
 def move_tensors(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
     """Put every parameter and buffer on the device of its name, in the order of the names."""
     slots = _slots(model)
@@ -143,7 +186,7 @@ class Snapshot:
 def _placed(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
         return tensor
-    data = _data_on(tensor.detach(), device)
+    data = _data_on(tensor, device).detach()
     if not isinstance(tensor, nn.Parameter):
         return data
     grad = None if tensor.grad is None else tensor.grad.to(device)
@@ -163,6 +206,7 @@ def _placed(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _data_on(tensor: Tensor, device: torch.device) -> Tensor:
-    if tensor.is_meta:
-        return torch.empty_like(tensor, device=device)
-    return tensor.to(device)
+    if is_composed(tensor):
+        return empty_weight(tensor, device) if tensor.is_meta else moved(tensor, device)
+    tensor = tensor.detach()
+    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
