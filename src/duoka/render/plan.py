@@ -15,6 +15,7 @@ from ..forecast import DeviceForecast
 from ..plans import Plan
 from ..units import format_bytes
 from .names import name_modules
+from .seconds import render_seconds
 
 # Kind, its colour, its sign in a bar, its sign where only ASCII can be shown.
 _KINDS = (
@@ -47,6 +48,7 @@ class _View:
         yield from _emulated(self._plan)
         yield ""
         yield _bars(self._plan, options.max_width, ascii_only=options.ascii_only)
+        yield from render_seconds(self._plan)
         for reason in self._plan.why:
             yield Text(reason)
 
