@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from . import checker, devices, loader, models, profiles
+from . import checker, devices, loader, models, profiles, quantization
 from .checkpoint import Checkpoint
 from .dispatching import dispatch as spread
 from .dispatching import undispatch
@@ -136,18 +136,23 @@ def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
     workload = profiles.workload_for(checkpoint, workload)
     profile = profiles.find_profile(checkpoint.fingerprint, workload)
     if profile is None:
+        model = build_model(checkpoint, workload)
         if checkpoint.format == "safetensors":
             # Such a plan could never be loaded.
-            loader.refuse_differences(build_model(checkpoint, workload.dtype), checkpoint)
+            loader.refuse_differences(model, checkpoint)
+        scheme = _scheme(workload)
+        notes = () if scheme is None else quantization.notes(model, scheme)
         subject = Subject(
             fingerprint=checkpoint.fingerprint,
             max_context_tokens=checkpoint.max_context_tokens,
             published=None if checkpoint.tensors is None else tuple(checkpoint.tensors),
         )
-        build = partial(build_model, checkpoint, workload.dtype)
+        build = partial(build_model, checkpoint, workload)
         profile, regular = _trace(build, subject, workload)
         # Where parts keep another type, the first parameter may be one of them.
-        profile = replace(profile, dtype=workload.dtype, conditions=workload.conditions)
+        profile = replace(
+            profile, dtype=workload.dtype, conditions=workload.conditions, notes=notes
+        )
         profiles.keep_profile(profile, workload, alone=not regular)
     return profile
 
@@ -232,10 +237,10 @@ def load(
     devices.give_back()
     plan = plan.here()
     devices.materialise(plan.fleet)
-    checker.prove(plan, build_model(checkpoint, plan.workload.dtype))
+    checker.prove(plan, build_model(checkpoint, plan.workload))
     checkpoint = checkpoint.fetch(download_progress)
     plan.refuse_other(checkpoint.fingerprint, plan.source)
-    model = build_model(checkpoint, plan.workload.dtype)
+    model = build_model(checkpoint, plan.workload)
     loader.load_weights(model, checkpoint, plan.placement, progress=progress)
     return spread(model, plan.placement)
 
@@ -305,7 +310,18 @@ def without_data(model: nn.Module) -> nn.Module:
     return copied
 
 
-def build_model(checkpoint: Checkpoint, dtype: Dtype) -> PreTrainedModel:
-    """The model of a checkpoint, without data."""
+def build_model(checkpoint: Checkpoint, workload: Workload) -> PreTrainedModel:
+    """The model of a checkpoint in the type that a workload asks for, without data."""
+    dtype = getattr(torch, workload.dtype)
     with checkpoint.code_directory() as code:
-        return models.build(checkpoint.config, dtype=getattr(torch, dtype), trust_remote_code=code)
+        model = models.build(checkpoint.config, dtype=dtype, trust_remote_code=code)
+    scheme = _scheme(workload)
+    if scheme is not None:
+        quantization.quantize_model(model, scheme)
+    return model
+
+
+def _scheme(workload: Workload) -> quantization.Scheme | None:
+    """What the weights are quantized to while they are loaded."""
+    assert workload.quantize != "auto", "resolve it first"
+    return None if workload.quantize == "none" else workload.quantize

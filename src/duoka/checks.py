@@ -264,7 +264,7 @@ def _of_checkpoint(
         placement.refuse_other(checkpoint.fingerprint, checkpoint.source)
         workload, budgets = placement.workload, asked.budgets(placement.fleet)
         placement = placement.placement
-    model = build_model(checkpoint, workload.dtype)
+    model = build_model(checkpoint, workload)
     if placement is None:
         entries = _dealt(model, asked.fleet)
     elif isinstance(placement, Placement):

@@ -252,6 +252,7 @@ def _reasons(costs: Costs, solution: Solution, question: Question) -> Iterator[s
     tied = any(block.modules and block.tied_to is not None for block in costs.profile.blocks)
     if tied and used > 1:
         yield "Tied weights are kept once: the tied module runs on its partner's GPU."
+    yield from costs.profile.notes
     yield from chunk_reason(question.workload, costs.workload)
 
 

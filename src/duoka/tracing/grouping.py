@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from .. import virtual
+from ..quantization import parts
 
 _TAG = "_duoka_owner"
 # Ends the tag of a module's arguments: they lie elsewhere than parameters of its own may.
@@ -294,7 +295,8 @@ def _holders(model: nn.Module) -> dict[int, list[str]]:
     holders: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            holders.setdefault(id(tensor), []).append(name)
+            for part in parts(tensor).values():  # operations see these, not what they make up
+                holders.setdefault(id(part), []).append(name)
     return holders
 
 

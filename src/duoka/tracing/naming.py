@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..dispatching import tensor_names
 from ..models.conversion import Recipe, plan_tensors, published_tensors
 from ..outline import NamedTensor, Roster
+from ..quantization import num_bytes
 
 
 def name_tensors(model: nn.Module, published: Collection[str] | None) -> list[NamedTensor]:
@@ -32,7 +33,7 @@ def name_tensors(model: nn.Module, published: Collection[str] | None) -> list[Na
         named.append(
             NamedTensor(
                 name=name,
-                num_bytes=0 if repeated else tensor.nbytes,
+                num_bytes=0 if repeated else num_bytes(tensor),
                 published=tuple(n for n in dict.fromkeys(sources.get(name, ())) if n != name),
                 tied_to=canonical if repeated else "",
             )

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .. import virtual
+from ..quantization import parts
 from .flops import count_flops
 from .grouping import Group, tensors_in
 from .traffic import count_bytes, launches
@@ -283,11 +284,12 @@ def signature(module: nn.Module) -> Any:
         elif callable(value):
             own.append((name, getattr(value, "__qualname__", type(value).__qualname__)))
     tensors = tuple(
-        (name, tuple(t.shape), t.dtype)
-        for name, t in (
+        (name, key, tuple(part.shape), part.dtype)
+        for name, tensor in (
             *module.named_parameters(recurse=False),
             *module.named_buffers(recurse=False),
         )
+        for key, part in parts(tensor).items()
     )
     children = tuple((name, signature(child)) for name, child in module.named_children())
     return (type(module), tuple(own), tensors, children)

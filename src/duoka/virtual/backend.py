@@ -17,6 +17,7 @@ from . import (
     autocast,
     factories,
     kernels,
+    packed,
     operators,
     pickling,
     recurrent,
@@ -143,7 +144,8 @@ def _exists(path: str) -> bool:
 def _register() -> None:
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=vgpu)
     tensor.install_operators(operators.run)
-    for room in (transfers, pickling, factories, kernels, recurrent, attention, autocast):
+    rooms = (transfers, pickling, factories, kernels, packed, recurrent, attention, autocast)
+    for room in rooms:
         room.install()
     # Optimizers and gradient clipping then work on lists of tensors, as on CUDA, and cost the same.
     for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):

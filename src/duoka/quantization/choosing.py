@@ -1,0 +1,113 @@
+"""Which weights of a model are quantized, and which stay as they are, with the reason.
+
+Quantized are the weights of linear layers. What transformers' own quantizers leave alone stays:
+the head, and what is tied to another module. So do routers, on whose scores small errors turn
+into other experts; what the architecture keeps in 32 bit; and what has no shape that the kernels
+take. Stacks of experts are no linear layers: no kernel for several experts at once takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.quantizers.base import get_keys_to_not_convert
+
+from .parts import is_composed, num_bytes
+from .weights import GROUPS, MADE_FROM, ROWS, Scheme, computes_in, quantize, require
+
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "classifier"})
+_LEAST_STACK = 3  # dimensions of a stack of experts
+
+
+def quantize_model(model: PreTrainedModel, scheme: Scheme) -> None:
+    """Quantize the linear layers of a model that was built without weights.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        Its parameters on meta; those of its linear layers become quantized ones, on meta too.
+    scheme : {"int8", "int4"}
+
+    Raises
+    ------
+    UsageError
+        If the package that quantizes isn't installed.
+    """
+    require(scheme)
+    left = _left_alone(model)
+    for name, module, key in _matrices(model):
+        parameter = module._parameters[key]
+        assert parameter is not None
+        if _reason(model, scheme, name, left) is None:
+            made = nn.Parameter(quantize(parameter.detach(), scheme), requires_grad=False)
+            # The layout for tensor cores is always bfloat16; the processor's has the model's type.
+            setattr(made, MADE_FROM, parameter.dtype)
+            module._parameters[key] = made
+
+
+def notes(model: PreTrainedModel, scheme: Scheme) -> tuple[str, ...]:
+    """What a person should know of a model that `quantize_model` quantized, in sentences."""
+    left = _left_alone(model)
+    before = after = count = 0
+    kept: dict[str, int] = {}
+    for name, module, key in _matrices(model):
+        parameter = module._parameters[key]
+        assert parameter is not None
+        if is_composed(parameter):
+            count += 1
+            before += parameter.numel() * computes_in(parameter).itemsize
+            after += num_bytes(parameter)
+        else:
+            reason = _reason(model, scheme, name, left) or "others"
+            kept[reason] = kept.get(reason, 0) + 1
+    others = "; ".join(f"{reason} ({number})" for reason, number in kept.items())
+    if not count:
+        return (f"Nothing is quantized to {scheme}: {others}.",)
+    return (
+        f"{count} weights of linear layers are quantized to {scheme} while they are loaded: to "
+        f"{after / before:.0%} of their bytes, scales and padding included.",
+        f"Not quantized: {others}.",
+        f"Answers change a little; `duoka bench --quality FILE MODEL --quantize {scheme}` says how "
+        "much on your text.",
+    )
+
+
+def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Every parameter with two dimensions or more: its name, its module, its name there."""
+    for prefix, module in model.named_modules():
+        for key, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.ndim > 1:
+                yield f"{prefix}.{key}" if prefix else key, module, key
+
+
+def _reason(
+    model: PreTrainedModel, scheme: Scheme, name: str, left_alone: Collection[str]
+) -> str | None:
+    """Why a parameter isn't quantized; None if it is."""
+    owner = name.rpartition(".")[0]
+    module, parameter = model.get_submodule(owner), model.get_parameter(name)
+    if not isinstance(module, nn.Linear):
+        if parameter.ndim >= _LEAST_STACK and "expert" in name:
+            return "stacked experts"
+        return "embeddings" if isinstance(module, nn.Embedding) else "what is no linear layer"
+    if owner in left_alone:
+        return "the head, and what is tied"
+    if owner.rpartition(".")[2] in _ROUTERS:
+        return "routers"
+    if parameter.dtype != model.dtype and parameter.dtype == torch.float32:
+        return "what the architecture keeps in float32"
+    return _misshapen(scheme, parameter)
+
+
+def _left_alone(model: PreTrainedModel) -> frozenset[str]:
+    return frozenset(get_keys_to_not_convert(model))
+
+
+def _misshapen(scheme: Scheme, parameter: torch.Tensor) -> str | None:
+    rows, columns = parameter.shape
+    if scheme == "int4" and (rows % ROWS or columns % GROUPS[-1]):
+        return f"shapes that int4 doesn't take (rows in {ROWS}s, columns in {GROUPS[-1]}s)"
+    return None

@@ -1,0 +1,56 @@
+"""Filling a quantized weight with rows of the original, a few at a time.
+
+Each row is quantized by itself, so that a weight need never be whole in its original type: what
+is in memory besides the quantized weight is some rows, and what their quantization makes on the
+way. Results are bit for bit those of the whole weight at once.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .parts import parts
+from .weights import Scheme, computes_in, quantize
+
+_ALIGNED_ROWS = 64
+"""The layouts for int4 keep so many rows together."""
+_WORKING_ELEMENTS = 2**21
+"""Rows are taken until they have so many numbers; quantizing takes some 20 bytes for each."""
+# Along which dimension of a part the rows lie; along the others they don't.
+_ROW_DIMENSION = {"qdata": 0, "scale": 0, "zero_point": 0, "scale_and_zero": 1}
+
+
+def takes_rows(target: Tensor, start: int, stop: int) -> bool:
+    """Whether the rows from `start` to `stop` can be filled by themselves."""
+    return start % _ALIGNED_ROWS == 0 and (stop % _ALIGNED_ROWS == 0 or stop == target.shape[0])
+
+
+def fill_rows(target: Tensor, start: int, source: Tensor, scheme: Scheme) -> None:
+    """Quantize rows, and write them into a quantized weight.
+
+    Parameters
+    ----------
+    target : Tensor
+        As `quantize` makes it, on any device.
+    start : int
+        The first of its rows to be filled; see `takes_rows`.
+    source : Tensor
+        [rows, columns], floating, on any device; copied to the target's some rows at a time.
+    scheme : {"int8", "int4"}
+        The target's.
+    """
+    assert takes_rows(target, start, start + len(source))
+    step = max(_WORKING_ELEMENTS // source.shape[1] // _ALIGNED_ROWS, 1) * _ALIGNED_ROWS
+    for first in range(0, len(source), step):
+        taken = source[first : first + step].to(device=target.device, dtype=computes_in(target))
+        _write(target, start + first, quantize(taken, scheme))
+
+
+def _write(target: Tensor, start: int, rows: Tensor) -> None:
+    total, count = target.shape[0], rows.shape[0]
+    sources = parts(rows)
+    for name, part in parts(target).items():
+        dim = _ROW_DIMENSION[name]
+        # Packed layouts hold several rows in one place.
+        place = part.narrow(dim, start * part.shape[dim] // total, count * part.shape[dim] // total)
+        place.copy_(sources[name])
