@@ -156,7 +156,10 @@ def made_up(
             tapes=tuple(tape for tape in tapes for _ in (False, True)),
         )
         number = kinds.setdefault(kind, len(kinds))
-        blocks.append(Block(modules=(f"block.{index}",), kind=number, tied_to=tied_to.get(index)))
+        tied = tied_to.get(index)
+        streams = tied is None and index not in tied_to.values()
+        name = f"block.{index}"
+        blocks.append(Block(modules=(name,), kind=number, tied_to=tied, streams=streams))
     everywhere = (0, ENDLESS)
     names = [
         NamedTensor(

@@ -183,12 +183,16 @@ class Block:
     inside : tuple of int
         The first blocks of modules that contain this block and others, the outermost first: what
         is given to such a module goes to the device of its first block.
+    streams : bool
+        Whether its tensors are used within calls of its modules only, so that they may come for a
+        call and go after it.
     """
 
     modules: tuple[str, ...]
     kind: int
     tied_to: int | None = None
     inside: tuple[int, ...] = ()
+    streams: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

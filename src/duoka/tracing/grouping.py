@@ -10,7 +10,7 @@ execution; nothing is assumed about names, class lists or registration order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,10 +26,14 @@ _ENTERED = " entered"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The modules and parameters of one block: disjoint names that cover all its owners."""
+    """The modules and parameters of one block: disjoint names that cover all its owners.
+
+    `streams` says whether all of its tensors are used within calls of the modules named.
+    """
 
     names: tuple[str, ...]
     owners: tuple[str, ...]
+    streams: bool = False
 
 
 def find_groups(model: nn.Module, run: Callable[[], None]) -> list[Group]:
@@ -59,7 +63,8 @@ def find_groups(model: nn.Module, run: Callable[[], None]) -> list[Group]:
     for owner in experiment.owners:
         blocks[order.get(owner, 0)].append(owner)
     blocks = _without_empty(model, blocks)
-    return [Group(names=_names(model, block, blocks), owners=tuple(block)) for block in blocks]
+    groups = [Group(names=_names(model, block, blocks), owners=tuple(block)) for block in blocks]
+    return [replace(group, streams=experiment.streams(group)) for group in groups]
 
 
 def find_containers(model: nn.Module, groups: Sequence[Group]) -> list[tuple[int, ...]]:
@@ -107,6 +112,8 @@ class _Experiment:
         self.stack: list[str] = []
         self.count = 0
         self.holders = _holders(model)
+        # For each owner the modules that were running whenever a tensor of its was used.
+        self.around: dict[str, set[str]] = {}
 
     def watching(self) -> _Hooks:
         return _Hooks(self)
@@ -136,6 +143,7 @@ class _Experiment:
                 yield tag
             return
         owner = self._holder(holders)
+        self.around[owner] = self.around.get(owner, set(self.stack)).intersection(self.stack)
         self.first.setdefault(owner, self.count)
         self.last[owner] = self.count
         if len(holders) == 1:
@@ -155,6 +163,18 @@ class _Experiment:
 
     def leave(self) -> None:
         self.stack.pop()
+
+    def streams(self, group: Group) -> bool:
+        """Whether all that uses a group's tensors happens within calls of its modules."""
+        for name in group.names:
+            used = [
+                self.around[owner]
+                for owner in group.owners
+                if owner in self.around and (owner == name or owner.startswith(f"{name}."))
+            ]
+            if not used or not all(name in running for running in used):
+                return False
+        return True
 
     def _find(self, name: str) -> str:
         while (above := self.parent.get(name, name)) != name:

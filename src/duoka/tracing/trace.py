@@ -438,7 +438,13 @@ def _profile(
         # The caller samples where it has made the inputs, which is where the first block lies.
         tied_to = 0 if group is _CALLER else ties.get(index)
         blocks.append(
-            Block(modules=group.names, kind=number, tied_to=tied_to, inside=inside[index])
+            Block(
+                modules=group.names,
+                kind=number,
+                tied_to=tied_to,
+                inside=inside[index],
+                streams=group.streams,
+            )
         )
     first = next(iter(model.parameters()), None)
     return Profile(
