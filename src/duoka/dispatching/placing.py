@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from duoka.errors import Faults, ModelError, PlacementError
 from duoka.placement import Placement
 from duoka.quantization import empty_weight, is_composed, moved
-from duoka.quantization import empty_weight, is_composed, moved
 
 
 def tensor_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

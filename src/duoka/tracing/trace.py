@@ -20,7 +20,6 @@ from ..outline import NamedTensor
 from ..placement import Placement
 from ..profile import ALIGNED_TOKENS, Block, Kind, Phase, Profile, Regime, Tape
 from ..quantization import parts
-from ..quantization import parts
 from ..workload import Cache, Conditions, Workload
 from .fitting import Sample, Unlike, fit
 from .grouping import Group, find_containers, find_groups
