@@ -22,8 +22,11 @@ from duoka.models.conversion import (
     initialize_derived,
     plan_tensors,
 )
+from duoka.models.sketch import Box
 from duoka.placement import Placement
+from duoka.quantization import is_composed
 
+from .quantizing import Quantizer
 from .sources import Reader, Source, list_sources
 
 Progress = Callable[[int, int], None]
@@ -225,6 +228,7 @@ class _Filler:
         self._targets = targets
         self._sources = sources
         self._progress = progress
+        self._quantizer = Quantizer()
         self._done_bytes = self._total_bytes = 0
 
     def fill(self, reader: Reader, recipe: Recipe) -> None:
@@ -238,9 +242,8 @@ class _Filler:
         for name in self._in_file_order(pieces_of):
             tensor = reader.read(self._sources[name])
             for piece in pieces_of[name]:
-                target = self._targets[piece.target]
                 source = piece.orient(tensor[piece.source_slices])
-                self._copy(piece.target, piece.place(target), source)
+                self._put(piece.target, piece.target_box, source)
             self._report(name)
         for custom in recipe.customs:
             self._convert(reader, custom)
@@ -255,14 +258,21 @@ class _Filler:
             name: reader.read(self._sources[name]) for name in self._in_file_order(custom.sources)
         }
         for name, value in custom.convert(tensors).items():
-            self._copy(name, self._targets[name], value)
+            self._put(name, tuple((0, extent) for extent in self._targets[name].shape), value)
         self._report(*custom.sources)
 
-    def _copy(self, name: str, target: Tensor, source: Tensor) -> None:
-        if target.shape != source.shape:
-            raise LoadError(f"{name}: {list(source.shape)} doesn't fit into {list(target.shape)}")
-        copy_in_chunks(target, source)
-        self.filled[name] = self.filled.get(name, 0) + target.numel()
+    def _put(self, name: str, box: Box, source: Tensor) -> None:
+        """Copy a piece into its place, or quantize it on the way there."""
+        target = self._targets[name]
+        extents = [stop - start for start, stop in box]
+        if extents != list(source.shape):
+            raise LoadError(f"{name}: {list(source.shape)} doesn't fit into {extents}")
+        if is_composed(target):
+            self._quantizer.put(name, target, box, source)
+        else:
+            place = target[tuple(slice(start, stop) for start, stop in box)]
+            copy_in_chunks(place, source)
+        self.filled[name] = self.filled.get(name, 0) + source.numel()
 
     def _num_bytes(self, name: str) -> int:
         source = self._sources[name]

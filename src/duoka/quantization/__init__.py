@@ -3,10 +3,11 @@
 from .choosing import notes, quantize_model
 from .parts import is_composed, num_bytes, parts
 from .rows import fill_rows, takes_rows
-from .weights import Scheme, empty_weight, moved, quantize
+from .weights import Scheme, computes_in, empty_weight, moved, quantize
 
 __all__ = [
     "Scheme",
+    "computes_in",
     "empty_weight",
     "fill_rows",
     "is_composed",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .parts import parts
-from .weights import Scheme, computes_in, quantize
+from .weights import computes_in, quantize, scheme_of
 
 _ALIGNED_ROWS = 64
 """The layouts for int4 keep so many rows together."""
@@ -25,7 +25,7 @@ def takes_rows(target: Tensor, start: int, stop: int) -> bool:
     return start % _ALIGNED_ROWS == 0 and (stop % _ALIGNED_ROWS == 0 or stop == target.shape[0])
 
 
-def fill_rows(target: Tensor, start: int, source: Tensor, scheme: Scheme) -> None:
+def fill_rows(target: Tensor, start: int, source: Tensor) -> None:
     """Quantize rows, and write them into a quantized weight.
 
     Parameters
@@ -36,10 +36,9 @@ def fill_rows(target: Tensor, start: int, source: Tensor, scheme: Scheme) -> Non
         The first of its rows to be filled; see `takes_rows`.
     source : Tensor
         [rows, columns], floating, on any device; copied to the target's some rows at a time.
-    scheme : {"int8", "int4"}
-        The target's.
     """
     assert takes_rows(target, start, start + len(source))
+    scheme = scheme_of(target)
     step = max(_WORKING_ELEMENTS // source.shape[1] // _ALIGNED_ROWS, 1) * _ALIGNED_ROWS
     for first in range(0, len(source), step):
         taken = source[first : first + step].to(device=target.device, dtype=computes_in(target))

@@ -32,6 +32,7 @@ ROWS = 16
 _COLUMNS = 1024  # the tensor cores' kernel for int4 takes a multiple of so many
 _TILES = 8  # of the tensor cores' layout; torchao has no other number
 _TILED, _OPAQUE = "Int4TilePackedTo4dTensor", "Int4OpaqueTensor"
+_SCHEMES: dict[str, Scheme] = {"Int8Tensor": "int8", _TILED: "int4", _OPAQUE: "int4"}
 MADE_FROM = "_duoka_made_from"
 """The attribute of a quantized parameter that names the type that it was made from."""
 
@@ -119,6 +120,11 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
             hint="load the model again, with a plan for the other device",
         )
     return tensor.to(device)
+
+
+def scheme_of(tensor: Tensor) -> Scheme:
+    """What a weight was quantized to."""
+    return _SCHEMES[type(tensor).__name__]
 
 
 def computes_in(tensor: Tensor) -> torch.dtype:
