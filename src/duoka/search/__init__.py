@@ -14,11 +14,14 @@ It knows nothing of models, workloads or how costs come about.
 """
 
 from .costs import StageCosts
+from .limits import NO_LIMITS, Limits
 from .problem import NoPlacement, Objective, Shortfall
 from .programme import Stage
 from .solving import Solution, fits, judge, largest, search
 
 __all__ = [
+    "NO_LIMITS",
+    "Limits",
     "NoPlacement",
     "Objective",
     "Shortfall",

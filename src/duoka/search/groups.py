@@ -39,18 +39,26 @@ def link_seconds(costs: StageCosts, fleet: Fleet) -> Floats:
 
 
 def group_devices(
-    costs: StageCosts, fleet: Fleet, *, links: Floats | None, timed: bool
+    costs: StageCosts,
+    fleet: Fleet,
+    *,
+    links: Floats | None,
+    timed: bool,
+    alone: frozenset[int] = frozenset(),
 ) -> tuple[Group, ...]:
     """Put devices together that can be exchanged without changing any cost.
 
-    The seconds of a stage are taken to depend on the device's speeds alone.
+    The seconds of a stage are taken to depend on the device's speeds alone. Those in `alone`
+    can't be exchanged.
     """
     members: list[list[int]] = []
     for index, device in enumerate(fleet.devices):
         for group in members:
             other = fleet.devices[group[0]]
             if (
-                device.budget_bytes == other.budget_bytes
+                index not in alone
+                and group[0] not in alone
+                and device.budget_bytes == other.budget_bytes
                 and (not timed or speeds(device) == speeds(other))
                 and (links is None or _exchangeable(links, group[0], index))
             ):

@@ -8,15 +8,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from duoka.errors import UsageError
 from duoka.fleet import Fleet
 
 from .costs import Memory, StageCosts
 from .groups import Group, group_devices, link_seconds
+from .limits import NO_LIMITS, Limits
 from .programme import Floats, Programme, Stage, Stages
 
 Objective = Literal["headroom", "latency", "throughput"]
+Aim = Literal["headroom", "latency", "throughput", "balance"]
+"""What the programme optimises: an objective, or the largest least share of a budget left free."""
 
 # How often revised costs are walked over before the programme runs again.
 _WALKS = 16
@@ -66,7 +70,13 @@ class Problem:
     """One search: its groups of devices, its objective, and what is known of memory so far."""
 
     def __init__(
-        self, costs: StageCosts, fleet: Fleet, objective: Objective, use_all: bool
+        self,
+        costs: StageCosts,
+        fleet: Fleet,
+        aim: Aim,
+        *,
+        use_all: bool = False,
+        limits: Limits = NO_LIMITS,
     ) -> None:
         num_devices = len(fleet.devices)
         if use_all and num_devices > costs.num_blocks:
@@ -76,11 +86,12 @@ class Problem:
                 hint="name fewer devices, or let duoka use as few as it needs",
             )
         most = min(num_devices, costs.num_blocks)
-        self.objective: Objective = objective
+        self.aim: Aim = aim
         self._num_stages = range(most if use_all else 1, most + 1)
-        timed = objective != "headroom"
+        timed = aim in ("latency", "throughput")
         links = link_seconds(costs, fleet) if timed and fleet.links else None
-        self._groups = group_devices(costs, fleet, links=links, timed=timed)
+        self._groups = group_devices(costs, fleet, links=links, timed=timed, alone=limits.devices)
+        self._allowed = [limits.allow(costs.num_blocks, each.devices[0]) for each in self._groups]
         self._group_of = {device: group for group in self._groups for device in group.devices}
         self._links: Floats | None = None
         if links is not None:
@@ -88,6 +99,8 @@ class Problem:
             receivers = [group.devices[-1] for group in self._groups]
             self._links = links[np.ix_(senders, receivers)]
         self.memory = Memory(costs, [group.budget_bytes for group in self._groups])
+        if limits:
+            self._refuse_impossible()
 
     def optimum(self) -> tuple[Stages, float]:
         """A placement with exact costs that nothing with as few devices beats, and its cost."""
@@ -120,7 +133,7 @@ class Problem:
 
     def most_even(self, stages: Stages, bound: float) -> Stages:
         """Of the placements as good as `stages`, one that leaves memory free evenly."""
-        tolerance = _TIE_TOLERANCE * bound if self.objective == "latency" else 0.0
+        tolerance = _TIE_TOLERANCE * bound if self.aim == "latency" else 0.0
         candidates = [stages]
         for _ in range(_TIE_ROUNDS):
             found = self._tie_programme(bound, len(stages)).fewest()
@@ -150,13 +163,17 @@ class Problem:
             parts.append((float(self._costs(group)[stage.start, stage.stop]), stage.device))
             before = stage
         cost, device = max(parts, key=lambda part: part[0])
-        return (sum(part for part, _ in parts) if self.objective == "latency" else cost), device
+        return (sum(part for part, _ in parts) if self.aim == "latency" else cost), device
 
     def shortfall(self) -> Shortfall:
         """How far the nearest placement is from fitting."""
         missing = [
             np.maximum(self.memory.bytes[budget] - budget, np.where(self.memory.fits[budget], 0, 1))
             for budget in (group.budget_bytes for group in self._groups)
+        ]
+        missing = [
+            np.where(allowed, each, np.inf)
+            for each, allowed in zip(missing, self._allowed, strict=True)
         ]
         found = self._run(missing, slowest=False, num_stages=self._num_stages).best()
         assert found is not None, "there is always a placement that doesn't fit"
@@ -173,11 +190,32 @@ class Problem:
             [(s.start, s.stop, self._group_of[s.device].budget_bytes) for s in stages]
         )
 
+    def group_of(self, device: int) -> Group:
+        """The group of the fleet's device of that index."""
+        return self._group_of[device]
+
+    def may_be(self, group: Group) -> npt.NDArray[np.bool_]:
+        """[num_blocks + 1, num_blocks + 1]: whether a stage may be there, as far as known."""
+        return self.memory.fits[group.budget_bytes] & self._allowed[group.index]
+
+    def _refuse_impossible(self) -> None:
+        """Refuse limits that no placement obeys, however much memory there is."""
+        tables = [np.where(np.triu(allowed, 1), 0.0, np.inf) for allowed in self._allowed]
+        if self._run(tables, slowest=False, num_stages=self._num_stages).best() is None:
+            raise UsageError(
+                "the pins and the modules that stay uncut contradict each other: no cut of the "
+                "model into stages, one on each device, obeys them all",
+                hint="a device holds one run of modules, in the order in which they run; take "
+                "some pins away",
+            )
+
     def _costs(self, group: Group) -> Floats:
         """What the objective makes of each stage on a device of the group, as far as known."""
-        fits, budget = self.memory.fits[group.budget_bytes], group.budget_bytes
-        if self.objective == "headroom":
+        budget, fits = group.budget_bytes, self.may_be(group)
+        if self.aim == "headroom":
             return np.where(fits, self.memory.bytes[budget] - budget, np.inf)
+        if self.aim == "balance":
+            return np.where(fits, self.memory.bytes[budget] / budget, np.inf)
         assert group.seconds is not None
         return np.where(fits, group.seconds, np.inf)
 
@@ -192,14 +230,14 @@ class Problem:
         return self._run(
             tables,
             transfers=self._links,
-            slowest=self.objective != "latency",
+            slowest=self.aim != "latency",
             num_stages=self._num_stages,
         )
 
     def _tie_programme(self, bound: float, num_stages: int) -> Programme:
         """The pressure as the cost, among the placements that attain the bound."""
         links, tables = self._links, [self._costs(group) for group in self._groups]
-        if self.objective == "latency":
+        if self.aim == "latency":
             # Small enough that all pressures together stay within the tolerance.
             scale = _LATENCY_UNITS / (bound or 1.0)
             tables = [np.rint(table * scale) for table in tables]

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from duoka.constraints import Strategy
 from duoka.errors import UsageError
 from duoka.fleet import Fleet
 
 from .costs import StageCosts
+from .filling import fill
 from .groups import speeds
-from .problem import Objective, Problem
+from .limits import NO_LIMITS, Limits
+from .problem import Aim, NoPlacement, Objective, Problem
 from .programme import Stages
 
 
@@ -23,20 +26,23 @@ class Solution:
     ----------
     stages : tuple of Stage
         In execution order.
-    objective : {"headroom", "latency", "throughput"}
-        "auto" is resolved.
+    objective : {"headroom", "latency", "throughput", "balance", "order"}
+        "auto" is resolved; the last two are those of the strategies balanced and sequential.
     value : float
-        The objective's value: bytes of headroom on the fullest device, or seconds.
+        The objective's value: bytes of headroom on the fullest device; seconds; the share of the
+        budget that is free on the fullest device; or the blocks on the first device.
     bound : float
         What no placement with as few devices can beat: the proof that `value` is optimal.
+        Of "order" what no placement in the order of the devices can beat.
     exact_evaluations : int
         How many stages were computed exactly.
     binding_device : int
-        The device that limits the value: with the least headroom, or the longest time.
+        The device that limits the value: with the least headroom, the longest time, the least
+        share free; or the first one in use.
     """
 
     stages: Stages
-    objective: Objective
+    objective: Aim | Literal["order"]
     value: float
     bound: float
     exact_evaluations: int
@@ -49,10 +55,18 @@ def search(
     *,
     objective: Objective | Literal["auto"] = "auto",
     use_all: bool = False,
+    strategy: Strategy = "auto",
+    limits: Limits = NO_LIMITS,
 ) -> Solution:
     """Find the optimal contiguous placement.
 
-    Fewest devices come first, then the objective. Placements that the objective can't tell apart
+    By the strategy "auto" fewest devices come first, then the objective. By "balanced" every
+    device is used, and the share of its budget that the fullest one has free is the largest; of
+    equal devices that is the largest minimum of free memory. By "sequential" the devices are
+    filled in the user's order: among the placements in this order the one with the most blocks
+    on the first device, of those the one with the most on the second, and so on.
+
+    Placements that the objective can't tell apart
     are ranked by how evenly they leave memory free (this rank is sought in a few rounds, not
     proved), then by the user's order of devices.
 
@@ -69,6 +83,9 @@ def search(
         equal or unknown, and latency otherwise.
     use_all : bool
         Use every device, instead of as few as possible.
+    strategy : {"auto", "balanced", "sequential"}
+    limits : Limits
+        What is demanded of cuts and devices.
 
     Raises
     ------
@@ -76,21 +93,67 @@ def search(
         If nothing fits.
     UsageError
         If there are more devices to use than blocks, the objective is unknown or needs speeds
-        that are unknown, or the devices are too many and too different.
+        that are unknown, the devices are too many and too different, the strategy leaves nothing
+        to choose, or no placement obeys the limits.
     """
-    problem = Problem(costs, fleet, _resolve(objective, costs, fleet), use_all)
+    _refuse_contradictions(strategy, objective, use_all)
+    if strategy == "sequential":
+        return _filled(costs, fleet, limits)
+    balanced = strategy == "balanced"
+    aim: Aim = "balance" if balanced else _resolve(objective, costs, fleet)
+    problem = Problem(costs, fleet, aim, use_all=use_all or balanced, limits=limits)
     stages, bound = problem.optimum()
     stages = problem.most_even(stages, bound)
     value, binding = problem.judge(stages)
-    headroom = problem.objective == "headroom"
     return Solution(
         stages=stages,
-        objective=problem.objective,
-        value=-value if headroom else value,
-        bound=-bound if headroom else bound,
+        objective=aim,
+        value=_told(aim, value),
+        bound=_told(aim, bound),
         exact_evaluations=problem.memory.num_evaluations,
         binding_device=binding,
     )
+
+
+def _told(aim: Aim, cost: float) -> float:
+    """The value that people are told for a cost that was made small."""
+    return {"headroom": -cost, "balance": 1.0 - cost}.get(aim, cost)
+
+
+def _filled(costs: StageCosts, fleet: Fleet, limits: Limits) -> Solution:
+    problem = Problem(costs, fleet, "headroom", limits=limits)
+    stages = fill(problem, costs.num_blocks, len(fleet.devices))
+    first = float(stages[0].stop if stages[0].device == 0 else 0)
+    return Solution(
+        stages=stages,
+        objective="order",
+        value=first,
+        bound=first,
+        exact_evaluations=problem.memory.num_evaluations,
+        binding_device=stages[0].device,
+    )
+
+
+def _refuse_contradictions(
+    strategy: Strategy, objective: Objective | Literal["auto"], use_all: bool
+) -> None:
+    if strategy not in get_args(Strategy):
+        raise UsageError(
+            f"the strategy {strategy!r} is unknown",
+            hint=f"known are {', '.join(get_args(Strategy))}",
+        )
+    if strategy != "auto" and objective != "auto":
+        raise UsageError(
+            f"the strategy {strategy} says what is optimised, and so does the objective "
+            f"{objective!r}",
+            hint="give one of the two",
+        )
+    if strategy == "sequential" and use_all:
+        raise UsageError(
+            "the strategy sequential fills each GPU before the next, and may leave some empty; "
+            "all of them are to be used",
+            hint="the strategy balanced uses them all",
+        )
 
 
 def judge(costs: StageCosts, fleet: Fleet, stages: Stages, objective: Objective) -> float:
@@ -104,13 +167,19 @@ def judge(costs: StageCosts, fleet: Fleet, stages: Stages, objective: Objective)
         Contiguous, each on a device of its own.
     objective : {"headroom", "latency", "throughput"}
     """
-    problem = Problem(costs, fleet, objective, False)
+    problem = Problem(costs, fleet, objective)
     problem.settle(stages)
-    value, _ = problem.judge(stages)
-    return -value if objective == "headroom" else value
+    return _told(objective, problem.judge(stages)[0])
 
 
-def fits(costs: StageCosts, fleet: Fleet, *, use_all: bool = False) -> bool:
+def fits(
+    costs: StageCosts,
+    fleet: Fleet,
+    *,
+    use_all: bool = False,
+    strategy: Strategy = "auto",
+    limits: Limits = NO_LIMITS,
+) -> bool:
     """Tell whether any placement fits; cheaper than `search`, because nothing is proved optimal.
 
     Raises
@@ -118,7 +187,15 @@ def fits(costs: StageCosts, fleet: Fleet, *, use_all: bool = False) -> bool:
     UsageError
         As `search` does.
     """
-    return Problem(costs, fleet, "headroom", use_all).fits()
+    use_all = use_all or strategy == "balanced"
+    problem = Problem(costs, fleet, "headroom", use_all=use_all, limits=limits)
+    if strategy != "sequential":
+        return problem.fits()
+    try:
+        fill(problem, costs.num_blocks, len(fleet.devices))
+    except NoPlacement:
+        return False
+    return True
 
 
 def largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:

@@ -1,0 +1,52 @@
+"""Limits: where no stage may begin, and which blocks must be on which device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What is demanded of a placement's cuts and devices.
+
+    Parameters
+    ----------
+    uncut : frozenset of int
+        Blocks that no stage begins with, but for the first one of all.
+    pins : tuple of (int, int)
+        Blocks, each with the fleet's device, by index, that it must be on.
+    """
+
+    uncut: frozenset[int] = frozenset()
+    pins: tuple[tuple[int, int], ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.uncut or self.pins)
+
+    @property
+    def devices(self) -> frozenset[int]:
+        """The devices that something must be on: not to be exchanged for their likes."""
+        return frozenset(device for _, device in self.pins)
+
+    def allow(self, num_blocks: int, device: int) -> npt.NDArray[np.bool_]:
+        """[num_blocks + 1, num_blocks + 1]: whether a stage may be on a device.
+
+        Examples
+        --------
+        >>> Limits(uncut=frozenset({1})).allow(2, device=0)[:2, 1:].tolist()
+        [[False, True], [True, False]]
+        """
+        allowed = np.ones((num_blocks + 1, num_blocks + 1), np.bool_)
+        for block in self.uncut - {0}:
+            allowed[block, :] = False
+            allowed[:, block] = False
+        for block, at in self.pins:
+            if at != device:
+                allowed[: block + 1, block + 1 :] = False
+        return allowed
+
+
+NO_LIMITS = Limits()

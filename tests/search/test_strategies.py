@@ -1,0 +1,152 @@
+"""Balanced and sequential against brute force."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from searching import (
+    Case,
+    budget,
+    candidates,
+    fleet_of,
+    make_case,
+    make_limits,
+    plain_costs,
+    reserved,
+    shape_of,
+)
+
+from duoka.constraints import Strategy
+from duoka.errors import UsageError
+from duoka.search import NoPlacement, Stage, fits, search
+
+Stages = tuple[Stage, ...]
+
+
+def any_case(rng: random.Random) -> Case:
+    case = make_case(rng)
+    if rng.random() < 0.3:
+        limits = make_limits(rng, case.costs.num_blocks, len(case.fleet.devices))
+        return replace(case, limits=limits)
+    return case
+
+
+def fullness(case: Case, stages: Stages) -> float:
+    return max(
+        reserved(case.costs, case.fleet, stage) / budget(case.fleet, stage) for stage in stages
+    )
+
+
+def counts(case: Case, stages: Stages) -> list[int]:
+    """Blocks on each device, in the user's order."""
+    found = [0] * len(case.fleet.devices)
+    for stage in stages:
+        found[stage.device] = stage.stop - stage.start
+    return found
+
+
+def in_order(stages: Stages) -> bool:
+    devices = [stage.device for stage in stages]
+    return devices == sorted(devices)
+
+
+def check_balanced(case: Case) -> bool:
+    found = list(candidates(case, use_all=True))
+    if not found:
+        with pytest.raises((NoPlacement, UsageError)):
+            search(case.costs, case.fleet, strategy="balanced", limits=case.limits)
+        return False
+    best = min(fullness(case, stages) for stages in found)
+    solution = search(case.costs, case.fleet, strategy="balanced", limits=case.limits)
+    assert solution.stages in found
+    assert fullness(case, solution.stages) == best
+    assert solution.value == solution.bound == 1 - best
+    assert solution.objective == "balance"
+    stage = next(s for s in solution.stages if s.device == solution.binding_device)
+    assert fullness(case, (stage,)) == best
+    return True
+
+
+def check_sequential(case: Case) -> bool:
+    found = [stages for stages in candidates(case, use_all=False) if in_order(stages)]
+    if not found:
+        with pytest.raises((NoPlacement, UsageError)):
+            search(case.costs, case.fleet, strategy="sequential", limits=case.limits)
+        return False
+    best = max(counts(case, stages) for stages in found)
+    solution = search(case.costs, case.fleet, strategy="sequential", limits=case.limits)
+    assert solution.stages in found
+    assert counts(case, solution.stages) == best
+    assert solution.value == solution.bound == best[0]
+    assert fits(case.costs, case.fleet, strategy="sequential", limits=case.limits)
+    return True
+
+
+def test_balanced_equals_brute_force() -> None:
+    rng = random.Random(11)
+    seen = [check_balanced(any_case(rng)) for _ in range(400)]
+    assert 100 < sum(seen) < 350
+
+
+def test_sequential_equals_brute_force() -> None:
+    rng = random.Random(12)
+    seen = [check_sequential(any_case(rng)) for _ in range(400)]
+    assert 100 < sum(seen) < 350
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_case_equals_brute_force(seed: int) -> None:
+    check_balanced(any_case(random.Random(seed)))
+    check_sequential(any_case(random.Random(seed)))
+
+
+def test_balanced_uses_every_device_by_its_share() -> None:
+    found = search(plain_costs(*[1] * 12), fleet_of(8, 16), strategy="balanced")
+    assert sorted(stop - start for start, stop, _ in shape_of(found)) == [4, 8]
+    assert (found.value, found.bound) == (0.5, 0.5)
+
+
+def test_headroom_leaves_bytes_where_balanced_leaves_shares() -> None:
+    found = search(plain_costs(*[1] * 12), fleet_of(8, 16), use_all=True)
+    assert sorted(stop - start for start, stop, _ in shape_of(found)) == [2, 10]
+
+
+def test_sequential_fills_each_device_before_the_next() -> None:
+    found = search(plain_costs(*[1] * 12), fleet_of(5, 5, 20), strategy="sequential")
+    assert shape_of(found) == [(0, 5, 0), (5, 10, 1), (10, 12, 2)]
+    assert found.binding_device == 0
+
+
+def test_sequential_does_not_run_into_a_dead_end() -> None:
+    """The last block fits the last device alone with its neighbour: the first must hold back."""
+    found = search(plain_costs(1, 1, 1, 3), fleet_of(3, 4), strategy="sequential")
+    assert shape_of(found) == [(0, 3, 0), (3, 4, 1)]
+    found = search(plain_costs(3, 1, 3, 1), fleet_of(4, 2, 4), strategy="sequential")
+    assert shape_of(found) == [(0, 2, 0), (2, 4, 2)]
+
+
+def test_sequential_leaves_out_a_device_that_nothing_fits() -> None:
+    found = search(plain_costs(3, 3), fleet_of(1, 3, 3), strategy="sequential")
+    assert shape_of(found) == [(0, 1, 1), (1, 2, 2)]
+    assert (found.value, found.binding_device) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "values", "message"),
+    [
+        ("balanced", {"objective": "latency"}, "strategy balanced says what is optimised"),
+        ("sequential", {"objective": "headroom"}, "strategy sequential says"),
+        ("sequential", {"use_all": True}, "all of them are to be used"),
+        ("even", {}, "strategy 'even' is unknown"),
+    ],
+)
+def test_contradictions_are_refused(
+    strategy: Strategy, values: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        search(plain_costs(1, 1), fleet_of(9, 9), strategy=strategy, **values)  # type: ignore[arg-type]
