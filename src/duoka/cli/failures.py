@@ -11,11 +11,12 @@ from typing import Any
 
 import typer
 
+from duoka.characters import printable
 from duoka.errors import DuokaError, InfeasibleError, MachineError
 
 from . import machine, signals
 from .redaction import redact
-from .terminal import printable, stderr
+from .terminal import stderr
 
 NOT_OK = 13
 """A check found something; no error, since that is what it is for."""

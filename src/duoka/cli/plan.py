@@ -53,6 +53,14 @@ def plan(
             "weighed. With --json that alone is printed.",
         ),
     ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the plan as a page for a browser: one file, no network.",
+            show_default=False,
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
@@ -82,6 +90,7 @@ def plan(
     )
     outputs.check(save, "the plan")
     outputs.check(save_device_map, "the device map")
+    outputs.check(html, "the page")
     asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code)
     try:
         made = planning.make_plan(model, plan_file, wishes, replan=replan, asked=asked)
@@ -97,6 +106,8 @@ def plan(
     if save is not None:
         planning.save(made, save)
     explanation = duoka.explain(made) if explain else None
+    if html is not None:
+        planning.save_page(made, html)
     if json:
         typer.echo(made.to_json() if explanation is None else _json(explanation.to_dict()))
         return

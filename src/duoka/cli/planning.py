@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -213,6 +214,16 @@ def save_device_map(device_map: Mapping[str, int | str], file: Path) -> None:
     """Keep a device map in a file, and say so."""
     text = json.dumps(dict(device_map), indent=1, ensure_ascii=False)
     outputs.write(file, text + "\n", "the device map")
+
+
+def save_page(plan: duoka.Plan, file: Path) -> None:
+    """Keep a plan as a page, with why it is so where the cache has the model's profile."""
+    from duoka.render import render_page
+
+    explanation = None
+    with suppress(UsageError):
+        explanation = duoka.explain(plan)
+    outputs.write(file, render_page(plan, explanation), "the page")
 
 
 def read_fleet(gpus: str) -> duoka.Fleet:

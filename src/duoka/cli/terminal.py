@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -23,31 +22,10 @@ from rich.progress import (
 )
 from rich.segment import Segment
 
-# Control characters and those that turn the direction of writing around can make a terminal show
-# something else than the text says, or do something; Cf also holds what emoji and Persian need.
-_KEPT = frozenset("\n\t\u200c\u200d")
+from duoka.characters import printable
+
 _NARROWEST = 20
 _UNKNOWN = 80  # a terminal that says it has no columns doesn't know how many
-_HIDDEN = ("Cc", "Cf", "Cs")
-
-
-def printable(text: str) -> str:
-    r"""Spell out what a terminal would obey instead of showing.
-
-    Examples
-    --------
-    >>> printable("red: \x1b[31m")
-    'red: \\x1b[31m'
-    """
-    if text.isprintable():
-        return text
-    return "".join(map(_spelled, text))
-
-
-def _spelled(character: str) -> str:
-    if character in _KEPT or unicodedata.category(character) not in _HIDDEN:
-        return character
-    return character.encode("unicode_escape").decode("ascii")
 
 
 def answer(text: str) -> None:

@@ -2,7 +2,15 @@
 
 from .explanation import render_explanation
 from .names import name_modules
+from .page import render_page
 from .plan import render_plan
 from .report import plain, render_report
 
-__all__ = ["name_modules", "plain", "render_explanation", "render_plan", "render_report"]
+__all__ = [
+    "name_modules",
+    "plain",
+    "render_explanation",
+    "render_page",
+    "render_plan",
+    "render_report",
+]

@@ -15,7 +15,7 @@ def name_modules(names: Sequence[str]) -> str:
     >>> name_modules(["model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2"])
     'embed_tokens, layers.0-2'
     """
-    short = [_without_prefix(name) for name in names]
+    short = [without_prefix(name) for name in names]
     return ", ".join(_runs(short))
 
 
@@ -35,7 +35,8 @@ def count_layers(parts: Sequence[Sequence[str]]) -> list[int] | None:
     ]
 
 
-def _without_prefix(name: str) -> str:
+def without_prefix(name: str) -> str:
+    """A module's name without what most names begin with."""
     for prefix in ("model.", "transformer.", "language_model."):
         name = name.removeprefix(prefix)
     return name or "everything"

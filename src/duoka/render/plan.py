@@ -16,6 +16,7 @@ from ..plans import Plan
 from ..units import format_bytes
 from .names import name_modules
 from .seconds import render_seconds
+from .summary import facts, title
 
 # Kind, its colour, its sign in a bar, its sign where only ASCII can be shown.
 _KINDS = (
@@ -54,20 +55,10 @@ class _View:
 
 
 def _heading(plan: Plan) -> Text:
-    workload = plan.workload
-    num_devices = len(plan.devices)
-    text = Text(plan.model or "model", style="bold")
-    kind = "devices" if "cpu" in plan.fleet.names else "GPUs"
-    text.append(f" on {num_devices} of {len(plan.fleet.devices)} {kind}", style="not bold")
-    chunk = workload.prefill_chunk_tokens
-    parts = [
-        workload.dtype,
-        f"batch {workload.batch}",
-        f"context {workload.context_tokens} ({workload.prompt_tokens} + {workload.new_tokens} new)",
-        "whole prompt at once" if chunk is None else f"prompt in chunks of {chunk}",
-        "as given" if plan.objective == "given" else f"for {plan.objective}",
-    ]
-    return text.append("\n" + " · ".join(parts), style="not bold")
+    model, where = title(plan)
+    text = Text(model, style="bold")
+    text.append(f" {where}", style="not bold")
+    return text.append("\n" + " · ".join(facts(plan)), style="not bold")
 
 
 def _table(plan: Plan) -> Table:
