@@ -15,7 +15,7 @@ from .trial import Stages, Trial
 
 _NAMES = {
     "headroom": "the most headroom",
-    "latency": "the shortest time for a token",
+    "latency": "the shortest request",
     "throughput": "the fastest slowest stage",
 }
 
@@ -41,7 +41,7 @@ def alternatives(trial: Trial, plan_stages: Stages | None) -> Iterator[Alternati
             shares=shares,
             fits=value is not None,
             value=value,
-            token_seconds=trial.token_seconds(stages),
+            request_seconds=trial.request_seconds(stages),
             is_plan=stages == plan_stages,
         )
 

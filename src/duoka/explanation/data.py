@@ -59,21 +59,24 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """What goes from one stage to the next for one token.
+    """What goes from one stage to the next.
 
     Parameters
     ----------
     source, target : str
-    token_bytes : int
-        Bytes of one decode step, over the whole batch.
-    link_seconds : float, optional
-        How long they take; None where the link isn't known.
+    per : {"token", "request"}
+        One decode step, on average, over the whole batch; or the whole request where it has none
+        (in training one step).
+    num_bytes : int
+    seconds : float, optional
+        How long it takes; None where speeds are unknown.
     """
 
     source: str
     target: str
-    token_bytes: int
-    link_seconds: float | None = None
+    per: Literal["token", "request"]
+    num_bytes: int
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +108,8 @@ class Alternative:
     fits : bool
     value : float, optional
         What the plan's objective makes of it; None where it doesn't fit.
-    token_seconds : float, optional
-        One decode step with its transfers; None where speeds are unknown.
+    request_seconds : float, optional
+        From the request to the last token; None where speeds are unknown, or it doesn't fit.
     is_plan : bool
         Whether it is the plan's own placement.
     """
@@ -115,7 +118,7 @@ class Alternative:
     shares: tuple[Share, ...]
     fits: bool
     value: float | None
-    token_seconds: float | None
+    request_seconds: float | None
     is_plan: bool
 
     @property
@@ -152,8 +155,6 @@ class Explanation:
     whole_prompt : tuple of Share
         What the stages would need if the prompt ran whole; empty where it does.
     alternatives : tuple of Alternative
-    token_seconds : float, optional
-        One decode step with its transfers; None where speeds are unknown.
     """
 
     objective: str
@@ -166,7 +167,6 @@ class Explanation:
     fewer: Fewer | None = None
     whole_prompt: tuple[Share, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
-    token_seconds: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The form that `json.dumps` takes."""

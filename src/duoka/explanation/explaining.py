@@ -60,7 +60,6 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
         fewer=_fewer(trial, plan),
         whole_prompt=() if stages is None else _whole_prompt(profile, plan, stages),
         alternatives=tuple(alternatives(trial, stages)),
-        token_seconds=None if stages is None else trial.token_seconds(stages),
     )
 
 
@@ -103,19 +102,25 @@ def _shares(plan: Plan) -> Iterator[Share]:
 
 
 def _crossings(trial: Trial, runs: Stages) -> Iterator[Crossing]:
-    for before, after in pairwise(runs):
+    """What comes in to each run but the first, from the one before it."""
+    seconds = trial.seconds(runs)
+    steps = trial.costs.workload.new_tokens - 1  # the first token comes of the prompt
+    prefill, decode = trial.costs.times.boundary_bytes
+    for number, (before, after) in enumerate(pairwise(runs), 1):
         names = [trial.fleet.devices[stage.device].name for stage in (before, after)]
-        moved = int(trial.costs.boundary_bytes[after.start])
-        links = [
-            link.latency_seconds + moved / link.bytes_per_second
-            for link in trial.fleet.links
-            if [link.source, link.target] == names
-        ]
+        came = None if seconds is None else seconds.stages[number]
+        if steps > 0:
+            took = None if came is None else came.decode_transfer_seconds / steps
+            moved = decode[after.start] / steps
+        else:
+            took = None if came is None else came.prefill_transfer_seconds
+            moved = prefill[after.start]
         yield Crossing(
             source=names[0],
             target=names[1],
-            token_bytes=moved,
-            link_seconds=links[0] if links else None,
+            per="token" if steps > 0 else "request",
+            num_bytes=round(moved),
+            seconds=took if trial.fleet.links else None,
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ..fleet import Fleet
 from ..forecast import Costs
 from ..search import Objective, Stage, judge
+from ..seconds import Seconds
 from .data import Share
 
 # No device has that much: what a stage needs where nothing limits it.
@@ -65,11 +66,16 @@ class Trial:
         """What the objective makes of it; None where it doesn't fit."""
         return judge(self.costs, self.fleet, stages, self.objective) if self.fits(stages) else None
 
-    def token_seconds(self, stages: Stages) -> float | None:
-        """One decode step with its transfers; None where speeds are unknown or it doesn't fit."""
-        if not self.has_speeds or not self.fits(stages):
-            return None
-        return judge(self.costs, self.fleet, stages, "latency")
+    def request_seconds(self, stages: Stages) -> float | None:
+        """From the request to the last token; None where that is unknown or it doesn't fit."""
+        found = self.seconds(stages) if self.fits(stages) else None
+        return None if found is None else found.total_seconds
+
+    def seconds(self, stages: Stages) -> Seconds | None:
+        """What each stage takes; None where speeds are unknown."""
+        devices = self.fleet.devices
+        named = [(devices[stage.device].name, stage.start, stage.stop) for stage in stages]
+        return self.costs.times.of(named, self.fleet)
 
     def is_better(self, one: float, other: float) -> bool:
         """Whether one value is better than another by more than rounding."""

@@ -12,13 +12,13 @@ from .wording import joined
 
 _AIMS = {
     "headroom": "the least free memory of any GPU, as large as can be",
-    "latency": "the time of one token, stages and transfers together, as short as can be",
-    "throughput": "the time of the slowest stage or transfer, as short as can be",
+    "latency": "the time from a request to its last token, as short as can be",
+    "throughput": "the time that a request spends in its slowest stage, as short as can be",
 }
 _REACHED = {
     "headroom": ("The tightest, {},", "keeps", "keeps more free than"),
-    "latency": ("One token", "takes", "takes less than"),
-    "throughput": ("The slowest part, on {},", "takes", "has one that takes less than"),
+    "latency": ("A request", "takes", "takes less than"),
+    "throughput": ("The slowest, on {},", "takes", "has one that takes less than"),
 }
 _MOST_NAMED = 3
 
@@ -53,16 +53,16 @@ def aim(explanation: Explanation) -> Iterator[str]:
 def amount(explanation: Explanation, value: float) -> str:
     """A value of the objective, with its unit."""
     if explanation.objective in ("latency", "throughput"):
-        return milliseconds(value)
+        return shortly(value)
     return format_bytes(round(value))
 
 
-def milliseconds(seconds: float) -> str:
+def shortly(seconds: float) -> str:
     """A time for people.
 
     Examples
     --------
-    >>> milliseconds(0.03346), milliseconds(2.5), milliseconds(1.5e-5)
+    >>> shortly(0.03346), shortly(2.5), shortly(1.5e-5)
     ('33.5 ms', '2.50 s', '15.0 µs')
     """
     if seconds >= 1:
@@ -147,10 +147,11 @@ def whole_prompt(explanation: Explanation) -> str:
 
 
 def crossings(explanation: Explanation) -> Iterator[str]:
-    """What goes from GPU to GPU for one token."""
+    """What goes from GPU to GPU."""
     for each in explanation.crossings:
-        took = "" if each.link_seconds is None else f", {milliseconds(each.link_seconds)}"
-        yield f"{each.source} → {each.target}: {format_bytes(each.token_bytes)} a token{took}"
+        took = "" if each.seconds is None else f", {shortly(each.seconds)}"
+        what = f"{format_bytes(each.num_bytes)} a {each.per}{took}"
+        yield f"{each.source} → {each.target}: {what}"
 
 
 def rivals(explanation: Explanation) -> Iterator[Rival]:
@@ -186,8 +187,8 @@ def _verdict(other: Alternative, explanation: Explanation) -> str:
     free = f"{format_bytes(other.least_free_bytes)} free on the tightest GPU"
     if explanation.objective in ("latency", "throughput"):
         told += f", {free}"
-    elif other.token_seconds is not None:
-        told = f"{free}, {milliseconds(other.token_seconds)} for a token"
+    elif other.request_seconds is not None:
+        told = f"{free}, {shortly(other.request_seconds)} for a request"
     else:
         told = free
     used, own = len(other.shares), len(explanation.shares)
