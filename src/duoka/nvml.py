@@ -219,6 +219,35 @@ def read() -> Machine:
         )
 
 
+def driver_version() -> str:
+    """The version of the driver alone; empty where it doesn't tell.
+
+    Raises
+    ------
+    FleetError
+        If there is no driver, or it doesn't answer.
+    """
+    with _session():
+        return _text(_ask(pynvml.nvmlSystemGetDriverVersion))
+
+
+def own_bytes(uuid: str) -> int | None:
+    """What this process holds on a GPU; None where the driver doesn't tell, as in containers.
+
+    Raises
+    ------
+    FleetError
+        If there is no driver, or it doesn't answer.
+    """
+    with _session():
+        handle = _ask(pynvml.nvmlDeviceGetHandleByUUID, uuid)
+        if handle is None:
+            return None
+        running = _ask(pynvml.nvmlDeviceGetComputeRunningProcesses_v3, handle) or ()
+        mine = (process for process in running if process.pid == os.getpid())
+        return next((process.usedGpuMemory for process in mine), None)
+
+
 @contextmanager
 def _session() -> Iterator[None]:
     try:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from duoka import catalogue, cuda, nvml
+from duoka.calibration import Calibration, GpuFigures
 from duoka.errors import FleetError
 from duoka.units import format_bytes
 
-from .device import MAX_DEVICES, RESERVE_BYTES, STEP_BYTES, Device, Found
+from . import measured
+from .device import MAX_DEVICES, STEP_BYTES, Device, Found
 from .links import Way, between, by_nvlink, through_host
 
 _UUID = re.compile(r"(?:gpu|mig)-[0-9a-z/-]{1,80}", re.ASCII | re.IGNORECASE)
@@ -30,6 +32,7 @@ class _Part:
 
     gpu: nvml.Gpu
     instance: nvml.Instance | None = None
+    figures: GpuFigures | None = None
 
     @property
     def uuid(self) -> str:
@@ -56,7 +59,12 @@ class _Part:
     def budget_bytes(self) -> int | None:
         """What torch's allocator may take, in whole steps; it can be negative."""
         free = self.free_bytes
-        return None if free is None else (free - RESERVE_BYTES) // STEP_BYTES * STEP_BYTES
+        return None if free is None else (free - self.kept_bytes) // STEP_BYTES * STEP_BYTES
+
+    @property
+    def kept_bytes(self) -> int:
+        """What is kept for CUDA."""
+        return measured.reserve_bytes(self.figures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,12 +114,17 @@ def detect(which: str | None = None) -> Found:
         If there is no driver, or a GPU can't be used: why, and what there is.
     """
     machine = nvml.read()
-    view = _View(machine, _visible(machine))
+    known = measured.for_driver(machine.driver_version)
+    view = _View(machine, _visible(machine), known)
     chosen = view.usable() if which is None else view.choose(which)
     names = [view.torch_name(part) for part in chosen]
     return Found(
         devices=tuple(_device(part, name) for part, name in zip(chosen, names, strict=True)),
-        links=tuple(between(names, lambda one, other: _way(chosen[one], chosen[other]))),
+        links=measured.with_links(
+            between(names, lambda one, other: _way(chosen[one], chosen[other])),
+            [measured.End(name=n, uuid=p.uuid) for n, p in zip(names, chosen, strict=True)],
+            known,
+        ),
     )
 
 
@@ -144,16 +157,20 @@ def _visible(machine: nvml.Machine) -> tuple[str, ...]:
 class _View:
     """One machine, as one process sees it."""
 
-    def __init__(self, machine: nvml.Machine, visible: Sequence[str]) -> None:
+    def __init__(self, machine: nvml.Machine, visible: Sequence[str], known: Calibration) -> None:
         self._machine = machine
         self._numbers = {uuid: number for number, uuid in enumerate(visible)}
-        self._parts = [
+        parts = (
             part
             for gpu in machine.gpus
             for part in (
                 _Part(gpu=gpu),
                 *(_Part(gpu=gpu, instance=instance) for instance in gpu.instances),
             )
+        )
+        self._parts = [
+            replace(part, figures=known.of_product(part.product, part.total_bytes))
+            for part in parts
         ]
 
     def torch_name(self, part: _Part) -> str:
@@ -216,7 +233,7 @@ class _View:
         if part.free_bytes is None:
             return _UNTOLD
         if part.budget_bytes is not None and part.budget_bytes <= 0:
-            return _full(part.free_bytes)
+            return _full(part.free_bytes, part.kept_bytes)
         return _closed(part.gpu)
 
     def _error(self, message: str, advice: str | None = None) -> FleetError:
@@ -257,10 +274,10 @@ def _hidden(part: _Part) -> _Trouble:
     return _Trouble(state="hidden", reason=f"it is hidden from this process by {by}", advice=advice)
 
 
-def _full(free_bytes: int) -> _Trouble:
+def _full(free_bytes: int, kept_bytes: int) -> _Trouble:
     return _Trouble(
         state="full",
-        reason=f"{format_bytes(free_bytes)} are free, and {format_bytes(RESERVE_BYTES)} are kept "
+        reason=f"{format_bytes(free_bytes)} are free, and {format_bytes(kept_bytes)} are kept "
         "for CUDA",
         advice="name another one, or end what uses it",
     )
@@ -295,7 +312,7 @@ def _device(part: _Part, name: str) -> Device:
     assert free is not None, "it was found to be usable"
     assert budget is not None, "what is free is known"
     card = catalogue.of_product(part.product, part.total_bytes)
-    return Device(
+    device = Device(
         name=name,
         budget_bytes=budget,
         product=part.product,
@@ -308,6 +325,7 @@ def _device(part: _Part, name: str) -> Device:
         has_bfloat16=_has_bfloat16(part.gpu, card),
         float32_flops_per_second=None if card is None else card.float32_flops_per_second,
     )
+    return measured.with_figures(device, part.figures)
 
 
 def _has_bfloat16(gpu: nvml.Gpu, card: catalogue.Card | None) -> bool | None:

@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from duoka import catalogue
+from duoka.calibration import Calibration
 from duoka.errors import FleetError, UsageError
 from duoka.units import format_bytes, parse_bytes
 
+from . import measured
 from .detection import detect, is_detected
 from .device import MAX_DEVICES, RESERVE_BYTES, Device, Found
 from .links import Way, between, by_nvlink, through_host
@@ -38,10 +40,14 @@ _RESERVED = frozenset({"virtual", "cuda", "vgpu", "cpu", "gpu"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """A device without a name yet, and its card, where it is one of the catalogue."""
+    """A device without a name yet, and its card, where it is one of the catalogue.
+
+    `measured_as` is what NVML called a card of its kind that was measured.
+    """
 
     device: Device
     card: catalogue.Card | None = None
+    measured_as: str = ""
 
 
 def read(text: str) -> Found:
@@ -102,6 +108,7 @@ def _mixture(text: str, detected: list[str], *, is_virtual: bool) -> UsageError:
 
 def _declared(entries: list[str], kind: str, text: str) -> Found:
     found: list[_Entry] = []
+    known = measured.for_this_driver()
     for entry in entries:
         match = _GROUP.fullmatch(entry)
         assert match is not None, "an empty entry was refused"
@@ -110,13 +117,18 @@ def _declared(entries: list[str], kind: str, text: str) -> Found:
             raise FleetError(
                 f"{_short(text)} is more than {MAX_DEVICES} devices", hint="name fewer of them"
             )
-        found += [_entry(match[2], text)] * count
+        found += [_entry(match[2], text, known)] * count
     names = [f"{kind}:{index}" for index in range(len(found))]
+    links = between(names, lambda one, other: _way(found[one].card, found[other].card))
+    ends = [
+        measured.End(name=name, product=each.measured_as)
+        for name, each in zip(names, found, strict=True)
+    ]
     return Found(
         devices=tuple(
             replace(each.device, name=name) for name, each in zip(names, found, strict=True)
         ),
-        links=tuple(between(names, lambda one, other: _way(found[one].card, found[other].card))),
+        links=measured.with_links(links, ends, known),
     )
 
 
@@ -130,21 +142,26 @@ def _count(digits: str | None, entry: str) -> int:
     return count
 
 
-def _entry(entry: str, text: str) -> _Entry:
+def _entry(entry: str, text: str, known: Calibration) -> _Entry:
     if ":" in entry:
         return _Entry(device=_own_card(entry))
     # "3090" is a name, too: it comes here after a count, as in "2x3090".
     if _SIZE.fullmatch(entry) and not catalogue.knows(entry):
         return _Entry(device=Device(name="cuda", budget_bytes=_size(entry, text)))
     card = catalogue.find(entry)
+    figures = measured.of_card(card, known)
     device = replace(
-        _card(card.name, card.usable_bytes),
+        _card(card.name, card.usable_bytes, measured.reserve_bytes(figures)),
         memory_bytes_per_second=card.memory_bytes_per_second,
         flops_per_second=card.flops_per_second,
         has_bfloat16=card.has_bfloat16,
         float32_flops_per_second=card.float32_flops_per_second,
     )
-    return _Entry(device=device, card=card)
+    return _Entry(
+        device=measured.with_figures(device, figures),
+        card=card,
+        measured_as="" if figures is None else figures.product,
+    )
 
 
 def _own_card(entry: str) -> Device:
@@ -194,19 +211,19 @@ def _figure(part: str, entry: str) -> tuple[str, float]:
     )
 
 
-def _card(product: str, memory_bytes: int) -> Device:
-    if memory_bytes <= RESERVE_BYTES:
+def _card(product: str, memory_bytes: int, reserve_bytes: int = RESERVE_BYTES) -> Device:
+    if memory_bytes <= reserve_bytes:
         raise FleetError(
-            f"{product} has {format_bytes(memory_bytes)}, and {format_bytes(RESERVE_BYTES)} are "
+            f"{product} has {format_bytes(memory_bytes)}, and {format_bytes(reserve_bytes)} are "
             "kept for CUDA",
             hint='a budget without a card is taken as it is: "512MiB"',
         )
     return Device(
         name="cuda",
-        budget_bytes=memory_bytes - RESERVE_BYTES,
+        budget_bytes=memory_bytes - reserve_bytes,
         product=product,
         memory_bytes=memory_bytes,
-        reserve_bytes=RESERVE_BYTES,
+        reserve_bytes=reserve_bytes,
     )
 
 

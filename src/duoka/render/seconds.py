@@ -59,7 +59,7 @@ def _pace(plan: Plan, seconds: Seconds) -> str:
     if seconds.token_seconds:
         told += f", then about {roughly(plan.workload.batch / seconds.token_seconds)} tokens/s"
     if len(seconds.stages) > 1:
-        told += f"; with every GPU busy about {busy}"
+        told += f"; with every GPU busy, prompts included, about {busy}"
     return told
 
 
