@@ -19,7 +19,10 @@ from .errors import ModelError, UsageError
 from .outline import Outline, OutlineBlock, Roster
 from .workload import Conditions
 
-Phase = Literal["prefill", "extend", "decode"]
+Phase = Literal["prefill", "extend", "decode", "forward", "backward", "accumulate"]
+"""Of generation; and of a training step: the forward pass of a micro-batch, the backward pass of
+the first one, and that of later ones, whose gradients are added to what is there."""
+TRAINING_PHASES: tuple[Phase, ...] = ("forward", "backward", "accumulate")
 
 # Fused attention copies a mask whose rows don't begin on a multiple of so many elements.
 ALIGNED_TOKENS = 8
@@ -30,8 +33,14 @@ ALIGNED_TOKENS = 8
 _OF_KEYS = ("1", "q", "k", "qk", "qq", "b", "bq", "bk", "bqk", "bqq", "p", "qp", "bp", "bqp")
 MONOMIALS = (*_OF_KEYS, "c", "qc", "bc", "bqc", "r", "qr", "br", "bqr")
 Rule = tuple[float, ...]
-"""Coefficients of `MONOMIALS`, in bytes or FLOPs; trailing zeros may be left out."""
+"""Coefficients of `MONOMIALS` (or, in training, of `TRAINING_MONOMIALS`), in bytes or FLOPs;
+trailing zeros may be left out."""
 
+# The same in training: sequence length q, p as above, and q rounded up to the rows that fused
+# attention keeps (r), to the blocks (s) and to the tiles (t) that it adds gradients up in.
+_OF_SEQUENCE = ("1", "q", "qq", "p", "qp", "r", "s", "t")
+TRAINING_MONOMIALS = (*_OF_SEQUENCE, *("b" + name.replace("1", "") for name in _OF_SEQUENCE))
+_ATTENTION_ROWS = (32, 64, 128)
 
 def monomials(batch: int, query: int, keys: int, context: int = 0) -> tuple[int, ...]:
     """The values of `MONOMIALS` at one step's sizes; `context` counts with a static cache only."""
@@ -43,8 +52,36 @@ def monomials(batch: int, query: int, keys: int, context: int = 0) -> tuple[int,
     )
 
 
-def _aligned(tokens: int) -> int:
-    return -(-tokens // ALIGNED_TOKENS) * ALIGNED_TOKENS
+def training_monomials(batch: int, tokens: int) -> tuple[int, ...]:
+    """The values of `TRAINING_MONOMIALS` at a micro-batch's sizes."""
+    padded = _aligned(tokens)
+    rows = tuple(_aligned(tokens, multiple) for multiple in _ATTENTION_ROWS)
+    alone = (1, tokens, tokens * tokens, padded, tokens * padded, *rows)
+    return (*alone, *(batch * value for value in alone))
+
+
+def _aligned(tokens: int, multiple: int = ALIGNED_TOKENS) -> int:
+    return -(-tokens // multiple) * multiple
+
+
+def buffer_bytes(streamed_bytes: Sequence[int]) -> tuple[int, ...]:
+    """The buffers on a device for weights that come for a call: while one computes, one comes.
+
+    Parameters
+    ----------
+    streamed_bytes : sequence of int
+        What the weights of each module take there, in the order in which they are called. They
+        take turns in the buffers.
+
+    Examples
+    --------
+    >>> buffer_bytes([3, 5, 4])
+    (4, 5)
+    """
+    return tuple(
+        max(streamed_bytes[number::NUM_BUFFERS])
+        for number in range(min(NUM_BUFFERS, len(streamed_bytes)))
+    )
 
 
 def evaluate(rule: Rule, values: Sequence[int]) -> int:
@@ -164,6 +201,11 @@ class Kind:
     """
 
     weight_bytes: tuple[int, ...]
+    streamed_bytes : int
+        What the weights take on a device for the time of a call, where they stay on the host
+        otherwise (`Profile.offloading`); `weight_bytes` is empty then.
+    trained_bytes : tuple of int
+        In training, bytes of each parameter that gets a gradient, in the model's order.
     tapes: tuple[Tape, ...]
 
 

@@ -30,7 +30,7 @@ T = TypeVar("T")
 # takes more (large batches) what is cached, and not needed, can come out a fifth too low.
 _MOST_EVENTS = 200_000
 
-_MALLOC, _KEEP, _RELEASE, _DROP, _RELEASE_FAR = range(5)
+MALLOC, KEEP, RELEASE, DROP, RELEASE_FAR = range(5)
 Event = tuple[int, int, int]
 """A code with two numbers: allocate (number, bytes), keep (number, bytes), release (blocks back,
 number), drop (slot, 0), release far (block, number)."""
@@ -166,14 +166,14 @@ class Replay:
         count = 0
         for ref in tape.events:
             if ref is None:
-                yield _KEEP if count in kept else _MALLOC, count, sizes[count]
+                yield KEEP if count in kept else MALLOC, count, sizes[count]
                 count += 1
             elif ref.origin == "kept":
-                yield _DROP, ref.index, 0
+                yield DROP, ref.index, 0
             elif ref.origin in ("own", "earlier"):
-                yield _RELEASE, ref.back, ref.index
+                yield RELEASE, ref.back, ref.index
             else:
-                yield _RELEASE_FAR, *self.key_of(block, ref, step)
+                yield RELEASE_FAR, *self.key_of(block, ref, step)
 
     def _kind(self, block: int) -> Kind:
         return self.profile.kinds[self.profile.blocks[block].kind]
@@ -296,17 +296,17 @@ class _StageRun:
         slots: list[Allocation | None] = list(self.kept[block])
         born: list[Allocation] = []
         for code, number, other in replay.events(block, step):
-            if code == _MALLOC:
+            if code == MALLOC:
                 alive[block, number] = malloc(other)
-            elif code == _RELEASE:
+            elif code == RELEASE:
                 allocation = alive.pop((block - number, other), None)
                 if allocation is not None:
                     free(allocation)
                 if self.detoured:
                     self._release((block - number, other))
-            elif code == _KEEP:
+            elif code == KEEP:
                 born.append(self._keep(other))
-            elif code == _DROP:
+            elif code == DROP:
                 self._drop(slots, number)
             else:
                 self._release((number, other))

@@ -6,5 +6,13 @@ import; `build` and `chatglm.register` do that on first use.
 
 from .build import build, is_served, resolve
 from .importing import import_class
+from .learning import base_name, make_trainable
 
-__all__ = ["build", "import_class", "is_served", "resolve"]
+__all__ = [
+    "base_name",
+    "build",
+    "import_class",
+    "is_served",
+    "make_trainable",
+    "resolve",
+]

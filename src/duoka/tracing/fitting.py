@@ -8,7 +8,18 @@ from fractions import Fraction
 
 import numpy as np
 
-from ..profile import MONOMIALS, Phase, Read, Ref, Rule, Tape, monomials
+from ..profile import (
+    MONOMIALS,
+    TRAINING_MONOMIALS,
+    TRAINING_PHASES,
+    Phase,
+    Read,
+    Ref,
+    Rule,
+    Tape,
+    monomials,
+    training_monomials,
+)
 from .recording import Home, Pass, RawTape, homes_in
 
 
@@ -26,6 +37,13 @@ class Sample:
     keys: int
     recorded: Pass
     context: int = 0
+
+    @property
+    def monomials(self) -> tuple[int, ...]:
+        """What the sizes of this step may depend on."""
+        if self.phase in TRAINING_PHASES:
+            return training_monomials(self.batch, self.query)
+        return monomials(self.batch, self.query, self.keys, self.context)
 
 
 def fit(samples: Sequence[Sample]) -> tuple[list[Tape], tuple[tuple[int, int], ...]]:
@@ -129,6 +147,10 @@ _BASES: dict[Phase, tuple[tuple[str, ...], ...]] = {
     "prefill": (("1", "q", "qq"), ("1", "p", "qp")),
     "extend": (("1", "q", "k", "qk"), ("1", "q", "p", "qp"), ("1", "q", "k", "qk", "qq")),
     "decode": (("1", "k"), ("1", "p")),
+    **dict.fromkeys(
+        TRAINING_PHASES,
+        (("1", "q", "qq"), ("1", "p", "qp"), ("1", "r"), ("1", "s"), ("1", "t")),
+    ),
 }
 # The same with a static cache, whose keys and masks are as long as its context c.
 _STATIC_BASES: dict[Phase, tuple[tuple[str, ...], ...]] = {
@@ -152,13 +174,13 @@ class _Solver:
             self._bases = [_Basis([0], [[1]])]
             return
         many = samples[0].batch > 1
-        values = [
-            monomials(sample.batch, sample.query, sample.keys, sample.context) for sample in samples
-        ]
+        trains = samples[0].phase in TRAINING_PHASES
+        names = TRAINING_MONOMIALS if trains else MONOMIALS
+        values = [sample.monomials for sample in samples]
         self._bases = []
         for alone in (_STATIC_BASES if samples[0].context else _BASES)[samples[0].phase]:
             together = ["b" if name == "1" else f"b{name}" for name in alone] if many else []
-            places = [MONOMIALS.index(name) for name in (*alone, *together)]
+            places = [names.index(name) for name in (*alone, *together)]
             basis = _Basis(places, [[row[place] for place in places] for row in values])
             if basis.is_checked:
                 self._bases.append(basis)
@@ -186,7 +208,9 @@ class _Solver:
             If there is none.
         """
         found = self._exact(tuple(values))
-        found = self._bases[-1].nearest(values) if found is None else found
+        if found is None:
+            nearest = (basis.nearest(values) for basis in reversed(self._bases))
+            found = next((rule for rule in nearest if rule is not None), None)
         if found is None:
             raise Unlike("the work is no polynomial of the step's sizes")
         return found
@@ -233,7 +257,7 @@ class _Basis:
         return self._rule(solution) if close else None
 
     def _rule(self, coefficients: Iterable[Fraction | float]) -> Rule:
-        rule = [0.0] * len(MONOMIALS)
+        rule = [0.0] * (max(self._places) + 1)
         for place, coefficient in zip(self._places, coefficients, strict=True):
             rule[place] = float(coefficient)
         while rule and not rule[-1]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -84,7 +84,7 @@ class Recorder:
         self._entered: list[_Given] = []
         self._moved: set[tuple[int, _Given]] = set()
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> Self:
         if not self._groups[-1].names:
             self._handles.append(self._model.register_forward_hook(self._leave))
         entries = [entry for group in self._groups for entry in group.names]
@@ -183,7 +183,8 @@ class Recorder:
         forward = module.forward
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            self._current = block
+            if not self._begin(block):
+                return forward(*args, **kwargs)
             entered, self._entered = self._entered, []
             self._read(block, [*entered, *self._given(args, kwargs)])
             if self._skipper is None:
@@ -193,6 +194,11 @@ class Recorder:
 
         self._patched.append((module, vars(module).get("forward")))
         module.forward = recorded
+
+    def _begin(self, block: int) -> bool:
+        """Let a block begin; whether its call is of interest."""
+        self._current = block
+        return True
 
     def _given(self, args: Any, kwargs: Any) -> Iterator[_Given]:
         # In this order dispatch moves them, and where its copies lie depends on it.

@@ -38,6 +38,8 @@ _NEEDED = (
     "torch._C._dispatch_has_kernel_for_dispatch_key",
     "torch._C._disabled_torch_function_impl",
     "torch._C._get_privateuse1_backend_name",
+    "torch._C._autograd._get_sequence_nr",
+    "torch._C._current_autograd_node",
     "torch.autograd._engine_run_backward",
     "torch._utils._rebuild_device_tensor_from_cpu_tensor",
 )
