@@ -89,7 +89,7 @@ def _measure(kind: str, name: str, row: dict[str, Any]) -> None:
     import families
     import towers
 
-    from duoka.checker.images import image_inputs
+    from duoka.images import image_inputs
 
     row["step"] = "build"
     if kind == "image" or towers.is_composite(name):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from duoka import Placement, Workload
 from duoka.api import without_data
-from duoka.checker.images import image_inputs
+from duoka.images import image_inputs
 from duoka.checks import check
 from duoka.tracing import Subject, trace_call
 

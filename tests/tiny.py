@@ -16,6 +16,7 @@ import torch
 
 from duoka import Fleet, Placement, Plan, Workload, models, virtual
 from duoka.dispatching import dispatch
+from duoka.images import prompts_for
 from duoka.outline import NamedTensor, Roster
 from duoka.planner import with_chunks
 from duoka.profile import MONOMIALS, Block, Kind, Phase, Profile, Read, Ref, Regime, Rule, Tape
@@ -109,9 +110,10 @@ def measure(plan: Plan, config: dict[str, Any]) -> list[tuple[int, int]]:
     budgets = [plan.fleet.device(name).budget_bytes for name in plan.devices]
     entries = tuple((module, index[name]) for module, name in plan.placement.entries)
     model = models.build(config, dtype=torch.bfloat16)
+    prompts = prompts_for(model, plan.workload.conditions)
     with virtual.gpus(budgets, data="meta") as world, torch.no_grad():
         dispatch(model, Placement(entries=entries), empty=True)
-        stepper = Stepper.of(model, plan.workload, torch.device("vgpu:0"))
+        stepper = Stepper.of(model, plan.workload, torch.device("vgpu:0"), prompts)
         stepper.run(plan.workload, decode_steps=plan.workload.new_tokens - 1)
         return [
             (world.max_memory_allocated(number), world.max_memory_reserved(number))

@@ -21,7 +21,7 @@ from .dispatching import undispatch
 from .errors import CheckpointError, ModelError, UsageError
 from .fleet import Fleet
 from .given import answer
-from .host import fleet_for
+from .host import fleet_for, refuse_more
 from .maps import DeviceMap
 from .placement import Placement
 from .planner import Question, with_chunks
@@ -111,8 +111,14 @@ def plan(
     if not isinstance(model, nn.Module):
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
         return plan_checkpoint(checkpoint, question)
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        asked = profiles.whole_prompt(asked)
+    if asked.quantize != "none":
+        raise UsageError(
+            f"quantize={asked.quantize!r} is for checkpoints: weights become smaller while they "
+            "are loaded",
+            hint="give the checkpoint's directory instead of the model",
+        )
+    is_encoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    asked = profiles.whole_prompt(asked, is_encoder=is_encoder)
     profile = profile_module(model, asked, inputs)
     asked = asked if inputs is None else Workload(prompt_tokens=1, new_tokens=1)
     own = profile.dtype if profile.dtype in DTYPE_BYTES else "auto"
@@ -127,8 +133,9 @@ def _refuse_unknown(choices: Choices) -> None:
 
 def plan_checkpoint(checkpoint: Checkpoint, question: Question) -> Plan:
     """Answer a question about a checkpoint; it is traced where the cache has no profile."""
-    profile = profile_checkpoint(checkpoint, question.workload)
-    return profiles.answer_for(checkpoint, profile, question)
+    plan = profiles.answer_with(checkpoint, question, partial(profile_checkpoint, checkpoint))
+    assert plan is not None, "there is a profile for every workload"
+    return plan
 
 
 def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
@@ -146,13 +153,12 @@ def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
             fingerprint=checkpoint.fingerprint,
             max_context_tokens=checkpoint.max_context_tokens,
             published=None if checkpoint.tensors is None else tuple(checkpoint.tensors),
+            conditions=workload.conditions,
         )
         build = partial(build_model, checkpoint, workload)
         profile, regular = _trace(build, subject, workload)
         # Where parts keep another type, the first parameter may be one of them.
-        profile = replace(
-            profile, dtype=workload.dtype, conditions=workload.conditions, notes=notes
-        )
+        profile = replace(profile, dtype=workload.dtype, notes=notes)
         profiles.keep_profile(profile, workload, alone=not regular)
     return profile
 
@@ -161,7 +167,7 @@ def profile_module(
     model: nn.Module, workload: Workload, inputs: Mapping[str, Any] | tuple[Any, ...] | None
 ) -> Profile:
     """The profile of a model that is given as an object; the object isn't touched."""
-    subject = Subject(fingerprint=fingerprint_module(model))
+    subject = Subject(fingerprint=fingerprint_module(model), conditions=workload.conditions)
     if inputs is not None:
         return trace_call(without_data(model), subject, inputs)
     if not hasattr(model, "prepare_inputs_for_generation"):
@@ -177,9 +183,12 @@ def _trace(
 ) -> tuple[Profile, bool]:
     """Trace for every workload where rules hold, which the second result says, or for this one."""
     try:
-        return trace(build(), subject), True
+        found = trace(build(), subject)
     except Irregular:
-        return trace_workload(build(), subject, list(with_chunks(workload))), False
+        found = None
+    if found is not None and found.answers(workload.batch):
+        return found, True
+    return trace_workload(build(), subject, list(with_chunks(workload))), False
 
 
 def load(
@@ -236,13 +245,16 @@ def load(
     plan.refuse_other(checkpoint.fingerprint, plan.source)
     devices.give_back()
     plan = plan.here()
+    refuse_more(plan.forecast.host_bytes)
     devices.materialise(plan.fleet)
     checker.prove(plan, build_model(checkpoint, plan.workload))
     checkpoint = checkpoint.fetch(download_progress)
     plan.refuse_other(checkpoint.fingerprint, plan.source)
     model = build_model(checkpoint, plan.workload)
-    loader.load_weights(model, checkpoint, plan.placement, progress=progress)
-    return spread(model, plan.placement)
+    loader.load_weights(
+        model, checkpoint, plan.placement, progress=progress, offloaded=plan.offloaded
+    )
+    return spread(model, plan.placement, offloaded=plan.offloaded)
 
 
 def _refuse_untrusted(plan: Plan, checkpoint: Checkpoint) -> None:
@@ -272,12 +284,14 @@ def dispatch(model: Model, placement: Placement | Plan | Mapping[str, str]) -> M
     PlacementError
         If a parameter or buffer has no device, or a name is unknown; nothing has been moved then.
     """
+    offloaded: tuple[str, ...] = ()
     if isinstance(placement, Plan):
         devices.materialise(placement.fleet)
-        placement = placement.placement
+        refuse_more(placement.forecast.host_bytes)
+        placement, offloaded = placement.placement, placement.offloaded
     elif isinstance(placement, Mapping):
         placement = Placement(entries=tuple(placement.items()))
-    return spread(model, placement)
+    return spread(model, placement, offloaded=offloaded)
 
 
 def fingerprint_module(model: nn.Module) -> str:

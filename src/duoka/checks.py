@@ -14,12 +14,13 @@ from transformers import PreTrainedModel
 
 from . import profiles
 from .api import build_model, plan, plan_checkpoint, profile_checkpoint
-from .checker import Subject, check_subject, complete, image_inputs, read_entries
+from .checker import Subject, check_subject, complete, read_entries
 from .checker.owncode import build_own, native_hint, stop_of
 from .checkpoint import Checkpoint
 from .dispatching import tensor_names
 from .errors import Faults, InfeasibleError, ModelError, PlacementError, UsageError
 from .fleet import Fleet
+from .images import image_inputs
 from .maps import DeviceMap
 from .placement import Placement
 from .planner import Question
@@ -125,7 +126,7 @@ def subject_of(
         )
     if isinstance(model, nn.Module):
         subject = _of_module(model, placement, inputs, _Asked(fleet, workload), {"train": train})
-        return _with_images(subject, choices.get("images", ()))
+        return _with_images(_offloaded(subject, placement), choices.get("images", ()))
     if inputs is not None:
         raise UsageError(
             "example inputs are for a module that is given as an object",
@@ -134,7 +135,20 @@ def subject_of(
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
     of = _of_own_code if checkpoint.code else _of_checkpoint
     subject = of(checkpoint, placement, _Asked(fleet, workload), {"train": train})
-    return _with_images(subject, choices.get("images", ()))
+    return _with_images(_offloaded(subject, placement), choices.get("images", ()))
+
+
+def _offloaded(subject: Subject, placement: Where | None) -> Subject:
+    """The subject with weights in the host's memory, where a plan says so."""
+    if not isinstance(placement, Plan) or not placement.offloaded:
+        return subject
+    if subject.train:
+        raise UsageError(
+            "a model whose weights lie in the host's memory can't be trained, and the plan has "
+            f"{len(placement.offloaded)} modules there",
+            hint="plan without offload, or check generation",
+        )
+    return replace(subject, offloaded=placement.offloaded)
 
 
 def _with_images(subject: Subject, sizes: Sequence[tuple[int, int]]) -> Subject:
@@ -248,6 +262,11 @@ def _of_checkpoint(
     workload = asked.workload
     if not isinstance(placement, Plan):
         workload = profiles.workload_for(checkpoint, workload)
+    if workload.quantize == "auto" and placement is not None:
+        raise UsageError(
+            'quantize="auto" is for plans: what fits is not known of a map',
+            hint="say none, int8, int4 or nf4",
+        )
     faults, budgets, is_whole = Faults(), asked.budgets(), True
     notes: list[str] = []
     if placement is None:

@@ -11,10 +11,11 @@ does the same things. It knows nothing of devices or of torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
+from .allocator import rounded_bytes
 from .errors import ModelError, UsageError
 from .outline import Outline, OutlineBlock, Roster
 from .workload import Conditions
@@ -26,21 +27,23 @@ TRAINING_PHASES: tuple[Phase, ...] = ("forward", "backward", "accumulate")
 
 # Fused attention copies a mask whose rows don't begin on a multiple of so many elements.
 ALIGNED_TOKENS = 8
+# Weights that stream have so many places on their device: one that is used, one that is filled.
+NUM_BUFFERS = 2
 
 # What a size may depend on: batch b, query tokens q, key tokens k (past and query together), p,
 # which is k rounded up to a multiple of `ALIGNED_TOKENS`, and c and r, which are the context that
 # a static cache is made for and the same rounded up.
 _OF_KEYS = ("1", "q", "k", "qk", "qq", "b", "bq", "bk", "bqk", "bqq", "p", "qp", "bp", "bqp")
 MONOMIALS = (*_OF_KEYS, "c", "qc", "bc", "bqc", "r", "qr", "br", "bqr")
-Rule = tuple[float, ...]
-"""Coefficients of `MONOMIALS` (or, in training, of `TRAINING_MONOMIALS`), in bytes or FLOPs;
-trailing zeros may be left out."""
-
 # The same in training: sequence length q, p as above, and q rounded up to the rows that fused
 # attention keeps (r), to the blocks (s) and to the tiles (t) that it adds gradients up in.
 _OF_SEQUENCE = ("1", "q", "qq", "p", "qp", "r", "s", "t")
 TRAINING_MONOMIALS = (*_OF_SEQUENCE, *("b" + name.replace("1", "") for name in _OF_SEQUENCE))
 _ATTENTION_ROWS = (32, 64, 128)
+Rule = tuple[float, ...]
+"""Coefficients of `MONOMIALS` (or, in training, of `TRAINING_MONOMIALS`), in bytes or FLOPs;
+trailing zeros may be left out."""
+
 
 def monomials(batch: int, query: int, keys: int, context: int = 0) -> tuple[int, ...]:
     """The values of `MONOMIALS` at one step's sizes; `context` counts with a static cache only."""
@@ -198,15 +201,17 @@ class Kind:
         met first.
     tapes : tuple of Tape
         One for each of the profile's regimes.
-    """
-
-    weight_bytes: tuple[int, ...]
     streamed_bytes : int
         What the weights take on a device for the time of a call, where they stay on the host
         otherwise (`Profile.offloading`); `weight_bytes` is empty then.
     trained_bytes : tuple of int
         In training, bytes of each parameter that gets a gradient, in the model's order.
+    """
+
+    weight_bytes: tuple[int, ...]
     tapes: tuple[Tape, ...]
+    streamed_bytes: int = 0
+    trained_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +266,8 @@ class Profile:
         The names of the tensors; `outline` gives them block by block.
     conditions : Conditions
         What the model was run under. Other workloads are refused (`refuse_other`).
+    least_prompt_tokens : int
+        The shortest prompt that holds the images, where there are any; shorter ones are refused.
     notes : tuple of str
         What a person should know who plans with it, in sentences; plans repeat them.
     """
@@ -274,6 +281,7 @@ class Profile:
     max_context_tokens: int | None = None
     roster: Roster | None = None
     conditions: Conditions = field(default_factory=Conditions)
+    least_prompt_tokens: int = 0
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -306,6 +314,46 @@ class Profile:
             model=self.model,
             fingerprint=self.fingerprint,
         )
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """The modules whose weights stay on the host."""
+        return tuple(
+            module
+            for block in self.blocks
+            if self.kinds[block.kind].streamed_bytes
+            for module in block.modules
+        )
+
+    def streamed_bytes(self, blocks: Sequence[int]) -> list[int]:
+        """What those of some blocks take whose weights come for a call."""
+        kinds = (self.kinds[self.blocks[block].kind] for block in blocks)
+        return [kind.streamed_bytes for kind in kinds if kind.streamed_bytes]
+
+    def offloading(self, blocks: Collection[int]) -> Profile:
+        """The same model, with the weights of some blocks on the host.
+
+        Parameters
+        ----------
+        blocks : collection of int
+            Blocks that stream, of one module each.
+        """
+        chosen = frozenset(blocks)
+        kinds = dict.fromkeys(self.kinds)
+        number = {kind: index for index, kind in enumerate(kinds)}
+        changed = []
+        for index, block in enumerate(self.blocks):
+            kind = self.kinds[block.kind]
+            if index in chosen:
+                assert block.streams and len(block.modules) == 1, "its weights can't be streamed"
+                streamed = sum(map(rounded_bytes, kind.weight_bytes))
+                kind = replace(kind, weight_bytes=(), streamed_bytes=streamed)
+            changed.append(replace(block, kind=number.setdefault(kind, len(number))))
+        return replace(self, blocks=tuple(changed), kinds=tuple(number))
+
+    def answers(self, batch: int) -> bool:
+        """Whether there are rules for so many sequences: one, or several."""
+        return any(regime.many == (batch > 1) for regime in self.regimes)
 
     def refuse_other(self, conditions: Conditions) -> None:
         """Refuse a workload under other conditions than the profile was made for.

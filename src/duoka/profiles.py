@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import cast
 
 from .checkpoint import Checkpoint
-from .errors import FormatError, UsageError
+from .errors import FormatError, InfeasibleError, UsageError
 from .files import cache_directory, read_text, write_whole
 from .given import answer
-from .planner import Question, check_context
+from .planner import Question, attempt, check_context
 from .plans import Plan
 from .profile import Profile
 from .serial import from_dict, parse_json_object, to_dict
-from .workload import Dtype, Workload
+from .workload import Dtype, Workload, with_quantization
 
 _VERSION = 6
 _MOST_BYTES = 2**30
@@ -36,11 +38,62 @@ def plan_from_cache(checkpoint: Checkpoint, question: Question) -> Plan | None:
     InfeasibleError
         If nothing fits.
     """
-    workload = workload_for(checkpoint, question.workload)
-    profile = find_profile(checkpoint.fingerprint, workload)
-    if profile is None:
-        return None
-    return answer_for(checkpoint, profile, question)
+    return answer_with(checkpoint, question, partial(find_profile, checkpoint.fingerprint))
+
+
+def answer_with(
+    checkpoint: Checkpoint, question: Question, find: Callable[[Workload], Profile | None]
+) -> Plan | None:
+    """The plan for a checkpoint with the first quantization of its question that fits.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    question : Question
+    find : callable
+        The profile for a workload; None where there is none.
+
+    Returns
+    -------
+    Plan or None
+        None when a profile is missing.
+
+    Raises
+    ------
+    InfeasibleError
+        If nothing fits.
+    """
+    tried: list[str] = []
+    workloads = with_quantization(workload_for(checkpoint, question.workload))
+    for workload in workloads:
+        profile = find(workload)
+        if profile is None:
+            return None
+        resolved = replace(question, workload=workload)
+        if workload is workloads[-1] or _fits(profile, resolved):
+            plan = answer_for(checkpoint, profile, resolved)
+            request = replace(plan.request, workload=question.workload)
+            return replace(plan, request=request, why=(*_resolved(workload, tried), *plan.why))
+        tried.append(workload.quantize)
+    raise AssertionError("the last one is answered, or refused")
+
+
+def _fits(profile: Profile, question: Question) -> bool:
+    if question.device_map is None:
+        return attempt(profile, question) is not None
+    try:
+        answer(profile, question)
+    except InfeasibleError:
+        return False
+    return True
+
+
+def _resolved(workload: Workload, tried: Sequence[str]) -> tuple[str, ...]:
+    """Why the weights are quantized, where that was left open."""
+    if not tried:
+        return ()
+    didnt = "unquantized" if len(tried) == 1 else "unquantized or in int8"
+    return (f"The weights become {workload.quantize}: {didnt} they don't fit.",)
 
 
 def answer_for(checkpoint: Checkpoint, profile: Profile, question: Question) -> Plan:
@@ -57,7 +110,7 @@ def answer_for(checkpoint: Checkpoint, profile: Profile, question: Question) -> 
 
 
 def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
-    """The workload with what the checkpoint decides: its dtype, and that an encoder reads whole.
+    """The workload with what the checkpoint decides: its dtype, and whether it reads in chunks.
 
     Raises
     ------
@@ -65,22 +118,30 @@ def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
         If the model wasn't made for such a context: said before anything is traced.
     """
     check_context(workload, checkpoint.max_context_tokens, checkpoint.name)
-    if checkpoint.config.get("is_encoder_decoder", False):
-        workload = whole_prompt(workload)
+    workload = whole_prompt(
+        workload, is_encoder=bool(checkpoint.config.get("is_encoder_decoder", False))
+    )
     return workload.resolved(dtype=cast(Dtype, checkpoint.default_dtype or "float32"))
 
 
-def whole_prompt(workload: Workload) -> Workload:
-    """The workload of an encoder, which can't read its prompt in chunks.
+def whole_prompt(workload: Workload, *, is_encoder: bool) -> Workload:
+    """The workload without chunks for an encoder, which can't read its prompt in such.
+
+    Nor can a prompt with images: transformers refuses to cut it.
 
     Raises
     ------
     UsageError
         If a chunk was asked for.
     """
+    if not is_encoder and not workload.images:
+        return workload
     if isinstance(workload.prefill_chunk_tokens, int):
+        what = (
+            "an encoder can't read its prompt" if is_encoder else "a prompt with images can't run"
+        )
         raise UsageError(
-            f"an encoder can't read its prompt in chunks of {workload.prefill_chunk_tokens}",
+            f"{what} in chunks of {workload.prefill_chunk_tokens}",
             hint="leave the chunk out",
         )
     return replace(workload, prefill_chunk_tokens=None)
@@ -102,8 +163,11 @@ def find_profile(fingerprint: str, workload: Workload) -> Profile | None:
             text = read_text(_path(key), most_bytes=_MOST_BYTES)
             digest, _, told = text.partition("\n")
             # A number that a bad disk changed is as good a number as any other.
-            if digest == _digest(told):
-                return from_dict(Profile, parse_json_object(told, "the profile"))
+            if digest != _digest(told):
+                continue
+            found = from_dict(Profile, parse_json_object(told, "the profile"))
+            if found.answers(workload.batch):
+                return found
         except (OSError, ValueError, FormatError):
             continue
     return None

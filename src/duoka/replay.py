@@ -18,8 +18,8 @@ from .allocator import (
     rounded_bytes,
     segment_bytes,
 )
-from .profile import Kind, Phase, Profile, Ref, Tape, evaluate, monomials
-from .workload import Workload
+from .profile import Kind, Phase, Profile, Ref, Tape, buffer_bytes, evaluate, monomials
+from .workload import Workload, refuse_short
 
 T = TypeVar("T")
 
@@ -88,6 +88,7 @@ class Replay:
 
     def __init__(self, profile: Profile, workload: Workload, *, brief: bool = False) -> None:
         profile.refuse_other(workload.conditions)
+        refuse_short(workload, profile.least_prompt_tokens)
         self.profile = profile
         self.workload = workload
         self.brief = brief
@@ -266,6 +267,8 @@ class _StageRun:
         for block in sorted(self.blocks):
             for size in profile.kinds[profile.blocks[block].kind].weight_bytes:
                 self.allocator.malloc(size)
+        for size in buffer_bytes(profile.streamed_bytes(sorted(self.blocks))):
+            self.allocator.malloc(size)
         weights = self.allocator.allocated_bytes
         for step in range(len(self.replay.steps)):
             self._run_step(step)

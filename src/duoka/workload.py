@@ -12,6 +12,8 @@ Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 Cache = Literal["dynamic", "static", "int8"]
 Quantization = Literal["none", "int8", "int4", "nf4", "auto"]
+AUTO_QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
+"""What "auto" stands for: the first that fits."""
 Optimizer = Literal["adamw", "sgd"]
 Schedule = Literal["sequential", "gpipe", "1f1b"]
 
@@ -219,6 +221,37 @@ class Workload:
             (min(step, self.prompt_tokens - past), past)
             for past in range(0, self.prompt_tokens, step)
         )
+
+
+def refuse_short(workload: Workload, least_tokens: int) -> None:
+    """Refuse a prompt that can't hold its images.
+
+    Raises
+    ------
+    UsageError
+        With both numbers.
+    """
+    if workload.images and workload.prompt_tokens < least_tokens:
+        height, width = workload.image_size
+        raise UsageError(
+            f"{workload.images} images of {width}x{height} and a question take {least_tokens} "
+            f"tokens; the prompt has {workload.prompt_tokens}",
+            hint=f"ask for a context of {least_tokens + workload.new_tokens} tokens at least, "
+            "or for smaller images",
+        )
+
+
+def with_quantization(workload: Workload) -> tuple[Workload, ...]:
+    """The workload with its quantization resolved: what to try, in this order.
+
+    Examples
+    --------
+    >>> [each.quantize for each in with_quantization(Workload(quantize="auto"))]
+    ['none', 'int8', 'int4']
+    """
+    if workload.quantize != "auto":
+        return (workload,)
+    return tuple(replace(workload, quantize=each) for each in AUTO_QUANTIZATIONS)
 
 
 def _refuse_less(name: str, number: int, least: int) -> None:

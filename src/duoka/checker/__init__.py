@@ -7,7 +7,6 @@ that they stand in.
 
 from .checking import check_subject
 from .computing import Numbers, compute, is_computable
-from .images import image_inputs
 from .proof import Measured, prove
 from .subject import Subject, complete, device_name, device_of, read_entries
 
@@ -20,7 +19,6 @@ __all__ = [
     "compute",
     "device_name",
     "device_of",
-    "image_inputs",
     "is_computable",
     "prove",
     "read_entries",

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from .. import virtual
 from ..dispatching import dispatch
 from ..errors import ProofError
+from ..images import ImagePrompts, prompts_for
 from ..placement import Placement
 from ..plans import Plan
 from ..tracing import Stepper
@@ -58,10 +59,11 @@ def prove(plan: Plan, model: PreTrainedModel) -> tuple[Measured, ...]:
     virtual_name = {name: f"vgpu:{index}" for index, name in enumerate(names)}
     budgets = {device.name: device.budget_bytes for device in plan.fleet.devices}
     entries = tuple((module, virtual_name[name]) for module, name in plan.placement.entries)
+    prompts = prompts_for(model, plan.workload.conditions)
     with virtual.gpus([budgets[name] for name in names], data="meta") as world, torch.no_grad():
         try:
-            dispatch(model, Placement(entries=entries), empty=True)
-            _run(model, plan.workload)
+            dispatch(model, Placement(entries=entries), empty=True, offloaded=plan.offloaded)
+            _run(model, plan.workload, prompts)
         except torch.OutOfMemoryError as error:
             raise ProofError(
                 f"the plan overflows{_where(error)}: {_renamed(str(error), names)}",
@@ -83,9 +85,9 @@ def prove(plan: Plan, model: PreTrainedModel) -> tuple[Measured, ...]:
         )
 
 
-def _run(model: PreTrainedModel, workload: Workload) -> None:
+def _run(model: PreTrainedModel, workload: Workload, prompts: ImagePrompts | None) -> None:
     """The prompt, the first decode steps, and the last ones at the end of the context."""
-    stepper = Stepper.of(model, workload, torch.device("vgpu:0"))
+    stepper = Stepper.of(model, workload, torch.device("vgpu:0"), prompts)
     num_decodes = workload.new_tokens - 1
     stepper.run(workload, decode_steps=min(num_decodes, _DECODE_STEPS))
     left = num_decodes - 2 * _DECODE_STEPS

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..caches import cache_name, lengthen, new_cache
-from ..workload import Cache, Workload
+from ..images import ImagePrompts
+from ..workload import Cache, Workload, refuse_short
 
 
 class Stepper:
@@ -35,6 +36,8 @@ class Stepper:
     cache : {"dynamic", "static", "int8"}
     context_tokens : int
         What a static cache is made for.
+    prompts : ImagePrompts, optional
+        The first step has these images in its prompt.
     """
 
     def __init__(
@@ -45,10 +48,12 @@ class Stepper:
         *,
         cache: Cache = "dynamic",
         context_tokens: int = 0,
+        prompts: ImagePrompts | None = None,
     ) -> None:
         self.model: Any = model
         self.batch = batch
         self.device = device
+        self.prompts = prompts
         self.past = 0
         self.encoded: Any = None
         self.cache: Any = new_cache(model, cache, context_tokens=context_tokens)
@@ -58,18 +63,39 @@ class Stepper:
         self._cache_name = cache_name(model)
 
     @classmethod
-    def of(cls, model: PreTrainedModel, workload: Workload, device: torch.device) -> Stepper:
-        """The steps of a workload."""
+    def of(
+        cls,
+        model: PreTrainedModel,
+        workload: Workload,
+        device: torch.device,
+        prompts: ImagePrompts | None = None,
+    ) -> Stepper:
+        """The steps of a workload, with what `prompts_for` made of a model that wasn't spread yet.
+
+        Raises
+        ------
+        UsageError
+            If the prompt is too short for the images.
+        """
+        if prompts is not None:
+            refuse_short(workload, prompts.least_tokens)
         return cls(
             model,
             workload.batch,
             device,
             cache=workload.cache,
             context_tokens=workload.static_tokens,
+            prompts=prompts,
         )
 
     def step(self, query: int) -> None:
         """Run the model over `query` more tokens."""
+        if self.prompts is not None and not self.past:
+            inputs = self.prompts.inputs(self.batch, query, self.device)
+            if self.batch > 1 and "attention_mask" in inputs:
+                inputs["attention_mask"][:-1, :1] = 0
+            self.prefill(inputs)
+            return
         self._step(self.past + query, self._inputs(query, self.past + query))
 
     def prefill(self, inputs: Mapping[str, torch.Tensor]) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from .. import virtual
 from ..dispatching import place
 from ..errors import ModelError
+from ..images import ImagePrompts, prompts_for
 from ..outline import NamedTensor
 from ..placement import Placement
 from ..profile import ALIGNED_TOKENS, Block, Kind, Phase, Profile, Regime, Tape
@@ -25,17 +26,19 @@ from .fitting import Sample, Unlike, fit
 from .grouping import Group, find_containers, find_groups
 from .naming import name_tensors, roster
 from .recording import Recorder
+from .runs import Run, crossing_runs, image_runs, plain_runs, static_runs
 from .stepping import Stepper
 
-_ENDLESS = 2**40
-_EVERYWHERE = (0, _ENDLESS)
+ENDLESS = 2**40
+EVERYWHERE = (0, ENDLESS)
 # Rules are made from steps up to this length, counted from the start of a range. Nothing changes
 # beyond it: where code changes its ways (windows), a range ends.
 _PROBED_TOKENS = 2**11
 _SHORTEST_WINDOW = 256
+# What a model is shown to find its blocks.
+_LOOKED_AT_TOKENS = 8
 # Between the recorded steps of one workload, so many tokens are filled in at a time.
 _FILLED_TOKENS = 128
-_PHASES: tuple[Phase, ...] = ("prefill", "extend", "decode")
 
 _CALLER = Group(names=(), owners=())
 """What `generate` does with the logits of a step."""
@@ -87,12 +90,13 @@ def trace(model: nn.Module, subject: Subject) -> Profile:
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise Irregular("what an encoder and its decoder cost depends on two lengths")
     named = name_tensors(model, subject.published)
-    with _running(model), _whole(model) as device:
-        cache = subject.conditions.cache
-        tracer = _Tracer(model, device, subject.max_context_tokens or _ENDLESS, cache)
+    steps = _Steps.of(model, subject)
+    with running(model), whole(model) as device:
+        tracer = _Tracer(model, device, subject.max_context_tokens or ENDLESS, steps)
         try:
-            return _profile(model, tracer.groups, subject, list(tracer.rules()), named)
-        except (Unlike, *_FAILURES) as error:
+            made = as_profile(model, tracer.groups, subject, list(tracer.rules()), named)
+            return replace(made, least_prompt_tokens=steps.least_tokens)
+        except (Unlike, *FAILURES) as error:
             # A step far from any that is asked for may fail where the asked one doesn't.
             raise Irregular(f"{type(model).__name__}: {error}") from error
 
@@ -109,14 +113,16 @@ def trace_workload(model: nn.Module, subject: Subject, workloads: Sequence[Workl
         With their prefill chunks resolved; of equal batch.
     """
     named = name_tensors(model, subject.published)
-    with _running(model), _whole(model) as device:
-        tracer = _Tracer(model, device, _ENDLESS, subject.conditions.cache)
+    steps = _Steps.of(model, subject)
+    with running(model), whole(model) as device:
+        tracer = _Tracer(model, device, ENDLESS, steps)
         found = {
             (regime.phase, regime.query, regime.keys): (regime, tapes)
             for workload in workloads
             for regime, tapes in tracer.points(workload)
         }
-        return _profile(model, tracer.groups, subject, list(found.values()), named)
+        made = as_profile(model, tracer.groups, subject, list(found.values()), named)
+        return replace(made, least_prompt_tokens=steps.least_tokens)
 
 
 def trace_call(
@@ -139,7 +145,7 @@ def trace_call(
     """
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
     named = name_tensors(model, subject.published)
-    with _running(model), _whole(model) as device:
+    with running(model), whole(model) as device:
 
         def call() -> None:
             model(*_moved(args, device), **_moved(kwargs, device))
@@ -148,21 +154,21 @@ def trace_call(
         with Recorder(model, groups, skip=False) as recorder:
             sample = Sample("prefill", 1, 0, 0, recorder.record(call))
         regime = Regime(
-            phase="prefill", many=False, query=_EVERYWHERE, past=_EVERYWHERE, keys=_EVERYWHERE
+            phase="prefill", many=False, query=EVERYWHERE, past=EVERYWHERE, keys=EVERYWHERE
         )
-        return _profile(model, groups, subject, [_fitted(regime, [sample])], named)
+        return as_profile(model, groups, subject, [_fitted(regime, [sample])], named)
 
 
 # What model code raises when it can't run as it is asked to.
-_FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
+FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
 
 
 @contextmanager
-def _running(model: nn.Module) -> Iterator[None]:
+def running(model: nn.Module) -> Iterator[None]:
     """Say which model failed, and where, when its own code does."""
     try:
         yield
-    except _FAILURES as error:
+    except FAILURES as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise ModelError(
             f"{type(model).__name__} can't be traced: {type(error).__name__}: {error} "
@@ -172,7 +178,7 @@ def _running(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _whole(model: nn.Module) -> Iterator[torch.device]:
+def whole(model: nn.Module) -> Iterator[torch.device]:
     """Put a model whole on one virtual GPU without data and without limit."""
     if next(model.parameters(), None) is None:
         raise ModelError(f"{type(model).__name__} has no parameters to place")
@@ -181,27 +187,76 @@ def _whole(model: nn.Module) -> Iterator[torch.device]:
         yield torch.device("vgpu:0")
 
 
+def ranges(config: Any, longest: int) -> Iterator[tuple[int, int]]:
+    """Ranges of tokens between which the code of a model may change its ways."""
+    parts = [part for part in (config, getattr(config, "text_config", None)) if part]
+    windows = {
+        value
+        for part in parts
+        for name, value in vars(part).items()
+        if ("window" in name or "chunk" in name) and type(value) is int and value > 1
+    }
+    edges = [value for value in sorted(windows) if _SHORTEST_WINDOW <= value < longest]
+    yield from pairwise([0, *edges, ENDLESS])
+
+
+class _Steps(NamedTuple):
+    """How steps are run: over which cache, with which images."""
+
+    cache: Cache
+    prompts: ImagePrompts | None
+
+    @classmethod
+    def of(cls, model: Any, subject: Subject) -> _Steps:
+        return cls(subject.conditions.cache, prompts_for(model, subject.conditions))
+
+    @property
+    def least_tokens(self) -> int:
+        """The shortest prompt there is with these images; 0 without any."""
+        return 0 if self.prompts is None else self.prompts.least_tokens
+
+
 class _Tracer:
     """Records runs and fits regimes to them."""
 
-    def __init__(self, model: nn.Module, device: torch.device, longest: int, cache: Cache) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, longest: int, steps: _Steps) -> None:
         self.model: Any = model
         self.device = device
         self.longest = longest
-        self.cache = cache
-        groups = find_groups(model, lambda: Stepper(self.model, 1, device).step(8))
+        self.steps = steps
+        first = max(_LOOKED_AT_TOKENS, steps.least_tokens)
+        groups = find_groups(model, lambda: self.stepper(1).step(first))
         self.groups = [*groups, _CALLER]
+
+    def stepper(self, batch: int, context_tokens: int = 0) -> Stepper:
+        """Steps over a cache that is empty; a static one has a context."""
+        return Stepper(
+            self.model,
+            batch,
+            self.device,
+            cache=self.steps.cache,
+            context_tokens=context_tokens or self.steps.least_tokens + _LOOKED_AT_TOKENS,
+            prompts=self.steps.prompts,
+        )
 
     def rules(self) -> Iterator[Found]:
         """Regimes for every step that the model may be asked for; the first that holds counts."""
-        ranges = list(self._ranges())
-        if self.cache == "static" and len(ranges) > 1:
-            raise Unlike("what a static cache with a window costs depends on three lengths")
-        for many in (False, True):
-            for before, after in combinations(ranges, 2):
-                yield from self._crossing(many, before, after)
-            for start, stop in ranges:
-                yield from self._cell(many, start, stop)
+        found = list(ranges(self.model.config, self.longest))
+        if len(found) > 1 and (self.steps.cache == "static" or self.steps.prompts is not None):
+            raise Unlike("costs with a window and a static cache, or images, have more lengths")
+        yield from self._regimes(found, many=False)
+        try:
+            yield from list(self._regimes(found, many=True))
+        except Unlike:
+            # A tower that takes its images one by one does other things in each batch.
+            if self.steps.prompts is None:
+                raise
+
+    def _regimes(self, found: Sequence[tuple[int, int]], *, many: bool) -> Iterator[Found]:
+        for before, after in combinations(found, 2):
+            yield from self._crossing(many, before, after)
+        for start, stop in found:
+            yield from self._cell(many, start, stop)
 
     def points(self, workload: Workload) -> Iterator[Found]:
         """Regimes for the steps of one workload; between two recorded ones the later counts."""
@@ -209,7 +264,7 @@ class _Tracer:
         chunks = workload.chunks()
         steps = [*chunks[:2], *chunks[-2:]] if len(chunks) > 4 else [*chunks]
         recorder = Recorder(self.model, self.groups, skip=True)
-        stepper = Stepper.of(self.model, workload, self.device)
+        stepper = Stepper.of(self.model, workload, self.device, self.steps.prompts)
         before = 0
         with recorder:
             for query, past in [*steps, *_decodes(workload)]:
@@ -226,36 +281,25 @@ class _Tracer:
                     phase=phase,
                     many=many,
                     query=(query, query + 1),
-                    past=_EVERYWHERE,
+                    past=EVERYWHERE,
                     keys=(before + 1, keys + 1),
                 )
                 yield _fitted(regime, [Sample(phase, workload.batch, query, keys, recorded)])
                 before = keys
 
-    def _ranges(self) -> Iterator[tuple[int, int]]:
-        """Ranges of tokens between which the model's code may change its ways."""
-        config = self.model.config
-        parts = [part for part in (config, getattr(config, "text_config", None)) if part]
-        windows = {
-            value
-            for part in parts
-            for name, value in vars(part).items()
-            if ("window" in name or "chunk" in name) and type(value) is int and value > 1
-        }
-        edges = [value for value in sorted(windows) if _SHORTEST_WINDOW <= value < self.longest]
-        yield from pairwise([0, *edges, _ENDLESS])
-
     def _cell(self, many: bool, start: int, stop: int) -> Iterator[Found]:
         """The regimes of one range, for one sequence or several."""
         # What is asked of a model made for few tokens must not be more than it can do.
         high = min(stop, self.longest + 1, start + _PROBED_TOKENS)
-        runs = list(_runs(many, start, high))
-        if self.cache == "static":
-            runs = list(_static_runs(runs))
+        runs = list(plain_runs(many, start, high))
+        if self.steps.prompts is not None:
+            runs = list(image_runs(runs, self.steps.least_tokens))
+        if self.steps.cache == "static":
+            runs = list(static_runs(runs))
         samples = _Samples(self._record(runs), self._record([runs[0].aligned()]))
-        for phase in _PHASES:
+        for phase in dict.fromkeys(phase for phase, _ in runs[0].steps if phase is not None):
             regime = Regime(
-                phase=phase, many=many, query=_EVERYWHERE, past=_EVERYWHERE, keys=(start, stop)
+                phase=phase, many=many, query=EVERYWHERE, past=EVERYWHERE, keys=(start, stop)
             )
             yield from self._split(regime, runs, samples)
 
@@ -266,18 +310,18 @@ class _Tracer:
         high = min(after[1], self.longest + 1, after[0] + _PROBED_TOKENS)
         if high - after[0] < _SHORTEST_WINDOW:
             return
-        runs = list(_crossing_runs(many, before, (after[0], high)))
+        runs = list(crossing_runs(many, before, (after[0], high)))
         samples = _Samples(self._record(runs), self._record([runs[0].aligned()]))
         regime = Regime(
             phase="extend",
             many=many,
-            query=_EVERYWHERE,
+            query=EVERYWHERE,
             past=(max(before[0], 1), before[1]),
             keys=after,
         )
         yield from self._split(regime, runs, samples)
 
-    def _split(self, regime: Regime, runs: Sequence[_Run], samples: _Samples) -> Iterator[Found]:
+    def _split(self, regime: Regime, runs: Sequence[Run], samples: _Samples) -> Iterator[Found]:
         """One regime, or two where it matters whether masks are aligned."""
         try:
             yield _fitted(regime, samples.all)
@@ -288,17 +332,11 @@ class _Tracer:
         for aligned in (False, True):
             yield _fitted(replace(regime, aligned=aligned), samples.where(aligned))
 
-    def _record(self, runs: Iterable[_Run]) -> list[Sample]:
+    def _record(self, runs: Iterable[Run]) -> list[Sample]:
         samples = []
         with Recorder(self.model, self.groups, skip=True) as recorder:
             for run in runs:
-                stepper = Stepper(
-                    self.model,
-                    run.batch,
-                    self.device,
-                    cache=self.cache,
-                    context_tokens=run.context,
-                )
+                stepper = self.stepper(run.batch, run.context)
                 recorder.forget()
                 for phase, tokens in run.steps:
                     recorded = recorder.record(
@@ -308,21 +346,6 @@ class _Tracer:
                         sizes = run.batch, tokens, stepper.past
                         samples.append(Sample(phase, *sizes, recorded, run.context))
         return samples
-
-
-class _Run(NamedTuple):
-    """Steps over one cache: phases with their query tokens; None fills the cache alone."""
-
-    batch: int
-    steps: tuple[tuple[Phase | None, int], ...]
-    context: int = 0
-
-    def aligned(self) -> _Run:
-        """Much the same run at multiples of `ALIGNED_TOKENS`, in its decode step too."""
-        (phase, tokens), *rest, last = self.steps
-        aligned = _ceiled(tokens)
-        steps = ((phase, aligned), *rest, (None, ALIGNED_TOKENS - 1), last)
-        return _Run(self.batch, steps, self.context and _ceiled(self.context + ALIGNED_TOKENS))
 
 
 class _Samples:
@@ -344,57 +367,6 @@ class _Samples:
             for sample in self.all
             if ((sample.context or sample.keys) % ALIGNED_TOKENS == 0) == aligned
         ]
-
-
-# How many tokens past a multiple of `ALIGNED_TOKENS` the runs of one range begin: different ones,
-# none aligned, nor after one token more.
-_ODD = (1, 3, 4, 6)
-
-
-def _runs(many: bool, start: int, stop: int) -> Iterator[_Run]:
-    """The runs to record: for each phase more samples than its rules have coefficients."""
-    low = _ceiled(start + 1)
-    step = _floored((stop - low) // 11)
-    # In a full window rules have one coefficient more.
-    plans = ((0, (1, 3)), (2, (2,)), (5, (3, 2) if start else (3,)), (7, (1,)))
-    for batch in (2, 3) if many else (1,):
-        for (past, queries), odd in zip(plans, _ODD, strict=True):
-            steps: list[tuple[Phase, int]] = [("prefill", low + past * step + odd)]
-            steps += [("extend", tokens * step) for tokens in queries]
-            yield _Run(batch, (*steps, ("decode", 1)))
-
-
-# By how much the contexts of static caches exceed what is put into them.
-_TO_SPARE = (5, 1 << 9, 1 << 7, 3 << 8)
-
-
-def _static_runs(runs: Sequence[_Run]) -> Iterator[_Run]:
-    """The same runs, each over two static caches; none is aligned, and no two are alike."""
-    for number, run in enumerate(runs):
-        used = sum(tokens for _, tokens in run.steps)
-        for spare in (_TO_SPARE[number % 4], _TO_SPARE[(number + 1) % 4] + (1 << 10)):
-            context = _ceiled(used + spare) + _ODD[number % 4]
-            yield run._replace(context=context)
-
-
-def _crossing_runs(many: bool, before: tuple[int, int], after: tuple[int, int]) -> Iterator[_Run]:
-    """Runs with one step out of one range into another."""
-    low, width = _ceiled(before[0] + 1), _floored((before[1] - before[0]) // 8)
-    first, step = _ceiled(after[0] + 1), _floored((after[1] - after[0]) // 8)
-    ends = ((0, 1), (2, 0), (4, 4), (6, 2), (5, 5), (1, 3))
-    for batch in (2, 3) if many else (1,):
-        for (past, keys), odd in zip(ends, (*_ODD, 2, 5), strict=True):
-            begin = low + past * width + odd
-            tokens = first + keys * step - low - past * width
-            yield _Run(batch, (("prefill", begin), ("extend", tokens), ("decode", 1)))
-
-
-def _ceiled(tokens: int) -> int:
-    return -(-tokens // ALIGNED_TOKENS) * ALIGNED_TOKENS
-
-
-def _floored(tokens: int) -> int:
-    return max(tokens // ALIGNED_TOKENS, 1) * ALIGNED_TOKENS
 
 
 def _decodes(workload: Workload) -> list[tuple[int, int]]:
@@ -420,13 +392,14 @@ def _moved(tree: Any, device: torch.device) -> Any:
     return tree
 
 
-def _profile(
+def as_profile(
     model: nn.Module,
     groups: Sequence[Group],
     subject: Subject,
     found: Sequence[Found],
     named: Sequence[NamedTensor],
 ) -> Profile:
+    """The profile of a model's blocks, with what was found of them."""
     weights, ties = _weights(model, groups)
     kinds: dict[Kind, int] = {}
     blocks = []

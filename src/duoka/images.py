@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto import image_processing_auto, processing_auto
 
-from .. import virtual
-from ..dispatching.placing import Snapshot, place
-from ..errors import ModelError
-from ..placement import Placement
+from . import virtual
+from .dispatching import place
+from .dispatching.placing import Snapshot
+from .errors import ModelError
+from .placement import Placement
+from .workload import Conditions
 
 Size = tuple[int, int]
 """Width and height in pixels."""
@@ -45,7 +48,7 @@ _READ_PIXELS = frozenset({"idefics2", "idefics3", "smolvlm"})
 """Families whose code leaves out images that are black, so that it reads every pixel."""
 _BY_PROMPT = frozenset({"idefics", "instructblipvideo", *_READ_PIXELS})
 """Families whose pixels are [prompts, images, channels, height, width]."""
-_HINT = "pass inputs yourself: duoka.check(model, placement, inputs={...})"
+_HINT = "pass inputs yourself: duoka.check or duoka.plan(model, …, inputs={...})"
 
 
 def image_inputs(
@@ -82,26 +85,77 @@ def image_inputs(
     ModelError
         If the model takes no images, or takes them in a way that isn't known here.
     """
-    accepted = frozenset(inspect.signature(model.forward).parameters)
-    name = type(model).__name__
-    if not accepted.intersection(_PIXELS) or not sizes:
-        raise ModelError(f"{name} takes no images", hint="leave the images out")
-    try:
-        pictures = _pictures(model, [list(sizes)] * batch)
-        counts = [_num_tokens(model, size) for size in sizes]
-        text = _Prompt(model.config, counts, pictures).arguments(batch, prompt_tokens)
-    except ModelError:
-        raise
-    except Exception as error:
-        # Transformers' processors and the model's tower run here, on settings guessed from the
-        # configuration: any error means that the guess doesn't serve this family.
-        raise ModelError(
-            f"duoka doesn't know how {name} takes images of {_listed(sizes)}: "
-            f"{type(error).__name__}: {error}",
-            hint=_HINT,
-        ) from error
-    found = {key: value for key, value in {**pictures, **text}.items() if key in accepted}
-    return {key: value.to(device) for key, value in found.items()}
+    return ImagePrompts(model, sizes).inputs(batch, prompt_tokens, device)
+
+
+def prompts_for(model: PreTrainedModel, conditions: Conditions) -> ImagePrompts | None:
+    """The prompts with the images that a workload has; None where it has none.
+
+    Raises
+    ------
+    ModelError
+        As `image_inputs` does.
+    """
+    if conditions.image_size is None:
+        return None
+    height, width = conditions.image_size
+    return ImagePrompts(model, [(width, height)] * conditions.images)
+
+
+class ImagePrompts:
+    """Prompts with certain images, of any batch and length; see `image_inputs`.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        On the CPU or on meta, not yet spread; it is left as it was. Afterwards it may go anywhere.
+    sizes : sequence of (int, int)
+        Width and height in pixels of each image of a prompt.
+
+    Attributes
+    ----------
+    least_tokens : int
+        The length of the shortest prompt that holds the images.
+    """
+
+    def __init__(self, model: PreTrainedModel, sizes: Sequence[Size]) -> None:
+        self._model = model
+        self._sizes = list(sizes)
+        self._accepted = frozenset(inspect.signature(model.forward).parameters)
+        if not self._accepted.intersection(_PIXELS) or not sizes:
+            raise ModelError(f"{type(model).__name__} takes no images", hint="leave the images out")
+        with self._guessing():
+            self._counts = [_num_tokens(model, size) for size in sizes]
+            self.least_tokens = self._made(1, 0)["input_ids"].shape[1]
+
+    def inputs(
+        self, batch: int, prompt_tokens: int, device: torch.device | str = "cpu"
+    ) -> dict[str, Tensor]:
+        """The arguments of `forward` for one batch; prompts are longer if the images need more."""
+        with self._guessing():
+            found = self._made(batch, prompt_tokens)
+        return {key: value.to(device) for key, value in found.items() if key in self._accepted}
+
+    def _made(self, batch: int, prompt_tokens: int) -> dict[str, Tensor]:
+        pictures = _pictures(self._model, [self._sizes] * batch)
+        prompt = _Prompt(self._model.config, self._counts, pictures)
+        return {**pictures, **prompt.arguments(batch, prompt_tokens)}
+
+    @contextmanager
+    def _guessing(self) -> Iterator[None]:
+        """Say that this family isn't known where something fails."""
+        try:
+            yield
+        except ModelError:
+            raise
+        except Exception as error:
+            # Transformers' processors and the model's tower run here, on settings guessed from
+            # the configuration: any error means that the guess doesn't serve this family.
+            raise ModelError(
+                f"duoka doesn't know how {type(self._model).__name__} takes images of "
+                f"{_listed(self._sizes)}: {type(error).__name__}: {error}",
+                hint=_HINT,
+            ) from error
 
 
 def _listed(sizes: Sequence[Size]) -> str:

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import Glm4vConfig, LlamaConfig, PreTrainedModel
 
 from duoka import models, virtual
-from duoka.checker.images import image_inputs
+from duoka.images import image_inputs
 from duoka.errors import ModelError
 
 FAMILIES = (
