@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dispatching import install_on, tensor_names
+from ..quantization import empty_weight, is_composed, moved, parts
 from ..virtual import VirtualTensor
 from .contents import CONTAINERS, Contents, refill
 
@@ -136,14 +137,24 @@ def _slots(model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
 
 
 def _data_on(tensor: Tensor, device: torch.device) -> Tensor:
+    if is_composed(tensor) and tensor.is_meta:
+        made = empty_weight(tensor, device)
+        for part in parts(made).values():
+            _fill(part)
+        return made
+    if is_composed(tensor):
+        return moved(tensor.detach(), device)
     if not tensor.is_meta:
         # Of a subclass the contents are taken: what it does by itself isn't for this.
         with torch._C.DisableTorchFunctionSubclass():
             return tensor.detach().as_subclass(torch.Tensor).to(device)
-    data = torch.empty_like(tensor, device=device)
+    return _fill(torch.empty_like(tensor, device=device))
+
+
+def _fill(data: Tensor) -> Tensor:
+    """Where numbers are computed they should be some: what was never written may be NaN."""
     if isinstance(data, VirtualTensor) and data.gpu.meta:
         return data
-    # Where numbers are computed they should be some: what was never written may be NaN.
     return data.normal_(std=_SCALE) if data.is_floating_point() else data.zero_()
 
 

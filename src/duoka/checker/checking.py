@@ -18,6 +18,7 @@ from .. import virtual
 from ..dispatching import moving_modules
 from ..errors import DuokaError, ModelError
 from ..placement import Placement
+from ..quantization import parts
 from ..report import Fault, PeakMemory, Place, Report, Stop
 from .borrowing import borrowed
 from .entering import watch_entries
@@ -137,7 +138,8 @@ class Run(Steps):
             with virtual.observe(self.watch), self._on_devices():
                 # Now, since buffers are other objects than before.
                 names.learn(named_tensors(model))
-                self.watch.mark("weights", (*model.parameters(), *model.buffers()))
+                weights = (*model.parameters(), *model.buffers())
+                self.watch.mark("weights", [p for each in weights for p in parts(each).values()])
                 self.referee = Referee(names)
                 stop = self._run()
                 memory = tuple(self._memory(world))

@@ -34,6 +34,7 @@ def check(
     new_tokens: options.NewTokens = None,
     batch: options.Batch = None,
     dtype: options.Dtype = None,
+    quantize: options.Quantize = None,
     train: Annotated[
         bool,
         typer.Option(
@@ -113,6 +114,7 @@ def check(
         new_tokens=new_tokens,
         batch=batch,
         dtype=dtype,
+        quantize=quantize,
         prefill_chunk=None,
         objective=None,
         use_all=False,

@@ -189,6 +189,16 @@ Cache = Annotated[
         show_default=False,
     ),
 ]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND",
+        help="What the weights of linear layers become while they are loaded: none (the default), "
+        "int8, int4, nf4, or auto: the first of none, int8 and int4 that fits.",
+        rich_help_panel=PLANNING,
+        show_default=False,
+    ),
+]
 Images = Annotated[
     int | None,
     typer.Option(

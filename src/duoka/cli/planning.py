@@ -52,6 +52,7 @@ class Wishes:
     use_all: bool
     device_map: Path | None
     cache: str | None = None
+    quantize: str | None = None
     images: int | None = None
     image_size: str | None = None
 
@@ -261,6 +262,7 @@ def workload_for(checkpoint: duoka.Checkpoint, wishes: Wishes) -> duoka.Workload
         dtype=parse_dtype(wishes.dtype or "auto"),
         prefill_chunk_tokens=chunk,
         cache=wishes.cache or "dynamic",  # type: ignore[arg-type]
+        quantize=wishes.quantize or "none",  # type: ignore[arg-type]
         images=wishes.images or 0,
         **_image_size(wishes),
     )
