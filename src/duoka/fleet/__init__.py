@@ -8,8 +8,8 @@ subtracted before a budget was made from free memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from duoka.errors import FleetError
 from duoka.units import format_bytes
@@ -162,6 +162,34 @@ class Fleet:
         """All budgets together; no device can use another one's."""
         return sum(device.budget_bytes for device in self.devices)
 
+    def reserving(self, sizes: Mapping[str, int]) -> Fleet:
+        """The same fleet with bytes taken off the budgets of some devices.
+
+        Parameters
+        ----------
+        sizes : mapping of str to int
+            By device. What is negative is given back.
+
+        Raises
+        ------
+        FleetError
+            If nothing is left of a budget, or a device isn't in the fleet.
+
+        Examples
+        --------
+        >>> Fleet.parse("24GiB,12GiB").reserving({"cuda:1": 2 * 2**30}).describe()
+        'cuda:0 24.00 GiB, cuda:1 10.00 GiB'
+        """
+        for name, size in sizes.items():
+            budget = self.device(name).budget_bytes
+            if size >= budget:
+                raise FleetError(
+                    f"{format_bytes(size)} are to be left free on {name}, and its budget is "
+                    f"{format_bytes(budget)}: nothing remains",
+                    hint="reserve less, or leave that GPU out",
+                )
+        return replace(self, devices=tuple(_less(d, sizes.get(d.name, 0)) for d in self.devices))
+
     def device(self, name: str) -> Device:
         """Find a device by its name.
 
@@ -191,6 +219,14 @@ class Fleet:
         'cuda:0 24.00 GiB, cuda:1 12.00 GiB'
         """
         return ", ".join(f"{d.name} {format_bytes(d.budget_bytes)}" for d in self.devices)
+
+
+def _less(device: Device, num_bytes: int) -> Device:
+    return replace(
+        device,
+        budget_bytes=device.budget_bytes - num_bytes,
+        reserve_bytes=device.reserve_bytes + num_bytes,
+    )
 
 
 def _refuse_doubled(what: str, names: Iterable[str]) -> None:

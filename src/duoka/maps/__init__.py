@@ -7,7 +7,8 @@ map. Nothing here needs the model, its weights or torch, nor knows what a device
 """
 
 from .judging import judge
+from .names import Names, find_device
 from .reading import DeviceMap
 from .wording import meant, runs, shorten
 
-__all__ = ["DeviceMap", "judge", "meant", "runs", "shorten"]
+__all__ = ["DeviceMap", "Names", "find_device", "judge", "meant", "runs", "shorten"]

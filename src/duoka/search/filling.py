@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .problem import NoPlacement, Problem
+from .problem import Problem
 from .programme import Stage, Stages
 
 
@@ -16,13 +16,13 @@ def fill(problem: Problem, num_blocks: int, num_devices: int) -> Stages:
 
     Raises
     ------
-    NoPlacement
-        If nothing fits in this order.
+    NoPlacement, UsageError
+        If nothing fits in this order, or no placement obeys the limits.
     """
     while (stages := _furthest(problem, num_blocks, num_devices)) is not None:
         if problem.settle(stages):
             return stages
-    raise NoPlacement(problem)
+    raise problem.none()
 
 
 def _furthest(problem: Problem, num_blocks: int, num_devices: int) -> Stages | None:

@@ -77,6 +77,7 @@ class Problem:
         *,
         use_all: bool = False,
         limits: Limits = NO_LIMITS,
+        at_most: int | None = None,
     ) -> None:
         num_devices = len(fleet.devices)
         if use_all and num_devices > costs.num_blocks:
@@ -87,7 +88,7 @@ class Problem:
             )
         most = min(num_devices, costs.num_blocks)
         self.aim: Aim = aim
-        self._num_stages = range(most if use_all else 1, most + 1)
+        self._num_stages = range(most if use_all else 1, min(most, at_most or most) + 1)
         timed = aim in ("latency", "throughput")
         links = link_seconds(costs, fleet) if timed and fleet.links else None
         self._groups = group_devices(costs, fleet, links=links, timed=timed, alone=limits.devices)
@@ -99,8 +100,7 @@ class Problem:
             receivers = [group.devices[-1] for group in self._groups]
             self._links = links[np.ix_(senders, receivers)]
         self.memory = Memory(costs, [group.budget_bytes for group in self._groups])
-        if limits:
-            self._refuse_impossible()
+        self._is_limited = bool(limits)
 
     def optimum(self) -> tuple[Stages, float]:
         """A placement with exact costs that nothing with as few devices beats, and its cost."""
@@ -121,7 +121,19 @@ class Problem:
                     break
             if best[0] <= bound:
                 return best[1], bound
-        raise NoPlacement(self)
+        raise self.none()
+
+    def none(self) -> NoPlacement:
+        """What is to be raised where nothing fits.
+
+        Raises
+        ------
+        UsageError
+            If no placement obeys the limits, however much memory there is.
+        """
+        if self._is_limited:
+            self._refuse_impossible()
+        return NoPlacement(self)
 
     def fits(self) -> bool:
         """Whether any placement fits. Tried are those of most headroom under the bounds."""

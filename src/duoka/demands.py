@@ -1,0 +1,177 @@
+"""Demands: what a person's constraints mean for the blocks of one model and the GPUs of one fleet.
+
+Names are those of the model or of its checkpoint, of any module or tensor. It knows nothing of
+memory: whether a placement that obeys fits is for the search to say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from .constraints import Constraints
+from .errors import UsageError
+from .fleet import Fleet
+from .maps import Names, find_device
+from .profile import Profile
+from .search import Limits
+from .units import format_bytes
+
+_RANGE = re.compile(
+    r"(?P<stem>.*?)(?P<first>[0-9]{1,6})-(?P<last>[0-9]{1,6})", re.ASCII | re.DOTALL
+)
+_MOST_IN_RANGE = 10_000
+
+
+def limits_for(
+    constraints: Constraints, profile: Profile, chain: Sequence[int], fleet: Fleet
+) -> Limits:
+    """What constraints forbid the search.
+
+    Parameters
+    ----------
+    constraints : Constraints
+    profile : Profile
+    chain : sequence of int
+        The blocks that are cut apart, in execution order: all but those that are tied.
+    fleet : Fleet
+
+    Raises
+    ------
+    UsageError
+        If a name or device is unknown, or two pins contradict each other.
+    """
+    if not (constraints.pins or constraints.uncut):
+        return Limits()
+    reader = _Reader(profile, chain)
+    return Limits(
+        uncut=frozenset(place for text in constraints.uncut for place in reader.uncut(text)),
+        pins=tuple(reader.pins(constraints.pins, fleet).items()),
+    )
+
+
+class _Reader:
+    def __init__(self, profile: Profile, chain: Sequence[int]) -> None:
+        self._profile = profile
+        self._names = Names(profile.outline)
+        self._place = {block: place for place, block in enumerate(chain)}
+
+    def pins(self, pins: Sequence[tuple[str, str]], fleet: Fleet) -> dict[int, int]:
+        """The device of each place in the chain that has one."""
+        found: dict[int, int] = {}
+        said: dict[int, str] = {}
+        for name, told in pins:
+            device = fleet.names.index(find_device(told, fleet))
+            for block in self._blocks(name):
+                place = self._place[self._root(block)]
+                if found.setdefault(place, device) != device:
+                    raise UsageError(
+                        f"{name} is to be on {fleet.names[device]}, and {said[place]}, which is "
+                        f"{self._why_same(name, block)}, on {fleet.names[found[place]]}",
+                        hint="pin one of the two",
+                    )
+                said.setdefault(place, name)
+        return found
+
+    def uncut(self, text: str) -> Iterator[int]:
+        """The places in the chain before which nothing may be cut."""
+        match = None if self._names.is_known(text) else _RANGE.fullmatch(text)
+        if match is None:
+            blocks = self._begins(text)
+            yield from (self._place[block] for block in blocks[:1])
+            return
+        first, last = int(match["first"]), int(match["last"])
+        if not first < last < first + _MOST_IN_RANGE:
+            raise UsageError(
+                f"{text!r} is no range of modules", hint="write its first and last one: layers.0-7"
+            )
+        blocks = sorted(
+            {
+                self._root(block)
+                for number in range(first, last + 1)
+                for block in self._blocks(f"{match['stem']}{number}")
+            }
+        )
+        places = [self._place[block] for block in blocks]
+        yield from range(places[0] + 1, places[-1] + 1)
+
+    def _begins(self, name: str) -> list[int]:
+        """The blocks that begin with a module; a part of one that doesn't begin it is never cut."""
+        inside = [
+            block
+            for block in self._blocks(name)
+            if any(self._names.holds(name, each) for each in self._profile.blocks[block].modules)
+        ]
+        for block in inside[:1]:
+            if block not in self._place:
+                raise UsageError(
+                    f"{name} is tied and runs where its partner does: no stage begins with it",
+                    hint="leave it out",
+                )
+        return inside
+
+    def _blocks(self, name: str) -> list[int]:
+        """The blocks that hold something of a module or tensor."""
+        blocks = self._names.blocks_of(name)
+        if not blocks:
+            near = self._names.nearest(name)
+            raise UsageError(
+                f"{self._profile.model} has no module or tensor {name[:120]!r}",
+                hint=f"the nearest: {', '.join(near)}"
+                if near
+                else "`duoka plan` shows its modules",
+            )
+        return blocks
+
+    def _root(self, block: int) -> int:
+        while (partner := self._profile.blocks[block].tied_to) is not None:
+            block = partner
+        return block
+
+    def _why_same(self, name: str, block: int) -> str:
+        tied = self._profile.blocks[block].tied_to is not None
+        return "tied to it" if tied else "of the same block"
+
+
+def reserves(constraints: Constraints, fleet: Fleet) -> Mapping[str, int]:
+    """Bytes to take off the budgets, by the names of the fleet's devices.
+
+    Raises
+    ------
+    UsageError
+        If a device is unknown, or named twice in two ways.
+    """
+    found: dict[str, int] = {}
+    for told, size in constraints.reserve:
+        name = find_device(told, fleet)
+        if name in found:
+            raise UsageError(f"the reserve of {name} is said twice", hint="say it once")
+        found[name] = size
+    return found
+
+
+def usable(fleet: Fleet, constraints: Constraints) -> Fleet:
+    """The fleet without what is to be left free on its devices.
+
+    Raises
+    ------
+    UsageError
+        As `reserves`.
+    FleetError
+        If nothing is left of a budget.
+    """
+    return fleet.reserving(reserves(constraints, fleet)) if constraints.reserve else fleet
+
+
+def told(constraints: Constraints) -> Iterator[str]:
+    """What was demanded, as reasons for a plan."""
+    if constraints.strategy == "balanced":
+        yield "Every GPU is used, and the fullest has as large a share free as can be."
+    if constraints.strategy == "sequential":
+        yield "The GPUs are filled in the order given, each as far as it goes before the next."
+    if constraints.pins:
+        yield f"As pinned: {', '.join(f'{name} on {device}' for name, device in constraints.pins)}."
+    if constraints.uncut:
+        yield f"As asked, nothing is cut at {', '.join(constraints.uncut)}."
+    for device, size in constraints.reserve:
+        yield f"{format_bytes(size)} of {device} are left free, as asked."
