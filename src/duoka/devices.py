@@ -144,6 +144,11 @@ def reset_peaks(device: str | torch.device) -> None:
         backend.reset_peak_memory_stats(device)
 
 
+def can_pin(device: str | torch.device) -> bool:
+    """Whether copies from the host's memory to a device are faster where that is pinned."""
+    return torch.device(device).type == "cuda"
+
+
 def synchronize(device: str | torch.device) -> None:
     """Wait until a device has done all that was asked of it."""
     backend = _backend(device)

@@ -15,6 +15,7 @@ import typer
 import duoka
 
 from . import failures, options, signals
+from .bench import bench
 from .chat import chat
 from .check import check
 from .demo import demo
@@ -46,7 +47,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (plan, check, generate, chat, demo):
+for command in (plan, check, generate, chat, bench, demo):
     app.command()(command)
 
 
