@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .api import dispatch, load, plan
     from .checkpoint import Checkpoint
     from .checks import check
+    from .constraints import Constraints
     from .explanation import explain
     from .fleet import Device, Fleet, Link
     from .forecast import Forecast
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Checkpoint",
+    "Constraints",
     "Device",
     "Fleet",
     "Forecast",
@@ -45,6 +47,7 @@ __all__ = [
 
 _ROOMS = {
     "Checkpoint": "checkpoint",
+    "Constraints": "constraints",
     "Device": "fleet",
     "Fleet": "fleet",
     "Forecast": "forecast",

@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 
 from . import checker, devices, loader, models, profiles, quantization
 from .checkpoint import Checkpoint
+from .constraints import Constraints
+from .demands import usable
 from .dispatching import dispatch as spread
 from .dispatching import undispatch
 from .errors import CheckpointError, ModelError, UsageError
@@ -41,6 +43,7 @@ class Choices(TypedDict, total=False):
     use_all: bool
     objective: Objective | Literal["auto"]
     device_map: object
+    constraints: Constraints
     inputs: Mapping[str, Any] | tuple[Any, ...] | None
 
 
@@ -71,6 +74,8 @@ def plan(
     device_map : mapping, or one device
         Put the modules where it says, in the names of the model or of its checkpoint; see
         `Placement.from_device_map`.
+    constraints : Constraints, optional
+        The strategy, pins, modules that stay uncut, and memory to leave free.
     inputs : mapping or tuple, optional
         Arguments of one call of the module. The plan is then for such a call; a workload can't
         be given as well.
@@ -100,13 +105,15 @@ def plan(
             hint="give either inputs or a workload",
         )
     asked = workload or Workload()
+    constraints = choices.get("constraints", Constraints())
     question = Question(
-        fleet=fleet_for(fleet, device_map),
+        fleet=usable(fleet_for(fleet, device_map), constraints),
         workload=asked,
         use_all=choices.get("use_all", False),
         objective=choices.get("objective", "auto"),
         gpus=gpus,
         device_map=device_map,
+        constraints=constraints,
     )
     if not isinstance(model, nn.Module):
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)

@@ -13,9 +13,9 @@ from .constraints import Constraints
 from .errors import UsageError
 from .fleet import Fleet
 from .maps import Names, find_device
+from .plans import Plan
 from .profile import Profile
 from .search import Limits
-from .units import format_bytes
 
 _RANGE = re.compile(
     r"(?P<stem>.*?)(?P<first>[0-9]{1,6})-(?P<last>[0-9]{1,6})", re.ASCII | re.DOTALL
@@ -163,15 +163,20 @@ def usable(fleet: Fleet, constraints: Constraints) -> Fleet:
     return fleet.reserving(reserves(constraints, fleet)) if constraints.reserve else fleet
 
 
-def told(constraints: Constraints) -> Iterator[str]:
+def given_back(plan: Plan) -> Fleet:
+    """The fleet of a plan with what was to be left free, as before `usable`."""
+    taken = reserves(plan.request.constraints, plan.fleet)
+    return plan.fleet.reserving({name: -size for name, size in taken.items()})
+
+
+def told(constraints: Constraints, fleet: Fleet) -> Iterator[str]:
     """What was demanded, as reasons for a plan."""
     if constraints.strategy == "balanced":
         yield "Every GPU is used, and the fullest has as large a share free as can be."
     if constraints.strategy == "sequential":
         yield "The GPUs are filled in the order given, each as far as it goes before the next."
     if constraints.pins:
-        yield f"As pinned: {', '.join(f'{name} on {device}' for name, device in constraints.pins)}."
+        pins = [f"{name} on {find_device(at, fleet)}" for name, at in constraints.pins]
+        yield f"As pinned: {', '.join(pins)}."
     if constraints.uncut:
         yield f"As asked, nothing is cut at {', '.join(constraints.uncut)}."
-    for device, size in constraints.reserve:
-        yield f"{format_bytes(size)} of {device} are left free, as asked."

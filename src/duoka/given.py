@@ -61,6 +61,12 @@ def answer(profile: Profile, question: Question, *, source: str = "") -> Plan:
             "a device map says which GPUs are used, and how: nothing is left to optimise",
             hint="leave out the map, or the objective and `use_all`",
         )
+    if question.constraints.demands:
+        raise UsageError(
+            "a device map says where every module goes, and so would a strategy, pins or modules "
+            "that stay uncut",
+            hint="leave out the map, or change it",
+        )
     placement = Placement.from_device_map(question.device_map, profile, question.fleet)
     check_context(question.workload, profile.max_context_tokens, profile.model)
     return _Given(profile, question, placement).plan(source)
@@ -129,7 +135,11 @@ class _Given:
             value=free,
             bound=free if best is None else max(free, best),
             binding_device=tightest.device,
-            request=Request(workload=question.workload, gpus=question.gpus),
+            request=Request(
+                workload=question.workload,
+                gpus=question.gpus,
+                constraints=question.constraints,
+            ),
             why=tuple(self._reasons(workload, tightest, own)),
         )
 

@@ -33,6 +33,10 @@ def chat(
     quantize: options.Quantize = None,
     objective: options.Objective = None,
     use_all: options.UseAll = False,
+    strategy: options.Strategy = None,
+    pin: options.Pin = None,
+    uncut: options.Uncut = None,
+    reserve: options.Reserve = None,
     device_map: options.DeviceMapFile = None,
     plan_file: options.PlanFile = None,
     replan: options.Replan = False,
@@ -66,6 +70,10 @@ def chat(
         quantize=quantize,
         objective=objective,
         use_all=use_all,
+        strategy=strategy,
+        pin=pin,
+        uncut=uncut,
+        reserve=reserve,
         device_map=device_map,
     )
     asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code, to_run=True)

@@ -51,6 +51,10 @@ def generate(
     quantize: options.Quantize = None,
     objective: options.Objective = None,
     use_all: options.UseAll = False,
+    strategy: options.Strategy = None,
+    pin: options.Pin = None,
+    uncut: options.Uncut = None,
+    reserve: options.Reserve = None,
     device_map: options.DeviceMapFile = None,
     plan_file: options.PlanFile = None,
     replan: options.Replan = False,
@@ -86,6 +90,10 @@ def generate(
         quantize=quantize,
         objective=objective,
         use_all=use_all,
+        strategy=strategy,
+        pin=pin,
+        uncut=uncut,
+        reserve=reserve,
         device_map=device_map,
     )
     asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code, to_run=True)

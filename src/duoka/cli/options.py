@@ -235,6 +235,44 @@ UseAll = Annotated[
         rich_help_panel=PLANNING,
     ),
 ]
+Strategy = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="auto (the default: as few GPUs as needed, by the objective), balanced (every GPU, "
+        "equally full) or sequential (in the order given, each filled before the next).",
+        rich_help_panel=PLANNING,
+        show_default=False,
+    ),
+]
+Pin = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=GPU",
+        help='Put a module or tensor on a GPU: "lm_head=cuda:1". Repeatable.',
+        rich_help_panel=PLANNING,
+        show_default=False,
+    ),
+]
+Uncut = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help='Don\'t cut right before a module, "model.layers.12", or within a range, '
+        '"model.layers.0-7". Repeatable.',
+        rich_help_panel=PLANNING,
+        show_default=False,
+    ),
+]
+Reserve = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="GPU=SIZE",
+        help='Leave so much of a GPU free: "cuda:0=2GiB". Repeatable.',
+        rich_help_panel=PLANNING,
+        show_default=False,
+    ),
+]
 DeviceMapFile = Annotated[
     Path | None,
     typer.Option(

@@ -30,6 +30,10 @@ def plan(
     image_size: options.ImageSize = None,
     objective: options.Objective = None,
     use_all: options.UseAll = False,
+    strategy: options.Strategy = None,
+    pin: options.Pin = None,
+    uncut: options.Uncut = None,
+    reserve: options.Reserve = None,
     device_map: options.DeviceMapFile = None,
     plan_file: options.PlanFile = None,
     replan: options.Replan = False,
@@ -88,6 +92,10 @@ def plan(
         image_size=image_size,
         objective=objective,
         use_all=use_all,
+        strategy=strategy,
+        pin=pin,
+        uncut=uncut,
+        reserve=reserve,
         device_map=device_map,
     )
     outputs.check(save, "the plan")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import duoka
+from duoka.constraints import Constraints
+from duoka.demands import given_back, usable
 from duoka.errors import CheckpointError, UsageError
 from duoka.given import OBJECTIVE as GIVEN
 from duoka.host import fleet_for
@@ -19,6 +21,7 @@ from duoka.profiles import plan_from_cache
 from duoka.sampling import Sampling
 
 from . import outputs
+from .demands import read_constraints
 from .options import parse_chunk, parse_dtype, parse_image_size, parse_tokens
 from .terminal import progress_bars, stderr, working
 
@@ -55,13 +58,22 @@ class Wishes:
     quantize: str | None = None
     images: int | None = None
     image_size: str | None = None
+    strategy: str | None = None
+    pin: Sequence[str] | None = None
+    uncut: Sequence[str] | None = None
+    reserve: Sequence[str] | None = None
+
+    @property
+    def constraints(self) -> Constraints:
+        """What was demanded of the placement."""
+        return read_constraints(self.strategy, self.pin or (), self.uncut or (), self.reserve or ())
 
     def refuse_any(self) -> None:
         """Raise UsageError if anything was said: a saved plan has decided it all."""
         said = [
             _OPTION.get(field.name, f"--{field.name}")
             for field in fields(self)
-            if getattr(self, field.name) not in (None, False)
+            if getattr(self, field.name) not in (None, False, [])
         ]
         if said:
             raise UsageError(
@@ -105,13 +117,15 @@ def make_plan(
     device_map = None if wishes.device_map is None else DeviceMap.load(wishes.device_map)
     checkpoint = open_checkpoint(model, asked)
     gpus = ALL_GPUS if wishes.gpus is None else wishes.gpus
+    constraints = wishes.constraints
     question = Question(
-        fleet=fleet_for(read_fleet(gpus), device_map),
+        fleet=usable(fleet_for(read_fleet(gpus), device_map), constraints),
         workload=workload_for(checkpoint, wishes),
         objective=wishes.objective or "auto",  # type: ignore[arg-type]
         use_all=wishes.use_all,
         gpus=gpus,
         device_map=device_map,
+        constraints=constraints,
     )
     return _answer(checkpoint, question)
 
@@ -193,7 +207,7 @@ def _replan(plan: duoka.Plan, checkpoint: duoka.Checkpoint, file: Path) -> duoka
     asked = plan.request
     device_map = DeviceMap.of(plan.device_map) if plan.objective == GIVEN else None
     question = Question(
-        fleet=fleet_for(_fleet_again(plan), device_map),
+        fleet=usable(fleet_for(_fleet_again(plan), device_map), asked.constraints),
         workload=asked.workload,
         objective=asked.objective,
         use_all=asked.use_all,
@@ -237,7 +251,7 @@ def _fleet_again(plan: duoka.Plan) -> duoka.Fleet:
     if plan.request.gpus:
         return read_fleet(plan.request.gpus)
     uuids = [device.uuid for device in plan.fleet.devices if device.uuid]
-    return duoka.Fleet.detect(",".join(uuids)) if uuids else plan.fleet
+    return duoka.Fleet.detect(",".join(uuids)) if uuids else given_back(plan)
 
 
 def workload_for(checkpoint: duoka.Checkpoint, wishes: Wishes) -> duoka.Workload:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
+from ..constraints import Constraints
 from ..plans import Plan
 from ..workload import Workload
 
@@ -23,8 +24,20 @@ def command(plan: Plan) -> str:
     if asked.objective != "auto":
         words += ["--objective", asked.objective]
     words += ["--use-all"] if asked.use_all else []
+    words += _demands(asked.constraints)
     words += ["--device-map", "FILE"] if plan.objective == "given" else []
     return shlex.join(words)
+
+
+def _demands(constraints: Constraints) -> Iterator[str]:
+    if constraints.strategy != "auto":
+        yield from ("--strategy", constraints.strategy)
+    for name, device in constraints.pins:
+        yield from ("--pin", f"{name}={device}")
+    for name in constraints.uncut:
+        yield from ("--uncut", name)
+    for device, size in constraints.reserve:
+        yield from ("--reserve", f"{device}={size}B")
 
 
 def _sizes(workload: Workload) -> Iterator[str]:

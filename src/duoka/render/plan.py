@@ -10,6 +10,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from ..demands import reserves
 from ..fleet import Device
 from ..forecast import DeviceForecast
 from ..plans import Plan
@@ -101,10 +102,11 @@ def _list(plan: Plan) -> Group:
 def _budgets(plan: Plan) -> Iterator[Text]:
     """What the budgets of GPUs that are there, or of cards, are made of; equal ones together."""
     alike: dict[str, list[str]] = {}
+    asked = reserves(plan.request.constraints, plan.fleet)
     for name in plan.devices:
         device = plan.fleet.device(name)
         if device.reserve_bytes:
-            alike.setdefault(_made_of(device), []).append(name)
+            alike.setdefault(_made_of(device, asked.get(name, 0)), []).append(name)
     for text, names in alike.items():
         yield Text(f"{', '.join(names)}: {text}")
 
@@ -122,15 +124,18 @@ def _emulated(plan: Plan) -> Iterator[Text]:
         )
 
 
-def _made_of(device: Device) -> str:
+def _made_of(device: Device, asked_bytes: int) -> str:
     offered = format_bytes(device.budget_bytes + device.reserve_bytes)
     if device.uuid:
         total = "" if device.memory_bytes is None else f" of {format_bytes(device.memory_bytes)}"
         place = f" at {device.pci_address}" if device.pci_address else ""
         what = f"{device.product}{place}, {offered} free{total}"
     else:
-        what = f"{device.product}, {offered} when empty"
-    return f"{what}, less {format_bytes(device.reserve_bytes)} kept for CUDA"
+        what = f"{device.product}, {offered} when empty" if device.product else offered
+    kept = device.reserve_bytes - asked_bytes
+    less = [f"less {format_bytes(kept)} kept for CUDA"] if kept > 0 else []
+    less += [f"less {format_bytes(asked_bytes)} left free, as asked"] if asked_bytes else []
+    return ", ".join([what, *less])
 
 
 def _bars(plan: Plan, columns: int, *, ascii_only: bool) -> Group:

@@ -9,6 +9,8 @@ from ..plans import Plan
 from ..units import format_count
 from ..workload import Training, Workload
 
+_CHOSEN = {"given": "as given", "balance": "balanced", "order": "filled in order"}
+
 
 def title(plan: Plan) -> tuple[str, str]:
     """The model, and on how many of the devices it is."""
@@ -26,7 +28,7 @@ def facts(plan: Plan) -> Iterator[str]:
         yield from _inference(workload)
     else:
         yield from _training(workload, workload.training)
-    yield "as given" if plan.objective == "given" else f"for {plan.objective}"
+    yield _CHOSEN.get(plan.objective, f"for {plan.objective}")
 
 
 def _inference(workload: Workload) -> Iterator[str]:
