@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .checks import check
     from .constraints import Constraints
     from .explanation import explain
+    from .exports import export
     from .fleet import Device, Fleet, Link
     from .forecast import Forecast
     from .placement import Placement
@@ -40,6 +41,7 @@ __all__ = [
     "dispatch",
     "errors",
     "explain",
+    "export",
     "load",
     "plan",
     "repair",
@@ -58,6 +60,7 @@ _ROOMS = {
     "check": "checks",
     "dispatch": "api",
     "explain": "explanation",
+    "export": "exports",
     "load": "api",
     "plan": "api",
     "repair": "repairs",

@@ -11,9 +11,17 @@ import typer
 
 import duoka
 from duoka.errors import Faults, PlacementError
+from duoka.exports import refuse_unknown
 
 from . import options, outputs, planning
 from .terminal import stdout
+
+
+def _known_tool(tool: str | None) -> str | None:
+    """Refuse what there is no export for before the model is traced."""
+    if tool is not None:
+        refuse_unknown(tool)
+    return tool
 
 
 def plan(
@@ -66,6 +74,16 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    export: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOOL",
+            callback=_known_tool,
+            help="Print the plan as another tool takes it: accelerate, vllm, sglang, llama.cpp, "
+            "torch-pipelining, torchtitan or deepspeed.",
+            show_default=False,
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
@@ -115,9 +133,16 @@ def plan(
         planning.save_device_map(made.device_map, save_device_map)
     if save is not None:
         planning.save(made, save)
-    explanation = duoka.explain(made) if explain else None
     if html is not None:
         planning.save_page(made, html)
+    if export is not None:
+        typer.echo(str(duoka.export(made, export)))
+    else:
+        _show(made, json=json, explain=explain)
+
+
+def _show(made: duoka.Plan, *, json: bool, explain: bool) -> None:
+    explanation = duoka.explain(made) if explain else None
     if json:
         typer.echo(made.to_json() if explanation is None else _json(explanation.to_dict()))
         return

@@ -8,9 +8,9 @@ from typing import get_args
 
 from ..errors import UsageError
 from ..fleet import Fleet
+from ..layers import layer_of, main_list
 from ..search import NoPlacement, Objective, Stage, search
 from .data import Alternative
-from .layers import layer_blocks
 from .trial import Stages, Trial
 
 _NAMES = {
@@ -108,11 +108,22 @@ def _best_equal(trial: Trial, devices: Sequence[int]) -> Stages:
 
 def _equal_cuts(trial: Trial, num_stages: int) -> list[int]:
     """Cuts that deal the layers evenly; what is before and after them goes to the ends."""
-    layers = layer_blocks(trial.costs)
+    layers = _layer_places(trial)
     first, last = (layers[0], layers[-1] + 1) if len(layers) >= num_stages else (0, None)
     num = (trial.costs.num_blocks if last is None else last) - first
     inner = [first + -(-num * stage // num_stages) for stage in range(1, num_stages)]
     return [0, *inner, trial.costs.num_blocks]
+
+
+def _layer_places(trial: Trial) -> list[int]:
+    """Places in the chain of the blocks that hold the model's layers."""
+    places = [trial.modules(place, place + 1) for place in range(trial.costs.num_blocks)]
+    main = main_list([module for modules in places for module in modules])
+    return [
+        place
+        for place, modules in enumerate(places)
+        if any((at := layer_of(module)) and at[0] == main for module in modules)
+    ]
 
 
 def _reversed(stages: Stages) -> Stages:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..explanation.layers import layer_of, main_list
+from ..layers import layer_of, main_list
 
 
 def name_modules(names: Sequence[str]) -> str:

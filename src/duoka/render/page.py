@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from .. import __version__
 from ..characters import printable
 from ..explanation import Explanation
-from ..explanation.layers import layer_of, main_list
+from ..layers import layer_of, main_list
 from ..fleet import Device
 from ..forecast import DeviceForecast
 from ..plans import Plan

@@ -1,11 +1,9 @@
-"""Layers: which blocks of a chain are those that a model repeats."""
+"""Layers: the lists of modules that a model repeats, known by their numbered names alone."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-
-from ..forecast import Costs
 
 _NUMBERED = re.compile(r"(.*?\.|)(\d+)(?:\..*)?", re.DOTALL)
 
@@ -41,15 +39,3 @@ def main_list(modules: Sequence[str]) -> str | None:
             sizes.setdefault(found[0], set()).add(found[1])
     lists = [name for name, numbers in sizes.items() if len(numbers) > 1]
     return lists[-1] if lists else None
-
-
-def layer_blocks(costs: Costs) -> list[int]:
-    """Places in the chain of the blocks that hold the model's layers."""
-    blocks = costs.profile.blocks
-    names = [module for index in costs.chain for module in blocks[index].modules]
-    main = main_list(names)
-    return [
-        place
-        for place, index in enumerate(costs.chain)
-        if any((at := layer_of(module)) and at[0] == main for module in blocks[index].modules)
-    ]

@@ -1,0 +1,77 @@
+"""transformers and accelerate: the ``device_map`` that ``from_pretrained`` takes.
+
+Source: huggingface.co/docs/accelerate, "Big Model Inference" (`device_map`, `max_memory`).
+"""
+
+from __future__ import annotations
+
+import pprint
+from collections.abc import Iterator
+
+from ..plans import Plan
+from ..profile import Profile
+from . import machine
+from .text import Export
+
+NAME = "accelerate"
+
+
+def export(plan: Plan, profile: Profile | None) -> Export:
+    """The plan as Python."""
+    del profile  # the map says it all
+    device_map: dict[str, int | str] = {name: _device(at) for name, at in plan.placement.entries}
+    device_map |= dict.fromkeys(plan.offloaded, "cpu")
+    max_memory = {
+        _device(device.name): device.budget_bytes
+        for device in plan.fleet.devices
+        if device.name in plan.devices
+    }
+    source = repr(plan.source or "MODEL")
+    text = "\n".join(
+        [
+            f"device_map = {_literal(device_map)}",
+            f"max_memory = {_literal(max_memory)}",
+            "",
+            "import torch",
+            "from transformers import AutoModelForCausalLM",
+            "",
+            "model = AutoModelForCausalLM.from_pretrained(",
+            f"    {source}, dtype=torch.{plan.workload.dtype}, device_map=device_map",
+            ")",
+        ]
+    )
+    return Export(tool=NAME, text=text, notes=tuple(_notes(plan)))
+
+
+def _device(name: str) -> int | str:
+    kind, _, number = name.partition(":")
+    return int(number) if kind in ("cuda", "vgpu") and number else name
+
+
+def _literal(value: object) -> str:
+    return pprint.pformat(value, width=96, sort_dicts=False)
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    yield from machine.common_notes(plan)
+    yield (
+        'max_memory is for a device_map that transformers makes itself, "auto" or "balanced": '
+        "with the map given it is not used."
+    )
+    if len(plan.devices) > 1:
+        yield (
+            "NOTE: accelerate moves the inputs of every module, not of stages, and gathers the "
+            "output on the first GPU: the logits of the last step are needed there as well."
+        )
+    if plan.offloaded:
+        yield (
+            "NOTE: what the plan keeps in the processor's memory accelerate copies to the GPU of "
+            "its own choice, module by module; memory and time will differ."
+        )
+    if plan.workload.training is not None:
+        yield "NOTE: transformers' Trainer refuses models with a device_map in most modes."
+    if plan.workload.quantize != "none":
+        yield (
+            f"NOTE: the plan's weights are in {plan.workload.quantize}; give from_pretrained a "
+            "quantization_config for the same."
+        )

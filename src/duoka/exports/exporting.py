@@ -1,0 +1,69 @@
+"""From a plan to one tool's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..errors import UsageError
+from ..plans import Plan
+from ..profile import Profile
+from ..profiles import find_profile
+from . import accelerate, deepspeed, llamacpp, pipelining, sglang, vllm
+from .text import Export
+
+_EXPORTERS: dict[str, Callable[[Plan, Profile | None], Export]] = {
+    "accelerate": accelerate.export,
+    "vllm": vllm.export,
+    "sglang": sglang.export,
+    "llama.cpp": llamacpp.export,
+    "torch-pipelining": pipelining.export_torch,
+    "torchtitan": pipelining.export_titan,
+    "deepspeed": deepspeed.export,
+}
+TOOLS = tuple(_EXPORTERS)
+
+
+def export(plan: Plan, tool: str, profile: Profile | None = None) -> Export:
+    """Write a plan in the words of another tool.
+
+    Parameters
+    ----------
+    plan : Plan
+    tool : str
+        "accelerate", "vllm", "sglang", "llama.cpp", "torch-pipelining", "torchtitan" or
+        "deepspeed".
+    profile : Profile, optional
+        Of the plan's model, for the bytes of its cache; by default the one in the cache, and
+        without any they are left to the tool.
+
+    Raises
+    ------
+    UsageError
+        If the tool is unknown, or can't be told this plan: with what it can't.
+
+    Examples
+    --------
+    >>> print(export(plan, "vllm"))  # doctest: +SKIP
+    """
+    refuse_unknown(tool)
+    if profile is None:
+        asked = replace(plan.request.workload, dtype=plan.workload.dtype)
+        profile = find_profile(plan.fingerprint, plan.workload) or find_profile(
+            plan.fingerprint, asked
+        )
+    return _EXPORTERS[tool](plan, profile)
+
+
+def refuse_unknown(tool: str) -> None:
+    """Refuse a tool that there is no export for.
+
+    Raises
+    ------
+    UsageError
+        With those that there are.
+    """
+    if tool not in _EXPORTERS:
+        raise UsageError(
+            f"there is no export for {tool[:40]!r}", hint=f"known are {', '.join(TOOLS)}"
+        )
