@@ -15,9 +15,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from .. import __version__
 from ..characters import printable
 from ..explanation import Explanation
-from ..layers import layer_of, main_list
 from ..fleet import Device
 from ..forecast import DeviceForecast
+from ..layers import layer_of, main_list
 from ..plans import Plan
 from ..units import format_bytes
 from . import reasons
