@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from .allocator import SMALL_REQUEST_BYTES, rounded_bytes
 from .fleet import Device
-from .profile import Profile
+from .profile import Profile, buffer_bytes
 from .replay import Replay, StageBytes
 from .seconds import Seconds, Times
 from .workload import Workload
@@ -59,10 +59,17 @@ class Forecast:
         In order of first use.
     seconds : Seconds, optional
         What each stage takes, and what that adds up to; None where a device's speed is unknown.
+    host_bytes : int
+        Weights that stay in the host's memory. Every step copies them to the devices, once: so
+        many bytes go over PCIe for each token that is generated.
+    copy_seconds : float, optional
+        What that takes in each step; None where nothing is copied, or a link's speed is unknown.
     """
 
     devices: tuple[DeviceForecast, ...]
     seconds: Seconds | None = None
+    host_bytes: int = 0
+    copy_seconds: float | None = None
 
 
 class Costs:
@@ -84,7 +91,8 @@ class Costs:
     def __init__(self, profile: Profile, workload: Workload) -> None:
         self.profile = profile
         self.workload = workload
-        self._brief = Replay(profile, workload, brief=True)
+        self._briefs: dict[int, Replay] = {}
+        self._brief = self._brief_at(1)
         blocks = profile.blocks
         self.chain = [index for index, block in enumerate(blocks) if block.tied_to is None]
         self._attached: dict[int, list[int]] = {index: [] for index in self.chain}
@@ -104,34 +112,66 @@ class Costs:
         chain = self.chain[start:stop]
         return tuple(sorted([*chain, *(tied for index in chain for tied in self._attached[index])]))
 
-    def reserved_bytes(self, start: int, stop: int, budget_bytes: int) -> int | None:
+    def streamed_bytes(self, start: int, stop: int) -> int:
+        """What a stage copies from the host's memory in each step."""
+        return sum(self.profile.streamed_bytes(self.blocks_of(start, stop)))
+
+    @property
+    def by_place(self) -> bool:
+        """Whether a stage costs by its place from the end, which counts from 1."""
+        return False
+
+    def reserved_bytes(
+        self, start: int, stop: int, budget_bytes: int, *, place: int = 1
+    ) -> int | None:
         """How little memory a stage can do with; None when it doesn't fit the budget."""
         blocks = self.blocks_of(start, stop)
-        alike = self._signature(blocks)
+        alike = self._signature(blocks, place)
         if alike not in self._needed:
-            peaks = self._brief.run(blocks)
+            peaks = self._brief_at(place).run(blocks)
             assert peaks is not None, "nothing limits this run"
             self._needed[alike] = peaks.reserved
         needed = self._needed[alike]
-        if needed > budget_bytes and self.lower_bound_bytes[start, stop] <= budget_bytes:
+        if needed > budget_bytes and self.bounds_at(place)[start, stop] <= budget_bytes:
             # Giving back early can fragment more than giving back late.
             key = (alike, budget_bytes)
             if key not in self._squeezed:
-                self._squeezed[key] = self._brief.run(blocks, budget_bytes) is not None
+                brief = self._brief_at(place)
+                self._squeezed[key] = brief.run(blocks, budget_bytes) is not None
             needed = budget_bytes if self._squeezed[key] else needed
         return None if needed > budget_bytes or (alike, budget_bytes) in self._refused else needed
 
-    def stage_bytes(self, start: int, stop: int, budget_bytes: int) -> StageBytes | None:
+    def stage_bytes(
+        self, start: int, stop: int, budget_bytes: int, *, place: int = 1
+    ) -> StageBytes | None:
         """The peaks of a stage on a device of this budget, all steps replayed.
 
         None when fragmentation overflows the budget although less memory would do; from then on
         `reserved_bytes` knows that this stage doesn't fit.
         """
         blocks = self.blocks_of(start, stop)
-        peaks = Replay(self.profile, self.workload).run(blocks, budget_bytes)
+        peaks = self.replay(brief=False, place=place).run(blocks, budget_bytes)
         if peaks is None:
-            self._refused.add((self._signature(blocks), budget_bytes))
+            self._refused.add((self._signature(blocks, place), budget_bytes))
         return peaks
+
+    def bounds_at(self, place: int) -> NDArray[np.int64]:
+        """The lower bounds of stages at a place from the end."""
+        return self.lower_bound_bytes
+
+    def replay(self, *, brief: bool, place: int = 1) -> Replay:
+        """A replay of the profile at the workload, for a stage at a place from the end."""
+        return Replay(self.profile, self.workload, brief=brief)
+
+    def variant(self, place: int) -> int:
+        """Equal for places from the end at which equal blocks cost the same."""
+        return 1
+
+    def _brief_at(self, place: int) -> Replay:
+        variant = self.variant(place)
+        if variant not in self._briefs:
+            self._briefs[variant] = self.replay(brief=True, place=place)
+        return self._briefs[variant]
 
     @property
     def times(self) -> Times:
@@ -159,11 +199,11 @@ class Costs:
         """[num_blocks + 1]: in how many tensors it does."""
         return np.asarray(self.times.boundary_transfers.sum(axis=0))
 
-    def _signature(self, blocks: Sequence[int]) -> tuple[int, ...]:
+    def _signature(self, blocks: Sequence[int], place: int) -> tuple[int, ...]:
         """Equal for stages that cost the same: kinds in order, and whether the input is here."""
         kinds = tuple(self.profile.blocks[block].kind for block in blocks)
         ends_model = blocks[-1] == len(self.profile.blocks) - 1
-        return (*kinds, int(blocks[0] == 0), int(ends_model))
+        return (*kinds, int(blocks[0] == 0), int(ends_model), self.variant(place))
 
     def _alike(self) -> NDArray[np.int64]:
         """[start, stop]: equal numbers only where the signatures are equal.
@@ -212,7 +252,18 @@ class Costs:
             bytes_now = most + to_grow[None, 1:] - grown[:-1, None]
             np.maximum(bounds[:-1, 1:], np.where(ahead, bytes_now, 0), out=bounds[:-1, 1:])
         total = np.cumsum(weights)
-        return bounds + np.triu(total[None, :] - total[:, None])
+        return bounds + np.triu(total[None, :] - total[:, None]) + self._buffers()
+
+    def _buffers(self) -> NDArray[np.int64]:
+        """[start, stop]: bytes of the buffers for weights that come for a call."""
+        buffers = np.zeros((self.num_blocks + 1, self.num_blocks + 1), np.int64)
+        if self.profile.offloaded:
+            for start in range(self.num_blocks):
+                streamed: list[int] = []
+                for stop in range(start + 1, self.num_blocks + 1):
+                    streamed += self.profile.streamed_bytes([self.chain[stop - 1]])
+                    buffers[start, stop] = sum(map(rounded_bytes, buffer_bytes(streamed)))
+        return buffers
 
     def _cache_and_peaks(self, block: int) -> Iterator[tuple[int, int, int]]:
         """For each step the cache bytes of a block before and after it, and its peak with them."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from .errors import FleetError
 from .fleet import Device, Fleet
 from .maps import DeviceMap
+from .units import format_bytes
 
 _AVAILABLE = re.compile(r"^MemAvailable:\s+(\d{1,15}) kB$", re.MULTILINE)
 
@@ -32,6 +33,23 @@ def fleet_for(fleet: Fleet, device_map: DeviceMap | None) -> Fleet:
             hint='give it a budget: Fleet.from_max_memory({0: "24GiB", "cpu": "30GiB"})',
         )
     return replace(fleet, devices=(*fleet.devices, Device(name="cpu", budget_bytes=budget)))
+
+
+def refuse_more(num_bytes: int) -> None:
+    """Refuse weights for the host's memory that it hasn't room for.
+
+    Raises
+    ------
+    FleetError
+        With both numbers.
+    """
+    available = available_bytes()
+    if available is not None and num_bytes > available:
+        raise FleetError(
+            f"the plan keeps {format_bytes(num_bytes)} of weights in the host's memory, and "
+            f"{format_bytes(available)} can be had there now",
+            hint="free some, or make the plan again with more or larger GPUs",
+        )
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:

@@ -7,16 +7,26 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .constraints import Constraints
+from .demands import limits_for, told
 from .errors import InfeasibleError, UsageError
 from .fleet import Fleet
 from .forecast import Costs, DeviceForecast, Forecast
 from .maps import DeviceMap
+from .offloads import candidates
 from .placement import Placement
 from .plans import Plan, Request
 from .profile import Profile
 from .replay import StageBytes
-from .search import NoPlacement, Objective, Solution, fits, largest, search
+from .search import (
+    NO_LIMITS,
+    Limits,
+    NoPlacement,
+    Objective,
+    Solution,
+    largest,
+)
 from .seconds import Seconds
+from .tuition import costs_of, fit_stages, search_stages
 from .units import format_bytes, format_count
 from .workload import Workload
 
@@ -34,7 +44,8 @@ class Question:
     """What the planner is asked, besides the profile.
 
     `gpus` is how the fleet was named, where it was; plans keep it. With a `device_map` the modules
-    go where it says (`given.answer`).
+    go where it says (`given.answer`). What the constraints reserve has been taken off the fleet's
+    budgets already (`demands.usable`); `limits` is what they mean for a profile, once it is known.
     """
 
     fleet: Fleet
@@ -44,6 +55,7 @@ class Question:
     gpus: str = ""
     device_map: DeviceMap | None = None
     constraints: Constraints = field(default_factory=Constraints)
+    limits: Limits | None = None
 
 
 def solve(profile: Profile, question: Question, *, source: str = "") -> Plan:
@@ -51,8 +63,9 @@ def solve(profile: Profile, question: Question, *, source: str = "") -> Plan:
 
     The fewest devices that hold the workload are used, all of them with `use_all`; among the
     placements on so many devices the one that is best for the objective is taken, and it is the
-    optimum over all contiguous cuts and all orders of the devices. The CPU is used only where
-    there is nothing else.
+    optimum over all contiguous cuts and all orders of the devices that obey the constraints. Their
+    strategies "balanced" and "sequential" choose otherwise (`search.search`). The CPU is used only
+    where there is nothing else.
 
     Parameters
     ----------
@@ -66,12 +79,13 @@ def solve(profile: Profile, question: Question, *, source: str = "") -> Plan:
     InfeasibleError
         If nothing fits: with the shortfall and what would fit.
     UsageError
-        If the context is longer than the model was made for.
+        If the context is longer than the model was made for, or the constraints name what isn't
+        there or contradict each other.
     """
     check_context(question.workload, profile.max_context_tokens, profile.model)
     found = _solve(profile, question, source)
     if isinstance(found, NoPlacement):
-        raise _infeasible(profile, replace(question, fleet=_without_cpu(question.fleet)), found)
+        raise _infeasible(profile, _ready(profile, question), found)
     return found
 
 
@@ -83,11 +97,41 @@ def attempt(profile: Profile, question: Question) -> Plan | None:
 
 def _solve(profile: Profile, question: Question, source: str) -> Plan | NoPlacement:
     assert question.device_map is None, "given.answer follows maps"
-    gpus = _without_cpu(question.fleet)
-    found = _best(profile, replace(question, fleet=gpus), source)
-    if gpus == question.fleet or isinstance(found, NoPlacement):
+    ready = _ready(profile, question)
+    found = _best(profile, ready, source)
+    if question.constraints.offload and isinstance(found, NoPlacement):
+        found = _offloaded(profile, replace(question, limits=ready.limits), source) or found
+    if ready.fleet == question.fleet or isinstance(found, NoPlacement):
         return found
     return replace(found, why=(*found.why, _CPU_UNUSED))
+
+
+def _ready(profile: Profile, question: Question) -> Question:
+    """The question as the search is asked: on GPUs alone, with its constraints understood."""
+    fleet, limits = _without_cpu(question.fleet), question.limits
+    if limits is None:
+        chain = [index for index, block in enumerate(profile.blocks) if block.tied_to is None]
+        limits = limits_for(question.constraints, profile, chain, fleet)
+    return replace(question, fleet=fleet, limits=limits)
+
+
+def _offloaded(profile: Profile, question: Question, source: str) -> Plan | None:
+    """The plan with the fewest bytes of weights in the host's memory; None where that won't do."""
+    gpus = _without_cpu(question.fleet)
+    most = [device.budget_bytes for device in question.fleet.devices if device not in gpus.devices]
+    *_, least = with_chunks(question.workload)  # the smallest chunk needs the least memory
+    # Whatever the cuts: all stages together hold at least what one stage of everything does.
+    missing = int(costs_of(profile, least).lower_bound_bytes[0, -1]) - gpus.budget_bytes
+    question = replace(question, fleet=gpus)
+    for num_bytes, blocks in candidates(profile):
+        if num_bytes < missing or any(num_bytes > budget for budget in most):
+            continue
+        streaming = profile.offloading(blocks)
+        if _fits(streaming, question):
+            found = _best(streaming, question, source)
+            if not isinstance(found, NoPlacement):
+                return found
+    return None
 
 
 def _without_cpu(fleet: Fleet) -> Fleet:
@@ -102,7 +146,7 @@ def _best(profile: Profile, question: Question, source: str) -> Plan | NoPlaceme
     best: Plan | None = None
     shortage: NoPlacement | None = None
     for number, workload in enumerate(candidates):
-        costs = Costs(profile, workload)
+        costs = costs_of(profile, workload)
         try:
             plan = _plan(costs, *_search(costs, question), question, source)
         except NoPlacement as none:
@@ -121,8 +165,10 @@ def _best(profile: Profile, question: Question, source: str) -> Plan | NoPlaceme
 
 def _fewer_suffice(profile: Profile, question: Question, num_devices: int) -> bool:
     """Whether a question can be answered with fewer devices: the largest budgets would do it."""
-    if num_devices == 1 or question.use_all:
+    if num_devices == 1 or question.use_all or question.constraints.strategy != "auto":
         return False
+    if question.limits:
+        return _fits(profile, question, at_most=num_devices - 1)
     largest_first = sorted(question.fleet.devices, key=lambda device: -device.budget_bytes)
     fleet = replace(question.fleet, devices=tuple(largest_first[: num_devices - 1]), links=())
     return _fits(profile, replace(question, fleet=fleet))
@@ -131,14 +177,22 @@ def _fewer_suffice(profile: Profile, question: Question, num_devices: int) -> bo
 def _search(costs: Costs, question: Question) -> tuple[Solution, list[StageBytes]]:
     """The optimum, and its stages replayed in full; one that fragments too much is ruled out."""
     while True:
-        solution = search(
-            costs, question.fleet, objective=question.objective, use_all=question.use_all
+        solution = search_stages(
+            costs,
+            question.fleet,
+            objective=question.objective,
+            use_all=question.use_all,
+            strategy=question.constraints.strategy,
+            limits=question.limits or NO_LIMITS,
         )
         peaks = [
             costs.stage_bytes(
-                stage.start, stage.stop, question.fleet.devices[stage.device].budget_bytes
+                stage.start,
+                stage.stop,
+                question.fleet.devices[stage.device].budget_bytes,
+                place=len(solution.stages) - number,
             )
-            for stage in solution.stages
+            for number, stage in enumerate(solution.stages)
         ]
         known = [each for each in peaks if each is not None]
         if len(known) == len(peaks):
@@ -151,6 +205,8 @@ def with_chunks(workload: Workload) -> Iterator[Workload]:
         yield workload
         return
     yield replace(workload, prefill_chunk_tokens=None)
+    if workload.training is not None:
+        return  # a sequence is learnt from whole
     chunk = _LARGEST_CHUNK_TOKENS
     while chunk >= _SMALLEST_CHUNK_TOKENS:
         if chunk < workload.prompt_tokens:
@@ -199,7 +255,12 @@ def _plan(
         fleet=fleet,
         workload=costs.workload,
         placement=Placement(entries=entries, fingerprint=profile.fingerprint),
-        forecast=Forecast(devices=forecasts, seconds=_seconds(costs, solution, fleet)),
+        forecast=Forecast(
+            devices=forecasts,
+            seconds=_seconds(costs, solution, fleet),
+            host_bytes=costs.streamed_bytes(0, costs.num_blocks),
+            copy_seconds=_copy_seconds(costs, solution, fleet),
+        ),
         objective=solution.objective,
         value=float(solution.value),
         bound=float(solution.bound),
@@ -212,15 +273,19 @@ def _plan(
             constraints=question.constraints,
         ),
         why=tuple(_reasons(costs, solution, question)),
+        offloaded=profile.offloaded,
     )
 
 
 def _forecasts(
     costs: Costs, solution: Solution, stage_peaks: list[StageBytes], fleet: Fleet
 ) -> Iterator[DeviceForecast]:
-    for stage, peaks in zip(solution.stages, stage_peaks, strict=True):
+    num_stages = len(solution.stages)
+    for number, (stage, peaks) in enumerate(zip(solution.stages, stage_peaks, strict=True)):
         device = fleet.devices[stage.device]
-        needed = costs.reserved_bytes(stage.start, stage.stop, device.budget_bytes)
+        needed = costs.reserved_bytes(
+            stage.start, stage.stop, device.budget_bytes, place=num_stages - number
+        )
         assert needed is not None, "the search returned a stage that doesn't fit"
         yield DeviceForecast(
             device=device.name,
@@ -231,6 +296,8 @@ def _forecasts(
             reserved_bytes=peaks.reserved,
             needed_bytes=needed,
             budget_bytes=device.budget_bytes,
+            gradient_bytes=peaks.gradients,
+            optimizer_bytes=peaks.optimizer,
         )
 
 
@@ -241,19 +308,49 @@ def _seconds(costs: Costs, solution: Solution, fleet: Fleet) -> Seconds | None:
     )
 
 
+def _copy_seconds(costs: Costs, solution: Solution, fleet: Fleet) -> float | None:
+    """What copying weights from the host takes in each step, as far as the links are known."""
+    total = 0.0
+    for stage in solution.stages:
+        size = costs.streamed_bytes(stage.start, stage.stop)
+        rate = fleet.devices[stage.device].host_bytes_per_second
+        if size and rate is None:
+            return None
+        total += size / rate if rate else 0.0
+    return total or None
+
+
 def _reasons(costs: Costs, solution: Solution, question: Question) -> Iterator[str]:
     used, given = len(solution.stages), len(question.fleet.devices)
-    if used == 1 and given > 1:
+    if question.constraints.strategy != "auto":
+        pass  # how many are used isn't what was decided
+    elif used == 1 and given > 1:
         name = question.fleet.devices[solution.stages[0].device].name
         yield f"One GPU suffices: {name} holds all of it, and nothing crosses between GPUs."
     elif used < given:
         fewer = "no single one holds" if used == 2 else f"no {used - 1} of them hold"
-        yield f"{used} of {given} GPUs are needed; {fewer} the workload."
+        pinned = " with what is demanded of its modules" if question.limits else ""
+        yield f"{used} of {given} GPUs are needed; {fewer} the workload{pinned}."
+    yield from told(question.constraints, question.fleet)
     tied = any(block.modules and block.tied_to is not None for block in costs.profile.blocks)
     if tied and used > 1:
         yield "Tied weights are kept once: the tied module runs on its partner's GPU."
     yield from costs.profile.notes
+    yield from _offload_reason(costs, _copy_seconds(costs, solution, question.fleet))
     yield from chunk_reason(question.workload, costs.workload)
+
+
+def _offload_reason(costs: Costs, seconds: float | None) -> Iterator[str]:
+    """What lies in the host's memory, and what that costs."""
+    num_modules = len(costs.profile.offloaded)
+    if num_modules:
+        size = format_bytes(costs.streamed_bytes(0, costs.num_blocks))
+        took = f"about {seconds:.2g} s" if seconds else "how long that takes isn't known"
+        yield (
+            f"The weights of {format_count(num_modules, 'module')} stay in the host's memory, "
+            f"{size}; with less there nothing fits. All of that goes over PCIe for each token: "
+            f"{took}."
+        )
 
 
 def chunk_reason(asked: Workload, chosen: Workload) -> Iterator[str]:
@@ -275,18 +372,41 @@ def _infeasible(profile: Profile, question: Question, shortage: NoPlacement) -> 
         f"{profile.model} does not fit: {format_bytes(profile.weight_bytes)} of weights, "
         f"{workload.context_tokens} tokens, batch {workload.batch}; "
         f"{format_count(len(question.fleet.devices), 'device')} with a budget of "
-        f"{format_bytes(budget)} in all{least}",
+        f"{format_bytes(budget)} in all{least}{_in_the_way(profile, question)}",
         hint="; or ".join(ways) if ways else "use more or larger GPUs, or a smaller model",
         shortfall_bytes=missing,
         ways_out=ways,
     )
 
 
-def _fits(profile: Profile, question: Question) -> bool:
+def _in_the_way(profile: Profile, question: Question) -> str:
+    """Whether it is only what was demanded of the placement that doesn't fit."""
+    asked = question.constraints
+    if not asked.demands:
+        return ""
+    free = replace(
+        question, constraints=replace(asked, strategy="auto", pins=(), uncut=()), limits=NO_LIMITS
+    )
+    if not _works(profile, free):
+        return ""
+    said = [f"the strategy {asked.strategy}"] if asked.strategy != "auto" else []
+    said += ["the pins"] if asked.pins else []
+    said += ["the modules that stay uncut"] if asked.uncut else []
+    return f"; without {' and '.join(said)} it fits"
+
+
+def _fits(profile: Profile, question: Question, *, at_most: int | None = None) -> bool:
     """Whether there is memory enough; fragmentation may still spoil it, which `_works` tells."""
     *_, least = with_chunks(question.workload)  # the smallest chunk needs the least memory
     try:
-        return fits(Costs(profile, least), question.fleet, use_all=question.use_all)
+        return fit_stages(
+            costs_of(profile, least),
+            question.fleet,
+            use_all=question.use_all,
+            strategy=question.constraints.strategy,
+            limits=question.limits or NO_LIMITS,
+            at_most=at_most,
+        )
     except UsageError:
         # A profile that was traced for one workload says nothing of others.
         return False
@@ -296,7 +416,7 @@ def _works(profile: Profile, question: Question) -> bool:
     """Whether `solve` would find a plan."""
     for workload in with_chunks(question.workload):
         try:
-            _search(Costs(profile, workload), question)
+            _search(costs_of(profile, workload), question)
         except NoPlacement:
             continue
         return True

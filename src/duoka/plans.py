@@ -87,6 +87,9 @@ class Plan:
         What was asked for.
     why : tuple of str
         The reasons, as sentences.
+    offloaded : tuple of str
+        Modules whose weights stay in the host's memory, in the order in which they run; each is
+        copied to its device whenever it is called.
 
     Raises
     ------
@@ -107,6 +110,7 @@ class Plan:
     binding_device: str
     request: Request
     why: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         known = {device.name for device in self.fleet.devices}
@@ -121,6 +125,9 @@ class Plan:
             self.placement.fingerprint
         ):
             raise FormatError("the workload or the placement is not this plan's")
+        modules = {module for module, _ in self.placement.entries}
+        if strangers := [module for module in self.offloaded if module not in modules]:
+            raise FormatError(f"offloaded is {strangers[0][:60]!r}, which isn't placed")
 
     @property
     def device_map(self) -> dict[str, str]:

@@ -345,7 +345,8 @@ class Profile:
         for index, block in enumerate(self.blocks):
             kind = self.kinds[block.kind]
             if index in chosen:
-                assert block.streams and len(block.modules) == 1, "its weights can't be streamed"
+                assert block.streams, "its weights are used outside of its calls"
+                assert len(block.modules) == 1, "its weights don't come together"
                 streamed = sum(map(rounded_bytes, kind.weight_bytes))
                 kind = replace(kind, weight_bytes=(), streamed_bytes=streamed)
             changed.append(replace(block, kind=number.setdefault(kind, len(number))))

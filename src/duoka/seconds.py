@@ -146,13 +146,17 @@ class Times:
         """[2, places]: seconds of each place, in prefill and in decoding; None when unknown."""
         flops = rate(device, self._workload.dtype)
         moved = device.memory_bytes_per_second
-        if flops is None or moved is None:
+        copies = self._copies(device)
+        if flops is None or moved is None or copies is None:
             return None
-        key = device.speeds
+        key = (*device.speeds, device.host_bytes_per_second)
         if key not in self._known:
             launch = LAUNCH_SECONDS if device.launch_seconds is None else device.launch_seconds
             kinds = {
-                kind: self._weights @ (np.maximum(flop / flops, size / moved) + count * launch)
+                kind: self._weights
+                @ np.maximum(
+                    np.maximum(flop / flops, size / moved) + count * launch, copies.get(kind, 0.0)
+                )
                 for kind, (flop, size, count) in self._work.items()
             }
             blocks = self._profile.blocks
@@ -160,6 +164,14 @@ class Times:
                 [sum(kinds[blocks[block].kind] for block in place) for place in self._places]
             ).T
         return self._known[key]
+
+    def _copies(self, device: Device) -> dict[int, float] | None:
+        """Seconds in which the weights of blocks that stream come, by kind; None when unknown."""
+        sizes = {kind: self._profile.kinds[kind].streamed_bytes for kind in self._kinds()}
+        if not any(sizes.values()):
+            return {}
+        rate = device.host_bytes_per_second
+        return None if rate is None else {kind: size / rate for kind, size in sizes.items()}
 
     def of(self, stages: Sequence[tuple[str, int, int]], fleet: Fleet) -> Seconds | None:
         """What a placement takes; None where a device's speeds are unknown.

@@ -8,14 +8,14 @@ that they are, and take the contents of virtual ones for the time of a check.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..dispatching import install_on, tensor_names
+from ..dispatching import install_on, on_host, stream, tensor_names
 from ..quantization import empty_weight, is_composed, moved, parts
 from ..virtual import VirtualTensor
 from .contents import CONTAINERS, Contents, refill
@@ -28,6 +28,7 @@ def borrowed(
     model: nn.Module,
     devices: Mapping[str, torch.device],
     placed: Mapping[nn.Module, torch.device],
+    offloaded: Sequence[str] = (),
 ) -> Iterator[Borrowing]:
     """Put a model on virtual GPUs inside the scope.
 
@@ -39,14 +40,20 @@ def borrowed(
         memory is taken.
     placed : mapping of nn.Module to torch.device
         The modules whose arguments move to them.
+    offloaded : sequence of str
+        Modules whose weights stay where they are, and come to their devices for a call.
     """
     before = Borrowing(model)
+    hosts = on_host(model, devices, offloaded)
     try:
-        before.move(devices)
+        before.move({name: device for name, device in devices.items() if name not in hosts})
         installed = install_on(model, placed)
+        streamers = stream(model, offloaded, devices)
         try:
             yield before
         finally:
+            for streamer in streamers:
+                streamer.remove()
             installed.remove()
     finally:
         before.restore()

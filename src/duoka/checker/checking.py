@@ -175,7 +175,8 @@ class Run(Steps):
     @contextmanager
     def _on_devices(self) -> Iterator[None]:
         devices = {name: self._device(device) for name, device in self._tensor_devices()}
-        with borrowed(self.subject.model, devices, self._placed()) as self._borrowing:
+        subject = self.subject
+        with borrowed(subject.model, devices, self._placed(), subject.offloaded) as self._borrowing:
             yield
 
     def _placed(self) -> dict[nn.Module, torch.device]:

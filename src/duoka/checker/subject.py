@@ -52,6 +52,8 @@ class Subject:
         entries name: a container of entries is entered where its first part is.
     notes : tuple of str
         What was decided on the way here that the report should say.
+    offloaded : tuple of str
+        Modules whose weights stay in the host's memory, and come to their devices for a call.
     """
 
     model: nn.Module
@@ -66,6 +68,7 @@ class Subject:
     hint: str = ""
     is_dispatched: bool = False
     notes: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
 
     @property
     def devices(self) -> tuple[str, ...]:

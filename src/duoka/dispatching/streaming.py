@@ -25,11 +25,10 @@ from torch import Tensor, nn
 
 from duoka.allocator import rounded_bytes
 from duoka.errors import ModelError, UsageError
+from duoka.profile import NUM_BUFFERS, buffer_bytes
 
 from .lanes import Lane, Pinned
 from .movers import STREAMED, moving_class, plain_class, settle_class
-
-_NUM_BUFFERS = 2
 
 Version = tuple[int, int, int]
 
@@ -61,20 +60,15 @@ class Streamer:
         """Take the memory for the buffers."""
         for unit in self._units:
             unit.lay_out()
-        num_buffers = min(_NUM_BUFFERS, len(self._units))
         buffers = [
-            torch.zeros(
-                max(unit.num_bytes for unit in self._units[number::_NUM_BUFFERS]),
-                dtype=torch.uint8,
-                device=self._device,
-            )
-            for number in range(num_buffers)
+            torch.zeros(size, dtype=torch.uint8, device=self._device)
+            for size in buffer_bytes([unit.num_bytes for unit in self._units])
         ]
         for index, unit in enumerate(self._units):
-            unit.lay_into(buffers[index % _NUM_BUFFERS])
-        self._held: list[tuple[int, list[Version]] | None] = [None] * num_buffers
+            unit.lay_into(buffers[index % NUM_BUFFERS])
+        self._held: list[tuple[int, list[Version]] | None] = [None] * len(buffers)
         self._pinned = Pinned(self._device, [each for unit in self._units for each in unit.hosts()])
-        self._lane: Lane | None = Lane(self._device, num_buffers)
+        self._lane: Lane | None = Lane(self._device, len(buffers))
 
     def __getstate__(self) -> tuple[torch.device, list[_Unit]]:
         return self._device, self._units
@@ -119,9 +113,9 @@ class Streamer:
     ) -> Any:
         if self._lane is None:
             self._begin()
-        lane, buffer = self._lane, index % _NUM_BUFFERS
+        lane, buffer = self._lane, index % NUM_BUFFERS
         assert lane is not None
-        if any(running % _NUM_BUFFERS == buffer for running in self._running):
+        if any(running % NUM_BUFFERS == buffer for running in self._running):
             raise ModelError(
                 "a module whose weights are streamed calls another one",
                 hint="offload only modules that run one after another",
@@ -131,7 +125,7 @@ class Streamer:
             self._fetch(lane, index)
             lane.wait(buffer)
             following = (index + 1) % len(self._units)
-            if all((other - following) % _NUM_BUFFERS for other in self._running):
+            if all((other - following) % NUM_BUFFERS for other in self._running):
                 self._fetch(lane, following)
             with unit.here():
                 return call(*args, **kwargs)
@@ -140,7 +134,7 @@ class Streamer:
             lane.release(buffer)
 
     def _fetch(self, lane: Lane, index: int) -> None:
-        buffer, unit = index % _NUM_BUFFERS, self._units[index]
+        buffer, unit = index % NUM_BUFFERS, self._units[index]
         now = index, unit.versions()
         if self._held[buffer] != now:
             self._held[buffer] = None  # an interrupt may leave half of it there

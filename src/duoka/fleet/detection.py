@@ -17,7 +17,7 @@ from duoka.units import format_bytes
 
 from . import measured
 from .device import MAX_DEVICES, STEP_BYTES, Device, Found
-from .links import Way, between, by_nvlink, through_host
+from .links import Way, between, by_nvlink, from_host, through_host
 
 _UUID = re.compile(r"(?:gpu|mig)-[0-9a-z/-]{1,80}", re.ASCII | re.IGNORECASE)
 _INDEX = re.compile(r"\d{1,9}", re.ASCII)
@@ -323,6 +323,7 @@ def _device(part: _Part, name: str) -> Device:
         memory_bytes_per_second=None if card is None else card.memory_bytes_per_second,
         flops_per_second=None if card is None else card.flops_per_second,
         has_bfloat16=_has_bfloat16(part.gpu, card),
+        host_bytes_per_second=from_host(*_connector(part.gpu)),
         float32_flops_per_second=None if card is None else card.float32_flops_per_second,
     )
     return measured.with_figures(device, part.figures)

@@ -54,7 +54,7 @@ class Device:
     launch_seconds : float, optional
         What it costs to start a kernel; None where it wasn't measured.
     host_bytes_per_second : float, optional
-        How fast it copies from the host's pinned memory; None where it wasn't measured.
+        How fast it copies from the host's pinned memory. None when unknown.
     measured : tuple of str
         The fields that `duoka bench --calibrate` measured; the others are the catalogue's, the
         driver's or declared.

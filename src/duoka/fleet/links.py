@@ -28,6 +28,9 @@ _LANE_BYTES_PER_SECOND = {
 _HOST_SHARE = 0.6
 # 376 of 450 GB/s on an H100 (…/issues/1264).
 _NVLINK_SHARE = 0.8
+# From pinned memory 12.2 of 15.8 GB/s on PCIe 3.0 (github.com/mpicbg-scicomp/gearshifft/pull/82),
+# 25 of 31.5 on 4.0 (github.com/ZaidQureshi/bam/issues/54).
+_PINNED_SHARE = 0.77
 # 11 to 20 µs through the host, 1.8 to 2.3 µs by NVLink
 # (github.com/NVIDIA/cuda-samples/issues/230; …/nccl/issues/1127).
 _HOST_LATENCY_SECONDS = 15e-6
@@ -70,6 +73,12 @@ def through_host(*ends: tuple[int | None, int | None]) -> Way | None:
     if min(speeds) <= 0:
         return None
     return Way(bytes_per_second=_HOST_SHARE * min(speeds), latency_seconds=_HOST_LATENCY_SECONDS)
+
+
+def from_host(generation: int | None, lanes: int | None) -> float | None:
+    """Bytes per second out of the host's pinned memory; None when the connector is unknown."""
+    speed = _LANE_BYTES_PER_SECOND.get(generation or 0, 0.0) * (lanes or 0)
+    return _PINNED_SHARE * speed or None
 
 
 def between(names: Sequence[str], way: Callable[[int, int], Way | None]) -> Iterator[Link]:

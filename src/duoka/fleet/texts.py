@@ -19,7 +19,7 @@ from duoka.units import format_bytes, parse_bytes
 from . import measured
 from .detection import detect, is_detected
 from .device import MAX_DEVICES, RESERVE_BYTES, Device, Found
-from .links import Way, between, by_nvlink, through_host
+from .links import Way, between, by_nvlink, from_host, through_host
 
 FORMS = (
     'the forms are: GPUs of this machine ("2,3", "all"), cards ("2xRTX4090+1xRTX3090"), a budget '
@@ -155,6 +155,9 @@ def _entry(entry: str, text: str, known: Calibration) -> _Entry:
         memory_bytes_per_second=card.memory_bytes_per_second,
         flops_per_second=card.flops_per_second,
         has_bfloat16=card.has_bfloat16,
+        host_bytes_per_second=None
+        if card.pcie is None
+        else from_host(card.pcie.generation, card.pcie.lanes),
         float32_flops_per_second=card.float32_flops_per_second,
     )
     return _Entry(

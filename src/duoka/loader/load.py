@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from duoka.checkpoint import Checkpoint
-from duoka.dispatching.placing import Snapshot, devices_by_name, move_tensors, tensor_names
+from duoka.dispatching.placing import (
+    Snapshot,
+    devices_by_name,
+    move_tensors,
+    on_host,
+    tensor_names,
+)
 from duoka.errors import LoadError
 from duoka.models.conversion import (
     Custom,
@@ -26,15 +32,8 @@ from duoka.models.sketch import Box
 from duoka.placement import Placement
 from duoka.quantization import is_composed
 
-from .quantizing import Quantizer
-from .sources import Reader, Source, list_sources
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes done so far, and the bytes there are."""
-
-# A copy that changes type or layout passes through a buffer of the tensor's size, on the host or
-# on the device; so such copies are made in pieces of this size.
-_CHUNK_BYTES = 32 * 2**20
+from .filling import Filler, Progress
+from .sources import Source, list_sources
 
 
 def load_weights(
@@ -43,6 +42,7 @@ def load_weights(
     placement: Placement,
     *,
     progress: Progress | None = None,
+    offloaded: Sequence[str] = (),
 ) -> None:
     """Fill a model that was built without weights, each tensor on its device.
 
@@ -60,6 +60,8 @@ def load_weights(
         A device for every parameter and buffer.
     progress : callable, optional
         Called with the bytes done so far and the bytes there are.
+    offloaded : sequence of str
+        Modules whose weights go into the host's memory instead.
 
     Raises
     ------
@@ -71,6 +73,7 @@ def load_weights(
     """
     _refuse_loaded(model)
     devices = devices_by_name(model, placement)
+    devices |= on_host(model, devices, offloaded)
     generation = _generation_config(checkpoint)
     sources, recipe = _matched(model, checkpoint)
     with _all_or_nothing(model, devices):
@@ -197,9 +200,9 @@ def _fill(
             f"the weights don't fit: {error}",
             hint="something else uses the memory that the plan counted on",
         ) from error
-    filler = _Filler(dict(tensor_names(model)), sources, progress)
-    with Reader() as reader, torch.no_grad():
-        filler.fill(reader, recipe)
+    filler = Filler(dict(tensor_names(model)), sources, progress)
+    with torch.no_grad():
+        filler.fill(recipe)
     initialize_derived(model, recipe)
     _refuse_gaps(_expected(model, recipe), filler.filled)
 
@@ -213,89 +216,6 @@ def _expected(model: nn.Module, recipe: Recipe) -> dict[str, Tensor]:
     targets |= {name for custom in recipe.customs for name in custom.targets}
     computed = {name for name in buffers if name not in targets} | set(recipe.derived)
     return {n: value for n, value in {**parameters, **buffers}.items() if n not in computed}
-
-
-class _Filler:
-    """Copies what a recipe names into the model's tensors, and counts what it fills."""
-
-    def __init__(
-        self,
-        targets: Mapping[str, Tensor],
-        sources: Mapping[str, Source],
-        progress: Progress | None,
-    ) -> None:
-        self.filled: dict[str, int] = {}
-        self._targets = targets
-        self._sources = sources
-        self._progress = progress
-        self._quantizer = Quantizer()
-        self._done_bytes = self._total_bytes = 0
-
-    def fill(self, reader: Reader, recipe: Recipe) -> None:
-        """Read each source once, file by file, and copy its pieces into their places."""
-        pieces_of: dict[str, list[Piece]] = {}
-        for piece in recipe.pieces:
-            pieces_of.setdefault(piece.source, []).append(piece)
-        whole = [name for custom in recipe.customs for name in custom.sources]
-        self._total_bytes = sum(self._num_bytes(name) for name in (*pieces_of, *whole))
-        self._report()
-        for name in self._in_file_order(pieces_of):
-            tensor = reader.read(self._sources[name])
-            for piece in pieces_of[name]:
-                source = piece.orient(tensor[piece.source_slices])
-                self._put(piece.target, piece.target_box, source)
-            self._report(name)
-        for custom in recipe.customs:
-            self._convert(reader, custom)
-
-    def _in_file_order(self, names: Iterable[str]) -> list[str]:
-        """Files one after another, and within each the order in which it lists its tensors."""
-        places = {name: place for place, name in enumerate(self._sources)}
-        return sorted(names, key=lambda name: (self._sources[name].file, places[name]))
-
-    def _convert(self, reader: Reader, custom: Custom) -> None:
-        tensors = {
-            name: reader.read(self._sources[name]) for name in self._in_file_order(custom.sources)
-        }
-        for name, value in custom.convert(tensors).items():
-            self._put(name, tuple((0, extent) for extent in self._targets[name].shape), value)
-        self._report(*custom.sources)
-
-    def _put(self, name: str, box: Box, source: Tensor) -> None:
-        """Copy a piece into its place, or quantize it on the way there."""
-        target = self._targets[name]
-        extents = [stop - start for start, stop in box]
-        if extents != list(source.shape):
-            raise LoadError(f"{name}: {list(source.shape)} doesn't fit into {extents}")
-        if is_composed(target):
-            self._quantizer.put(name, target, box, source)
-        else:
-            place = target[tuple(slice(start, stop) for start, stop in box)]
-            copy_in_chunks(place, source)
-        self.filled[name] = self.filled.get(name, 0) + source.numel()
-
-    def _num_bytes(self, name: str) -> int:
-        source = self._sources[name]
-        return prod(source.shape) * source.dtype.itemsize
-
-    def _report(self, *names: str) -> None:
-        self._done_bytes += sum(self._num_bytes(name) for name in names)
-        if self._progress is not None:
-            self._progress(self._done_bytes, self._total_bytes)
-
-
-def copy_in_chunks(target: Tensor, source: Tensor) -> None:
-    """Copy a tensor into another of its shape with little memory on the way."""
-    size = target.numel() * max(target.element_size(), source.element_size())
-    as_it_is = source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()
-    if as_it_is or size <= _CHUNK_BYTES or target.ndim == 0:
-        target.copy_(source)
-    elif len(target) == 1:
-        copy_in_chunks(target[0], source[0])
-    else:
-        rows = max(1, _CHUNK_BYTES * len(target) // size)
-        for start in range(0, len(target), rows):
-            copy_in_chunks(target[start : start + rows], source[start : start + rows])
 
 
 # ── complete or not at all ──
