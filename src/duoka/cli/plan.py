@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -116,41 +116,60 @@ def plan(
         reserve=reserve,
         device_map=device_map,
     )
-    outputs.check(save, "the plan")
-    outputs.check(save_device_map, "the device map")
-    outputs.check(html, "the page")
     asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code)
+    answer = _Answer(
+        save=save, save_device_map=save_device_map, html=html, explain=explain, json=json
+    )
+    answer.check()
     try:
         made = planning.make_plan(model, plan_file, wishes, replan=replan, asked=asked)
     except PlacementError as error:
-        if json:
-            typer.echo(_faults(error.faults))
-        if save_device_map is not None and error.completed is not None:
-            planning.save_device_map(error.completed, save_device_map)
-            error.hint = f"look it over, then: --device-map {save_device_map}"
+        answer.refuse(error)
         raise
-    if save_device_map is not None:
-        planning.save_device_map(made.device_map, save_device_map)
-    if save is not None:
-        planning.save(made, save)
-    if html is not None:
-        planning.save_page(made, html)
-    if export is not None:
-        typer.echo(str(duoka.export(made, export)))
-    else:
-        _show(made, json=json, explain=explain)
+    answer.give(made)
 
 
-def _show(made: duoka.Plan, *, json: bool, explain: bool) -> None:
-    explanation = duoka.explain(made) if explain else None
-    if json:
-        typer.echo(made.to_json() if explanation is None else _json(explanation.to_dict()))
-        return
-    from duoka.render import render_explanation, render_plan
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """What a person wants to have of the plan, besides seeing it."""
 
-    stdout().print(render_plan(made))
-    if explanation is not None:
-        stdout().print("", render_explanation(explanation))
+    save: Path | None
+    save_device_map: Path | None
+    html: Path | None
+    explain: bool
+    json: bool
+
+    def check(self) -> None:
+        """Refuse files that can't be written, before the work."""
+        outputs.check(self.save, "the plan")
+        outputs.check(self.save_device_map, "the device map")
+        outputs.check(self.html, "the page")
+
+    def refuse(self, error: PlacementError) -> None:
+        """Say what is wrong with a device map, and keep the completed one."""
+        if self.json:
+            typer.echo(_faults(error.faults))
+        if self.save_device_map is not None and error.completed is not None:
+            planning.save_device_map(error.completed, self.save_device_map)
+            error.hint = f"look it over, then: --device-map {self.save_device_map}"
+
+    def give(self, made: duoka.Plan) -> None:
+        """Write and show a plan."""
+        if self.save_device_map is not None:
+            planning.save_device_map(made.device_map, self.save_device_map)
+        if self.save is not None:
+            planning.save(made, self.save)
+        explanation = duoka.explain(made) if self.explain else None
+        if self.html is not None:
+            planning.save_page(made, self.html)
+        if self.json:
+            typer.echo(made.to_json() if explanation is None else _json(explanation.to_dict()))
+            return
+        from duoka.render import render_explanation, render_plan
+
+        stdout().print(render_plan(made))
+        if explanation is not None:
+            stdout().print("", render_explanation(explanation))
 
 
 def _faults(faults: Faults) -> str:
