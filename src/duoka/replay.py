@@ -7,11 +7,12 @@ held against.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from .allocator import (
+    SMALL_REQUEST_BYTES,
     Allocation,
     CachingAllocator,
     OutOfCapacity,
@@ -24,11 +25,14 @@ from .workload import Workload, refuse_short
 T = TypeVar("T")
 
 # Decode steps are alike but for their length. Where all of them would be more events than these,
-# only the first and last ones and those where a cache outgrows its segment are replayed: what is
-# allocated is the same but for what a cache's block has left unsplit, up to 1 MiB, and what is
+# only the first and last ones and those where a cache outgrows its segment are replayed whole: what
+# is allocated is the same but for what a cache's block has left unsplit, up to 1 MiB, and what is
 # reserved differs by a segment at most where a token takes up to 4 KiB of a cache's block. Where it
-# takes more (large batches) what is cached, and not needed, can come out a fifth too low.
+# takes more (large batches), which blocks are free for whom changes with every token: the steps in
+# between are replayed as well, without what comes from small segments.
 _MOST_EVENTS = 200_000
+_SMALL_GROWTH_BYTES = 4096
+_MOST_STEPS_BETWEEN = 4096
 
 MALLOC, KEEP, RELEASE, DROP, RELEASE_FAR = range(5)
 Event = tuple[int, int, int]
@@ -58,13 +62,17 @@ class StageBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One call of the model: its phase, sizes and regime."""
+    """One call of the model: its phase, sizes and regime.
+
+    With `large_only`, only what comes from large segments is replayed, and caches.
+    """
 
     phase: Phase
     query: int
     keys: int
     regime: int
     values: tuple[int, ...]
+    large_only: bool = False
 
 
 class Replay:
@@ -95,6 +103,7 @@ class Replay:
         self._sizes: dict[tuple[int, int], list[int]] = {}
         self._events: dict[tuple[int, int], list[Event]] = {}
         self._foreign_frees: dict[tuple[int, int], tuple[Ref, ...]] = {}
+        self._large_ones: dict[tuple[int, int], frozenset[int]] = {}
         self.steps = self._schedule()
 
     def tape(self, block: int, step: int) -> Tape:
@@ -113,7 +122,11 @@ class Replay:
         """What a block does in one of `steps`, with sizes in bytes."""
         key = (self.profile.blocks[block].kind, step)
         if key not in self._events:
-            self._events[key] = list(self._compile(block, step))
+            large_only = self.steps[step].large_only
+            compiled = (
+                self._compile_large(block, step) if large_only else self._compile(block, step)
+            )
+            self._events[key] = list(compiled)
         return self._events[key]
 
     def run(
@@ -176,6 +189,41 @@ class Replay:
             else:
                 yield RELEASE_FAR, *self.key_of(block, ref, step)
 
+    def _compile_large(self, block: int, step: int) -> Iterator[Event]:
+        tape, now = self.tape(block, step), self.steps[step]
+        large = self._large(block, now.regime)
+        kept = frozenset(tape.kept)
+        count = 0
+        for ref in tape.events:
+            if ref is None:
+                if count in large:
+                    size = evaluate(tape.sizes[count], now.values)
+                    yield KEEP if count in kept else MALLOC, count, size
+                count += 1
+            elif ref.origin == "kept":
+                yield DROP, ref.index, 0
+            elif ref.origin == "own":
+                if ref.index in large:
+                    yield RELEASE, 0, ref.index
+            elif ref.origin == "earlier":
+                if ref.index in self._large(block - ref.back, now.regime):
+                    yield RELEASE, ref.back, ref.index
+            else:
+                yield RELEASE_FAR, *self.key_of(block, ref, step)
+
+    def _large(self, block: int, regime: int) -> frozenset[int]:
+        """The allocations that come from large segments at the end of the context, and caches."""
+        key = (self.profile.blocks[block].kind, regime)
+        if key not in self._large_ones:
+            tape = self._kind(block).tapes[regime]
+            last = self._values(1, self.workload.context_tokens)
+            self._large_ones[key] = frozenset(tape.kept).union(
+                index
+                for index, rule in enumerate(tape.sizes)
+                if evaluate(rule, last) > SMALL_REQUEST_BYTES
+            )
+        return self._large_ones[key]
+
     def _kind(self, block: int) -> Kind:
         return self.profile.kinds[self.profile.blocks[block].kind]
 
@@ -205,13 +253,18 @@ class Replay:
         chunks = self.workload.chunks()
         steps = [self.step_over(*chunk) for chunk in (_ends(chunks) if self.brief else chunks)]
         keys = range(self.workload.prompt_tokens + 1, self.workload.context_tokens)
-        return steps + [self._step("decode", 1, k) for k in self._decode_lengths(keys)]
+        chosen, between = self._decode_lengths(keys)
+        return steps + [
+            replace(self._step("decode", 1, length), large_only=length not in chosen)
+            for length in sorted({*chosen, *between})
+        ]
 
-    def _decode_lengths(self, keys: range) -> Sequence[int]:
+    def _decode_lengths(self, keys: range) -> tuple[Collection[int], Sequence[int]]:
+        """The lengths of the decode steps to replay, whole and in part."""
         if self.brief:
-            return _ends(keys)
+            return _ends(keys), ()
         if not keys or len(keys) * self._num_events(keys[-1]) <= _MOST_EVENTS:
-            return keys
+            return keys, ()
         chosen = {*_ends(keys)}
         rules = {
             tape.sizes[index]
@@ -220,17 +273,18 @@ class Replay:
             if regime.phase == "decode" and regime.many == (self.workload.batch > 1)
             for index in tape.kept
         }
+        growth = 0
         for rule in rules:
-            classes = [
-                segment_bytes(rounded_bytes(evaluate(rule, self._values(1, length))))
-                for length in keys
-            ]
+            sizes = [rounded_bytes(evaluate(rule, self._values(1, length))) for length in keys]
+            growth = max(growth, (sizes[-1] - sizes[0]) // len(sizes))
+            classes = [segment_bytes(size) for size in sizes]
             chosen.update(
                 length
                 for length, before, after in zip(keys[1:], classes, classes[1:], strict=False)
                 if before != after
             )
-        return sorted(chosen)
+        between = keys[:: -(-len(keys) // _MOST_STEPS_BETWEEN)]
+        return chosen, between if growth > _SMALL_GROWTH_BYTES else ()
 
     def _num_events(self, keys: int) -> int:
         """How many allocations and frees one decode step has, in all blocks."""
@@ -286,7 +340,7 @@ class _StageRun:
         for block in range(len(replay.profile.blocks)):
             if block in self.blocks:
                 self._run_block(block, step)
-            else:
+            elif self.alive or self.detoured:
                 for ref in replay.foreign_frees(block, step):
                     self._release(replay.key_of(block, ref, step))
         for key in [*self.alive, *self.detoured]:
@@ -316,6 +370,8 @@ class _StageRun:
         self.kept[block] = [slot for slot in slots if slot is not None] + born
 
     def _move_in(self, block: int, step: int) -> None:
+        if self.replay.steps[step].large_only:
+            return  # one token of each sequence
         for read in self.replay.tape(block, step).reads:
             key = self.replay.key_of(block, read.ref, step)
             detour = self._detour(block, key[0])

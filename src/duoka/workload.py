@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from .errors import UsageError
+from .units import format_count
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -234,8 +235,8 @@ def refuse_short(workload: Workload, least_tokens: int) -> None:
     if workload.images and workload.prompt_tokens < least_tokens:
         height, width = workload.image_size
         raise UsageError(
-            f"{workload.images} images of {width}x{height} and a question take {least_tokens} "
-            f"tokens; the prompt has {workload.prompt_tokens}",
+            f"{format_count(workload.images, 'image')} of {width}x{height} and a question take "
+            f"{least_tokens} tokens; the prompt has {workload.prompt_tokens}",
             hint=f"ask for a context of {least_tokens + workload.new_tokens} tokens at least, "
             "or for smaller images",
         )
