@@ -12,9 +12,9 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from . import checker, devices, loader, models, profiles, quantization
+from . import checker, devices, loader, profiles
+from .building import build_model, notes_of
 from .checkpoint import Checkpoint
 from .constraints import Constraints
 from .demands import usable
@@ -28,6 +28,7 @@ from .maps import DeviceMap
 from .placement import Placement
 from .planner import Question, with_chunks
 from .plans import Plan
+from .prequantized import method_of
 from .profile import Profile
 from .search import Objective
 from .tracing import Irregular, Subject, trace, trace_call, trace_workload
@@ -151,11 +152,10 @@ def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
     profile = profiles.find_profile(checkpoint.fingerprint, workload)
     if profile is None:
         model = build_model(checkpoint, workload)
-        if checkpoint.format == "safetensors":
+        if checkpoint.format == "safetensors" and method_of(checkpoint.config) is None:
             # Such a plan could never be loaded.
             loader.refuse_differences(model, checkpoint)
-        scheme = _scheme(workload)
-        notes = () if scheme is None else quantization.notes(model, scheme)
+        notes = notes_of(model, checkpoint, workload)
         subject = Subject(
             fingerprint=checkpoint.fingerprint,
             max_context_tokens=checkpoint.max_context_tokens,
@@ -329,20 +329,3 @@ def without_data(model: nn.Module) -> nn.Module:
         copied = copy.deepcopy(model, memo)
     undispatch(copied)
     return copied
-
-
-def build_model(checkpoint: Checkpoint, workload: Workload) -> PreTrainedModel:
-    """The model of a checkpoint in the type that a workload asks for, without data."""
-    dtype = getattr(torch, workload.dtype)
-    with checkpoint.code_directory() as code:
-        model = models.build(checkpoint.config, dtype=dtype, trust_remote_code=code)
-    scheme = _scheme(workload)
-    if scheme is not None:
-        quantization.quantize_model(model, scheme)
-    return model
-
-
-def _scheme(workload: Workload) -> quantization.Scheme | None:
-    """What the weights are quantized to while they are loaded."""
-    assert workload.quantize != "auto", "resolve it first"
-    return None if workload.quantize == "none" else workload.quantize

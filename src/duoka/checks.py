@@ -13,7 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from . import profiles
-from .api import build_model, plan, plan_checkpoint, profile_checkpoint
+from .api import plan, plan_checkpoint, profile_checkpoint
+from .building import build_model
 from .checker import Subject, check_subject, complete, read_entries
 from .checker.owncode import build_own, native_hint, stop_of
 from .checkpoint import Checkpoint

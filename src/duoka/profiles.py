@@ -21,6 +21,7 @@ from .files import cache_directory, read_text, write_whole
 from .given import answer
 from .planner import Question, attempt, check_context
 from .plans import Plan
+from .prequantized import method_of
 from .profile import Profile
 from .serial import from_dict, parse_json_object, to_dict
 from .workload import Dtype, Workload, with_quantization
@@ -118,10 +119,25 @@ def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
         If the model wasn't made for such a context: said before anything is traced.
     """
     check_context(workload, checkpoint.max_context_tokens, checkpoint.name)
+    workload = _unquantized(checkpoint, workload)
     workload = whole_prompt(
         workload, is_encoder=bool(checkpoint.config.get("is_encoder_decoder", False))
     )
     return workload.resolved(dtype=cast(Dtype, checkpoint.default_dtype or "float32"))
+
+
+def _unquantized(checkpoint: Checkpoint, workload: Workload) -> Workload:
+    """The workload of a checkpoint that is quantized already: nothing is left to quantize."""
+    method = method_of(checkpoint.config)
+    if method is None:
+        return workload
+    if workload.quantize not in ("none", "auto"):
+        raise UsageError(
+            f"{checkpoint.name} is quantized already ({method.name}); it can't become "
+            f"{workload.quantize}",
+            hint="leave quantize out, or take the 16-bit checkpoint",
+        )
+    return replace(workload, quantize="none")
 
 
 def whole_prompt(workload: Workload, *, is_encoder: bool) -> Workload:

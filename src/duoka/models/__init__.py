@@ -7,10 +7,12 @@ import; `build` and `chatglm.register` do that on first use.
 from .build import build, is_served, resolve
 from .importing import import_class
 from .learning import base_name, make_trainable
+from .published import hold_as_stored
 
 __all__ = [
     "base_name",
     "build",
+    "hold_as_stored",
     "import_class",
     "is_served",
     "make_trainable",

@@ -3,10 +3,12 @@
 from .choosing import notes, quantize_model
 from .parts import is_composed, num_bytes, parts
 from .rows import fill_rows, takes_rows
+from .stored import StoredWeight
 from .weights import Scheme, computes_in, empty_weight, moved, quantize
 
 __all__ = [
     "Scheme",
+    "StoredWeight",
     "computes_in",
     "empty_weight",
     "fill_rows",
