@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,8 @@ class TensorInfo:
     nbytes : int or None
     file : Path or None
         Where it lies, or will lie once it was downloaded; None when there is no file.
+    offset : int or None
+        Its first byte in that file; None where that isn't known.
     """
 
     name: str
@@ -81,6 +83,7 @@ class TensorInfo:
     shape: tuple[int, ...] | None = None
     nbytes: int | None = None
     file: Path | None = None
+    offset: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +252,8 @@ def parse_header(text: bytes, data_bytes: int, path: Path) -> dict[str, TensorIn
         raise CheckpointError(f"{path} has metadata that is no text for each key", hint=DAMAGED)
     entries = [_read_entry(path, name, entry) for name, entry in header.items()]
     _check_layout(path, entries, data_bytes=data_bytes)
-    return {tensor.name: tensor for _, tensor in entries}
+    data_offset = LENGTH_BYTES + len(text)
+    return {tensor.name: replace(tensor, offset=data_offset + start) for start, tensor in entries}
 
 
 def _check_name(path: Path, name: str) -> None:

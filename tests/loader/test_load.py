@@ -29,7 +29,7 @@ from duoka.checkpoint import Checkpoint
 from duoka.dispatching import dispatch, tensor_names
 from duoka.errors import LoadError, PlacementError
 from duoka.loader import load_weights
-from duoka.loader.load import copy_in_chunks
+from duoka.loader.filling import copy_in_chunks
 from duoka.models import build
 from duoka.placement import Placement
 
@@ -137,6 +137,16 @@ def test_the_same_as_transformers(
     for name, tensor in tensor_names(model):
         assert str(tensor.device) == spread.device_of(name), name
     assert not model.training
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("most_bytes", [100, 3000])
+def test_tensors_that_are_read_in_parts(
+    family: str, most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("duoka.loader.filling.STRETCH_BYTES", most_bytes)
+    path = write(family, tmp_path, max_shard_size="20KB")
+    assert_equal_to_transformers(load(path), path)
 
 
 def test_ties_hold(tmp_path: Path) -> None:
@@ -449,7 +459,7 @@ def cases() -> Iterable[Any]:
 def test_chunks(
     target: Tensor, source: Tensor, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("duoka.loader.load._CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("duoka.loader.filling._CHUNK_BYTES", chunk_bytes)
     target.zero_()
     copy_in_chunks(target, source)
     assert torch.equal(target, source.to(target.dtype))

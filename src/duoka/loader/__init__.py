@@ -3,6 +3,7 @@
 This room knows nothing of how a placement was found, and leaves movers to `dispatch`.
 """
 
-from .load import Progress, load_weights, refuse_differences
+from .filling import Progress
+from .load import load_weights, refuse_differences
 
 __all__ = ["Progress", "load_weights", "refuse_differences"]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import prod
 from typing import Any
 
 import torch
@@ -22,15 +21,11 @@ from duoka.dispatching.placing import (
 )
 from duoka.errors import LoadError
 from duoka.models.conversion import (
-    Custom,
-    Piece,
     Recipe,
     initialize_derived,
     plan_tensors,
 )
-from duoka.models.sketch import Box
 from duoka.placement import Placement
-from duoka.quantization import is_composed
 
 from .filling import Filler, Progress
 from .sources import Source, list_sources

@@ -10,7 +10,8 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,7 +26,7 @@ from duoka.files import Stamp
 
 from .pickles import load_pickle
 
-_DAMAGED = "the download may be incomplete: fetch it again"
+DAMAGED = "the download may be incomplete: fetch it again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,8 @@ class Source:
     file : Path
     stamp : Stamp, optional
         Of the file when it was described.
+    offset : int, optional
+        Its first byte in the file, where its bytes lie there as torch has them in memory.
     """
 
     name: str
@@ -48,6 +51,12 @@ class Source:
     shape: tuple[int, ...]
     file: Path
     stamp: Stamp | None = None
+    offset: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensor in memory."""
+        return prod(self.shape) * self.dtype.itemsize
 
 
 def list_sources(checkpoint: Checkpoint) -> dict[str, Source]:
@@ -67,11 +76,11 @@ def list_sources(checkpoint: Checkpoint) -> dict[str, Source]:
         return {source.name: source for source in _safetensors_sources(checkpoint)}
     sources: dict[str, Source] = {}
     for file in checkpoint.files:
-        _refuse_changed(file, checkpoint.stamps.get(file))
+        refuse_changed(file, checkpoint.stamps.get(file))
         for name, tensor in _read_pickle(file, "meta").items():
             if name in sources:
                 raise LoadError(
-                    f"the tensor {name!r} stands in {sources[name].file} and {file}", hint=_DAMAGED
+                    f"the tensor {name!r} stands in {sources[name].file} and {file}", hint=DAMAGED
                 )
             sources[name] = Source(
                 name=name,
@@ -93,13 +102,16 @@ def _safetensors_sources(checkpoint: Checkpoint) -> Iterator[Source]:
                 f"{name!r} is stored as {tensor.dtype}, which torch doesn't have",
                 hint="a newer version of torch may have it",
             )
-        yield Source(
+        source = Source(
             name=name,
             dtype=dtype,
             shape=tensor.shape,
             file=tensor.file,
             stamp=checkpoint.stamps.get(tensor.file),
         )
+        # Types of less than a byte have other shapes in memory.
+        plain = source.num_bytes == tensor.nbytes
+        yield replace(source, offset=tensor.offset if plain else None)
 
 
 class Reader:
@@ -130,12 +142,12 @@ class Reader:
         """
         if self._file != source.file:
             self._close()
-            _refuse_changed(source.file, source.stamp)
+            refuse_changed(source.file, source.stamp)
             self._tensors = _open(source.file)
             self._file = source.file
         # Once more for each tensor: reading what was cut off from a mapped file ends the process.
-        _refuse_changed(source.file, source.stamp)
-        with _damage_told(source.file):
+        refuse_changed(source.file, source.stamp)
+        with damage_told(source.file):
             if isinstance(self._tensors, dict):
                 tensor: Tensor = self._tensors[source.name]
             else:
@@ -143,7 +155,7 @@ class Reader:
         if tensor.dtype != source.dtype or tuple(tensor.shape) != source.shape:
             raise LoadError(
                 f"{source.file} changed while it was read: {source.name!r} is another",
-                hint=_DAMAGED,
+                hint=DAMAGED,
             )
         return tensor
 
@@ -154,22 +166,29 @@ class Reader:
 def _open(file: Path) -> Any:
     if file.suffix != ".safetensors":
         return _read_pickle(file, "cpu")
-    with _damage_told(file):
+    with damage_told(file):
         return safe_open(file, framework="pt", device="cpu")
 
 
 def _read_pickle(file: Path, map_location: str) -> dict[str, Tensor]:
-    with _damage_told(file):
+    with damage_told(file):
         return load_pickle(file, map_location=map_location)
 
 
-def _refuse_changed(file: Path, stamp: Stamp | None) -> None:
+def refuse_changed(file: Path, stamp: Stamp | None) -> None:
+    """Refuse a file that isn't what it was when it was described.
+
+    Raises
+    ------
+    LoadError
+        If it was written, replaced or removed.
+    """
     if stamp is None:
         return
     try:
         now = Stamp.of(file.stat())
     except OSError as error:
-        raise LoadError(f"{file} can't be read: {error.strerror}", hint=_DAMAGED) from error
+        raise LoadError(f"{file} can't be read: {error.strerror}", hint=DAMAGED) from error
     if now != stamp:
         raise LoadError(
             f"{file} has changed since the checkpoint was opened: it had {stamp.num_bytes} bytes, "
@@ -179,7 +198,7 @@ def _refuse_changed(file: Path, stamp: Stamp | None) -> None:
 
 
 @contextmanager
-def _damage_told(file: Path) -> Iterator[None]:
+def damage_told(file: Path) -> Iterator[None]:
     """Turn what the libraries raise on a damaged file into one error that names it."""
     try:
         yield
@@ -192,4 +211,4 @@ def _damage_told(file: Path) -> Iterator[None]:
         KeyError,
         ValueError,
     ) as error:
-        raise LoadError(f"{file} can't be read: {error}", hint=_DAMAGED) from error
+        raise LoadError(f"{file} can't be read: {error}", hint=DAMAGED) from error
