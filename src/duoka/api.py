@@ -31,7 +31,14 @@ from .plans import Plan
 from .prequantized import method_of
 from .profile import Profile
 from .search import Objective
-from .tracing import Irregular, Subject, trace, trace_call, trace_workload
+from .tracing import (
+    Irregular,
+    Subject,
+    profile_training,
+    trace,
+    trace_call,
+    trace_workload,
+)
 from .workload import DTYPE_BYTES, Dtype, Workload
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -189,6 +196,8 @@ def _trace(
     build: Callable[[], nn.Module], subject: Subject, workload: Workload
 ) -> tuple[Profile, bool]:
     """Trace for every workload where rules hold, which the second result says, or for this one."""
+    if workload.training is not None:
+        return profile_training(build, subject, workload)
     try:
         found = trace(build(), subject)
     except Irregular:
@@ -230,6 +239,8 @@ def load(
         If the plan fails on virtual GPUs; nothing has been read then.
     FormatError
         If the plan was made for another checkpoint.
+    UsageError
+        If the plan is for training.
     FleetError
         If a GPU of the plan is gone, or has less free memory now than the plan needs.
     CheckpointError
@@ -237,6 +248,12 @@ def load(
     LoadError
         If what is in the files isn't what the model expects; nothing stays loaded then.
     """
+    if plan.workload.training is not None:
+        raise UsageError(
+            "the plan is for training, and a model is loaded to generate",
+            hint="duoka.dispatch(model, plan) spreads a model that you train; to generate, plan "
+            "without training",
+        )
     if not plan.source:
         raise CheckpointError(
             "the plan was made for a model that was given as an object; there is nothing to load",

@@ -6,33 +6,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from . import planner
 from .errors import InfeasibleError, UsageError
 from .fleet import Device, Fleet
-from .forecast import Costs, DeviceForecast, Forecast
+from .forecast import DeviceForecast, Forecast
 from .placement import Placement
 from .planner import (
     Question,
-    attempt,
     check_context,
     chunk_reason,
-    context_way,
-    shortened,
     solve,
     with_chunks,
 )
 from .plans import Plan, Request
 from .profile import Profile
-from .replay import Replay, StageBytes
-from .search import largest
+from .replay import StageBytes
 from .seconds import Seconds
+from .tuition import costs_of, replay_of
 from .units import format_bytes
 from .workload import Workload
 
 OBJECTIVE = "given"
 """What a plan for a map has in the place of an objective: nothing was optimised."""
-
-# How often a context is made a little shorter, where it fits but for fragmentation.
-_STEPS_DOWN = 16
 
 
 def answer(profile: Profile, question: Question, *, source: str = "") -> Plan:
@@ -50,12 +45,36 @@ def answer(profile: Profile, question: Question, *, source: str = "") -> Plan:
     PlacementError
         If the map isn't complete: with all names at fault, and a completed one.
     InfeasibleError
-        If nothing fits, or the map doesn't: with what would fit.
+        If nothing fits, or the map doesn't: with the shortfall.
     UsageError
-        If the context is longer than the model was made for.
+        If the context is longer than the model was made for, or the question asks for an optimum
+        where a map has decided.
     """
     if question.device_map is None:
         return solve(profile, question, source=source)
+    return _given(profile, question).plan(source)
+
+
+def attempt(profile: Profile, question: Question) -> Plan | None:
+    """The plan that `answer` finds; None where nothing fits."""
+    if question.device_map is None:
+        return planner.attempt(profile, question)
+    try:
+        return _given(profile, question).plan("")
+    except InfeasibleError:
+        return None
+
+
+def possible(profile: Profile, question: Question) -> bool:
+    """Whether there is memory enough. `attempt` may find that it is too fragmented."""
+    if question.device_map is None:
+        return planner.possible(profile, question)
+    return _given(profile, question).possible()
+
+
+def _given(profile: Profile, question: Question) -> _Given:
+    """The question's map, judged."""
+    assert question.device_map is not None, "planner.solve answers without one"
     if question.use_all or question.objective != "auto":
         raise UsageError(
             "a device map says which GPUs are used, and how: nothing is left to optimise",
@@ -69,7 +88,7 @@ def answer(profile: Profile, question: Question, *, source: str = "") -> Plan:
         )
     placement = Placement.from_device_map(question.device_map, profile, question.fleet)
     check_context(question.workload, profile.max_context_tokens, profile.model)
-    return _Given(profile, question, placement).plan(source)
+    return _Given(profile, question, placement)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,14 +116,26 @@ class _Given:
                 return self._made(workload, needs, source)
         raise self._infeasible(needs)
 
-    def _needs(self, workload: Workload, *, thorough: bool = True) -> list[_Need]:
-        brief = Replay(self.profile, workload, brief=True)
-        full = Replay(self.profile, workload) if thorough else None
-        return [self._need(name, brief, full) for name in self.placement.devices]
+    def possible(self) -> bool:
+        """Whether the map fits with the smallest chunk, which needs the least."""
+        *_, least = with_chunks(self.question.workload)
+        try:
+            needs = self._needs(least, thorough=False)
+        except UsageError:
+            return False  # a profile of one workload knows no other
+        return all(need.bytes <= need.device.budget_bytes for need in needs)
 
-    def _need(self, name: str, brief: Replay, full: Replay | None) -> _Need:
+    def _needs(self, workload: Workload, *, thorough: bool = True) -> list[_Need]:
+        devices = self.placement.devices
+        return [
+            self._need(name, workload, place=len(devices) - number, thorough=thorough)
+            for number, name in enumerate(devices)
+        ]
+
+    def _need(self, name: str, workload: Workload, *, place: int, thorough: bool) -> _Need:
         device = self.question.fleet.device(name)
         blocks = [index for index, at in enumerate(self.device_of) if at == name]
+        brief = replay_of(self.profile, workload, brief=True, place=place)
         least = brief.run(blocks, device_of=self.device_of)
         assert least is not None, "nothing limits this run"
         needed, budget = least.reserved, device.budget_bytes
@@ -112,14 +143,15 @@ class _Given:
         if needed > budget and brief.run(blocks, budget, device_of=self.device_of):
             needed = budget
         peaks = None
-        if full is not None and needed <= budget:
+        if thorough and needed <= budget:
+            full = replay_of(self.profile, workload, place=place)
             peaks = full.run(blocks, budget, device_of=self.device_of)
         return _Need(device=device, bytes=needed, peaks=peaks)
 
     def _made(self, workload: Workload, needs: list[_Need], source: str) -> Plan:
         question, profile = self.question, self.profile
         forecasts = tuple(_forecasts(needs))
-        own = attempt(self.profile, replace(question, device_map=None))
+        own = planner.attempt(self.profile, replace(question, device_map=None))
         best = self._best(workload)
         tightest = min(forecasts, key=lambda each: each.free_bytes)
         free = float(tightest.free_bytes)
@@ -152,7 +184,7 @@ class _Given:
             fleet=Fleet(devices=devices), workload=workload, objective="headroom", use_all=True
         )
         try:
-            best = attempt(self.profile, question)
+            best = planner.attempt(self.profile, question)
         except UsageError:
             return None  # a map can use more devices than there are stages
         return None if best is None else best.value
@@ -171,7 +203,7 @@ class _Given:
 
     def _seconds(self, workload: Workload) -> Seconds | None:
         """Each run of blocks on one device is a stage."""
-        costs = Costs(self.profile, workload)
+        costs = costs_of(self.profile, workload)
         stages: list[tuple[str, int, int]] = []
         for place, block in enumerate(costs.chain):
             name = self.device_of[block]
@@ -186,54 +218,12 @@ class _Given:
         missing = [max(need.bytes - need.device.budget_bytes, 1) for need in over]
         workload = self.question.workload
         told = "; ".join(map(_shortage, over))
-        ways = tuple(self._ways_out())
         return InfeasibleError(
             f"the device map does not fit: {told}. {self.profile.model}, "
             f"{workload.context_tokens} tokens, batch {workload.batch}",
-            hint="; or ".join(ways) if ways else "spread the model over more GPUs",
+            hint="spread the model over more GPUs",
             shortfall_bytes=sum(missing),
-            ways_out=ways,
         )
-
-    def _ways_out(self) -> Iterator[str]:
-        shorter = self._shorter()
-        with_map = [f"with the map {context_way(shorter)}"] if shorter is not None else []
-        try:
-            own = solve(self.profile, replace(self.question, device_map=None))
-        except InfeasibleError as error:
-            yield from with_map
-            yield from (f"without the map, {way}" for way in error.ways_out)
-            return
-        yield from self._own_way(own)
-        yield from with_map
-
-    def _shorter(self) -> Workload | None:
-        """The longest context with which the map fits."""
-        *_, asked = with_chunks(self.question.workload)  # the smallest chunk needs the least
-
-        def fits(tokens: int) -> bool:
-            try:
-                needs = self._needs(shortened(asked, tokens), thorough=False)
-            except UsageError:
-                return False  # a profile of one workload knows no other
-            return all(need.bytes <= need.device.budget_bytes for need in needs)
-
-        tokens = largest(fits, 2, asked.context_tokens - 1)
-        for _ in range(_STEPS_DOWN):
-            if tokens is None or tokens < 2:
-                return None
-            shorter = shortened(asked, tokens)
-            if all(need.peaks is not None for need in self._needs(shorter)):
-                return shorter
-            tokens -= 1 + tokens // _STEPS_DOWN // 2
-        return None
-
-    def _own_way(self, own: Plan) -> Iterator[str]:
-        sizes = ", ".join(
-            f"{each.device} {format_bytes(each.needed_bytes)} of {format_bytes(each.budget_bytes)}"
-            for each in own.forecast.devices
-        )
-        yield f"without the map duoka's own plan fits ({sizes})"
 
 
 def _devices(profile: Profile, placement: Placement) -> list[str]:
@@ -271,6 +261,8 @@ def _forecasts(needs: list[_Need]) -> Iterator[DeviceForecast]:
             reserved_bytes=need.peaks.reserved,
             needed_bytes=need.bytes,
             budget_bytes=need.device.budget_bytes,
+            gradient_bytes=need.peaks.gradients,
+            optimizer_bytes=need.peaks.optimizer,
         )
 
 

@@ -459,6 +459,8 @@ def _ways_out(profile: Profile, question: Question) -> Iterator[str]:
     workload = question.workload
 
     def with_context(tokens: int) -> Question:
+    if workload.training is not None:
+        return replace(workload, prompt_tokens=context_tokens)
         return replace(question, workload=shortened(workload, tokens))
 
     tokens = _largest_that_works(profile, with_context, 2, workload.context_tokens - 1)

@@ -25,8 +25,8 @@ FORWARD, BACKWARD, ACCUMULATE = range(3)
 _STEPS = 2
 # Micro-batches after which a schedule has come round: more of them do what the last ones did.
 _ROUNDS = 2
-_STATES = {"adamw": 2, "sgd": 0}
-_TEMPORARIES = {"adamw": 1, "sgd": 0}
+STATES = {"adamw": 2, "sgd": 0}
+TEMPORARIES = {"adamw": 1, "sgd": 0}
 
 
 class Rehearsal(Replay):
@@ -85,6 +85,11 @@ class Rehearsal(Replay):
             return _StageRun(self, blocks, capacity_bytes).run()
         except OutOfCapacity:
             return None
+
+    def weighted_steps(self) -> list[tuple[Step, float]]:
+        """The passes of a step of training, each with how often it runs."""
+        number = self.training.micro_batches
+        return list(zip(self.steps, (float(number), 1.0, number - 1.0), strict=True))
 
     def ended_by(self, key: Key) -> int | None:
         """The block whose backward pass ends what a forward pass made; None if none does."""
@@ -246,7 +251,7 @@ class _StageRun:
         optimizer = self.rehearsal.training.optimizer
         before = self.optimizer_bytes
         temporary = []
-        for size in self.trained * _TEMPORARIES[optimizer]:
+        for size in self.trained * TEMPORARIES[optimizer]:
             self.optimizer_bytes += rounded_bytes(size)
             temporary.append(self._malloc(size))
         for allocation in temporary:
@@ -260,7 +265,7 @@ class _StageRun:
 
     def _make_states(self) -> None:
         for size in self.trained:
-            for _ in range(_STATES[self.rehearsal.training.optimizer]):
+            for _ in range(STATES[self.rehearsal.training.optimizer]):
                 self.optimizer_bytes += rounded_bytes(size)
                 self._malloc(size)
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from .fleet import Device, Fleet, Link
 from .profile import Profile, Rule
+from .rehearsal import Rehearsal
 from .replay import Replay, Step
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -127,9 +128,8 @@ class Times:
         self._workload = replay.workload
         self._places = places
         workload = self._workload
-        prefill = [replay.step_over(*chunk) for chunk in workload.chunks()]
         lengths = range(workload.prompt_tokens, workload.context_tokens - 1)
-        chosen = [(step, weight, 0.0) for step, weight in _sampled(prefill)]
+        chosen = [(step, weight, 0.0) for step, weight in _first_steps(replay)]
         chosen += [(replay.step_over(1, past), 0.0, weight) for past, weight in _sampled(lengths)]
         self._num_decodes = len(lengths)
         self._steps: list[Step] = [step for step, _, _ in chosen]
@@ -216,12 +216,15 @@ class Times:
                 s.prefill_transfer_seconds + s.decode_transfer_seconds,
             )
         )
-        tokens = self._workload.batch * self._workload.new_tokens
+        training, tokens = self._workload.training, self._workload.new_tokens
+        if training is not None:
+            tokens = self._workload.prompt_tokens * training.micro_batches
+        tokens *= self._workload.batch
         return Seconds(
             stages=stages,
             total_seconds=prefill + decode,
             slowest_seconds=slowest,
-            first_token_seconds=prefill,
+            first_token_seconds=prefill if training is None else None,
             token_seconds=decode / self._num_decodes if self._num_decodes else None,
             tokens_per_second=tokens / slowest if slowest else 0.0,
         )
@@ -257,6 +260,13 @@ def _evaluated(rules: Sequence[Rule], values: Floats) -> Floats:
     for row, rule in zip(table, rules, strict=True):
         row[: len(rule)] = rule[: len(row)]
     return np.asarray(table @ values.T)
+
+
+def _first_steps(replay: Replay) -> list[tuple[Step, float]]:
+    """The steps that run over the prompt, each with how many it stands for; in training all."""
+    if isinstance(replay, Rehearsal):
+        return replay.weighted_steps()
+    return _sampled([replay.step_over(*chunk) for chunk in replay.workload.chunks()])
 
 
 def _sampled(items: Sequence[Item]) -> list[tuple[Item, float]]:

@@ -152,6 +152,8 @@ class Workload:
                 f"new_tokens is {self.new_tokens}; training generates none",
                 hint="give the sequence's length as prompt_tokens, and new_tokens=0",
             )
+        if self.training is not None:
+            self._refuse_in_training()
         self._refuse_too_many()
         chunk = self.prefill_chunk_tokens
         if isinstance(chunk, str) and chunk != "auto":
@@ -166,6 +168,23 @@ class Workload:
         _refuse_unknown("dtype", self.dtype, get_args(Dtype))
         _refuse_unknown("cache", self.cache, get_args(Cache))
         _refuse_unknown("quantize", self.quantize, get_args(Quantization))
+
+    def _refuse_in_training(self) -> None:
+        for name, got, plain in (
+            ("cache", self.cache, "dynamic"),
+            ("quantize", self.quantize, "none"),
+            ("images", self.images, 0),
+        ):
+            if got != plain:
+                raise UsageError(
+                    f"{name} is {got!r}, and duoka doesn't forecast training with it",
+                    hint=f"leave {name} out, or generate instead of training",
+                )
+        if isinstance(self.prefill_chunk_tokens, int):
+            raise UsageError(
+                f"sequences can't be learnt from in chunks of {self.prefill_chunk_tokens} tokens",
+                hint="leave the chunk out",
+            )
 
     def _refuse_too_many(self) -> None:
         for name, got, most in (

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,9 +17,11 @@ from .. import virtual
 from ..dispatching import dispatch
 from ..errors import ProofError
 from ..images import ImagePrompts, prompts_for
+from ..models import make_trainable
 from ..placement import Placement
 from ..plans import Plan
-from ..tracing import Stepper
+from ..rehearsal import in_flight
+from ..tracing import Learner, Stepper
 from ..units import format_count
 from ..workload import Workload
 
@@ -55,15 +60,41 @@ def prove(plan: Plan, model: PreTrainedModel) -> tuple[Measured, ...]:
     PlacementError
         If the placement isn't complete for this model.
     """
+    if plan.workload.training is not None:
+        return _prove_training(plan, model)
+    prompts = prompts_for(model, plan.workload.conditions)
+    with torch.no_grad():
+        return _measured(plan, model, partial(_run, model, plan.workload, prompts), plan.devices)
+
+
+def _prove_training(plan: Plan, model: PreTrainedModel) -> tuple[Measured, ...]:
+    """Run steps of training; once for each stage where stages hold different micro-batches."""
+    workload, names = plan.workload, plan.devices
+    assert workload.training is not None, "the plan is for training"
+    make_trainable(model, workload.training, getattr(torch, workload.dtype))
+    flying = [in_flight(workload.training, len(names) - stage) for stage in range(len(names))]
+    found: dict[str, Measured] = {}
+    for limit in sorted(set(flying)):
+        copied = copy.deepcopy(model)
+        stages = [name for name, number in zip(names, flying, strict=True) if number == limit]
+        learner = Learner(copied, workload, torch.device("vgpu:0"))
+        measured = _measured(plan, copied, partial(learner.run, in_flight=limit), stages)
+        found |= {each.device: each for each in measured}
+    return tuple(found[name] for name in names)
+
+
+def _measured(
+    plan: Plan, model: PreTrainedModel, run: Callable[[], None], limited: Sequence[str]
+) -> tuple[Measured, ...]:
+    """Run a model where a plan puts it; what the devices measure that have their budgets."""
     names = plan.devices
     virtual_name = {name: f"vgpu:{index}" for index, name in enumerate(names)}
-    budgets = {device.name: device.budget_bytes for device in plan.fleet.devices}
+    budgets = {name: plan.fleet.device(name).budget_bytes for name in limited}
     entries = tuple((module, virtual_name[name]) for module, name in plan.placement.entries)
-    prompts = prompts_for(model, plan.workload.conditions)
-    with virtual.gpus([budgets[name] for name in names], data="meta") as world, torch.no_grad():
+    with virtual.gpus([budgets.get(name) for name in names], data="meta") as world:
         try:
             dispatch(model, Placement(entries=entries), empty=True, offloaded=plan.offloaded)
-            _run(model, plan.workload, prompts)
+            run()
         except torch.OutOfMemoryError as error:
             raise ProofError(
                 f"the plan overflows{_where(error)}: {_renamed(str(error), names)}",
@@ -82,6 +113,7 @@ def prove(plan: Plan, model: PreTrainedModel) -> tuple[Measured, ...]:
                 reserved_bytes=world.max_memory_reserved(index),
             )
             for index, name in enumerate(names)
+            if name in budgets
         )
 
 

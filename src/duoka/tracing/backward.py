@@ -20,7 +20,8 @@ from torch import nn
 
 from .. import virtual
 from .grouping import Group, tensors_in
-from .recording import Pass, Recorder
+from .recording import Home, Pass, Recorder
+from .standins import TrainingSkipper, placeholder
 
 
 class MicroBatch(NamedTuple):
@@ -39,10 +40,14 @@ class TrainingRecorder(Recorder):
         Whole on one virtual GPU without data, and ready to be trained.
     groups : list of Group
         Its blocks in execution order.
+    skip : bool
+        Run alike blocks once.
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[Group]) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[Group], *, skip: bool) -> None:
         super().__init__(model, groups, skip=False)
+        if skip:
+            self._skipper = TrainingSkipper(model, groups)
         owners = {owner: index for index, group in enumerate(groups) for owner in group.owners}
         self._block_of: dict[int, int] = {}
         for name, module in model.named_modules():
@@ -53,12 +58,14 @@ class TrainingRecorder(Recorder):
         # The numbers of autograd's nodes from which on a block's begin, and these blocks.
         self._begins: list[int] = []
         self._blocks: list[int] = []
+        # Of each block's arguments the numbers of their gradients, by position.
+        self._gradients: dict[tuple[int, int], int] = {}
 
     def record_training(self, forward: Callable[[], torch.Tensor]) -> MicroBatch:
         """Run one micro-batch: a forward pass, whose loss is returned, and the backward pass."""
         self._is_backward = False
         self._first_numbers = [0] * len(self._groups)
-        self._begins, self._blocks = [0], [0]
+        self._begins, self._blocks, self._gradients = [0], [0], {}
         losses: list[torch.Tensor] = []
         first = self.record(lambda: losses.append(forward()))
         self._number -= 1  # both passes are one micro-batch, as references to it go
@@ -71,6 +78,8 @@ class TrainingRecorder(Recorder):
 
         second = self.record(backward)
         self._is_backward = False
+        second.like = first.like
+        self._resolve(second)
         return MicroBatch(first, second)
 
     def allocated(self, gpu: object, storage_id: int, num_bytes: int) -> None:
@@ -101,28 +110,48 @@ class TrainingRecorder(Recorder):
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._is_backward:
-            super()._enter(module, args, kwargs)
+            for tensor in tensors_in((args, kwargs)):
+                self._follow(tensor, None)
+            self._entered += super()._given(args, kwargs)
 
     def _given(self, args: Any, kwargs: Any) -> Iterator[Any]:
-        for tensor in tensors_in((args, kwargs)):
-            if isinstance(tensor, virtual.VirtualTensor) and tensor.requires_grad:
-                self._follow(tensor)
+        for position, tensor in enumerate(tensors_in((args, kwargs))):
+            self._follow(tensor, position)
         yield from super()._given(args, kwargs)
 
-    def _follow(self, tensor: Any) -> None:
+    def _follow(self, tensor: Any, position: int | None) -> None:
         """Note what comes back to an argument's maker: the gradient, as another block made it."""
+        if not isinstance(tensor, virtual.VirtualTensor) or not tensor.requires_grad:
+            return
         home = self.home_of(tensor)
         if home is None:
             return
         maker = home[1]
 
-        def note(gradient: torch.Tensor) -> None:
+        def note(gradient: Any) -> None:
             if isinstance(gradient, virtual.VirtualTensor):
                 made = self.home_of(gradient)
                 if made is not None and made[1] != maker and made[0] == self._number:
                     self._tapes[maker].reads[made] = gradient.nbytes
+                    if position is not None:
+                        self._gradients[made[1], position] = made[2]
 
-        tensor.register_hook(note)
+        leaf: Any = tensor
+        leaf.register_hook(note)
+
+    def _resolve(self, second: Pass) -> None:
+        """Give the gradients that stand-ins made the numbers of those that they stand for."""
+
+        def real(home: Home) -> Home:
+            number, block, index = home
+            if index >= 0 or number != self._number:
+                return home
+            return number, block, self._gradients[second.like[block], placeholder(index)]
+
+        for block, tape in enumerate(second.tapes):
+            if second.like[block] == block:
+                tape.events = [None if home is None else real(home) for home in tape.events]
+                tape.reads = {real(home): size for home, size in tape.reads.items()}
 
     def _locate(self) -> None:
         """Find the block of the node that runs; the backward pass never goes up again."""

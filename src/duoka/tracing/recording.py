@@ -78,7 +78,7 @@ class Recorder:
         self._number = -1
         self._alone = False
         self._tapes: list[RawTape] = []
-        self._skipper = _Skipper(model, groups) if skip else None
+        self._skipper = Skipper(model, groups) if skip else None
         self._patched: list[tuple[nn.Module, Any]] = []
         self._handles: list[RemovableHandle] = []
         self._entered: list[_Given] = []
@@ -230,7 +230,7 @@ class Recorder:
         return self._homes.get(tensor.storage_id)
 
 
-class _Skipper:
+class Skipper:
     """Recognises blocks that would do what an earlier one did, and stands in for them."""
 
     def __init__(self, model: nn.Module, groups: Sequence[Group]) -> None:
@@ -242,6 +242,7 @@ class _Skipper:
         self._like: list[int] = []
 
     def start(self, like: list[int]) -> None:
+        """Begin a step; `like` is filled with the blocks that were run for others."""
         self._seen = {}
         self._like = like
 
@@ -253,6 +254,7 @@ class _Skipper:
         args: Any,
         kwargs: Any,
     ) -> Any:
+        """Run a block, or make its outputs only where one that is like it has run."""
         block, around = place
         own = self._signatures[block]
         if own is None or block == 0:
@@ -264,7 +266,7 @@ class _Skipper:
         # far away can't say what another one ends.
         if first != block and not recorder.frees_afar(first):
             self._like[block] = first
-            return _stand_in(output, recorder, block, (args, kwargs))
+            return self.stand_in(output, recorder, block, (args, kwargs))
         result = forward(*args, **kwargs)
         arguments = {
             id(tensor): position for position, tensor in enumerate(tensors_in((args, kwargs)))
@@ -273,6 +275,17 @@ class _Skipper:
         if _can_stand_in(output):
             self._seen[key] = (block, output)
         return result
+
+    def stand_in(self, picture: Any, recorder: Recorder, block: int, call: Any) -> Any:
+        """Make a block's outputs, by the picture of those of the one that it is like."""
+
+        def make(shape: Any, dtype: torch.dtype, index: int) -> torch.Tensor:
+            tensor = torch.empty(shape, dtype=dtype, device=_device(call))
+            assert isinstance(tensor, virtual.VirtualTensor)
+            recorder.adopt(tensor, block, index)
+            return tensor
+
+        return picture_made(picture, call, make)
 
 
 def signature(module: nn.Module) -> Any:
@@ -344,20 +357,21 @@ def _can_stand_in(picture: Any) -> bool:
     return kind in ("argument", "value")
 
 
-def _stand_in(picture: Any, recorder: Recorder, block: int, call: Any) -> Any:
+def picture_made(picture: Any, call: Any, make: Callable[..., torch.Tensor]) -> Any:
+    """What a picture shows, its tensors made by `make` from their shape, dtype and number."""
     kind = picture[0]
     if kind == "tensor":
         _, shape, dtype, _, index = picture
-        device = next(t for t in tensors_in(call) if isinstance(t, virtual.VirtualTensor)).device
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-        assert isinstance(tensor, virtual.VirtualTensor)
-        recorder.adopt(tensor, block, index)
-        return tensor
+        return make(shape, dtype, index)
     if kind in (tuple, list):
-        return kind(_stand_in(item, recorder, block, call) for item in picture[1])
+        return kind(picture_made(item, call, make) for item in picture[1])
     if kind == "argument":
         return tensors_in(call)[picture[1]]
     return picture[1]
+
+
+def _device(call: Any) -> torch.device:
+    return next(t for t in tensors_in(call) if isinstance(t, virtual.VirtualTensor)).device
 
 
 def _around(name: str) -> Iterator[str]:

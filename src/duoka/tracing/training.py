@@ -6,16 +6,16 @@ are there already, new ones are added to them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from ..models import base_name, make_trainable
 from ..profile import ALIGNED_TOKENS, TRAINING_PHASES, Kind, Profile, Regime, Tape
-from ..workload import Training, Workload
+from ..workload import DTYPE_BYTES, Dtype, Training, Workload
 from .backward import TrainingRecorder
 from .fitting import Sample, Unlike, fit
 from .grouping import Group, find_groups
@@ -35,10 +35,10 @@ from .trace import (
 
 # Rules are made from sequences up to this length, counted from the start of a range.
 _PROBED_TOKENS = 2**11
-_NUM_PROBES = 5
+_NUM_PROBES = 4
 _PROBED_BATCHES = (2, 3)
 # How many tokens past a multiple of 128 each probe is: all different, none aligned.
-_ODD = (1, 43, 86, 102, 59)
+_ODD = (1, 43, 86, 59)
 _TILE = 128
 
 Found = tuple[Regime, list[Tape]]
@@ -81,6 +81,30 @@ def trace_training(model: nn.Module, subject: Subject, dtype: torch.dtype) -> Pr
             return tracer.profile(found, named)
 
 
+def profile_training(
+    build: Callable[[], nn.Module], subject: Subject, workload: Workload
+) -> tuple[Profile, bool]:
+    """A profile for every workload where rules hold, which the second result says, or for one.
+
+    Parameters
+    ----------
+    build : callable
+        Makes the model, as `models.build` does.
+    subject : Subject
+        With the training among its conditions.
+    workload : Workload
+        "auto" is the model's own dtype.
+    """
+    model = build()
+    if workload.dtype == "auto":
+        first = next(p for p in model.parameters() if p.is_floating_point())
+        workload = workload.resolved(dtype=_dtype_name(first.dtype))
+    try:
+        return trace_training(model, subject, getattr(torch, workload.dtype)), True
+    except Irregular:
+        return trace_training_workload(build(), subject, workload), False
+
+
 def trace_training_workload(model: nn.Module, subject: Subject, workload: Workload) -> Profile:
     """Run micro-batches of one workload, and record what just these cost.
 
@@ -114,6 +138,7 @@ class _Tracer:
         self.subject = subject
         self.training: Training = training
         self.dtype = dtype
+        self.skip = True
         self.groups: list[Group] = []
         self.trained: dict[str, list[int]] = {}
 
@@ -175,7 +200,7 @@ class _Tracer:
     def record(self, sizes: Sequence[tuple[int, int]]) -> list[Sample]:
         """Micro-batches of these batches and lengths."""
         samples = []
-        with TrainingRecorder(self.model, self.groups) as recorder:
+        with TrainingRecorder(self.model, self.groups, skip=self.skip) as recorder:
             for batch, length in sizes:
                 learner = self._learner(batch, length)
                 recorder.forget()
@@ -186,7 +211,7 @@ class _Tracer:
                     Sample(phase, batch, length, length, each)
                     for phase, each in zip(TRAINING_PHASES, recorded, strict=True)
                 ]
-                self._note_trained()
+                self._note_trained(first.forward.like)
                 learner.drop_gradients()
         return samples
 
@@ -202,25 +227,39 @@ class _Tracer:
         for block, group in zip(profile.blocks, groups, strict=True):
             trained = [size for owner in group.owners for size in self.trained.get(owner, ())]
             kind = replace(profile.kinds[block.kind], trained_bytes=tuple(trained))
-            blocks.append(replace(block, kind=kinds.setdefault(kind, len(kinds))))
-        return replace(profile, blocks=tuple(blocks), kinds=tuple(kinds))
+            # A backward pass needs weights again that would have streamed away by then.
+            number = kinds.setdefault(kind, len(kinds))
+            blocks.append(replace(block, kind=number, streams=False))
+        return replace(
+            profile, blocks=tuple(blocks), kinds=tuple(kinds), dtype=_dtype_name(self.dtype)
+        )
 
     def _learner(self, batch: int, length: int) -> Learner:
         workload = Workload(
             batch=batch,
             prompt_tokens=length,
             new_tokens=0,
-            dtype=str(self.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+            dtype=_dtype_name(self.dtype),
             training=self.training,
         )
         return Learner(self.model, workload, self.device)
 
-    def _note_trained(self) -> None:
+    def _note_trained(self, like: Sequence[int]) -> None:
+        """Note what got gradients; blocks that were left out, as those that they are like."""
         met: set[int] = set()
         for name, module in self.model.named_modules():
             own = [p for p in module.parameters(recurse=False) if id(p) not in met]
             met |= {id(parameter) for parameter in own}
             self.trained[name] = [p.nbytes for p in own if p.grad is not None]
+        for block, first in enumerate(like):
+            pairs = zip(self.groups[block].owners, self.groups[first].owners, strict=True)
+            self.trained |= {owner: self.trained[model] for owner, model in pairs}
+
+
+def _dtype_name(dtype: torch.dtype) -> Dtype:
+    name = str(dtype).removeprefix("torch.")
+    assert name in DTYPE_BYTES, f"nothing is planned for {name}"
+    return cast(Dtype, name)
 
 
 def _lengths(start: int, stop: int) -> Iterator[int]:
