@@ -5,8 +5,7 @@ Source: huggingface.co/docs/accelerate, "Big Model Inference" (`device_map`, `ma
 
 from __future__ import annotations
 
-import pprint
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ..plans import Plan
 from ..profile import Profile
@@ -19,9 +18,11 @@ NAME = "accelerate"
 def export(plan: Plan, profile: Profile | None) -> Export:
     """The plan as Python."""
     del profile  # the map says it all
-    device_map: dict[str, int | str] = {name: _device(at) for name, at in plan.placement.entries}
+    device_map: dict[int | str, int | str] = {
+        name: _device(at) for name, at in plan.placement.entries
+    }
     device_map |= dict.fromkeys(plan.offloaded, "cpu")
-    max_memory = {
+    max_memory: dict[int | str, int | str] = {
         _device(device.name): device.budget_bytes
         for device in plan.fleet.devices
         if device.name in plan.devices
@@ -48,12 +49,17 @@ def _device(name: str) -> int | str:
     return int(number) if kind in ("cuda", "vgpu") and number else name
 
 
-def _literal(value: object) -> str:
-    return pprint.pformat(value, width=96, sort_dicts=False)
+def _literal(values: Mapping[int | str, int | str]) -> str:
+    return "\n".join(["{", *(f"    {key!r}: {value!r}," for key, value in values.items()), "}"])
 
 
 def _notes(plan: Plan) -> Iterator[str]:
     yield from machine.common_notes(plan)
+    if plan.model.startswith("ChatGLM"):
+        yield (
+            f"NOTE: transformers 5 has no {plan.model}; duoka brings it. Load the plan with "
+            "duoka.load, or a checkpoint in transformers' own format with this map."
+        )
     yield (
         'max_memory is for a device_map that transformers makes itself, "auto" or "balanced": '
         "with the map given it is not used."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from ..fleet import Device
 from ..forecast import DeviceForecast
@@ -87,7 +87,7 @@ def read_pipeline(plan: Plan, tool: str) -> Pipeline:
     if strangers and len(set(at)) > 1:
         raise refusal(tool, f"{strangers[0]} runs between the layers of {main}", _OTHER)
     _refuse_elsewhere(tool, before, at[0], "before its layers", main)
-    returning = [name for name, device in after if device == at[0] != at[-1]]
+    returning = _returning(after, at[0], at[-1])
     _refuse_elsewhere(
         tool, [entry for entry in after if entry[0] not in returning], at[-1], "after them", main
     )
@@ -98,6 +98,12 @@ def read_pipeline(plan: Plan, tool: str) -> Pipeline:
         after=tuple(name for name, _ in after),
         returning=tuple(returning),
     )
+
+
+def _returning(after: Sequence[tuple[str, str]], first: str, last: str) -> list[str]:
+    """The modules at the very end that are back on the first stage's device."""
+    back = takewhile(lambda entry: entry[1] == first != last, reversed(after))
+    return [name for name, _ in back][::-1]
 
 
 def _refuse_offload(plan: Plan, tool: str) -> None:

@@ -1,0 +1,181 @@
+"""vLLM, SGLang and llama.cpp: command lines, read back with the tools' documented rules."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from staged import GIB, WORKLOAD, staged
+from tiny import Costs, fleet, made_up
+
+from duoka import export
+from duoka.exports.caches import layer_token_bytes
+from duoka.exports.pipeline import read_pipeline
+from duoka.exports.vllm import BLOCK_TOKENS
+from duoka.fleet import Fleet
+from duoka.planner import Question, solve
+from duoka.workload import Workload
+
+
+def parsed(text: str) -> tuple[dict[str, str], list[str], dict[str, str]]:
+    """Environment, words and options of a command line, as a shell reads them."""
+    words = shlex.split(text.replace("\\\n", " "))
+    environment = {}
+    while "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        environment[name] = value
+    start = next(place for place, word in enumerate(words) if word.startswith("--"))
+    command, rest = words[:start], words[start:]
+    if command[0] == "python":
+        command, rest = words[: start + 2], words[start + 2 :]
+    return environment, command, dict(zip(rest[::2], rest[1::2], strict=True))
+
+
+def partition(text: str, num_layers: int, num_ranks: int) -> list[tuple[int, int]]:
+    """The layers of each rank by vLLM's and SGLang's rule for a given partition."""
+    counts = [int(count) for count in text.split(",")]
+    assert len(counts) == num_ranks
+    assert sum(counts) == num_layers
+    stops = list(accumulate(counts))
+    return list(zip([0, *stops], stops, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("tool", "size", "variable"),
+    [
+        ("vllm", "--pipeline-parallel-size", "VLLM_PP_LAYER_PARTITION"),
+        ("sglang", "--pp-size", "SGLANG_PP_LAYER_PARTITION"),
+    ],
+)
+def test_layers_go_where_the_plan_has_them(tool: str, size: str, variable: str) -> None:
+    environment, words, options = parsed(export(staged([20, 12, 8]), tool).text)
+    assert environment["CUDA_VISIBLE_DEVICES"] == "0,1,2"
+    assert partition(environment[variable], 40, int(options[size])) == [(0, 20), (20, 32), (32, 40)]
+    assert "my model" in words
+
+
+def test_one_gpu_needs_no_partition() -> None:
+    environment, _, options = parsed(export(staged([40]), "vllm").text)
+    assert set(environment) == {"CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"}
+    assert options == {"--dtype": "bfloat16", "--max-model-len": "8192", "--max-num-seqs": "1"}
+
+
+def test_detected_gpus_are_named_by_uuid() -> None:
+    plan = staged([2, 2])
+    devices = tuple(
+        replace(device, uuid=f"GPU-{number}") for number, device in enumerate(plan.fleet.devices)
+    )
+    plan = replace(plan, fleet=Fleet(devices=devices))
+    environment, *_ = parsed(export(plan, "vllm").text)
+    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-0,GPU-1"
+    assert "declared" not in str(export(plan, "vllm"))
+
+
+def test_gpus_are_in_the_order_of_stages() -> None:
+    plan = staged([2, 2], gpus="8GiB,24GiB")
+    turned = tuple((name, f"cuda:{1 - int(at[-1])}") for name, at in plan.placement.entries)
+    plan = replace(
+        plan,
+        placement=replace(plan.placement, entries=turned),
+        forecast=replace(plan.forecast, devices=plan.forecast.devices[::-1]),
+    )
+    for tool in ("vllm", "sglang", "llama.cpp"):
+        assert parsed(export(plan, tool).text)[0]["CUDA_VISIBLE_DEVICES"] == "1,0"
+
+
+def test_the_cache_holds_the_planned_context() -> None:
+    """What is given to a rank over what a block takes there, the least of all ranks."""
+    profile = made_up([1 << 20] * 12, Costs(cache=4096))
+    workload = Workload(prompt_tokens=1000, new_tokens=24, batch=3, dtype="bfloat16")
+    plan = solve(profile, Question(fleet=fleet(160, 120, 90), workload=workload, use_all=True))
+    pipeline = read_pipeline(plan, "vLLM")
+    sizes = layer_token_bytes(plan, profile, pipeline)
+    assert sizes == [0, *[4096] * 10, 0]  # the first and the last block keep nothing
+    given = int(parsed(export(plan, "vllm", profile).text)[2]["--kv-cache-memory-bytes"])
+    blocks = [
+        given // (BLOCK_TOKENS * sum(sizes[stage.start : stage.stop])) for stage in pipeline.stages
+    ]
+    needed = 3 * -(-1024 // BLOCK_TOKENS)
+    assert min(blocks) - 1 == needed
+    told = " ".join(str(export(plan, "vllm", profile)).split())
+    assert "gives all ranks equally many cache blocks" in told
+
+
+def test_sglangs_share_covers_weights_and_cache_of_every_rank() -> None:
+    profile = made_up([8 << 20] * 12, Costs(cache=4096))
+    workload = Workload(prompt_tokens=1000, new_tokens=24, dtype="bfloat16")
+    plan = solve(profile, Question(fleet=fleet(140, 100), workload=workload))
+    options = parsed(export(plan, "sglang", profile).text)[2]
+    sizes = layer_token_bytes(plan, profile, read_pipeline(plan, "SGLang"))
+    assert sizes is not None
+    for stage in read_pipeline(plan, "SGLang").stages:
+        static = stage.forecast.weight_bytes + 1024 * sum(sizes[stage.start : stage.stop])
+        assert static <= float(options["--mem-fraction-static"]) * stage.device.budget_bytes
+    assert options["--max-total-tokens"] == "1024"
+    assert options["--chunked-prefill-size"] == "-1"
+
+
+def test_without_a_profile_the_cache_is_left_to_the_tool() -> None:
+    assert "--kv-cache-memory-bytes" not in export(staged([3, 2]), "vllm").text
+    assert "poorest" in str(export(staged([3, 2]), "vllm"))
+    assert "--mem-fraction-static" not in export(staged([3, 2]), "sglang").text
+
+
+def test_chunks_and_batches_are_passed_on() -> None:
+    workload = replace(WORKLOAD, batch=4, prefill_chunk_tokens=1024)
+    plan = replace(staged([3, 2]), workload=workload)
+    assert parsed(export(plan, "vllm").text)[2]["--max-num-batched-tokens"] == "4096"
+    assert parsed(export(plan, "sglang").text)[2]["--chunked-prefill-size"] == "1024"
+    options = parsed(export(plan, "llama.cpp").text)[2]
+    assert (options["--ctx-size"], options["--parallel"]) == (str(4 * 8192), "4")
+    assert options["--ubatch-size"] == options["--batch-size"] == "1024"
+
+
+def test_an_8_bit_cache_is_called_what_the_tool_calls_it() -> None:
+    plan = replace(staged([3, 2]), workload=replace(WORKLOAD, cache="int8"))
+    assert parsed(export(plan, "vllm").text)[2]["--kv-cache-dtype"] == "fp8"
+    assert parsed(export(plan, "sglang").text)[2]["--kv-cache-dtype"] == "fp8_e4m3"
+    assert parsed(export(plan, "llama.cpp").text)[2]["--cache-type-k"] == "q8_0"
+
+
+def dealt(tensor_split: str, gpu_layers: int, num_layers: int) -> list[int]:
+    """The device of each layer and of the output by llama.cpp's rule, in its 32-bit floats."""
+    running = np.cumsum(np.array([float(part) for part in tensor_split.split(",")], np.float32))
+    shares = (running / running[-1]).astype(np.float32)
+    first = max(num_layers + 1 - gpu_layers, 0)
+    dealt = min(gpu_layers, num_layers + 1)
+    assert first == 0
+    places = np.arange(num_layers + 1, dtype=np.float32) / np.float32(dealt)
+    return [int(place) for place in np.searchsorted(shares, places, side="right")]
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=8))
+def test_llama_cpp_deals_just_the_planned_layers(counts: list[int]) -> None:
+    gpus = ",".join(["64GiB"] * len(counts))
+    options = parsed(export(staged(counts, gpus=gpus), "llama.cpp").text)[2]
+    at = dealt(options["--tensor-split"], int(options["--n-gpu-layers"]), sum(counts))
+    expected = [number for number, count in enumerate(counts) for _ in range(count)]
+    assert at == [*expected, len(counts) - 1]  # the output is on the last one
+    assert options["--device"].split(",") == [f"CUDA{number}" for number in range(len(counts))]
+
+
+def test_llama_cpp_is_told_where_embeddings_are() -> None:
+    told = " ".join(str(export(staged([3, 2]), "llama.cpp")).split())
+    assert r"--override-tensor 'token_embd\.weight=CUDA0'" in told
+    assert "quantized file needs less" in told
+
+
+def test_unequal_gpus_are_told_in_numbers() -> None:
+    profile = made_up([GIB // 4] * 12, Costs(cache=4096))
+    workload = Workload(prompt_tokens=1000, new_tokens=24, dtype="bfloat16")
+    question = Question(fleet=Fleet.parse("2560MiB,1GiB"), workload=workload)
+    plan = solve(profile, question)
+    told = " ".join(str(export(plan, "vllm", profile)).split())
+    assert "cuda:1 would decide" in told or "cuda:0 would decide" in told
+    assert "tokens, where the roomiest rank could hold about" in told

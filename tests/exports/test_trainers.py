@@ -1,0 +1,165 @@
+"""accelerate, torch's pipelines, torchtitan and DeepSpeed: read by the tools or their rules."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import get_max_memory
+from accelerate.utils.modeling import check_device_map
+from staged import placed, staged
+from torch import nn
+from torch.distributed.pipelining import SplitPoint, pipeline
+
+from duoka import Plan, export, plan
+from duoka.errors import UsageError
+from duoka.workload import Training, Workload
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(x).relu()
+
+
+class Decoder(nn.Module):
+    """The form of a language model; positions that change places would change its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList([Layer() for _ in range(6)])
+        self.norm = nn.LayerNorm(32)
+        self.lm_head = nn.Linear(32, 64)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits: torch.Tensor = self.lm_head(self.norm(x))
+        return logits
+
+
+IDS = torch.arange(12).reshape(1, 12)
+
+
+def assigned(text: str) -> dict[str, Any]:
+    """What the assignments at the top of a program give."""
+    names: dict[str, Any] = {"SplitPoint": SplitPoint}
+    top = text.split("\n\nimport torch")[0] if "max_memory" in text else text
+    lines = [line for line in top.split("\n") if not line.startswith(("#", "from", "assert"))]
+    kept = "\n".join(lines).partition("\npipe =")[0].partition("\nstages =")[0]
+    exec(kept, names)
+    return names
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder().eval()
+
+
+@pytest.fixture(scope="module")
+def split_plan(model: Decoder) -> Plan:
+    return plan(model, "virtual:3x64MiB", inputs=(IDS,), use_all=True)
+
+
+def test_accelerate_takes_the_map(model: Decoder, split_plan: Plan) -> None:
+    names = assigned(export(split_plan, "accelerate").text)
+    check_device_map(model, names["device_map"])
+    assert get_max_memory(names["max_memory"]) == dict.fromkeys(range(3), 64 * 2**20)
+    assert names["device_map"]["lm_head"] == 2
+
+
+def test_accelerates_program_is_one() -> None:
+    compile(export(staged([3, 2]), "accelerate").text, "export", "exec")
+    told = str(export(replace(staged([3]), model="ChatGLMForCausalLM"), "accelerate"))
+    assert "transformers 5 has no ChatGLMForCausalLM" in told
+
+
+# torch's own, of its splitter.
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+def test_torch_splits_the_model_as_planned(model: Decoder, split_plan: Plan) -> None:
+    names = assigned(export(split_plan, "torch-pipelining").text)
+    example = {"input_ids": IDS}
+    pipe = pipeline(model, mb_args=(), mb_kwargs=example, split_spec=names["split_spec"])
+    assert pipe.num_stages == names["num_stages"] == 3
+    for number, device in enumerate(split_plan.devices):
+        inside = {name for name, _ in pipe.get_stage_module(number).named_parameters()}
+        for module, at in split_plan.placement.entries:
+            parameters = [
+                f"{module}.{name}" for name, _ in model.get_submodule(module).named_parameters()
+            ]
+            assert all((name in inside) == (at == device) for name in parameters), module
+    with torch.no_grad():
+        torch.testing.assert_close(pipe(**example), model(**example))
+
+
+def test_a_stage_that_returns_joins_the_last_one() -> None:
+    done = export(placed(staged([3, 2]), lm_head="cuda:0"), "torch-pipelining")
+    assert assigned(done.text)["split_spec"] == {"model.layers.3": SplitPoint.BEGINNING}
+    with pytest.raises(UsageError, match="cuda:0 has modules in several places"):
+        export(
+            placed(staged([3, 2]), model__layers__3="cuda:1", model__layers__4="cuda:0"),
+            "torch-pipelining",
+        )
+
+
+def test_cuts_within_layers_are_fine_for_torch() -> None:
+    base = staged([3, 2])
+    parts = tuple(
+        (f"model.layers.{number}.{part}", "cuda:0" if number + (part == "mlp") < 3 else "cuda:1")
+        for number in range(5)
+        for part in ("attention", "mlp")
+    )
+    cut = replace(base, placement=replace(base.placement, entries=parts))
+    names = assigned(export(cut, "torch-pipelining").text)
+    assert list(names["split_spec"]) == ["model.layers.2.mlp"]
+
+
+def kept_by_torchtitan(parts: list[list[str]], num_layers: int) -> list[list[str]]:
+    """What torchtitan's documented rule keeps of its model in each stage: names as paths."""
+    whole = ["tok_embeddings", *(f"layers.{n}" for n in range(num_layers)), "norm", "lm_head"]
+    return [[name for name in whole if name in part] for part in parts]
+
+
+def test_torchtitan_keeps_every_module_once() -> None:
+    training = Training(schedule="gpipe", micro_batches=4)
+    workload = Workload(
+        prompt_tokens=512, new_tokens=0, dtype="bfloat16", training=training,
+        prefill_chunk_tokens=None,
+    )  # fmt: skip
+    done = export(replace(staged([4, 2]), workload=workload), "torchtitan")
+    read = tomllib.loads(done.text)["parallelism"]
+    assert read["pipeline_parallel_degree"] == len(read["module_fqns_per_model_part"]) == 2
+    assert read["pipeline_parallel_schedule"] == "GPipe"
+    parts = read["module_fqns_per_model_part"]
+    assert kept_by_torchtitan(parts, 6) == parts
+    assert parts[0] == ["tok_embeddings", *(f"layers.{number}" for number in range(4))]
+    assert parts[1] == ["layers.4", "layers.5", "norm", "lm_head"]
+    assert "for generating" not in str(done)
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """DeepSpeed's documented rule of the method "uniform"."""
+    base, more = divmod(num_items, num_parts)
+    bounds = [0]
+    for part in range(num_parts):
+        bounds.append(bounds[-1] + base + (part < more))
+    return bounds
+
+
+def test_deepspeed_deals_one_stage_to_each() -> None:
+    names = assigned(export(staged([3, 2, 1]), "deepspeed").text)
+    layers = [nn.Identity() for _ in range(1 + 6 + 2)]
+    stages = [nn.Sequential(*layers[a:b]) for a, b in pairwise(names["boundaries"])]
+    assert partition_uniform(len(stages), 3) == [0, 1, 2, 3]
+    assert [len(stage) for stage in stages] == [1 + 3, 2, 1 + 2]
+    compile(export(staged([3, 2, 1]), "deepspeed").text, "export", "exec")
