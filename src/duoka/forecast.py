@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .allocator import SMALL_REQUEST_BYTES, rounded_bytes
+from .allocator import SEGMENT_ROUND_BYTES, SMALL_REQUEST_BYTES, rounded_bytes
 from .fleet import Device
-from .profile import Profile, buffer_bytes
+from .profile import Profile, Ref, buffer_bytes, evaluate
 from .replay import Replay, StageBytes
 from .seconds import Seconds, Times
 from .workload import Workload
@@ -183,6 +183,8 @@ class Costs:
 
     def seconds(self, device: Device) -> NDArray[np.float64] | None:
         """Seconds of one request, [start, stop]; None when the device's speeds are unknown."""
+        if device.memory_bytes_per_second is None:
+            return None  # without computing what isn't needed
         times = self.times.on(device)
         if times is None:
             return None
@@ -227,8 +229,9 @@ class Costs:
     def _lower_bounds(self) -> NDArray[np.int64]:
         """Never more than the exact bytes: what is allocated at the peak of each step's blocks.
 
-        Left out are small transients, tensors that go far and what is moved in. While a step is
-        in one block, the caches of those before it have grown and those behind it haven't.
+        Left out are small transients, and tensors while no block reads them. While a step is in
+        one block, the caches of those before it have grown and those behind it haven't. What is
+        reserved is whole segments, whose sizes are multiples of `SEGMENT_ROUND_BYTES`.
         """
         num = self.num_blocks
         kinds = [self.profile.blocks[index].kind for index in self.chain]
@@ -252,7 +255,8 @@ class Costs:
             bytes_now = most + to_grow[None, 1:] - grown[:-1, None]
             np.maximum(bounds[:-1, 1:], np.where(ahead, bytes_now, 0), out=bounds[:-1, 1:])
         total = np.cumsum(weights)
-        return bounds + np.triu(total[None, :] - total[:, None]) + self._buffers()
+        bounds += np.triu(total[None, :] - total[:, None]) + self._buffers()
+        return -(-bounds // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
 
     def _buffers(self) -> NDArray[np.int64]:
         """[start, stop]: bytes of the buffers for weights that come for a call."""
@@ -265,14 +269,36 @@ class Costs:
                     buffers[start, stop] = sum(map(rounded_bytes, buffer_bytes(streamed)))
         return buffers
 
+    def _held(self, block: int, step: int) -> dict[Ref, int]:
+        """Bytes at least of what other blocks made and this one, or one of its kind, reads.
+
+        Where a stage begins it is moved in, as large as what is read; elsewhere it is still there,
+        as large as it was made.
+        """
+        replay, kind = self._brief, self.profile.blocks[block].kind
+        alike = [index for index in self.chain if self.profile.blocks[index].kind == kind]
+        held: dict[Ref, int] = {}
+        for read in replay.tape(block, step).reads:
+            if read.ref.origin not in ("earlier", "carried"):
+                continue
+            sizes = {evaluate(read.size, replay.steps[step].values)}
+            for index in alike:
+                maker, number = replay.key_of(index, read.ref, step)
+                sizes.add(replay.sizes(maker, step)[number])
+            size = rounded_bytes(min(sizes))
+            if size > SMALL_REQUEST_BYTES:
+                held[read.ref] = min(size, held.get(read.ref, size))
+        return held
+
     def _cache_and_peaks(self, block: int) -> Iterator[tuple[int, int, int]]:
         """For each step the cache bytes of a block before and after it, and its peak with them."""
         cache: list[int] = []
         for step in range(len(self._brief.steps)):
             tape = self._brief.tape(block, step)
             sizes = [rounded_bytes(size) for size in self._brief.sizes(block, step)]
-            kept = frozenset(tape.kept)
-            before = live = peak = sum(cache)
+            kept, held = frozenset(tape.kept), self._held(block, step)
+            before = sum(cache)
+            live = peak = before + sum(held.values())
             born: list[int] = []
             dropped: set[int] = set()
             count = 0
@@ -288,6 +314,8 @@ class Costs:
                 elif event.origin == "kept":
                     dropped.add(event.index)
                     live -= cache[event.index]
+                elif event in held:
+                    live -= held.pop(event)
                 elif event.origin == "own" and sizes[event.index] > SMALL_REQUEST_BYTES:
                     live -= sizes[event.index]
             cache = [size for slot, size in enumerate(cache) if slot not in dropped] + born

@@ -137,8 +137,9 @@ class Times:
         self._values = np.array([step.values for step in self._steps], np.float64)
         self._known: dict[tuple[float | None, ...], Floats] = {}
         self._work = {kind: self._work_of(kind) for kind in self._kinds()}
-        boundaries = [self._boundary(blocks[0]) for blocks in places]
-        ends = np.array([*boundaries, np.zeros((2, 2))])  # [places + 1, (bytes, number), 2]
+        firsts = [self._profile.blocks[blocks[0]].kind for blocks in places]
+        boundaries = {kind: self._boundary(kind) for kind in set(firsts)}
+        ends = np.array([*(boundaries[kind] for kind in firsts), np.zeros((2, 2))])  # [places + 1, (bytes, number), 2]
         self.boundary_bytes: Floats = ends[:, 0].T
         self.boundary_transfers: Floats = ends[:, 1].T
 
@@ -243,14 +244,14 @@ class Times:
             work[:, here] = _evaluated(rules, self._values[here])
         return work
 
-    def _boundary(self, block: int) -> Floats:
+    def _boundary(self, kind: int) -> Floats:
         """[(bytes, number), (prefill, decode)]: what goes to a stage that begins with a block."""
-        tapes = self._profile.kinds[self._profile.blocks[block].kind].tapes
+        tapes = self._profile.kinds[kind].tapes
         sent = np.zeros((2, len(self._steps)))
-        for index, step in enumerate(self._steps):
-            rules = [read.size for read in tapes[step.regime].reads]
-            sizes = _evaluated(rules, self._values[index])
-            sent[:, index] = sizes.sum(), np.count_nonzero(sizes > 0)
+        for regime in {step.regime for step in self._steps}:
+            here = [index for index, step in enumerate(self._steps) if step.regime == regime]
+            sizes = _evaluated([read.size for read in tapes[regime].reads], self._values[here])
+            sent[:, here] = sizes.sum(axis=0), np.count_nonzero(sizes > 0, axis=0)
         return np.asarray(sent @ self._weights.T)
 
 

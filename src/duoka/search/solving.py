@@ -228,11 +228,14 @@ def _resolve(objective: Objective | Literal["auto"], costs: StageCosts, fleet: F
             f"the objective {objective!r} is unknown",
             hint=f"known are auto, {', '.join(get_args(Objective))}",
         )
-    known = {speeds(device) for device in fleet.devices}
+    if objective == "headroom":
+        return objective
+    if objective == "auto" and len({speeds(device) for device in fleet.devices}) == 1:
+        return "headroom"
     unknown = [d.name for d in fleet.devices if costs.seconds(d) is None]
     if objective == "auto":
-        return "headroom" if unknown or len(known) == 1 else "latency"
-    if objective != "headroom" and unknown:
+        return "headroom" if unknown else "latency"
+    if unknown:
         raise UsageError(
             f"the objective {objective} needs speeds, and those of {', '.join(unknown)} "
             "are unknown",
