@@ -24,6 +24,7 @@ from .errors import CheckpointError, ModelError, UsageError
 from .fleet import Fleet
 from .given import answer
 from .host import fleet_for, refuse_more
+from .loader import Keeping
 from .maps import DeviceMap
 from .placement import Placement
 from .planner import Question, with_chunks
@@ -213,6 +214,7 @@ def load(
     progress: Progress | None = None,
     download_progress: Progress | None = None,
     trust_remote_code: bool = False,
+    keeping: Keeping | None = None,
 ) -> Any:
     """Prove a plan, then load the model onto its devices.
 
@@ -227,6 +229,9 @@ def load(
         The same, while files are downloaded.
     trust_remote_code : bool
         Run model code that comes with the checkpoint.
+    keeping : Keeping, optional
+        Whether weights that the model has stacked, as those of experts, are kept in duoka's cache
+        as it has them: ``duoka.loader.Keeping(wanted=True)``. By default they aren't.
 
     Returns
     -------
@@ -276,7 +281,12 @@ def load(
     plan.refuse_other(checkpoint.fingerprint, plan.source)
     model = build_model(checkpoint, plan.workload)
     loader.load_weights(
-        model, checkpoint, plan.placement, progress=progress, offloaded=plan.offloaded
+        model,
+        checkpoint,
+        plan.placement,
+        progress=progress,
+        offloaded=plan.offloaded,
+        keeping=keeping,
     )
     return spread(model, plan.placement, offloaded=plan.offloaded)
 

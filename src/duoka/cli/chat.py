@@ -45,6 +45,7 @@ def chat(
     top_k: options.TopK = None,
     seed: options.Seed = None,
     system: options.System = None,
+    cache_weights: options.CacheWeights = False,
     revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
     debug: options.Debug = False,
@@ -78,7 +79,9 @@ def chat(
     )
     asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code, to_run=True)
     made = planning.make_plan(model, plan_file, wishes, replan=replan, asked=asked)
-    generator = planning.load_generator(made, trust_remote_code=trust_remote_code)
+    generator = planning.load_generator(
+        made, trust_remote_code=trust_remote_code, cache_weights=cache_weights
+    )
     sampling = planning.sampling(made, chosen)
     from duoka.runtime import Conversation
 

@@ -64,6 +64,7 @@ def generate(
     seed: options.Seed = None,
     system: options.System = None,
     json: Annotated[bool, typer.Option("--json", help="Print the answers as JSON.")] = False,
+    cache_weights: options.CacheWeights = False,
     revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
     debug: options.Debug = False,
@@ -98,7 +99,9 @@ def generate(
     )
     asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code, to_run=True)
     made = planning.make_plan(model, plan_file, wishes, replan=replan, asked=asked)
-    generator = planning.load_generator(made, trust_remote_code=trust_remote_code)
+    generator = planning.load_generator(
+        made, trust_remote_code=trust_remote_code, cache_weights=cache_weights
+    )
     sampling = planning.sampling(made, chosen)
     prompts = [_prompt(generator, question, raw=raw, system=system) for question in questions]
     if json:

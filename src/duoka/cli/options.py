@@ -326,6 +326,14 @@ Debug = Annotated[
         is_eager=True,  # so that it also holds for options that can't be read
     ),
 ]
+CacheWeights = Annotated[
+    bool,
+    typer.Option(
+        "--cache-weights",
+        help="Keep stacked weights (a mixture's experts) in duoka's cache in the model's form, so "
+        "that the next load is faster. It takes their size on the disk, and says where.",
+    ),
+]
 Temperature = Annotated[
     float | None,
     typer.Option(

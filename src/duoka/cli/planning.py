@@ -130,18 +130,25 @@ def make_plan(
     return _answer(checkpoint, question)
 
 
-def load_generator(plan: duoka.Plan, *, trust_remote_code: bool) -> Generator:
+def load_generator(plan: duoka.Plan, *, trust_remote_code: bool, cache_weights: bool) -> Generator:
     """Prove and load a plan, with a progress bar."""
     plan = plan.here()  # a GPU that is gone is told at once, before torch is imported
+    from duoka.loader import Keeping
     from duoka.runtime import Generator
 
-    stderr().print(f"{plan.model} on {', '.join(plan.devices)}", markup=False)
+    console = stderr()
+
+    def tell(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    console.print(f"{plan.model} on {', '.join(plan.devices)}", markup=False)
     with progress_bars() as bar:
         model: Any = duoka.load(
             plan,
             progress=bar("loading"),
             download_progress=bar("downloading"),
             trust_remote_code=trust_remote_code,
+            keeping=Keeping(wanted=cache_weights, told=tell),
         )
     return Generator.of(model, duoka.Checkpoint.open(plan.source), plan.workload)
 

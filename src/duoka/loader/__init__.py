@@ -4,6 +4,7 @@ This room knows nothing of how a placement was found, and leaves movers to `disp
 """
 
 from .filling import Progress
+from .keeping import Keeping
 from .load import load_weights, refuse_differences
 
-__all__ = ["Progress", "load_weights", "refuse_differences"]
+__all__ = ["Keeping", "Progress", "load_weights", "refuse_differences"]

@@ -26,8 +26,10 @@ from duoka.models.conversion import (
     plan_tensors,
 )
 from duoka.placement import Placement
+from duoka.units import format_bytes
 
 from .filling import Filler, Progress
+from .keeping import Keeping, Kept, taken
 from .sources import Source, list_sources
 
 
@@ -38,6 +40,7 @@ def load_weights(
     *,
     progress: Progress | None = None,
     offloaded: Sequence[str] = (),
+    keeping: Keeping | None = None,
 ) -> None:
     """Fill a model that was built without weights, each tensor on its device.
 
@@ -57,6 +60,8 @@ def load_weights(
         Called with the bytes done so far and the bytes there are.
     offloaded : sequence of str
         Modules whose weights go into the host's memory instead.
+    keeping : Keeping, optional
+        Whether weights that were stacked are kept for the next load; by default they aren't.
 
     Raises
     ------
@@ -71,11 +76,30 @@ def load_weights(
     devices |= on_host(model, devices, offloaded)
     generation = _generation_config(checkpoint)
     sources, recipe = _matched(model, checkpoint)
+    keeping = keeping or Keeping()
+    kept = Kept(checkpoint, recipe, dict(tensor_names(model)))
+    found = kept.found()
+    if found is not None:
+        recipe, sources = taken(recipe, sources, found)
+        keeping.tell(f"stacked weights come from {kept.directory}; remove it to forget them")
+    elif keeping.wanted and kept:
+        kept.refuse_full_disk()
     with _all_or_nothing(model, devices):
         _fill(model, devices, recipe, sources, progress)
+        if keeping.wanted and found is None:
+            _keep(Kept(checkpoint, recipe, dict(tensor_names(model))), keeping)
     if generation is not None and hasattr(model, "generation_config"):
         model.__dict__["generation_config"] = generation
     model.eval()
+
+
+def _keep(kept: Kept, keeping: Keeping) -> None:
+    if not kept:
+        keeping.tell("nothing to keep: the weights lie in their files as the model has them")
+        return
+    kept.write()
+    size = format_bytes(kept.num_bytes)
+    keeping.tell(f"{size} of stacked weights kept in {kept.directory}; remove it to forget them")
 
 
 def refuse_differences(model: nn.Module, checkpoint: Checkpoint) -> None:
