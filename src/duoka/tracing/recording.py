@@ -218,6 +218,15 @@ class Recorder:
         """Count a stand-in's output as what the block that it stands for would have made."""
         self._homes[tensor.storage_id] = (self._number, block, index)
 
+    def count_of(self, block: int) -> int:
+        """How many allocations a block's tape has so far."""
+        return len(self._tapes[block].sizes)
+
+    def count_from(self, block: int, made: int) -> None:
+        """Number what comes behind a stand-in as behind the call that it stands for."""
+        sizes = self._tapes[block].sizes
+        sizes += [0] * (made - len(sizes))
+
     def frees_afar(self, block: int) -> bool:
         """Whether a block's tape has frees of what was made in this pass and not next to it."""
         return any(
@@ -238,7 +247,7 @@ class Skipper:
         for group in groups:
             module = _submodule(model, group.names[0]) if len(group.names) == 1 else None
             self._signatures.append(None if module is None else signature(module))
-        self._seen: dict[Any, tuple[int, Any]] = {}
+        self._seen: dict[Any, tuple[int, Any, int]] = {}
         self._like: list[int] = []
 
     def start(self, like: list[int]) -> None:
@@ -261,19 +270,21 @@ class Skipper:
             return forward(*args, **kwargs)
         inputs = _describe((args, kwargs), recorder, block, {})
         key = (own, self._signatures[block - 1], around, inputs)
-        first, output = self._seen.get(key, (block, None))
+        first, output, made = self._seen.get(key, (block, None, 0))
         # A block that runs twice in a step is no stand-in for itself. One that ends what was made
         # far away can't say what another one ends.
         if first != block and not recorder.frees_afar(first):
             self._like[block] = first
-            return self.stand_in(output, recorder, block, (args, kwargs))
+            result = self.stand_in(output, recorder, block, (args, kwargs))
+            recorder.count_from(block, made)
+            return result
         result = forward(*args, **kwargs)
         arguments = {
             id(tensor): position for position, tensor in enumerate(tensors_in((args, kwargs)))
         }
         output = _describe(result, recorder, block, arguments)
         if _can_stand_in(output):
-            self._seen[key] = (block, output)
+            self._seen[key] = (block, output, recorder.count_of(block))
         return result
 
     def stand_in(self, picture: Any, recorder: Recorder, block: int, call: Any) -> Any:
