@@ -1,9 +1,17 @@
-"""Bench: what only running on the machine's own GPUs can tell.
+"""Bench: what only running can tell: how fast this machine's GPUs are, what quantization costs.
 
-Virtual GPUs go through the same code; what is measured on them says how fast the processor is, and
-is kept nowhere.
+Virtual GPUs go through the same code; what calibration measures on them says how fast the processor
+is, and is kept nowhere.
 """
 
 from .calibrating import Calibrated, calibrate
+from .quality import Quality, Windows, measure_quality, windows_for
 
-__all__ = ["Calibrated", "calibrate"]
+__all__ = [
+    "Calibrated",
+    "Quality",
+    "Windows",
+    "calibrate",
+    "measure_quality",
+    "windows_for",
+]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json as json_format
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+import duoka
 from duoka.errors import UsageError
+from duoka.planner import Question
 from duoka.serial import to_dict
 from duoka.units import format_bytes
 
@@ -15,10 +19,11 @@ from . import options, planning
 from .terminal import stderr, stdout
 
 if TYPE_CHECKING:
-    from duoka.bench import Calibrated
+    from duoka.bench import Calibrated, Quality
 
 
 def bench(
+    model: options.Model = None,
     calibrate: Annotated[
         bool,
         typer.Option(
@@ -27,21 +32,141 @@ def bench(
             "it for the plans to come. It takes less than a minute.",
         ),
     ] = False,
+    quality: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Measure what quantization costs: the model's perplexity on a text, unquantized "
+            "and quantized.",
+            show_default=False,
+        ),
+    ] = None,
+    quantize: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND",
+            help="With --quality: int8, int4 or nf4; repeatable. By default int8 and int4.",
+            show_default=False,
+        ),
+    ] = None,
+    context: options.Context = None,
+    stride: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="With --quality: by how much each window begins after the one before. By default "
+            "half of --context, which is 512 then.",
+            show_default=False,
+        ),
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="With --quality: how much of the text is read. By default 8K.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: options.Dtype = None,
     gpus: options.Gpus = None,
     json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
+    revision: options.Revision = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     debug: options.Debug = False,
 ) -> None:
-    """Measure this machine.
+    """Measure this machine, or what quantization does to a model.
 
     [bold]duoka bench[/] --calibrate
 
     [bold]duoka bench[/] --calibrate --gpus 2,3
 
     [bold]duoka bench[/] --calibrate --gpus virtual:2x1GiB   (a rehearsal)
+
+    [bold]duoka bench[/] --quality book.txt ./glm-4-9b-chat --quantize int8 --quantize int4
     """
-    if not calibrate:
-        raise UsageError("nothing was said to be measured", hint="say what: --calibrate")
-    _calibrate(planning.ALL_GPUS if gpus is None else gpus, json=json)
+    if calibrate == (quality is not None):
+        raise UsageError(
+            "nothing was said to be measured" if not calibrate else "one thing at a time",
+            hint="say --calibrate, or --quality FILE MODEL",
+        )
+    named = planning.ALL_GPUS if gpus is None else gpus
+    if quality is None:
+        _calibrate(named, json=json)
+        return
+    asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code, to_run=True)
+    wanted = _Wanted(quality, quantize, context, stride, tokens, dtype)
+    found = _measure(planning.open_checkpoint(model, asked), planning.read_fleet(named), wanted)
+    if json:
+        typer.echo(json_format.dumps(to_dict(found), indent=1, ensure_ascii=False))
+    else:
+        _print_quality(found)
+
+
+class _Wanted(NamedTuple):
+    """What a person said about measuring quality."""
+
+    file: Path
+    quantize: list[str] | None
+    context: str | None
+    stride: str | None
+    tokens: str | None
+    dtype: str | None
+
+
+def _measure(checkpoint: duoka.Checkpoint, fleet: duoka.Fleet, wanted: _Wanted) -> Quality:
+    forms = wanted.quantize or ["int8", "int4"]
+    wrong = [form for form in forms if form not in ("int8", "int4", "nf4")]
+    if wrong:
+        raise UsageError(f"quantize {wrong[0]!r} is unknown", hint="known are int8, int4, nf4")
+    from duoka.bench import measure_quality, windows_for
+
+    chosen = windows_for(checkpoint)
+    if wanted.context is not None:
+        context = options.parse_tokens(wanted.context)
+        chosen = replace(chosen, context_tokens=context, stride_tokens=max(context // 2, 1))
+    if wanted.stride is not None:
+        chosen = replace(chosen, stride_tokens=options.parse_tokens(wanted.stride))
+    if wanted.tokens is not None:
+        chosen = replace(chosen, most_tokens=options.parse_tokens(wanted.tokens))
+    dtype = options.parse_dtype(wanted.dtype or "auto")
+    console = stderr()
+    with console.status("measuring") as status:
+        return measure_quality(
+            checkpoint,
+            wanted.file,
+            Question(fleet=fleet, workload=duoka.Workload(dtype=dtype)),
+            forms=forms,  # type: ignore[arg-type]
+            windows=chosen,
+            told=status.update,
+        )
+
+
+def _print_quality(found: Quality) -> None:
+    from rich import box
+    from rich.table import Table
+
+    first = found.scores[0]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("weights")
+    for name in ("bytes", "of it", "perplexity", "more", "in percent"):
+        table.add_column(name, justify="right")
+    for score in found.scores:
+        more = score.perplexity - first.perplexity
+        table.add_row(
+            score.weights,
+            format_bytes(score.weight_bytes),
+            f"{score.weight_bytes / first.weight_bytes:.0%}",
+            f"{score.perplexity:.4f}",
+            "" if score is first else f"{more:+.4f}",
+            "" if score is first else f"{more / first.perplexity:+.2%}",
+        )
+    windows = found.windows
+    table.caption = (
+        f"{found.scored_tokens} tokens of {found.file}, in windows of {windows.context_tokens} "
+        f"every {windows.stride_tokens}"
+    )
+    table.caption_justify = "left"
+    stdout().print(table)
 
 
 def _calibrate(gpus: str, *, json: bool) -> None:

@@ -22,6 +22,8 @@ _ROW_DIMENSION = {"qdata": 0, "scale": 0, "zero_point": 0, "scale_and_zero": 1}
 
 def takes_rows(target: Tensor, start: int, stop: int) -> bool:
     """Whether the rows from `start` to `stop` can be filled by themselves."""
+    if scheme_of(target) != "int4":
+        return True
     return start % _ALIGNED_ROWS == 0 and (stop % _ALIGNED_ROWS == 0 or stop == target.shape[0])
 
 
