@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.base import get_keys_to_not_convert
 
+from .nf4 import BLOCK
 from .parts import is_composed, num_bytes
 from .weights import GROUPS, MADE_FROM, ROWS, Scheme, computes_in, quantize, require
 
@@ -29,7 +30,7 @@ def quantize_model(model: PreTrainedModel, scheme: Scheme) -> None:
     ----------
     model : transformers.PreTrainedModel
         Its parameters on meta; those of its linear layers become quantized ones, on meta too.
-    scheme : {"int8", "int4"}
+    scheme : {"int8", "int4", "nf4"}
 
     Raises
     ------
@@ -110,4 +111,6 @@ def _misshapen(scheme: Scheme, parameter: torch.Tensor) -> str | None:
     rows, columns = parameter.shape
     if scheme == "int4" and (rows % ROWS or columns % GROUPS[-1]):
         return f"shapes that int4 doesn't take (rows in {ROWS}s, columns in {GROUPS[-1]}s)"
+    if scheme == "nf4" and columns % BLOCK:
+        return f"shapes that nf4 doesn't take (columns in {BLOCK}s)"
     return None

@@ -17,7 +17,9 @@ _ALIGNED_ROWS = 64
 _WORKING_ELEMENTS = 2**21
 """Rows are taken until they have so many numbers; quantizing takes some 20 bytes for each."""
 # Along which dimension of a part the rows lie; along the others they don't.
-_ROW_DIMENSION = {"qdata": 0, "scale": 0, "zero_point": 0, "scale_and_zero": 1}
+_ROW_DIMENSION = {
+    "qdata": 0, "scale": 0, "zero_point": 0, "packed": 0, "absmax": 0, "scale_and_zero": 1,
+}  # fmt: skip
 
 
 def takes_rows(target: Tensor, start: int, stop: int) -> bool:

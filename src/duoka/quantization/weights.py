@@ -1,12 +1,12 @@
-"""Weights in fewer bits, as torchao makes and multiplies them.
+"""Weights in fewer bits, as torchao and bitsandbytes make and multiply them.
 
 int8: one scale for each row. A product takes a copy of the weight in the activations' type.
 int4: one scale and one zero point for each group of a row. On GPUs the weight is laid out for
 PyTorch's kernel for tensor cores, which takes no copy, computes in bfloat16, and wants rows of a
 multiple of 1024 numbers: shorter ones are padded. The processor's kernel has a layout of its own.
-Virtual GPUs have CUDA's.
+Virtual GPUs have CUDA's. nf4 is in `nf4`.
 
-torchao is an optional part: it is imported when something is quantized.
+Both packages are optional parts: they are imported when something is quantized.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from duoka.errors import ModelError, UsageError
 
+from .nf4 import Nf4Weight
 from .parts import empty_on
 
 Scheme = Literal["int8", "int4", "nf4"]
@@ -32,7 +33,12 @@ ROWS = 16
 _COLUMNS = 1024  # the tensor cores' kernel for int4 takes a multiple of so many
 _TILES = 8  # of the tensor cores' layout; torchao has no other number
 _TILED, _OPAQUE = "Int4TilePackedTo4dTensor", "Int4OpaqueTensor"
-_SCHEMES: dict[str, Scheme] = {"Int8Tensor": "int8", _TILED: "int4", _OPAQUE: "int4"}
+_SCHEMES: dict[str, Scheme] = {
+    "Int8Tensor": "int8",
+    _TILED: "int4",
+    _OPAQUE: "int4",
+    "Nf4Weight": "nf4",
+}
 MADE_FROM = "_duoka_made_from"
 """The attribute of a quantized parameter that names the type that it was made from."""
 
@@ -45,10 +51,11 @@ def require(scheme: Scheme) -> None:
     UsageError
         With the command that installs it.
     """
-    if find_spec("torchao") is None:
+    package, extra = ("bitsandbytes", "bnb") if scheme == "nf4" else ("torchao", "quantize")
+    if find_spec(package) is None:
         raise UsageError(
-            f"{scheme} weights need torchao, which isn't installed",
-            hint='pip install "duoka[quantize]"',
+            f"{scheme} weights need {package}, which isn't installed",
+            hint=f'pip install "duoka[{extra}]"',
         )
 
 
@@ -59,8 +66,9 @@ def quantize(weight: Tensor, scheme: Scheme) -> Tensor:
     ----------
     weight : Tensor
         [rows, columns] of a linear layer, floating.
-    scheme : {"int8", "int4"}
-        For int4 the columns are a multiple of the last one of `GROUPS`, the rows one of `ROWS`.
+    scheme : {"int8", "int4", "nf4"}
+        For int4 the columns are a multiple of the last one of `GROUPS`, the rows one of `ROWS`; for
+        nf4 the columns are a multiple of `nf4.BLOCK`.
 
     Returns
     -------
@@ -70,6 +78,8 @@ def quantize(weight: Tensor, scheme: Scheme) -> Tensor:
     if scheme == "int8":
         ao = import_module("torchao.quantization")
         return _tensor(ao.Int8Tensor.from_hp(weight, granularity=ao.PerRow()))
+    if scheme == "nf4":
+        return Nf4Weight.of(weight)
     if weight.device.type == "cpu":
         opaque = import_module("torchao.prototype.quantization.int4").Int4OpaqueTensor
         return _tensor(opaque.from_hp(weight, [1, group_of(weight.shape[1])]))
