@@ -29,7 +29,7 @@ from .plans import Plan
 from .profile import Profile
 from .report import Report, Stop
 from .splits import splits
-from .workload import Workload
+from .workload import Training, Workload
 
 T = TypeVar("T")
 _INPUTS = (Mapping, tuple, list, torch.Tensor)
@@ -272,14 +272,7 @@ def _of_checkpoint(
     notes: list[str] = []
     if placement is None:
         assert asked.fleet is not None
-        question = Question(fleet=asked.fleet, workload=workload)
-        placement = _planned(
-            lambda some, use_all: plan_checkpoint(
-                checkpoint, replace(question, fleet=some, use_all=use_all)
-            ),
-            asked.fleet,
-            notes,
-        )
+        placement = _own_plan(checkpoint, asked.fleet, workload, notes, train=rest["train"])
     if isinstance(placement, Plan):
         placement.refuse_other(checkpoint.fingerprint, checkpoint.source)
         workload, budgets = placement.workload, asked.budgets(placement.fleet)
@@ -303,6 +296,40 @@ def _of_checkpoint(
         workload=_whole(workload),
         notes=tuple(notes),
         **rest,
+    )
+
+
+def _own_plan(
+    checkpoint: Checkpoint, fleet: Fleet, workload: Workload, notes: list[str], *, train: bool
+) -> Plan | None:
+    """The plan for a checkpoint: for training all of it where that is checked, and fits."""
+
+    def planned(work: Workload) -> Plan | None:
+        question = Question(fleet=fleet, workload=work)
+        return _planned(
+            lambda some, use_all: plan_checkpoint(
+                checkpoint, replace(question, fleet=some, use_all=use_all)
+            ),
+            fleet,
+            notes,
+        )
+
+    if train and workload.training is None and workload.quantize == "none":
+        try:
+            return planned(_learning(workload))
+        except InfeasibleError:
+            notes.append("training all of it doesn't fit: the placement is one for answering")
+    return planned(workload)
+
+
+def _learning(workload: Workload) -> Workload:
+    """Training every parameter on sequences as long as the workload's context."""
+    return Workload(
+        batch=workload.batch,
+        prompt_tokens=workload.context_tokens,
+        new_tokens=0,
+        dtype=workload.dtype,
+        training=Training(method="full"),
     )
 
 

@@ -13,7 +13,7 @@ import duoka
 from duoka.errors import Faults, PlacementError
 from duoka.exports import refuse_unknown
 
-from . import options, outputs, planning
+from . import options, outputs, planning, training
 from .terminal import stdout
 
 
@@ -42,6 +42,14 @@ def plan(
     pin: options.Pin = None,
     uncut: options.Uncut = None,
     reserve: options.Reserve = None,
+    train: training.Train = None,
+    optimizer: training.Optimizer = None,
+    lora_rank: training.LoraRank = None,
+    lora_target: training.LoraTarget = None,
+    gradient_checkpointing: training.GradientCheckpointing = False,
+    master_weights: training.MasterWeights = False,
+    micro_batches: training.MicroBatches = None,
+    schedule: training.Schedule = None,
     device_map: options.DeviceMapFile = None,
     plan_file: options.PlanFile = None,
     replan: options.Replan = False,
@@ -96,6 +104,8 @@ def plan(
     [bold]duoka plan[/] ./chatglm3-6b --gpus "virtual:2x8GiB" --save chatglm3.plan
 
     [bold]duoka plan[/] ./chatglm3-6b/config.json --gpus 8x24GiB --batch 16 --json
+
+    [bold]duoka plan[/] ./glm-4-9b-chat --gpus 2x24GiB --train lora --context 2K
     """
     wishes = planning.Wishes(
         gpus=gpus,
@@ -115,6 +125,16 @@ def plan(
         uncut=uncut,
         reserve=reserve,
         device_map=device_map,
+        training=training.read_training(
+            train,
+            optimizer=optimizer,
+            lora_rank=lora_rank,
+            lora_targets=lora_target,
+            gradient_checkpointing=gradient_checkpointing,
+            master_weights=master_weights,
+            micro_batches=micro_batches,
+            schedule=schedule,
+        ),
     )
     asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code)
     answer = _Answer(

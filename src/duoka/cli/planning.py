@@ -19,6 +19,7 @@ from duoka.maps import DeviceMap
 from duoka.planner import Question
 from duoka.profiles import plan_from_cache
 from duoka.sampling import Sampling
+from duoka.workload import Training
 
 from . import outputs
 from .demands import read_constraints
@@ -38,6 +39,7 @@ _OPTION = {
     "use_all": "--use-all",
     "device_map": "--device-map",
     "image_size": "--image-size",
+    "training": "--train",
 }
 
 
@@ -62,6 +64,7 @@ class Wishes:
     pin: Sequence[str] | None = None
     uncut: Sequence[str] | None = None
     reserve: Sequence[str] | None = None
+    training: Training | None = None
 
     @property
     def constraints(self) -> Constraints:
@@ -268,6 +271,13 @@ def workload_for(checkpoint: duoka.Checkpoint, wishes: Wishes) -> duoka.Workload
     if wishes.context is not None:
         context = parse_tokens(wishes.context)
     new = max(min(_NEW_TOKENS, context // _NEW_SHARE), 1)
+    if wishes.training is not None:
+        if wishes.new_tokens is not None:
+            raise UsageError(
+                "--new-tokens is for answers, and training has none",
+                hint="--context is the length of a sequence",
+            )
+        new = 0
     if wishes.new_tokens is not None:
         new = parse_tokens(wishes.new_tokens)
     if new >= context:
@@ -285,6 +295,7 @@ def workload_for(checkpoint: duoka.Checkpoint, wishes: Wishes) -> duoka.Workload
         cache=wishes.cache or "dynamic",  # type: ignore[arg-type]
         quantize=wishes.quantize or "none",  # type: ignore[arg-type]
         images=wishes.images or 0,
+        training=wishes.training,
         **_image_size(wishes),
     )
 

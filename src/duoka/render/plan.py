@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -17,16 +18,27 @@ from ..plans import Plan
 from ..units import format_bytes
 from .names import name_modules
 from .seconds import render_seconds
-from .summary import facts, title
+from .summary import facts, kinds_of, title
 
-# Kind, its colour, its sign in a bar, its sign where only ASCII can be shown.
-_KINDS = (
-    ("weights", "blue", "█", "#"),
-    ("KV cache", "green", "▓", "="),
-    ("activations", "yellow", "▒", "+"),
-    ("overhead", "magenta", "░", "-"),
-    ("free", "dim", "·", "."),
-)
+
+class _Kind(NamedTuple):
+    """A kind of bytes: colour, sign in a bar, sign where only ASCII can be shown, column."""
+
+    style: str
+    sign: str
+    plain: str
+    column: str
+
+
+_KINDS = {
+    "weights": _Kind("blue", "█", "#", "weights"),
+    "KV cache": _Kind("green", "▓", "=", "KV"),
+    "activations": _Kind("yellow", "▒", "+", "activ."),
+    "gradients": _Kind("cyan", "▚", "%", "grad."),
+    "optimizer": _Kind("green", "▓", "=", "optim."),
+    "overhead": _Kind("magenta", "░", "-", "overh."),
+    "free": _Kind("dim", "·", ".", ""),
+}
 _TABLE_COLUMNS = 72  # with fewer there is a list instead
 _WIDEST_BAR = 60
 _GIB, _MIB = 2**30, 2**20
@@ -67,10 +79,12 @@ def _table(plan: Plan) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("GPU", no_wrap=True)
     table.add_column("modules", overflow="fold", ratio=1)
-    for name in ("weights", "KV", "activ.", "overh.", "reserved", "budget"):
+    kinds = [kind for kind in _kinds(plan) if kind != "free"]
+    for name in (*(_KINDS[kind].column for kind in kinds), "reserved", "budget"):
         table.add_column(name, justify="right", no_wrap=True)
     for device in plan.forecast.devices:
-        sizes = (*_parts(device)[:4], device.reserved_bytes, device.budget_bytes)
+        parts = _parts(device)
+        sizes = (*(parts[kind] for kind in kinds), device.reserved_bytes, device.budget_bytes)
         numbers = [f"{size / divisor:.2f}" for size in sizes]
         table.add_row(device.device, _modules(plan, device.device), *numbers)
     table.caption = f"in {unit}; overhead is what the allocator holds and tensors don't use"
@@ -92,8 +106,12 @@ def _list(plan: Plan) -> Group:
     for device in plan.forecast.devices:
         rows.append(Text(device.device, style="bold"))
         rows.append(Text(f"  {_modules(plan, device.device)}"))
-        for (kind, *_), size in zip(_KINDS[:4], _parts(device), strict=False):
-            rows.append(Text(f"  {kind}: {format_bytes(size)}"))
+        parts = _parts(device)
+        rows += [
+            Text(f"  {kind}: {format_bytes(parts[kind])}")
+            for kind in _kinds(plan)
+            if kind != "free"
+        ]
         reserved, budget = format_bytes(device.reserved_bytes), format_bytes(device.budget_bytes)
         rows.append(Text(f"  reserved: {reserved} of {budget}"))
     return Group(*rows)
@@ -143,30 +161,36 @@ def _bars(plan: Plan, columns: int, *, ascii_only: bool) -> Group:
     label = max(len(device.device) for device in devices) + 1
     longest = max(device.budget_bytes for device in devices)
     room = max(min(columns - label, _WIDEST_BAR), 8)
-    rows = []
+    rows, kinds = [], _kinds(plan)
     for device in devices:
         row = Text(device.device.ljust(label))
         width = max(round(room * device.budget_bytes / longest), 1)
-        for (_, style, sign, plain), cells in zip(
-            _KINDS, _share(_parts(device), width), strict=True
-        ):
-            row.append((plain if ascii_only else sign) * cells, style=style)
+        parts = _parts(device)
+        shares = _share([parts[kind] for kind in kinds], width)
+        for kind, cells in zip(kinds, shares, strict=True):
+            row.append(_sign(kind, ascii_only=ascii_only) * cells, style=_KINDS[kind].style)
         rows.append(row)
     legend = Text(" " * label)
-    for kind, style, sign, plain in _KINDS:
-        legend.append(plain if ascii_only else sign, style=style).append(f" {kind}  ")
+    for kind in kinds:
+        sign = _sign(kind, ascii_only=ascii_only)
+        legend.append(sign, style=_KINDS[kind].style).append(f" {kind}  ")
     return Group(*rows, legend)
 
 
-def _parts(device: DeviceForecast) -> tuple[int, ...]:
-    """Bytes by kind, in the order of `_KINDS`; together they are the budget."""
-    return (
-        device.weight_bytes,
-        device.kv_cache_bytes,
-        device.activation_bytes,
-        device.overhead_bytes,
-        max(device.budget_bytes - device.reserved_bytes, 0),
-    )
+def _sign(kind: str, *, ascii_only: bool) -> str:
+    return _KINDS[kind].plain if ascii_only else _KINDS[kind].sign
+
+
+def _kinds(plan: Plan) -> list[str]:
+    """The kinds of bytes that there are: a cache in answering, what learning needs in training."""
+    other = {"KV cache"} if plan.workload.training is not None else {"gradients", "optimizer"}
+    return [kind for kind in _KINDS if kind not in other]
+
+
+def _parts(device: DeviceForecast) -> dict[str, int]:
+    """Bytes by kind; together they are the budget."""
+    free = max(device.budget_bytes - device.reserved_bytes, 0)
+    return {**dict(kinds_of(device)), "free": free}
 
 
 def _share(parts: Sequence[int], width: int) -> list[int]:
