@@ -279,6 +279,9 @@ def load(
     checker.prove(plan, build_model(checkpoint, plan.workload))
     checkpoint = checkpoint.fetch(download_progress)
     plan.refuse_other(checkpoint.fingerprint, plan.source)
+    if method_of(checkpoint.config) is not None:
+        found = loader.load_published(checkpoint.path, checkpoint.config, plan.placement)
+        return spread(found, plan.placement)
     model = build_model(checkpoint, plan.workload)
     loader.load_weights(
         model,

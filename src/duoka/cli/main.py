@@ -92,7 +92,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # It imports torchao too, where that is, which speaks of kernels for hardware that isn't here.
-    for library in ("torchao", "torch.utils._pytree"):
+    for library in ("torchao", "torch.utils._pytree", "bitsandbytes"):
         logging.getLogger(library).setLevel(logging.ERROR)
     correct_columns()
     given = list(sys.argv[1:] if arguments is None else arguments)
