@@ -21,6 +21,7 @@ _REACHED = {
     "throughput": ("The slowest, on {},", "takes", "has one that takes less than"),
 }
 _MOST_NAMED = 3
+_LEAST_TOLD = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +111,7 @@ def _more(change: Change) -> str:
 def _judged(change: Change, explanation: Explanation) -> str:
     """What becomes of the objective, as the end of a sentence."""
     if change.value is None:
-        missing = format_bytes(-min(change.giver.free_bytes, change.taker.free_bytes))
-        return f": {missing} are missing."
+        return f": {_missing(-min(change.giver.free_bytes, change.taker.free_bytes))}."
     now = {share.device: share for share in explanation.shares}
     then = {**now, change.giver.device: change.giver, change.taker.device: change.taker}
     least = [format_bytes(min(s.free_bytes for s in each.values())) for each in (then, now)]
@@ -130,12 +130,17 @@ def fewer(explanation: Explanation) -> str:
     if found is None:
         return ""
     names = joined(found.devices)
-    which = f"on the largest one, {names}," if len(found.devices) == 1 else f"on {names}"
-    largest = "" if len(found.devices) == 1 else ", the largest,"
-    return (
-        f"{len(explanation.shares)} GPUs and not {len(found.devices)}: {which}{largest} at least "
-        f"{format_bytes(found.missing_bytes)} are missing."
-    )
+    which = f"on the largest one, {names}," if len(found.devices) == 1 else f"on {names},"
+    largest = "" if len(found.devices) == 1 else " the largest,"
+    told = _missing(found.missing_bytes, "at least ")
+    return f"{len(explanation.shares)} GPUs and not {len(found.devices)}: {which}{largest} {told}."
+
+
+def _missing(num_bytes: int, least: str = "") -> str:
+    # As a bound it may be next to nothing, where it is the cut or fragmentation that is in the way.
+    if num_bytes < _LEAST_TOLD:
+        return "it doesn't fit by a little, whatever the cut"
+    return f"{least}{format_bytes(num_bytes)} are missing"
 
 
 def whole_prompt(explanation: Explanation) -> str:

@@ -1,0 +1,192 @@
+"""What is told of a plan is what the search would find: every number is computed again here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from tiny import MIB, Costs, fleet, made_up
+
+from duoka import explain
+from duoka.errors import FormatError, UsageError
+from duoka.explanation import Alternative, Explanation
+from duoka.fleet import Fleet
+from duoka.forecast import Costs as Measured
+from duoka.given import answer
+from duoka.maps import DeviceMap
+from duoka.planner import Question, solve
+from duoka.plans import Plan
+from duoka.profile import Profile
+from duoka.search import judge, search
+from duoka.search.programme import Stage
+from duoka.workload import Workload
+
+WORKLOAD = Workload(prompt_tokens=1000, new_tokens=24, prefill_chunk_tokens=None, dtype="bfloat16")
+PROFILE = made_up([12 * MIB, *[8 * MIB] * 10, 20 * MIB], Costs(cache=4096))
+CARDS = "MyCard:{}MiB,900GB/s,70TFLOPs+Other:{}MiB,450GB/s,70TFLOPs"
+
+
+def planned(gpus: Fleet, workload: Workload = WORKLOAD, profile: Profile = PROFILE) -> Plan:
+    return solve(profile, Question(fleet=gpus, workload=workload))
+
+
+def stages_of(parts: Sequence[tuple[str, Sequence[str]]], gpus: Fleet) -> tuple[Stage, ...]:
+    stages, start = [], 0
+    for device, modules in parts:
+        stop = start + len(modules)
+        stages.append(Stage(start=start, stop=stop, device=gpus.names.index(device)))
+        start = stop
+    assert start == len(PROFILE.blocks)
+    return tuple(stages)
+
+
+def test_changes_are_what_the_search_thinks_of_them() -> None:
+    gpus = fleet(130, 126)
+    plan = planned(gpus)
+    costs = Measured(PROFILE, plan.workload)
+    found = explain(plan, PROFILE)
+    own = [(share.device, share.modules) for share in found.shares]
+    assert [modules for _, modules in own] == [
+        tuple(name for name, at in plan.placement.entries if at == device) for device, _ in own
+    ]
+    assert {(change.giver.device, change.taker.device) for change in found.changes} == {
+        ("vgpu:0", "vgpu:1"),
+        ("vgpu:1", "vgpu:0"),
+    }
+    for change in found.changes:
+        after = {**dict(own), change.giver.device: change.giver.modules}
+        after[change.taker.device] = change.taker.modules
+        stages = stages_of([(name, after[name]) for name, _ in own], gpus)
+        fits = min(change.giver.free_bytes, change.taker.free_bytes) >= 0
+        assert (change.outcome == "impossible") == (not fits)
+        if fits:
+            assert change.value == judge(costs, gpus, stages, "headroom")
+            assert change.value <= plan.value  # the plan is the optimum
+        for share, stage in zip((after[name] for name, _ in own), stages, strict=True):
+            needed = costs.reserved_bytes(stage.start, stage.stop, 1 << 50)
+            told = [s for s in (change.giver, change.taker) if s.modules == share]
+            assert [each.needed_bytes for each in told] == [needed]
+
+
+def test_a_change_that_does_not_fit_is_impossible() -> None:
+    plan = planned(fleet(100, 96))
+    found = explain(plan, PROFILE)
+    impossible = [change for change in found.changes if change.outcome == "impossible"]
+    assert impossible
+    for change in impossible:
+        assert change.value is None
+        assert min(change.giver.free_bytes, change.taker.free_bytes) < 0
+
+
+def test_one_gpu_has_no_boundaries() -> None:
+    found = explain(planned(fleet(200, 100)), PROFILE)
+    assert (len(found.shares), found.changes, found.crossings, found.fewer) == (1, (), (), None)
+    assert any(len(other.shares) == 2 for other in found.alternatives)
+
+
+def test_one_gpu_less_is_missing_something() -> None:
+    plan = planned(fleet(100, 96))
+    found = explain(plan, PROFILE).fewer
+    assert found is not None
+    assert found.devices == ("vgpu:0",)
+    whole = Measured(PROFILE, plan.workload)
+    needed = whole.reserved_bytes(0, whole.num_blocks, 1 << 50)
+    assert needed is not None
+    assert 0 < found.missing_bytes <= needed - 100 * MIB
+    everything = solve(PROFILE, Question(fleet=fleet(300, 300), workload=WORKLOAD, use_all=True))
+    assert explain(everything, PROFILE).fewer is None
+
+
+def named(explanation: Explanation, part: str) -> Alternative:
+    (found,) = (other for other in explanation.alternatives if part in other.name)
+    return found
+
+
+def test_alternatives_are_complete_and_never_better() -> None:
+    plan = planned(fleet(100, 90, 70))
+    found = explain(plan, PROFILE)
+    placed = [name for name, _ in plan.placement.entries]
+    for other in found.alternatives:
+        assert [name for share in other.shares for name in share.modules] == placed
+        assert other.fits == (other.least_free_bytes >= 0) == (other.value is not None)
+        if other.fits and len(other.shares) <= len(plan.devices):
+            assert other.value is not None
+            assert other.value <= plan.value
+        assert other.is_plan == (
+            [(share.device, share.modules) for share in other.shares]
+            == [(share.device, share.modules) for share in found.shares]
+        )
+    equal = named(found, "equal numbers of layers on all GPUs")
+    # The embedding is the first block and the head the last: ten layers over three GPUs.
+    assert sorted(len(share.modules) for share in equal.shares) == [4, 4, 4]
+
+
+def test_equal_weights_have_the_smallest_largest_share() -> None:
+    gpus = fleet(100, 90, 70)
+    found = named(explain(planned(gpus), PROFILE), "equal bytes of weights")
+    sizes = [12, *[8] * 10, 20]
+    parts = [len(share.modules) for share in found.shares]
+    got = max(sum(sizes[sum(parts[:n]) : sum(parts[: n + 1])]) for n in range(3))
+    least = min(
+        max(sum(sizes[:a]), sum(sizes[a:b]), sum(sizes[b:]))
+        for a in range(1, 11)
+        for b in range(a + 1, 12)
+    )
+    assert got == least
+
+
+def test_with_speeds_other_objectives_are_held_against() -> None:
+    gpus = Fleet.parse(CARDS.format(900, 880))
+    plan = planned(gpus)
+    assert plan.objective == "latency"
+    found = explain(plan, PROFILE)
+    headroom = search(Measured(PROFILE, plan.workload), gpus, objective="headroom")
+    told = named(found, "the most headroom")
+    assert [len(share.modules) for share in told.shares] == [
+        stage.stop - stage.start for stage in headroom.stages
+    ]
+    for other in found.alternatives:
+        assert (other.request_seconds is not None) == other.fits
+    for crossing in found.crossings:
+        assert crossing.per == "token"
+        assert crossing.num_bytes > 0
+
+
+def test_a_prompt_in_chunks_is_told_what_it_would_need_whole() -> None:
+    workload = replace(WORKLOAD, prompt_tokens=8000, prefill_chunk_tokens="auto")
+    profile = made_up([8 * MIB] * 8, Costs(cache=64, work=16384))
+    plan = planned(fleet(120), workload, profile)
+    assert plan.workload.prefill_chunk_tokens is not None
+    (whole,) = explain(plan, profile).whole_prompt
+    assert whole.free_bytes < 0
+    assert whole.needed_bytes == Measured(
+        profile, replace(plan.workload, prefill_chunk_tokens=None)
+    ).reserved_bytes(0, 8, 1 << 50)
+
+
+def test_a_map_by_hand_is_explained_as_far_as_it_goes() -> None:
+    gpus = fleet(150, 150)
+    zigzag = {f"block.{number}": number % 2 for number in range(12)}
+    question = Question(fleet=gpus, workload=WORKLOAD, device_map=DeviceMap.of(zigzag))
+    found = explain(answer(PROFILE, question), PROFILE)
+    assert (found.objective, found.changes, len(found.crossings)) == ("given", (), 11)
+    assert named(found, "the most headroom, on as few GPUs").fits
+    halves = {f"block.{number}": int(number > 3) for number in range(12)}
+    question = replace(question, device_map=DeviceMap.of(halves))
+    found = explain(answer(PROFILE, question), PROFILE)
+    assert {change.outcome for change in found.changes} == {"better", "worse"}
+
+
+def test_without_a_profile_it_is_said() -> None:
+    plan = planned(fleet(100, 96))
+    with pytest.raises(UsageError, match="no profile of MadeUp in the cache"):
+        explain(plan)
+    with pytest.raises(FormatError, match="another checkpoint"):
+        explain(plan, replace(PROFILE, fingerprint="other"))
+
+
+def test_it_has_a_json_form() -> None:
+    data = explain(planned(fleet(100, 96)), PROFILE).to_dict()
+    assert data["shares"][0]["device"] == "vgpu:0"
+    assert data["fewer"]["missing_bytes"] > 0
