@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint
     from .checks import check
     from .constraints import Constraints
+    from .comparison import compare
     from .explanation import explain
     from .exports import export
     from .fleet import Device, Fleet, Link
@@ -38,6 +39,7 @@ __all__ = [
     "Plan",
     "Workload",
     "check",
+    "compare",
     "dispatch",
     "errors",
     "explain",
@@ -58,6 +60,7 @@ _ROOMS = {
     "Plan": "plans",
     "Workload": "workload",
     "check": "checks",
+    "compare": "comparison",
     "dispatch": "api",
     "explain": "explanation",
     "export": "exports",

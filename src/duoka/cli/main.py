@@ -18,6 +18,7 @@ from . import failures, options, signals
 from .bench import bench
 from .chat import chat
 from .check import check
+from .compare import compare
 from .demo import demo
 from .generate import generate
 from .plan import plan
@@ -47,7 +48,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (plan, check, generate, chat, bench, demo):
+for command in (plan, compare, check, generate, chat, bench, demo):
     app.command()(command)
 
 

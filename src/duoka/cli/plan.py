@@ -138,7 +138,12 @@ def plan(
     )
     asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code)
     answer = _Answer(
-        save=save, save_device_map=save_device_map, html=html, explain=explain, json=json
+        save=save,
+        save_device_map=save_device_map,
+        html=html,
+        export=export,
+        explain=explain,
+        json=json,
     )
     answer.check()
     try:
@@ -156,6 +161,7 @@ class _Answer:
     save: Path | None
     save_device_map: Path | None
     html: Path | None
+    export: str | None
     explain: bool
     json: bool
 
@@ -179,9 +185,12 @@ class _Answer:
             planning.save_device_map(made.device_map, self.save_device_map)
         if self.save is not None:
             planning.save(made, self.save)
-        explanation = duoka.explain(made) if self.explain else None
         if self.html is not None:
             planning.save_page(made, self.html)
+        if self.export is not None:
+            typer.echo(str(duoka.export(made, self.export)))
+            return
+        explanation = duoka.explain(made) if self.explain else None
         if self.json:
             typer.echo(made.to_json() if explanation is None else _json(explanation.to_dict()))
             return

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import get_args
+from typing import cast, get_args
 
 from ..errors import UsageError
-from ..fleet import Fleet
 from ..layers import layer_of, main_list
-from ..search import NoPlacement, Objective, Stage, search
+from ..search import NoPlacement, Objective, Stage
+from ..tuition import search_stages
 from .data import Alternative
-from .trial import Stages, Trial
+from .trial import TIMED, Stages, Trial
 
 _NAMES = {
     "headroom": "the most headroom",
@@ -34,14 +34,14 @@ def alternatives(trial: Trial, plan_stages: Stages | None) -> Iterator[Alternati
     for name, stages in _placements(trial, plan_stages):
         names.setdefault(stages, []).append(name)
     for stages, alike in names.items():
-        shares = tuple(map(trial.share, stages))
         value = trial.value(stages)
+        seconds = None if value is None else trial.seconds(stages)
         yield Alternative(
             name="; ".join(alike),
-            shares=shares,
+            shares=trial.shares(stages),
             fits=value is not None,
             value=value,
-            request_seconds=trial.request_seconds(stages),
+            request_seconds=None if seconds is None else seconds.total_seconds,
             is_plan=stages == plan_stages,
         )
 
@@ -65,20 +65,21 @@ def _optima(trial: Trial, plan_stages: Stages | None) -> Iterator[tuple[str, Sta
     wanted: tuple[Objective, ...] = get_args(Objective) if trial.has_speeds else ("headroom",)
     for objective in wanted:
         if objective != trial.objective or plan_stages is None:
-            found = _optimum(trial, trial.fleet, objective)
+            found = _optimum(trial, objective)
             if found is not None:
                 yield f"{_NAMES[objective]}, on as few GPUs as hold it", found
     if plan_stages is None or len(plan_stages) < len(trial.fleet.devices):
-        found = _optimum(trial, trial.fleet, trial.objective, use_all=True)
+        everywhere = trial.objective if trial.objective in TIMED else "headroom"
+        found = _optimum(trial, cast(Objective, everywhere), use_all=True)
         if found is not None:
-            yield f"{_NAMES[trial.objective]}, on all GPUs", found
+            yield f"{_NAMES[everywhere]}, on all GPUs", found
 
 
-def _optimum(
-    trial: Trial, fleet: Fleet, objective: Objective, *, use_all: bool = False
-) -> Stages | None:
+def _optimum(trial: Trial, objective: Objective, *, use_all: bool = False) -> Stages | None:
     try:
-        return search(trial.costs, fleet, objective=objective, use_all=use_all).stages
+        return search_stages(
+            trial.costs, trial.fleet, objective=objective, use_all=use_all, limits=trial.limits
+        ).stages
     except (NoPlacement, UsageError):
         return None  # nothing fits; or there are more devices than blocks, or too many kinds
 
@@ -96,10 +97,7 @@ def _best_equal(trial: Trial, devices: Sequence[int]) -> Stages:
     No other order of the devices leaves more free on the tightest one.
     """
     cuts = _equal_cuts(trial, len(devices))
-    needs = [
-        trial.share(Stage(start=start, stop=stop, device=devices[0])).needed_bytes
-        for start, stop in pairwise(cuts)
-    ]
+    needs = [share.needed_bytes for share in trial.shares(_staged(cuts, devices))]
     hungriest = sorted(range(len(needs)), key=lambda place: -needs[place])
     largest = sorted(devices, key=lambda device: -trial.fleet.devices[device].budget_bytes)
     at = dict(zip(hungriest, largest, strict=True))

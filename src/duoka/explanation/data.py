@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from ..serial import to_dict
 
-Outcome = Literal["impossible", "worse", "equal", "better"]
+Outcome = Literal["impossible", "forbidden", "worse", "equal", "better"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +44,9 @@ class Change:
         The devices of both stages, as they would be then.
     modules : tuple of str
         What moves.
-    outcome : {"impossible", "worse", "equal", "better"}
-        Impossible where it doesn't fit; otherwise as the objective judges it.
+    outcome : {"impossible", "forbidden", "worse", "equal", "better"}
+        Impossible where it doesn't fit; forbidden by a pin or a module that stays uncut; otherwise
+        as the objective judges it.
     value : float, optional
         The objective's value then; None where it doesn't fit.
     """
@@ -141,7 +142,8 @@ class Explanation:
     objective : str
         The plan's; "given" where a person wrote the map.
     value, bound : float
-        The plan's: bytes for "headroom" and "given", else seconds.
+        The plan's: bytes for "headroom" and "given", the free share of a budget for "balance",
+        blocks on the first device for "order", else seconds.
     binding_device : str
     shares : tuple of Share
         What each device has, in order of first use.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby, pairwise
-from typing import cast, get_args
 
+from ..demands import limits_for
 from ..errors import UsageError
 from ..fleet import Fleet
 from ..forecast import Costs
@@ -14,7 +14,8 @@ from ..planner import with_chunks
 from ..plans import Plan
 from ..profile import Profile
 from ..profiles import find_profile
-from ..search import NoPlacement, Objective, Stage, search
+from ..search import NoPlacement, Stage
+from ..tuition import costs_of, search_stages
 from .alternatives import alternatives
 from .data import Change, Crossing, Explanation, Fewer, Outcome, Share
 from .trial import Stages, Trial
@@ -44,9 +45,16 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
     """
     profile = profile or _cached(plan)
     plan.refuse_other(profile.fingerprint, plan.source or profile.model)
-    costs = Costs(profile, plan.workload)
-    objective = plan.objective if plan.objective in get_args(Objective) else "headroom"
-    trial = Trial(costs, plan.fleet, cast(Objective, objective))
+    if plan.offloaded:
+        streams = [
+            index
+            for index, block in enumerate(profile.blocks)
+            if set(block.modules) & set(plan.offloaded)
+        ]
+        profile = profile.offloading(streams)
+    costs = costs_of(profile, plan.workload)
+    limits = limits_for(plan.request.constraints, profile, costs.chain, plan.fleet)
+    trial = Trial(costs, plan.fleet, plan.objective, limits)
     runs = _runs(costs, plan)
     stages = runs if len({stage.device for stage in runs}) == len(runs) else None
     return Explanation(
@@ -58,7 +66,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
         crossings=tuple(_crossings(trial, runs)),
         changes=() if stages is None else tuple(_changes(trial, stages)),
         fewer=_fewer(trial, plan),
-        whole_prompt=() if stages is None else _whole_prompt(profile, plan, stages),
+        whole_prompt=() if stages is None else _whole_prompt(trial, plan, stages),
         alternatives=tuple(alternatives(trial, stages)),
     )
 
@@ -129,20 +137,19 @@ def _changes(trial: Trial, stages: Stages) -> Iterator[Change]:
     own = trial.value(stages)
     for number in range(len(stages) - 1):
         before, after = stages[number : number + 2]
-        for step in (-1, 1):
-            cut = after.start + step
+        for cut in (after.start - 1, after.start + 1):
             if not before.start < cut < after.stop:
                 continue  # the stage would be empty
             moved = (replace(before, stop=cut), replace(after, start=cut))
             changed = (*stages[:number], *moved, *stages[number + 2 :])
-            shares = [trial.share(stage) for stage in moved]
-            giver, taker = shares if step < 0 else shares[::-1]
+            shares = trial.shares(changed)[number : number + 2]
+            giver, taker = shares if cut < after.start else shares[::-1]
             value = trial.value(changed)
             yield Change(
                 giver=giver,
                 taker=taker,
                 modules=trial.modules(min(cut, after.start), max(cut, after.start)),
-                outcome=_outcome(trial, value, own),
+                outcome=_outcome(trial, value, own) if trial.allows(moved) else "forbidden",
                 value=value,
             )
 
@@ -158,24 +165,23 @@ def _outcome(trial: Trial, value: float | None, own: float | None) -> Outcome:
 def _fewer(trial: Trial, plan: Plan) -> Fewer | None:
     """The largest devices, one less than are used, miss something; as a lower bound."""
     num = len(plan.devices) - 1
-    if num < 1 or plan.request.use_all:
+    if num < 1 or plan.request.use_all or plan.request.constraints.demands:
         return None
     largest = sorted(trial.fleet.devices, key=lambda device: -device.budget_bytes)[:num]
     asked = replace(plan.workload, prefill_chunk_tokens=plan.request.workload.prefill_chunk_tokens)
     *_, least = with_chunks(asked)
     try:
-        search(Costs(trial.costs.profile, least), Fleet(devices=tuple(largest)))
+        search_stages(costs_of(trial.costs.profile, least), Fleet(devices=tuple(largest)))
     except NoPlacement as none:
         missing = none.shortfall().shortfall_bytes
         return Fewer(devices=tuple(device.name for device in largest), missing_bytes=missing)
     return None  # a map by hand can use more than it needs
 
 
-def _whole_prompt(profile: Profile, plan: Plan, stages: Stages) -> tuple[Share, ...]:
+def _whole_prompt(trial: Trial, plan: Plan, stages: Stages) -> tuple[Share, ...]:
     """What the same stages would need if the prompt ran whole, where it was cut unasked."""
     chunk = plan.workload.prefill_chunk_tokens
     if chunk is None or plan.request.workload.prefill_chunk_tokens != "auto":
         return ()
-    whole = Costs(profile, replace(plan.workload, prefill_chunk_tokens=None))
-    trial = Trial(whole, plan.fleet, "headroom")
-    return tuple(map(trial.share, stages))
+    whole = costs_of(trial.costs.profile, replace(plan.workload, prefill_chunk_tokens=None))
+    return Trial(whole, plan.fleet, "headroom", trial.limits).shares(stages)

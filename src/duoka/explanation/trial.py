@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 from ..fleet import Fleet
 from ..forecast import Costs
-from ..search import Objective, Stage, judge
+from ..search import Limits, Stage
 from ..seconds import Seconds
 from .data import Share
 
 # No device has that much: what a stage needs where nothing limits it.
 _UNLIMITED = 1 << 62
+_LARGER_IS_BETTER = ("headroom", "balance", "order")
+TIMED = ("latency", "throughput")
 
 Stages = tuple[Stage, ...]
 
@@ -23,30 +25,38 @@ class Trial:
     ----------
     costs : Costs
     fleet : Fleet
-    objective : {"headroom", "latency", "throughput"}
+    objective : str
+        As a plan has it.
+    limits : Limits
+        What was demanded of cuts and devices.
     """
 
-    def __init__(self, costs: Costs, fleet: Fleet, objective: Objective) -> None:
+    def __init__(self, costs: Costs, fleet: Fleet, objective: str, limits: Limits) -> None:
         self.costs = costs
         self.fleet = fleet
-        self.objective: Objective = objective
-        known = [costs.seconds(device) is not None for device in fleet.devices]
-        self.has_speeds = all(known)
+        self.objective = objective if objective != "given" else "headroom"
+        self.limits = limits
+        self.has_speeds = all(costs.seconds(device) is not None for device in fleet.devices)
 
-    def share(self, stage: Stage) -> Share:
-        """What a stage's device has."""
+    def shares(self, stages: Sequence[Stage]) -> tuple[Share, ...]:
+        """What the devices of a placement have, in execution order."""
+        num = len(stages)
+        return tuple(self._share(stage, num - number) for number, stage in enumerate(stages))
+
+    def _share(self, stage: Stage, place: int) -> Share:
         device = self.fleet.devices[stage.device]
-        needed = self.costs.reserved_bytes(stage.start, stage.stop, device.budget_bytes)
+        start, stop, budget = stage.start, stage.stop, device.budget_bytes
+        needed = self.costs.reserved_bytes(start, stop, budget, place=place)
         if needed is None:
-            least = self.costs.reserved_bytes(stage.start, stage.stop, _UNLIMITED)
+            least = self.costs.reserved_bytes(start, stop, _UNLIMITED, place=place)
             assert least is not None, "nothing limits it"
             # What fits in bytes and not for fragmentation misses one byte at least.
-            needed = max(least, device.budget_bytes + 1)
+            needed = max(least, budget + 1)
         return Share(
             device=device.name,
-            modules=self.modules(stage.start, stage.stop),
+            modules=self.modules(start, stop),
             needed_bytes=needed,
-            budget_bytes=device.budget_bytes,
+            budget_bytes=budget,
         )
 
     def modules(self, start: int, stop: int) -> tuple[str, ...]:
@@ -58,20 +68,28 @@ class Trial:
             for module in blocks[index].modules
         )
 
-    def fits(self, stages: Sequence[Stage]) -> bool:
-        """Whether every stage fits its device."""
-        return all(self.share(stage).free_bytes >= 0 for stage in stages)
+    def allows(self, stages: Sequence[Stage]) -> bool:
+        """Whether a placement is what was demanded."""
+        num = self.costs.num_blocks
+        return all(self.limits.allow(num, s.device)[s.start, s.stop] for s in stages)
 
     def value(self, stages: Stages) -> float | None:
         """What the objective makes of it; None where it doesn't fit."""
-        return judge(self.costs, self.fleet, stages, self.objective) if self.fits(stages) else None
+        shares = self.shares(stages)
+        free = [share.free_bytes for share in shares]
+        if min(free) < 0:
+            return None
+        if self.objective == "headroom":
+            return float(min(free))
+        if self.objective == "balance":
+            return min(share.free_bytes / share.budget_bytes for share in shares)
+        if self.objective == "order":
+            return float(sum(s.stop - s.start for s in stages if s.device == 0))
+        seconds = self.seconds(stages)
+        assert seconds is not None, "what is optimised is known"
+        return seconds.total_seconds if self.objective == "latency" else seconds.slowest_seconds
 
-    def request_seconds(self, stages: Stages) -> float | None:
-        """From the request to the last token; None where that is unknown or it doesn't fit."""
-        found = self.seconds(stages) if self.fits(stages) else None
-        return None if found is None else found.total_seconds
-
-    def seconds(self, stages: Stages) -> Seconds | None:
+    def seconds(self, stages: Sequence[Stage]) -> Seconds | None:
         """What each stage takes; None where speeds are unknown."""
         devices = self.fleet.devices
         named = [(devices[stage.device].name, stage.start, stage.stop) for stage in stages]
@@ -79,5 +97,5 @@ class Trial:
 
     def is_better(self, one: float, other: float) -> bool:
         """Whether one value is better than another by more than rounding."""
-        gain = one - other if self.objective == "headroom" else other - one
+        gain = one - other if self.objective in _LARGER_IS_BETTER else other - one
         return gain > 1e-9 * max(abs(one), abs(other))

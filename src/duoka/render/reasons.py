@@ -14,9 +14,12 @@ _AIMS = {
     "headroom": "the least free memory of any GPU, as large as can be",
     "latency": "the time from a request to its last token, as short as can be",
     "throughput": "the time that a request spends in its slowest stage, as short as can be",
+    "balance": "the share of its budget that the fullest GPU keeps free, as large as can be",
+    "order": "each GPU filled as far as it goes before the next one",
 }
 _REACHED = {
     "headroom": ("The tightest, {},", "keeps", "keeps more free than"),
+    "balance": ("The fullest, {},", "keeps", "keeps more free than"),
     "latency": ("A request", "takes", "takes less than"),
     "throughput": ("The slowest, on {},", "takes", "has one that takes less than"),
 }
@@ -45,6 +48,9 @@ def aim(explanation: Explanation) -> Iterator[str]:
         return
     num = len(explanation.shares)
     where = "on one GPU" if num == 1 else f"on {num} GPUs"
+    if told not in _REACHED:
+        yield f"Wanted was this order: {_AIMS[told]}."
+        return
     subject, verb, beyond = _REACHED[told]
     who = subject.format(binding)
     yield f"Optimised was {told}: {_AIMS[told]}."
@@ -55,6 +61,10 @@ def amount(explanation: Explanation, value: float) -> str:
     """A value of the objective, with its unit."""
     if explanation.objective in ("latency", "throughput"):
         return shortly(value)
+    if explanation.objective == "balance":
+        return f"{value:.1%}"
+    if explanation.objective == "order":
+        return format_count(round(value), "block")
     return format_bytes(round(value))
 
 
@@ -110,6 +120,8 @@ def _more(change: Change) -> str:
 
 def _judged(change: Change, explanation: Explanation) -> str:
     """What becomes of the objective, as the end of a sentence."""
+    if change.outcome == "forbidden":
+        return ": the pins and uncut modules forbid it."
     if change.value is None:
         return f": {_missing(-min(change.giver.free_bytes, change.taker.free_bytes))}."
     now = {share.device: share for share in explanation.shares}
