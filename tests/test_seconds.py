@@ -6,13 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import rehearsing
 
 from duoka import Device, Fleet, Workload
+from duoka.errors import FormatError
 from duoka.fleet import Link
 from duoka.forecast import Costs
 from duoka.planner import Question, solve
 from duoka.profile import Kind, Profile
-from duoka.seconds import LAUNCH_SECONDS, rate
+from duoka.seconds import LAUNCH_SECONDS, Times, rate
+from duoka.tuition import replay_of
 
 from . import tiny
 from .tiny import MIB
@@ -172,3 +175,37 @@ def test_the_planner_optimises_what_the_forecast_says(name: str, objective: str)
     assert len(seconds.stages) == 2
     told = {"latency": seconds.total_seconds, "throughput": seconds.slowest_seconds}
     assert told[objective] == pytest.approx(plan.value, rel=1e-9)
+
+
+@pytest.mark.parametrize("number", [-1.0, float("nan"), float("inf")])
+def test_impossible_times_are_refused(number: float) -> None:
+    found = Costs(LAYERS, load(100, 1)).times.of([("vgpu:0", 0, 5)], Fleet(devices=(gpu(),)))
+    assert found is not None
+    with pytest.raises(FormatError, match="is no time"):
+        replace(found, total_seconds=number)
+    with pytest.raises(FormatError, match="is no time"):
+        replace(found.stages[0], decode_seconds=number)
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "gpipe", "1f1b"])
+def test_a_step_of_training_has_passes_an_update_and_its_schedule(schedule: str) -> None:
+    made = rehearsing.made_up([rehearsing.Layer(weight=1000, result=1, saved=2)] * 4)
+    kinds = tuple(
+        replace(kind, tapes=tuple(replace(tape, moved_bytes=(50.0,)) for tape in kind.tapes))
+        for kind in made.kinds
+    )
+    workload = rehearsing.load(100, method="full", micro_batches=4, schedule=schedule)
+    replay = replay_of(replace(made, kinds=kinds), workload)
+    fleet = Fleet(devices=(gpu(0), gpu(1)))
+    times = Times(replay, [(place,) for place in range(4)])
+    found = times.of([("vgpu:0", 0, 2), ("vgpu:1", 2, 4)], fleet)
+    assert found is not None
+    # Four forward and four backward passes; AdamW reads weights, gradients and two states, and
+    # writes all but the gradients.
+    each = 8 * 50 + 7 * 1000
+    assert found.total_seconds == pytest.approx(4 * each)
+    in_flight = (4 * each + 3 * 2 * each) / 4
+    assert found.step_seconds == pytest.approx(4 * each if schedule == "sequential" else in_flight)
+    assert found.step_seconds is not None
+    assert found.tokens_per_second == pytest.approx(400 / found.step_seconds)
+    assert (found.first_token_seconds, found.token_seconds) == (None, None)

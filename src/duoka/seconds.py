@@ -9,17 +9,20 @@ measured (`calibration`) already have that in them, published ones don't.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
+from math import inf
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .errors import FormatError
 from .fleet import Device, Fleet, Link
 from .profile import Profile, Rule
-from .rehearsal import Rehearsal
+from .rehearsal import STATES, Rehearsal
 from .replay import Replay, Step
+from .workload import Training
 
 Floats: TypeAlias = NDArray[np.float64]
 Item = TypeVar("Item")
@@ -37,7 +40,8 @@ class StageSeconds:
     """What one stage takes for one request, in the order in which stages run.
 
     `prefill_seconds` is the whole prompt, `decode_seconds` all steps after it; with `transfer_` it
-    is the way of what comes in from the stage before. In training `prefill_seconds` is one step.
+    is the way of what comes in from the stage before. In training `prefill_seconds` is one step of
+    the optimizer: forward and backward passes of all micro-batches, and the update.
     """
 
     device: str
@@ -45,6 +49,9 @@ class StageSeconds:
     decode_seconds: float
     prefill_transfer_seconds: float
     decode_transfer_seconds: float
+
+    def __post_init__(self) -> None:
+        _refuse_impossible(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +64,8 @@ class Seconds:
         In execution order; a device comes twice where it has two stages.
     total_seconds : float
         From the request to the last token of the answer, nothing else running: what the objective
-        "latency" makes small. In training one step of the optimizer.
+        "latency" makes small. In training all that one step of the optimizer takes, stage after
+        stage.
     slowest_seconds : float
         Of the stage or transfer that takes longest for one request: what the objective "throughput"
         makes small, since with all stages busy a request comes out each time it is through.
@@ -66,7 +74,11 @@ class Seconds:
     token_seconds : float, optional
         From one token to the next, on average. None where there is one token at most.
     tokens_per_second : float
-        With all stages busy: generated tokens of all sequences, or in training tokens learnt from.
+        With all stages busy: generated tokens of all sequences, or in training tokens learnt from,
+        as the schedule has it.
+    step_seconds : float, optional
+        In training one step of the optimizer as the schedule has it: `total_seconds` where one
+        micro-batch goes after another, and less where several are in flight.
     """
 
     stages: tuple[StageSeconds, ...]
@@ -75,6 +87,18 @@ class Seconds:
     first_token_seconds: float | None
     token_seconds: float | None
     tokens_per_second: float
+    step_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        _refuse_impossible(self)
+
+
+def _refuse_impossible(times: StageSeconds | Seconds) -> None:
+    """Raise FormatError for what no time is: a plan's file can say anything."""
+    for field in fields(times):
+        value = getattr(times, field.name)
+        if isinstance(value, float) and not 0 <= value < inf:
+            raise FormatError(f"{field.name} is {value}, which is no time")
 
 
 def rate(device: Device, dtype: str) -> float | None:
@@ -139,7 +163,8 @@ class Times:
         self._work = {kind: self._work_of(kind) for kind in self._kinds()}
         firsts = [self._profile.blocks[blocks[0]].kind for blocks in places]
         boundaries = {kind: self._boundary(kind) for kind in set(firsts)}
-        ends = np.array([*(boundaries[kind] for kind in firsts), np.zeros((2, 2))])  # [places + 1, (bytes, number), 2]
+        # [places + 1, (bytes, number), (prefill, decode)]
+        ends = np.array([*(boundaries[kind] for kind in firsts), np.zeros((2, 2))])
         self.boundary_bytes: Floats = ends[:, 0].T
         self.boundary_transfers: Floats = ends[:, 1].T
 
@@ -152,12 +177,14 @@ class Times:
             return None
         key = (*device.speeds, device.host_bytes_per_second)
         if key not in self._known:
+            updates = self._updates()
             launch = LAUNCH_SECONDS if device.launch_seconds is None else device.launch_seconds
             kinds = {
                 kind: self._weights
                 @ np.maximum(
                     np.maximum(flop / flops, size / moved) + count * launch, copies.get(kind, 0.0)
                 )
+                + [updates.get(kind, 0) / moved, 0.0]
                 for kind, (flop, size, count) in self._work.items()
             }
             blocks = self._profile.blocks
@@ -173,6 +200,14 @@ class Times:
             return {}
         rate = device.host_bytes_per_second
         return None if rate is None else {kind: size / rate for kind, size in sizes.items()}
+
+    def _updates(self) -> dict[int, int]:
+        """Bytes that an optimizer's step reads and writes, by kind: weights, gradients, states."""
+        training = self._workload.training
+        if training is None:
+            return {}
+        each = 3 + 2 * STATES[training.optimizer]
+        return {kind: each * sum(self._profile.kinds[kind].trained_bytes) for kind in self._kinds()}
 
     def of(self, stages: Sequence[tuple[str, int, int]], fleet: Fleet) -> Seconds | None:
         """What a placement takes; None where a device's speeds are unknown.
@@ -218,16 +253,20 @@ class Times:
             )
         )
         training, tokens = self._workload.training, self._workload.new_tokens
+        step = None
         if training is not None:
             tokens = self._workload.prompt_tokens * training.micro_batches
+            step = _scheduled(training, prefill, slowest)
         tokens *= self._workload.batch
+        busy = slowest if step is None else step
         return Seconds(
             stages=stages,
             total_seconds=prefill + decode,
             slowest_seconds=slowest,
             first_token_seconds=prefill if training is None else None,
             token_seconds=decode / self._num_decodes if self._num_decodes else None,
-            tokens_per_second=tokens / slowest if slowest else 0.0,
+            tokens_per_second=tokens / busy if busy else 0.0,
+            step_seconds=step,
         )
 
     def _kinds(self) -> set[int]:
@@ -253,6 +292,13 @@ class Times:
             sizes = _evaluated([read.size for read in tapes[regime].reads], self._values[here])
             sent[:, here] = sizes.sum(axis=0), np.count_nonzero(sizes > 0, axis=0)
         return np.asarray(sent @ self._weights.T)
+
+
+def _scheduled(training: Training, total: float, slowest: float) -> float:
+    """Seconds of a step of training: in a pipeline the slowest stage goes on while others fill."""
+    if training.schedule == "sequential":
+        return total
+    return (total + (training.micro_batches - 1) * slowest) / training.micro_batches
 
 
 def _evaluated(rules: Sequence[Rule], values: Floats) -> Floats:

@@ -53,8 +53,10 @@ def roughly_seconds(seconds: float) -> str:
 
 def _pace(plan: Plan, seconds: Seconds) -> str:
     busy = f"{roughly(seconds.tokens_per_second)} tokens/s"
+    if seconds.step_seconds is not None:
+        return f"a step takes about {roughly_seconds(seconds.step_seconds)}: about {busy}"
     if seconds.first_token_seconds is None:
-        return f"a step takes about {roughly_seconds(seconds.total_seconds)}, about {busy}"
+        return f"about {busy}"
     told = f"first token after about {roughly_seconds(seconds.first_token_seconds)}"
     if seconds.token_seconds:
         told += f", then about {roughly(plan.workload.batch / seconds.token_seconds)} tokens/s"
