@@ -6,6 +6,7 @@ No length here is one that the profiles were traced at.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,13 +25,16 @@ ONE, TWO = "virtual:1GiB", "virtual:2x1GiB"
 UNEQUAL = "virtual:512MiB,1GiB"
 
 
-def load(prompt: int, new: int, batch: int = 1, chunk: int | None = None) -> Workload:
+def load(
+    prompt: int, new: int, batch: int = 1, chunk: int | None = None, **others: Any
+) -> Workload:
     return Workload(
         batch=batch,
         prompt_tokens=prompt,
         new_tokens=new,
         dtype="bfloat16",
         prefill_chunk_tokens=chunk,
+        **others,
     )
 
 
@@ -53,6 +57,16 @@ CASES = [
     ("bloom", TWO, load(603, 4, batch=2)),
     ("mamba2", ONE, load(1333, 20)),
     ("mamba2", TWO, load(700, 6, batch=2, chunk=300)),
+    ("hybrid", TWO, load(333, 5, batch=2)),
+    ("pair", TWO, load(703, 5)),  # the encoder's output goes by way of the embedding's GPU
+    ("pair", TWO, load(300, 5, batch=3)),
+    ("llama", TWO, load(1333, 9, cache="static")),
+    ("llama", UNEQUAL, load(1901, 5, batch=2, chunk=640, cache="static")),
+    ("window", TWO, load(700, 6, cache="static", chunk=333)),
+    ("llama", TWO, load(1333, 9, cache="int8")),
+    ("llama", UNEQUAL, load(1901, 5, batch=2, chunk=640, cache="int8")),
+    ("tower", TWO, load(444, 5, images=1, image_size=(100, 200))),
+    ("tower", ONE, load(1500, 5, batch=3, images=1, image_size=(100, 200))),
 ]
 
 
@@ -60,7 +74,7 @@ CASES = [
     ("name", "fleet", "workload"),
     CASES,
     ids=[
-        f"{name}-{fleet.removeprefix('virtual:')}-{w.prompt_tokens}+{w.new_tokens}x{w.batch}"
+        f"{name}-{fleet.removeprefix('virtual:')}-{w.prompt_tokens}+{w.new_tokens}x{w.batch}-{w.cache}"
         for name, fleet, w in CASES
     ],
 )

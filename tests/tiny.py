@@ -21,7 +21,7 @@ from duoka.outline import NamedTensor, Roster
 from duoka.planner import with_chunks
 from duoka.profile import MONOMIALS, Block, Kind, Phase, Profile, Read, Ref, Regime, Rule, Tape
 from duoka.tracing import Irregular, Stepper, Subject, trace, trace_workload
-from duoka.workload import Cache, Conditions
+from duoka.workload import Conditions
 
 MIB = 2**20
 ENDLESS = 2**40
@@ -75,30 +75,88 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "chunk_size": 64,
     },
 }
-IRREGULAR = frozenset({("mamba2", "dynamic"), ("window", "static")})
+CONFIGS |= {
+    "latent": {
+        **_SIZES,
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 8,
+        "kv_lora_rank": 32,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "first_k_dense_replace": 1,
+    },
+    "hybrid": {
+        **_SIZES,
+        "model_type": "bamba",
+        "attn_layer_indices": [1, 3],
+        "mamba_n_heads": 16,
+        "mamba_d_head": 32,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 64,
+    },
+    # Its layers fall into several blocks too, some of which are stood in for.
+    "pair": {
+        "model_type": "bart",
+        "d_model": 256,
+        "encoder_layers": 4,
+        "decoder_layers": 4,
+        "encoder_attention_heads": 8,
+        "decoder_attention_heads": 8,
+        "encoder_ffn_dim": 768,
+        "decoder_ffn_dim": 768,
+        "vocab_size": 2048,
+        "max_position_embeddings": 2048,
+    },
+    "tower": {
+        "model_type": "llava",
+        "architectures": ["LlavaForConditionalGeneration"],
+        "image_token_index": 2000,
+        "text_config": {**_SIZES, "model_type": "llama"},
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "image_size": 112,
+            "patch_size": 14,
+        },
+    },
+}
+IRREGULAR = frozenset(
+    {("mamba2", "dynamic"), ("window", "static"), ("hybrid", "dynamic"), ("pair", "dynamic")}
+)
 
 
 @functools.cache
-def regular(name: str, cache: Cache = "dynamic") -> Profile:
+def regular(name: str, conditions: Conditions = Conditions()) -> Profile:
     """The profile of a small model, for all workloads."""
     model = models.build(CONFIGS[name], dtype=torch.bfloat16)
-    subject = Subject(fingerprint=name, max_context_tokens=8192, conditions=Conditions(cache=cache))
+    subject = Subject(fingerprint=name, max_context_tokens=8192, conditions=conditions)
     return trace(model, subject)
 
 
 def profile_for(name: str, workload: Workload) -> Profile:
     """The profile of a small model, which is good at least for this workload."""
     if (name, workload.cache) not in IRREGULAR:
-        return regular(name, workload.cache)
+        return regular(name, workload.conditions)
     model = models.build(CONFIGS[name], dtype=torch.bfloat16)
     subject = Subject(fingerprint=name, conditions=workload.conditions)
     return trace_workload(model, subject, list(with_chunks(workload)))
 
 
-def is_irregular(name: str, cache: Cache = "dynamic") -> bool:
+def is_irregular(name: str) -> bool:
     """Whether tracing finds no rules for a small model."""
     try:
-        regular(name, cache)
+        regular(name)
     except Irregular:
         return True
     return False

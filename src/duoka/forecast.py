@@ -72,6 +72,33 @@ class Forecast:
     copy_seconds: float | None = None
 
 
+class Refusals:
+    """Stages that turned out too fragmented, with the steps at whose end they did.
+
+    Another workload that begins with the same steps ends there as well: a longer context whose
+    prompt runs in chunks of the same size, above all. So one replay answers for many contexts.
+    """
+
+    def __init__(self) -> None:
+        self._profiles: dict[int, Profile] = {}  # kept, so that no other gets their number
+        self._steps: dict[tuple[int, tuple[int, ...], int], list[tuple[Step, ...]]] = {}
+
+    def add(
+        self, profile: Profile, signature: tuple[int, ...], budget_bytes: int, steps: Sequence[Step]
+    ) -> None:
+        """Note the steps of a replay on a device of this budget, up to the one that it failed in."""
+        self._profiles[id(profile)] = profile
+        key = (id(profile), signature, budget_bytes)
+        self._steps.setdefault(key, []).append(tuple(steps))
+
+    def tell(
+        self, profile: Profile, signature: tuple[int, ...], budget_bytes: int, steps: Sequence[Step]
+    ) -> bool:
+        """Whether a replay of these steps is known to fail."""
+        known = self._steps.get((id(profile), signature, budget_bytes), ())
+        return any(tuple(steps[: len(each)]) == each for each in known)
+
+
 class Costs:
     """A profile at one workload, as the search asks for it.
 
@@ -86,10 +113,15 @@ class Costs:
     profile : Profile
     workload : Workload
         With its prefill chunk and dtype resolved.
+    refusals : Refusals, optional
+        What other workloads' replays have told.
     """
 
-    def __init__(self, profile: Profile, workload: Workload) -> None:
+    def __init__(
+        self, profile: Profile, workload: Workload, refusals: Refusals | None = None
+    ) -> None:
         self.profile = profile
+        self._refusals = refusals or Refusals()
         self.workload = workload
         self._briefs: dict[int, Replay] = {}
         self._brief = self._brief_at(1)
@@ -106,6 +138,11 @@ class Costs:
         self.lower_bound_bytes = self._lower_bounds()
         self.alike = self._alike()
         self._times: Times | None = None
+
+    @property
+    def has_ties(self) -> bool:
+        """Whether modules go where an earlier one goes, which needn't be next to them."""
+        return any(block.modules and block.tied_to is not None for block in self.profile.blocks)
 
     def blocks_of(self, start: int, stop: int) -> tuple[int, ...]:
         """The blocks of a stage, tied ones included, in execution order."""
@@ -142,15 +179,24 @@ class Costs:
         return None if needed > budget_bytes or (alike, budget_bytes) in self._refused else needed
 
     def stage_bytes(
-        self, start: int, stop: int, budget_bytes: int, *, place: int = 1
+        self,
+        start: int,
+        stop: int,
+        budget_bytes: int,
+        *,
+        place: int = 1,
+        device_of: Sequence[str] | None = None,
     ) -> StageBytes | None:
         """The peaks of a stage on a device of this budget, all steps replayed.
+
+        `device_of` is as `Replay.run` takes it.
 
         None when fragmentation overflows the budget although less memory would do; from then on
         `reserved_bytes` knows that this stage doesn't fit.
         """
         blocks = self.blocks_of(start, stop)
-        peaks = self.replay(brief=False, place=place).run(blocks, budget_bytes)
+        replay = self.replay(brief=False, place=place)
+        peaks = replay.run(blocks, budget_bytes, device_of=device_of)
         if peaks is None:
             self._refused.add((self._signature(blocks, place), budget_bytes))
         return peaks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from .constraints import Constraints
 from .demands import limits_for, told
@@ -14,7 +14,7 @@ from .forecast import Costs, DeviceForecast, Forecast
 from .maps import DeviceMap
 from .offloads import candidates
 from .placement import Placement
-from .plans import Plan, Request
+from .plans import Largest, Plan, Request
 from .profile import Profile
 from .replay import StageBytes
 from .search import (
@@ -26,16 +26,16 @@ from .search import (
     largest,
 )
 from .seconds import Seconds
-from .tuition import costs_of, fit_stages, search_stages
+from .tuition import bounds_allow, costs_of, fit_stages, search_stages
 from .units import format_bytes, format_count
 from .workload import Workload
 
 _SMALLEST_CHUNK_TOKENS = 512
 _LARGEST_CHUNK_TOKENS = 8192
-_MOST_GPUS = 16
-# How many shorter ways out are considered, where one fits but for fragmentation.
-_STEPS_DOWN = 16
+# How much less is tried where the largest fits but for fragmentation: down to a half of it.
+_STEPS_DOWN = (0, 1, 2, 4, 8, 16)
 _LEAST_TOLD = 4096
+Found = TypeVar("Found")
 _CPU_UNUSED = "The CPU computes nothing: it would be slow. A device map can put modules there."
 
 
@@ -46,6 +46,7 @@ class Question:
     `gpus` is how the fleet was named, where it was; plans keep it. With a `device_map` the modules
     go where it says (`given.answer`). What the constraints reserve has been taken off the fleet's
     budgets already (`demands.usable`); `limits` is what they mean for a profile, once it is known.
+    With `largest` the context or batch is to be as large as fits (`reach.reach`).
     """
 
     fleet: Fleet
@@ -56,6 +57,7 @@ class Question:
     device_map: DeviceMap | None = None
     constraints: Constraints = field(default_factory=Constraints)
     limits: Limits | None = None
+    largest: Largest | None = None
 
 
 def solve(profile: Profile, question: Question, *, source: str = "") -> Plan:
@@ -77,7 +79,7 @@ def solve(profile: Profile, question: Question, *, source: str = "") -> Plan:
     Raises
     ------
     InfeasibleError
-        If nothing fits: with the shortfall and what would fit.
+        If nothing fits: with the shortfall. `ways.answer` says what would fit instead.
     UsageError
         If the context is longer than the model was made for, or the constraints name what isn't
         there or contradict each other.
@@ -95,6 +97,29 @@ def attempt(profile: Profile, question: Question) -> Plan | None:
     return None if isinstance(found, NoPlacement) else found
 
 
+def possible(profile: Profile, question: Question) -> bool:
+    """Whether there is memory enough. `attempt` may find that it is too fragmented."""
+    return _fits(profile, _ready(profile, question))
+
+
+def conceivable(profile: Profile, question: Question) -> bool:
+    """Whether lower bounds leave a plan possible; without it there is none. Nothing is replayed."""
+    ready = _ready(profile, question)
+    try:
+        return any(
+            bounds_allow(
+                costs_of(profile, workload),
+                ready.fleet,
+                use_all=ready.use_all,
+                strategy=ready.constraints.strategy,
+                limits=ready.limits or NO_LIMITS,
+            )
+            for workload in reversed([*with_chunks(ready.workload)])
+        )
+    except UsageError:
+        return False  # more than the profile knows
+
+
 def _solve(profile: Profile, question: Question, source: str) -> Plan | NoPlacement:
     assert question.device_map is None, "given.answer follows maps"
     ready = _ready(profile, question)
@@ -108,7 +133,7 @@ def _solve(profile: Profile, question: Question, source: str) -> Plan | NoPlacem
 
 def _ready(profile: Profile, question: Question) -> Question:
     """The question as the search is asked: on GPUs alone, with its constraints understood."""
-    fleet, limits = _without_cpu(question.fleet), question.limits
+    fleet, limits = without_cpu(question.fleet), question.limits
     if limits is None:
         chain = [index for index, block in enumerate(profile.blocks) if block.tied_to is None]
         limits = limits_for(question.constraints, profile, chain, fleet)
@@ -117,7 +142,7 @@ def _ready(profile: Profile, question: Question) -> Question:
 
 def _offloaded(profile: Profile, question: Question, source: str) -> Plan | None:
     """The plan with the fewest bytes of weights in the host's memory; None where that won't do."""
-    gpus = _without_cpu(question.fleet)
+    gpus = without_cpu(question.fleet)
     most = [device.budget_bytes for device in question.fleet.devices if device not in gpus.devices]
     *_, least = with_chunks(question.workload)  # the smallest chunk needs the least memory
     # Whatever the cuts: all stages together hold at least what one stage of everything does.
@@ -134,7 +159,16 @@ def _offloaded(profile: Profile, question: Question, source: str) -> Plan | None
     return None
 
 
-def _without_cpu(fleet: Fleet) -> Fleet:
+def objective_of(question: Question) -> Objective:
+    """What is optimised for a question, with "auto" resolved for all of its devices."""
+    if question.objective != "auto":
+        return question.objective
+    known = {device.speeds for device in question.fleet.devices}
+    unknown = any(device.memory_bytes_per_second is None for device in question.fleet.devices)
+    return "headroom" if unknown or len(known) == 1 else "latency"
+
+
+def without_cpu(fleet: Fleet) -> Fleet:
     """The GPUs of a fleet; the CPU too where it has nothing else."""
     gpus = tuple(device for device in fleet.devices if device.name != "cpu")
     links = tuple(link for link in fleet.links if "cpu" not in (link.source, link.target))
@@ -185,12 +219,15 @@ def _search(costs: Costs, question: Question) -> tuple[Solution, list[StageBytes
             strategy=question.constraints.strategy,
             limits=question.limits or NO_LIMITS,
         )
+        device_of = _device_of(costs, solution, question.fleet)
         peaks = [
             costs.stage_bytes(
                 stage.start,
                 stage.stop,
                 question.fleet.devices[stage.device].budget_bytes,
                 place=len(solution.stages) - number,
+                # Only where a tied module returns to an earlier device can something make a detour.
+                device_of=device_of if costs.has_ties else None,
             )
             for number, stage in enumerate(solution.stages)
         ]
@@ -230,6 +267,15 @@ def check_context(workload: Workload, limit: int | None, model: str) -> None:
         )
 
 
+def _device_of(costs: Costs, solution: Solution, fleet: Fleet) -> list[str]:
+    """The device of every block."""
+    found: dict[int, str] = {}
+    for stage in solution.stages:
+        name = fleet.devices[stage.device].name
+        found.update(dict.fromkeys(costs.blocks_of(stage.start, stage.stop), name))
+    return [found[index] for index in range(len(costs.profile.blocks))]
+
+
 def _plan(
     costs: Costs,
     solution: Solution,
@@ -238,10 +284,7 @@ def _plan(
     source: str,
 ) -> Plan:
     profile, fleet = costs.profile, question.fleet
-    device_of: dict[int, str] = {}
-    for stage in solution.stages:
-        name = fleet.devices[stage.device].name
-        device_of.update(dict.fromkeys(costs.blocks_of(stage.start, stage.stop), name))
+    device_of = _device_of(costs, solution, fleet)
     forecasts = tuple(_forecasts(costs, solution, stage_peaks, fleet))
     entries = tuple(
         (module, device_of[index])
@@ -271,6 +314,7 @@ def _plan(
             use_all=question.use_all,
             gpus=question.gpus,
             constraints=question.constraints,
+            largest=question.largest,
         ),
         why=tuple(_reasons(costs, solution, question)),
         offloaded=profile.offloaded,
@@ -332,8 +376,7 @@ def _reasons(costs: Costs, solution: Solution, question: Question) -> Iterator[s
         pinned = " with what is demanded of its modules" if question.limits else ""
         yield f"{used} of {given} GPUs are needed; {fewer} the workload{pinned}."
     yield from told(question.constraints, question.fleet)
-    tied = any(block.modules and block.tied_to is not None for block in costs.profile.blocks)
-    if tied and used > 1:
+    if costs.has_ties and used > 1:
         yield "Tied weights are kept once: the tied module runs on its partner's GPU."
     yield from costs.profile.notes
     yield from _offload_reason(costs, _copy_seconds(costs, solution, question.fleet))
@@ -363,7 +406,6 @@ def chunk_reason(asked: Workload, chosen: Workload) -> Iterator[str]:
 def _infeasible(profile: Profile, question: Question, shortage: NoPlacement) -> InfeasibleError:
     budget = sum(device.budget_bytes for device in question.fleet.devices)
     shortfall = shortage.shortfall()
-    ways = tuple(_ways_out(profile, question))
     workload = question.workload
     missing = shortfall.shortfall_bytes
     # As a lower bound it may be next to nothing, where it is the cut that doesn't work out.
@@ -373,9 +415,8 @@ def _infeasible(profile: Profile, question: Question, shortage: NoPlacement) -> 
         f"{workload.context_tokens} tokens, batch {workload.batch}; "
         f"{format_count(len(question.fleet.devices), 'device')} with a budget of "
         f"{format_bytes(budget)} in all{least}{_in_the_way(profile, question)}",
-        hint="; or ".join(ways) if ways else "use more or larger GPUs, or a smaller model",
+        hint="use more or larger GPUs, or a smaller model",
         shortfall_bytes=missing,
-        ways_out=ways,
     )
 
 
@@ -423,64 +464,36 @@ def _works(profile: Profile, question: Question) -> bool:
     return False
 
 
-def _largest_that_works(
-    profile: Profile, build: Callable[[int], Question], low: int, high: int
-) -> int | None:
-    found = largest(lambda number: _fits(profile, build(number)), low, high)
+def largest_that_works(
+    possible: Callable[[int], bool], attempt: Callable[[int], Found | None], low: int, high: int
+) -> Found | None:
+    """What comes of the largest number from `low` to `high` with which something does.
+
+    Parameters
+    ----------
+    possible : callable
+        Whether a number may work; then any smaller one may as well. Cheap.
+    attempt : callable
+        What comes of a number; None where it doesn't work.
+    low, high : int
+    """
+    found = largest(possible, low, high)
     if found is None:
         return None
     # Where the largest one fits but for fragmentation, somewhat less may do.
-    numbers = [max(low, found - step * found // (2 * _STEPS_DOWN)) for step in range(_STEPS_DOWN)]
-    numbers.reverse()
-    start, stop, probe, best = 0, len(numbers), len(numbers) - 1, None
-    while start < stop:
-        if _works(profile, build(numbers[probe])):
-            best, start = numbers[probe], probe + 1
-        else:
-            stop = probe
-        probe = (start + stop) // 2
-    return best
+    for step in _STEPS_DOWN:
+        number = max(low, found - step * found // _STEPS_DOWN[-1] // 2)
+        made = attempt(number)
+        if made is not None:
+            return made
+        if number == low:
+            break
+    return None
 
 
 def shortened(workload: Workload, context_tokens: int) -> Workload:
     """The workload with so many tokens in all; at most half of them are new."""
-    new = max(1, min(workload.new_tokens, context_tokens // 2))
-    return replace(workload, new_tokens=new, prompt_tokens=context_tokens - new)
-
-
-def context_way(workload: Workload) -> str:
-    """A way out: a context that fits, and how to ask for it."""
-    tokens, new = workload.context_tokens, workload.new_tokens
-    return f"a context of {tokens} tokens fits (--context {tokens} --new-tokens {new})"
-
-
-def _ways_out(profile: Profile, question: Question) -> Iterator[str]:
-    """What would fit instead, cheapest for quality first."""
-    workload = question.workload
-
-    def with_context(tokens: int) -> Question:
     if workload.training is not None:
         return replace(workload, prompt_tokens=context_tokens)
-        return replace(question, workload=shortened(workload, tokens))
-
-    tokens = _largest_that_works(profile, with_context, 2, workload.context_tokens - 1)
-    if tokens is not None:
-        yield context_way(shortened(workload, tokens))
-    if workload.batch > 1:
-        batch = _largest_that_works(
-            profile,
-            lambda number: replace(question, workload=replace(workload, batch=number)),
-            1,
-            workload.batch - 1,
-        )
-        if batch is not None:
-            yield f"a batch of {batch} fits (--batch {batch})"
-    best = max(question.fleet.devices, key=lambda device: device.budget_bytes)
-    for more in range(1, _MOST_GPUS - len(question.fleet.devices) + 1):
-        kind = best.name.partition(":")[0]
-        extra = tuple(replace(best, name=f"{kind}:{_MOST_GPUS + n}") for n in range(more))
-        larger = replace(question.fleet, devices=(*question.fleet.devices, *extra))
-        larger_question = replace(question, fleet=larger)
-        if _fits(profile, larger_question) and _works(profile, larger_question):
-            yield f"{more} more GPU{'s' * (more > 1)} of {format_bytes(best.budget_bytes)}"
-            return
+    new = max(1, min(workload.new_tokens, context_tokens // 2))
+    return replace(workload, new_tokens=new, prompt_tokens=context_tokens - new)
