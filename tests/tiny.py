@@ -136,8 +136,11 @@ IRREGULAR = frozenset(
 )
 
 
+_PLAIN = Conditions()
+
+
 @functools.cache
-def regular(name: str, conditions: Conditions = Conditions()) -> Profile:
+def regular(name: str, conditions: Conditions = _PLAIN) -> Profile:
     """The profile of a small model, for all workloads."""
     model = models.build(CONFIGS[name], dtype=torch.bfloat16)
     subject = Subject(fingerprint=name, max_context_tokens=8192, conditions=conditions)
