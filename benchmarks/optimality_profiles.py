@@ -1,0 +1,237 @@
+"""Made-up profiles, planned whole and by brute force, for `optimality.py`.
+
+What a stage needs is asked of a replay of its own for each stage, with every step, and so is
+whether it fits; nothing that duoka's costs remember or bound is used.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from duoka.fleet import Device, Fleet
+from duoka.forecast import Costs
+from duoka.planner import Question, attempt
+from duoka.profile import MONOMIALS, Block, Kind, Phase, Profile, Read, Ref, Regime, Rule, Tape
+from duoka.replay import Replay
+from duoka.workload import Workload
+
+KIB = 2**10
+MIB = 2**20
+PHASES: tuple[Phase, ...] = ("prefill", "extend", "decode")
+CHUNKS = (None, 8192, 4096, 2048, 1024, 512)
+EVERYWHERE = (0, 2**40)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """How one case came out."""
+
+    fits: bool
+    num_gpus: int
+    in_chunks: bool
+    difference: str
+
+
+def rule(**coefficients: float) -> Rule:
+    return tuple(float(coefficients.get(name, 0.0)) for name in MONOMIALS)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What blocks of one kind cost: bytes of weights; and bytes, FLOPs and traffic per token."""
+
+    weight: int
+    cache: int
+    work: int
+    scores: int
+    flops: float
+    traffic: float
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Pattern:
+        return cls(
+            weight=rng.randint(1, 48) * MIB // 2,
+            cache=rng.choice((0, 512, 4 * KIB, 16 * KIB)),
+            work=rng.choice((KIB, 8 * KIB, 32 * KIB)),
+            scores=rng.choice((0, 0, 4)),
+            flops=rng.choice((1e3, 1e6)),
+            traffic=rng.choice((10.0, 1e5)),
+        )
+
+    def tape(self, phase: Phase, *, first: bool, last: bool) -> Tape:
+        """A result, something to work with, and a cache made anew."""
+        keeps = bool(self.cache)
+        sizes = [rule(bq=4 * KIB), rule(bq=self.work, bqk=self.scores)]
+        sizes += [rule(bk=self.cache)] if keeps else []
+        given = Ref(origin="input", index=0) if first else Ref(origin="earlier", index=0, back=1)
+        events: list[Ref | None] = [None] * len(sizes)
+        events.append(Ref(origin="own", index=1))
+        events += [Ref(origin="kept", index=0)] if keeps and phase != "prefill" else []
+        events += [] if first else [given]
+        events += [Ref(origin="own", index=0)] if last else []
+        return Tape(
+            sizes=tuple(sizes),
+            events=tuple(events),
+            kept=(2,) if keeps else (),
+            reads=() if first else (Read(ref=given, size=rule(bq=4 * KIB)),),
+            flops=rule(bq=self.flops),
+            moved_bytes=rule(bq=self.traffic),
+        )
+
+
+def draw_profile(rng: random.Random) -> Profile:
+    """Two to six blocks of up to three patterns; sometimes the last is tied to the first."""
+    num = rng.randint(2, 6)
+    patterns = [Pattern.draw(rng) for _ in range(rng.randint(1, 3))]
+    tied = num > 2 and rng.random() < 0.2
+    kinds: dict[Kind, int] = {}
+    blocks = []
+    for index in range(num):
+        pattern, is_tied = rng.choice(patterns), tied and index == num - 1
+        tapes = [
+            pattern.tape(phase, first=index == 0, last=index == num - 1)
+            for phase in PHASES
+            for _ in (False, True)
+        ]
+        kind = Kind(weight_bytes=() if is_tied else (pattern.weight,), tapes=tuple(tapes))
+        number = kinds.setdefault(kind, len(kinds))
+        root = 0 if is_tied else None
+        blocks.append(Block(modules=(f"block.{index}",), kind=number, tied_to=root))
+    regimes = tuple(
+        Regime(phase=phase, many=many, query=EVERYWHERE, past=EVERYWHERE, keys=EVERYWHERE)
+        for phase in PHASES
+        for many in (False, True)
+    )
+    return Profile(
+        fingerprint="drawn",
+        model="Drawn",
+        dtype="bfloat16",
+        blocks=tuple(blocks),
+        kinds=tuple(kinds),
+        regimes=regimes,
+    )
+
+
+def draw_question(rng: random.Random, profile: Profile) -> Question:
+    """One to three GPUs that are about as large as they have to be."""
+    workload = Workload(
+        batch=rng.choice((1, 1, 3)),
+        prompt_tokens=rng.choice((100, 700, 1500)),
+        new_tokens=rng.choice((1, 3)),
+        dtype="bfloat16",
+        prefill_chunk_tokens=rng.choice(("auto", "auto", "auto", None, 300)),
+    )
+    whole = replace(workload, prefill_chunk_tokens=None)
+    peaks = Replay(profile, whole).run(range(len(profile.blocks)))
+    assert peaks is not None, "nothing limits this run"
+    share = [rng.uniform(0.3, 1.1) for _ in range(rng.randint(1, 3))]
+    speeds = rng.choice(((None,), (1e9,), (1e9, 3e9)))
+    devices = tuple(
+        Device(
+            name=f"vgpu:{index}",
+            budget_bytes=int(peaks.reserved * rng.choice(share)),
+            memory_bytes_per_second=speed,
+            flops_per_second=speed and 1e3 * speed,
+        )
+        for index, speed in enumerate(rng.choices(speeds, k=rng.randint(1, 3)))
+    )
+    known = ("headroom", "latency", "throughput") if speeds[0] else ("headroom",)
+    num_free = sum(block.tied_to is None for block in profile.blocks)
+    return Question(
+        fleet=Fleet(devices=devices),
+        workload=workload,
+        objective=rng.choice(known),
+        use_all=rng.random() < 0.2 and len(devices) <= num_free,
+    )
+
+
+class Brute:
+    """All placements at one chunk, with what a fresh replay says of each stage."""
+
+    def __init__(self, profile: Profile, workload: Workload, question: Question) -> None:
+        self.profile, self.question = profile, question
+        self.chain = [index for index, block in enumerate(profile.blocks) if block.tied_to is None]
+        self.costs = Costs(profile, workload)
+        self.full = Replay(profile, workload)
+        self.brief = Replay(profile, workload, brief=True)
+
+    def needed(self, start: int, stop: int, budget: int) -> int | None:
+        blocks = self.chain[start:stop]
+        roots = [block.tied_to for block in self.profile.blocks]
+        blocks += [index for index, root in enumerate(roots) if root is not None and start == 0]
+        if self.full.run(blocks, budget) is None:
+            return None
+        peaks = self.brief.run(blocks)
+        assert peaks is not None, "nothing limits this run"
+        return min(peaks.reserved, budget)
+
+    def placements(self) -> Iterator[tuple[int, float]]:
+        """How many GPUs each placement uses, and its value: the larger the better."""
+        devices, num = self.question.fleet.devices, len(self.chain)
+        fewest = len(devices) if self.question.use_all else 1
+        for count in range(fewest, len(devices) + 1):
+            for cuts in itertools.combinations(range(1, num), count - 1):
+                edges = (0, *cuts, num)
+                for order in itertools.permutations(devices, count):
+                    stages = list(zip(edges, edges[1:], order, strict=False))
+                    needs = [self.needed(a, b, device.budget_bytes) for a, b, device in stages]
+                    if None not in needs:
+                        yield count, self._value(stages, [need or 0 for need in needs])
+
+    def _value(self, stages: Sequence[tuple[int, int, Device]], needs: Sequence[int]) -> float:
+        if self.question.objective == "headroom":
+            pairs = zip(stages, needs, strict=True)
+            return float(min(device.budget_bytes - need for (_, _, device), need in pairs))
+        times = []
+        for start, stop, device in stages:
+            table = self.costs.seconds(device)
+            assert table is not None, "the speeds are known"
+            times.append(float(table[start, stop]))
+        return -sum(times) if self.question.objective == "latency" else -max(times)
+
+    def best(self) -> tuple[int, float] | None:
+        found = list(self.placements())
+        if not found:
+            return None
+        count = min(number for number, _ in found)
+        return count, max(value for number, value in found if number == count)
+
+
+def chunks_of(workload: Workload) -> list[Workload]:
+    if workload.prefill_chunk_tokens != "auto":
+        return [workload]
+    return [
+        replace(workload, prefill_chunk_tokens=chunk)
+        for chunk in CHUNKS
+        if chunk is None or chunk < workload.prompt_tokens
+    ]
+
+
+def planned_case(rng: random.Random) -> Planned:
+    """One case: the fewest GPUs over all chunks, in the largest chunk that does with them."""
+    profile = draw_profile(rng)
+    question = draw_question(rng, profile)
+    expected: tuple[int, float] | None = None
+    for workload in chunks_of(question.workload):
+        best = Brute(profile, workload, question).best()
+        if best is not None and (expected is None or best[0] < expected[0]):
+            expected = best
+    plan = attempt(profile, question)
+    got = None
+    if plan is not None:
+        told = plan.value if question.objective == "headroom" else -plan.value
+        got = (len(plan.devices), told)
+    same = (
+        got == expected
+        if got is None or expected is None
+        else got[0] == expected[0] and abs(got[1] - expected[1]) <= 1e-9 * abs(expected[1])
+    )
+    return Planned(
+        fits=expected is not None,
+        num_gpus=0 if expected is None else expected[0],
+        in_chunks=plan is not None and plan.workload.prefill_chunk_tokens is not None,
+        difference="" if same else f"{question.objective}: {got} instead of {expected}",
+    )
