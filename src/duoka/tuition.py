@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .allocator import rounded_bytes
+from .allocator import SEGMENT_ROUND_BYTES, rounded_bytes
 from .errors import UsageError
 from .fleet import Device, Fleet
-from .forecast import Costs
-from .profile import Profile, Ref, evaluate
-from .rehearsal import BACKWARD, FORWARD, STATES, TEMPORARIES, Rehearsal, in_flight
+from .forecast import Costs, Refusals
+from .profile import Kind, Profile, Ref, evaluate
+from .rehearsal import ACCUMULATE, BACKWARD, FORWARD, STATES, TEMPORARIES, Rehearsal, in_flight
 from .replay import Replay
-from .search import NO_LIMITS, Limits, NoPlacement, Solution, fits, search
+from .search import NO_LIMITS, Limits, NoPlacement, Solution, conceivable, fits, search
 from .workload import Training, Workload
 
 Ints = NDArray[np.int64]
@@ -30,10 +30,14 @@ _NEVER = 2**60
 """More bytes than any budget."""
 
 
-def costs_of(profile: Profile, workload: Workload) -> Costs:
-    """What stages cost at a workload, be it inference or training."""
-    kind = Costs if workload.training is None else TrainingCosts
-    return kind(profile, workload)
+def costs_of(profile: Profile, workload: Workload, refusals: Refusals | None = None) -> Costs:
+    """What stages cost at a workload, be it inference or training.
+
+    `refusals` is what replays of other workloads have told.
+    """
+    if workload.training is not None:
+        return TrainingCosts(profile, workload)
+    return Costs(profile, workload, refusals)
 
 
 def replay_of(
@@ -96,6 +100,16 @@ def fit_stages(costs: Costs, fleet: Fleet, **wishes: Any) -> bool:
     return True
 
 
+def bounds_allow(costs: Costs, fleet: Fleet, **wishes: Any) -> bool:
+    """Tell whether lower bounds leave a placement possible, as `search.conceivable` does."""
+    # Where stages cost by their place, bounds are for places.
+    return (
+        fit_stages(costs, fleet, **wishes)
+        if costs.by_place
+        else conceivable(costs, fleet, **wishes)
+    )
+
+
 class TrainingCosts(Costs):
     """A profile for training at one workload.
 
@@ -149,29 +163,44 @@ class _Bounds:
     def table(self) -> Ints:
         """[start, stop]."""
         places = [self.costs.blocks_of(place, place + 1) for place in range(self.num)]
-        kinds = [[self._kind(block) for block in blocks] for blocks in places]
-        weights = self._summed(
-            [[size for kind in each for size in kind.weight_bytes] for each in kinds]
-        )
-        trained = self._summed(
-            [[size for kind in each for size in kind.trained_bytes] for each in kinds]
-        )
+        weights = self._summed(places, lambda kind: kind.weight_bytes)
+        trained = self._summed(places, lambda kind: kind.trained_bytes)
         saved = np.array([self._saved(blocks[0]) for blocks in places], np.int64)
-        forward = np.array([self._peak(blocks, FORWARD) for blocks in places], np.int64)
-        backward = np.array([self._peak(blocks, BACKWARD) for blocks in places], np.int64)
-        optimizer = self.training.optimizer
-        there = weights + STATES[optimizer] * trained
-        update = there + (1 + TEMPORARIES[optimizer]) * trained
-        others = (self.flying - 1) * _between(_prefix(saved))
-        passes = np.maximum(self._most(saved, forward), self._most(saved, backward))
-        gradients = trained if self.training.micro_batches > self.flying else 0
-        return np.triu(np.maximum(update, there + others + passes + gradients), 1)
+        forward, backward, accumulate = (
+            self._most(saved, np.array([self._peak(blocks, step) for blocks in places], np.int64))
+            for step in (FORWARD, BACKWARD, ACCUMULATE)
+        )
+        optimizer, number = self.training.optimizer, self.training.micro_batches
+        flying = _between(_prefix(saved))
+        # While one micro-batch passes, so many others are saved; while gradients are there, fewer
+        # where all of them fly at first.
+        others = (self.flying - 1) * flying
+        fewer = others if number > self.flying else (self.flying - 2) * flying
+        phases = [(1 + TEMPORARIES[optimizer]) * trained, others + np.maximum(forward, backward)]
+        if number > 1:
+            phases.append(trained + fewer + accumulate)
+        if number > self.flying:
+            phases.append(trained + others + forward)
+        needed = weights + STATES[optimizer] * trained + np.maximum.reduce(phases)
+        return np.triu(-(-needed // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES, 1)
 
-    def _kind(self, block: int) -> Any:
-        return self.costs.profile.kinds[self.costs.profile.blocks[block].kind]
-
-    def _summed(self, sizes: Sequence[Sequence[int]]) -> Ints:
-        return _between(_prefix([sum(map(rounded_bytes, each)) for each in sizes]))
+    def _summed(
+        self, places: Sequence[Sequence[int]], sizes: Callable[[Kind], Sequence[int]]
+    ) -> Ints:
+        """[start, stop]: what tensors of a stage take together."""
+        profile = self.costs.profile
+        return _between(
+            _prefix(
+                [
+                    sum(
+                        rounded_bytes(size)
+                        for block in blocks
+                        for size in sizes(profile.kinds[profile.blocks[block].kind])
+                    )
+                    for blocks in places
+                ]
+            )
+        )
 
     def _most(self, saved: Ints, peaks: Ints) -> Ints:
         """[start, stop]: the most that a block needs beside what those before it have saved."""

@@ -130,6 +130,9 @@ def trace_training_workload(model: nn.Module, subject: Subject, workload: Worklo
 class _Tracer:
     """Records micro-batches and fits regimes to them."""
 
+    skip = True
+    """Run blocks that are alike once."""
+
     def __init__(self, model: nn.Module, subject: Subject, dtype: torch.dtype) -> None:
         training = subject.conditions.training
         assert training is not None, "the conditions are those of training"
@@ -138,7 +141,6 @@ class _Tracer:
         self.subject = subject
         self.training: Training = training
         self.dtype = dtype
-        self.skip = True
         self.groups: list[Group] = []
         self.trained: dict[str, list[int]] = {}
 

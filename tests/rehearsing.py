@@ -1,0 +1,169 @@
+"""Training for tests: made-up profiles that are easy to reckon with, and traced small models."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tiny
+import torch
+
+from duoka import Placement, Workload, models, virtual
+from duoka.dispatching import dispatch
+from duoka.profile import (
+    TRAINING_MONOMIALS,
+    TRAINING_PHASES,
+    Block,
+    Kind,
+    Profile,
+    Read,
+    Ref,
+    Regime,
+    Rule,
+    Tape,
+)
+from duoka.rehearsal import in_flight
+from duoka.replay import StageBytes
+from duoka.tracing import Learner, Subject, profile_training
+from duoka.tuition import replay_of
+from duoka.workload import Conditions, Training
+
+_EVERYWHERE = (0, 2**40)
+
+
+def load(tokens: int, batch: int = 1, **training: Any) -> Workload:
+    """A workload that trains."""
+    return Workload(
+        batch=batch,
+        prompt_tokens=tokens,
+        new_tokens=0,
+        dtype="bfloat16",
+        prefill_chunk_tokens=None,
+        training=Training(**training),
+    )
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A made-up block: bytes of its weight, and of a token's result and saved activation."""
+
+    weight: int
+    result: int
+    saved: int
+
+
+def made_up(layers: Sequence[Layer]) -> Profile:
+    """Blocks that give each other a result, save an activation, and learn their weight."""
+    kinds = []
+    for number, layer in enumerate(layers):
+        is_first, is_last = number == 0, number == len(layers) - 1
+        given = 0 if is_first else layers[number - 1].result
+        kinds.append(_kind(layer, given, is_first=is_first, is_last=is_last))
+    return Profile(
+        fingerprint="made up",
+        model="MadeUp",
+        dtype="bfloat16",
+        blocks=tuple(Block(modules=(f"b{number}",), kind=number) for number in range(len(layers))),
+        kinds=tuple(kinds),
+        regimes=tuple(
+            Regime(phase=phase, many=many, query=_EVERYWHERE, past=_EVERYWHERE, keys=_EVERYWHERE)
+            for many in (False, True)
+            for phase in TRAINING_PHASES
+        ),
+        conditions=Conditions(training=Training(method="full")),
+    )
+
+
+def _rule(name: str, value: int) -> Rule:
+    place = TRAINING_MONOMIALS.index(name)
+    return (0.0,) * place + (float(value),)
+
+
+_SAVED, _RESULT, _GRADIENT, _BACK = range(4)
+
+
+def _kind(layer: Layer, given: int, *, is_first: bool, is_last: bool) -> Kind:
+    before = Ref(origin="earlier", index=_RESULT, back=1)
+    after = Ref(origin="earlier", index=_BACK, back=-1)
+    forward = Tape(
+        sizes=(_rule("bq", layer.saved), _rule("bq", layer.result)),
+        events=(None, None),
+        reads=() if is_first else (Read(ref=before, size=_rule("bq", given)),),
+    )
+    ends = [Ref(origin="own", index=_SAVED)]
+    ends.append(Ref(origin="own", index=_RESULT) if is_last else after)
+    ends += [Ref(origin="own", index=_BACK)] if is_first else [before]
+    sizes = (_rule("1", layer.weight), _rule("bq", given))
+    reads = () if is_last else (Read(ref=after, size=_rule("bq", layer.result)),)
+    backward = Tape(sizes=sizes, events=(None, None, *ends), kept=(_GRADIENT,), reads=reads)
+    # A gradient that is added to one that is there ends at once.
+    added = (None, Ref(origin="own", index=_GRADIENT), None, *ends)
+    accumulate = Tape(sizes=sizes, events=added, reads=reads)
+    return Kind(
+        weight_bytes=(layer.weight,),
+        tapes=(forward, backward, accumulate) * 2,
+        trained_bytes=(layer.weight,),
+    )
+
+
+@functools.cache
+def traced(name: str, conditions: Conditions) -> Profile:
+    """The profile of a small model in training; it holds for every size."""
+    workload = Workload(new_tokens=0, dtype="bfloat16", training=conditions.training)
+    build = functools.partial(models.build, tiny.CONFIGS[name], dtype=torch.bfloat16)
+    profile, is_regular = profile_training(
+        build, Subject(fingerprint=name, conditions=conditions), workload
+    )
+    assert is_regular
+    return profile
+
+
+def stages_of(profile: Profile, cuts: Sequence[int]) -> list[list[int]]:
+    """The blocks of each stage, where stages begin at these blocks; tied ones with their partner."""
+    edges = [0, *cuts, len(profile.blocks)]
+    place = [0] * len(profile.blocks)
+    for number, block in enumerate(profile.blocks):
+        own = next(stage for stage in range(len(edges) - 1) if number < edges[stage + 1])
+        place[number] = own if block.tied_to is None else place[block.tied_to]
+    return [
+        [block for block, at in enumerate(place) if at == stage] for stage in range(len(edges) - 1)
+    ]
+
+
+def forecast(profile: Profile, workload: Workload, cuts: Sequence[int]) -> list[StageBytes]:
+    """What each stage is forecast to need, without a limit."""
+    stages = stages_of(profile, cuts)
+    found = []
+    for stage, blocks in enumerate(stages):
+        peaks = replay_of(profile, workload, place=len(stages) - stage).run(blocks)
+        assert peaks is not None
+        found.append(peaks)
+    return found
+
+
+def measure(
+    name: str, profile: Profile, workload: Workload, cuts: Sequence[int], *, steps: int = 2
+) -> list[tuple[int, int]]:
+    """Allocated and reserved peaks of each stage, trained on virtual GPUs without data."""
+    stages, training = stages_of(profile, cuts), workload.training
+    assert training is not None
+    found: dict[int, tuple[int, int]] = {}
+    flying = [in_flight(training, len(stages) - stage) for stage in range(len(stages))]
+    entries = tuple(
+        (module, f"vgpu:{stage}")
+        for stage, blocks in enumerate(stages)
+        for block in blocks
+        for module in profile.blocks[block].modules
+    )
+    for limit in sorted(set(flying)):
+        model = models.build(tiny.CONFIGS[name], dtype=torch.bfloat16)
+        models.make_trainable(model, training, torch.bfloat16)
+        with virtual.gpus([None] * len(stages), data="meta") as world:
+            dispatch(model, Placement(entries=entries), empty=True)
+            Learner(model, workload, torch.device("vgpu:0")).run(in_flight=limit, steps=steps)
+            for stage in [each for each, number in enumerate(flying) if number == limit]:
+                allocated = world.max_memory_allocated(stage)
+                found[stage] = allocated, world.max_memory_reserved(stage)
+    return [found[stage] for stage in range(len(stages))]

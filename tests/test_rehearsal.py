@@ -1,0 +1,96 @@
+"""Steps of training, run through the allocator's model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import rehearsing
+from rehearsing import Layer, load
+
+from duoka.errors import UsageError
+from duoka.rehearsal import Rehearsal, in_flight
+from duoka.replay import StageBytes
+from duoka.workload import Training
+
+KIB = 1024
+# One token, so that what depends on tokens is what the layer says.
+LAYERS = [Layer(weight=64 * KIB, result=8 * KIB, saved=32 * KIB)] * 3
+PROFILE = rehearsing.made_up(LAYERS)
+
+
+def peaks(workload: Any, blocks: list[int], place: int = 1) -> StageBytes:
+    found = Rehearsal(PROFILE, workload, place=place).run(blocks)
+    assert found is not None
+    return found
+
+
+def test_what_training_holds_at_its_peak() -> None:
+    # In the optimizer's step: weights, gradients, two states and a temporary one.
+    found = peaks(load(1, method="full"), [0, 1, 2])
+    weights = 3 * 64 * KIB
+    assert found == StageBytes(
+        weights=weights,
+        kv_cache=0,
+        activations=0,
+        gradients=weights,
+        optimizer=3 * weights,
+        allocated=5 * weights,
+        reserved=2 * 2**20,
+    )
+
+
+def test_sgd_has_no_states() -> None:
+    found = peaks(load(1, method="full", optimizer="sgd"), [0, 1, 2])
+    assert found.optimizer == 0
+    # At the first block's backward pass: all gradients, and the activation that it still needs.
+    assert (found.weights, found.gradients) == (3 * 64 * KIB, 3 * 64 * KIB)
+    assert found.activations == 32 * KIB + 8 * KIB + 512  # its own, its gradient, none to give
+
+
+def activations(saved: int, **training: Any) -> int:
+    profile = rehearsing.made_up([Layer(weight=512, result=512, saved=saved)] * 3)
+    found = Rehearsal(profile, load(1, method="full", **training), place=2).run([0, 1, 2])
+    assert found is not None
+    return found.activations // saved
+
+
+@pytest.mark.parametrize(
+    ("training", "alive"),
+    [
+        ({"micro_batches": 5}, 3),
+        ({"micro_batches": 5, "schedule": "gpipe"}, 15),
+        ({"micro_batches": 5, "schedule": "1f1b"}, 6),  # at the second stage from the end
+        ({"micro_batches": 1, "schedule": "1f1b"}, 3),
+    ],
+)
+def test_micro_batches_in_flight_keep_their_activations(
+    training: dict[str, Any], alive: int
+) -> None:
+    assert activations(2**22, **training) == alive
+
+
+def test_how_many_are_in_flight() -> None:
+    schedules = {
+        name: [in_flight(Training(micro_batches=3, schedule=name), place) for place in (1, 2, 9)]
+        for name in ("sequential", "gpipe", "1f1b")
+    }
+    assert schedules == {"sequential": [1, 1, 1], "gpipe": [3, 3, 3], "1f1b": [1, 2, 3]}
+
+
+def test_what_comes_from_another_stage_is_there_until_it_was_used() -> None:
+    alone = peaks(load(1, method="full", optimizer="sgd"), [1])
+    # Weight and its gradient, what it was given and what it saved, the gradients in and out.
+    assert alone.allocated <= (64 + 64 + 8 + 32 + 8 + 8) * KIB
+    assert alone.allocated >= (64 + 64 + 8 + 8) * KIB
+
+
+def test_a_budget_that_is_too_small() -> None:
+    rehearsal = Rehearsal(PROFILE, load(1, method="full"))
+    assert rehearsal.run([0, 1, 2], 2**20) is None
+    assert rehearsal.run([0, 1, 2], 2**21) is not None
+
+
+def test_a_profile_for_training_answers_for_nothing_else() -> None:
+    with pytest.raises(UsageError, match="doesn't answer for training"):
+        Rehearsal(PROFILE, load(1, method="lora"))
