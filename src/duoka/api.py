@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, cast
 import torch
 from torch import nn
 
-from . import checker, devices, loader, profiles
+from . import checker, devices, loader, profiles, ways
 from .building import build_model, notes_of
 from .checkpoint import Checkpoint
 from .constraints import Constraints
@@ -22,7 +22,6 @@ from .dispatching import dispatch as spread
 from .dispatching import undispatch
 from .errors import CheckpointError, ModelError, UsageError
 from .fleet import Fleet
-from .given import answer
 from .host import fleet_for, refuse_more
 from .loader import Keeping
 from .maps import DeviceMap
@@ -116,7 +115,7 @@ def plan(
     asked = workload or Workload()
     constraints = choices.get("constraints", Constraints())
     question = Question(
-        fleet=usable(fleet_for(fleet, device_map), constraints),
+        fleet=usable(fleet_for(fleet, device_map, offload=constraints.offload), constraints),
         workload=asked,
         use_all=choices.get("use_all", False),
         objective=choices.get("objective", "auto"),
@@ -133,12 +132,25 @@ def plan(
             "are loaded",
             hint="give the checkpoint's directory instead of the model",
         )
-    is_encoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-    asked = profiles.whole_prompt(asked, is_encoder=is_encoder)
+    asked = profiles.whole_prompt(asked, is_encoder=_is_encoder(model))
     profile = profile_module(model, asked, inputs)
     asked = asked if inputs is None else Workload(prompt_tokens=1, new_tokens=1)
     own = profile.dtype if profile.dtype in DTYPE_BYTES else "auto"
-    return answer(profile, replace(question, workload=replace(asked, dtype=cast(Dtype, own))))
+    return ways.answer(
+        profile,
+        replace(question, workload=replace(asked, dtype=cast(Dtype, own))),
+        profile_for=partial(_known, profile, is_encoder),
+    )
+
+
+def _known(profile: Profile, is_encoder: bool, workload: Workload) -> Profile | None:
+    """The profile of a model that was given as an object, where it answers a workload."""
+    workload = profiles.whole_prompt(workload, is_encoder=is_encoder)
+    return profile if workload.conditions == profile.conditions else None
+
+
+def _is_encoder(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def _refuse_unknown(choices: Choices) -> None:
@@ -325,7 +337,8 @@ def dispatch(model: Model, placement: Placement | Plan | Mapping[str, str]) -> M
     if isinstance(placement, Plan):
         devices.materialise(placement.fleet)
         refuse_more(placement.forecast.host_bytes)
-        placement, offloaded = placement.placement, placement.offloaded
+        offloaded = placement.offloaded
+        placement = placement.placement
     elif isinstance(placement, Mapping):
         placement = Placement(entries=tuple(placement.items()))
     return spread(model, placement, offloaded=offloaded)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from .allocator import SEGMENT_ROUND_BYTES, SMALL_REQUEST_BYTES, rounded_bytes
 from .fleet import Device
 from .profile import Profile, Ref, buffer_bytes, evaluate
-from .replay import Replay, StageBytes
+from .replay import Replay, StageBytes, Step
 from .seconds import Seconds, Times
 from .workload import Workload
 
@@ -91,6 +91,10 @@ class Refusals:
         key = (id(profile), signature, budget_bytes)
         self._steps.setdefault(key, []).append(tuple(steps))
 
+    def know(self, profile: Profile, signature: tuple[int, ...], budget_bytes: int) -> bool:
+        """Whether anything is known of a stage on a device of this budget."""
+        return (id(profile), signature, budget_bytes) in self._steps
+
     def tell(
         self, profile: Profile, signature: tuple[int, ...], budget_bytes: int, steps: Sequence[Step]
     ) -> bool:
@@ -124,6 +128,7 @@ class Costs:
         self._refusals = refusals or Refusals()
         self.workload = workload
         self._briefs: dict[int, Replay] = {}
+        self._fulls: dict[int, Replay] = {}
         self._brief = self._brief_at(1)
         blocks = profile.blocks
         self.chain = [index for index, block in enumerate(blocks) if block.tied_to is None]
@@ -141,7 +146,7 @@ class Costs:
 
     @property
     def has_ties(self) -> bool:
-        """Whether modules go where an earlier one goes, which needn't be next to them."""
+        """Whether modules go where an earlier one goes, and what they need may make a detour."""
         return any(block.modules and block.tied_to is not None for block in self.profile.blocks)
 
     def blocks_of(self, start: int, stop: int) -> tuple[int, ...]:
@@ -164,6 +169,8 @@ class Costs:
         """How little memory a stage can do with; None when it doesn't fit the budget."""
         blocks = self.blocks_of(start, stop)
         alike = self._signature(blocks, place)
+        if self._is_refused(alike, place, budget_bytes):
+            return None
         if alike not in self._needed:
             peaks = self._brief_at(place).run(blocks)
             assert peaks is not None, "nothing limits this run"
@@ -176,7 +183,7 @@ class Costs:
                 brief = self._brief_at(place)
                 self._squeezed[key] = brief.run(blocks, budget_bytes) is not None
             needed = budget_bytes if self._squeezed[key] else needed
-        return None if needed > budget_bytes or (alike, budget_bytes) in self._refused else needed
+        return None if needed > budget_bytes else needed
 
     def stage_bytes(
         self,
@@ -195,11 +202,27 @@ class Costs:
         `reserved_bytes` knows that this stage doesn't fit.
         """
         blocks = self.blocks_of(start, stop)
-        replay = self.replay(brief=False, place=place)
+        variant, signature = self.variant(place), self._signature(blocks, place)
+        if variant not in self._fulls:
+            self._fulls[variant] = self.replay(brief=False, place=place)
+        replay = self._fulls[variant]
         peaks = replay.run(blocks, budget_bytes, device_of=device_of)
         if peaks is None:
-            self._refused.add((self._signature(blocks, place), budget_bytes))
+            self._refused.add((signature, budget_bytes))
+            if device_of is None:
+                self._refusals.add(self.profile, signature, budget_bytes, replay.refusing)
         return peaks
+
+    def _is_refused(self, signature: tuple[int, ...], place: int, budget_bytes: int) -> bool:
+        """Whether a stage is known to be too fragmented, here or at another workload."""
+        key = (signature, budget_bytes)
+        if key not in self._refused and self._refusals.know(self.profile, *key):
+            variant = self.variant(place)
+            if variant not in self._fulls:
+                self._fulls[variant] = self.replay(brief=False, place=place)
+            if self._refusals.tell(self.profile, *key, self._fulls[variant].steps):
+                self._refused.add(key)
+        return key in self._refused
 
     def bounds_at(self, place: int) -> NDArray[np.int64]:
         """The lower bounds of stages at a place from the end."""

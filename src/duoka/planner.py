@@ -10,7 +10,7 @@ from .constraints import Constraints
 from .demands import limits_for, told
 from .errors import InfeasibleError, UsageError
 from .fleet import Fleet
-from .forecast import Costs, DeviceForecast, Forecast
+from .forecast import Costs, DeviceForecast, Forecast, Refusals
 from .maps import DeviceMap
 from .offloads import candidates
 from .placement import Placement
@@ -33,7 +33,7 @@ from .workload import Workload
 _SMALLEST_CHUNK_TOKENS = 512
 _LARGEST_CHUNK_TOKENS = 8192
 # How much less is tried where the largest fits but for fragmentation: down to a half of it.
-_STEPS_DOWN = (0, 1, 2, 4, 8, 16)
+_STEPS_DOWN = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 _LEAST_TOLD = 4096
 Found = TypeVar("Found")
 _CPU_UNUSED = "The CPU computes nothing: it would be slow. A device map can put modules there."
@@ -46,7 +46,8 @@ class Question:
     `gpus` is how the fleet was named, where it was; plans keep it. With a `device_map` the modules
     go where it says (`given.answer`). What the constraints reserve has been taken off the fleet's
     budgets already (`demands.usable`); `limits` is what they mean for a profile, once it is known.
-    With `largest` the context or batch is to be as large as fits (`reach.reach`).
+    With `largest` the context or batch is to be as large as fits (`reach.reach`). `refusals` is
+    what one replay tells all questions that are made of this one.
     """
 
     fleet: Fleet
@@ -58,6 +59,7 @@ class Question:
     constraints: Constraints = field(default_factory=Constraints)
     limits: Limits | None = None
     largest: Largest | None = None
+    refusals: Refusals = field(default_factory=Refusals, compare=False, repr=False)
 
 
 def solve(profile: Profile, question: Question, *, source: str = "") -> Plan:
@@ -180,7 +182,7 @@ def _best(profile: Profile, question: Question, source: str) -> Plan | NoPlaceme
     best: Plan | None = None
     shortage: NoPlacement | None = None
     for number, workload in enumerate(candidates):
-        costs = costs_of(profile, workload)
+        costs = costs_of(profile, workload, question.refusals)
         try:
             plan = _plan(costs, *_search(costs, question), question, source)
         except NoPlacement as none:
@@ -226,7 +228,6 @@ def _search(costs: Costs, question: Question) -> tuple[Solution, list[StageBytes
                 stage.stop,
                 question.fleet.devices[stage.device].budget_bytes,
                 place=len(solution.stages) - number,
-                # Only where a tied module returns to an earlier device can something make a detour.
                 device_of=device_of if costs.has_ties else None,
             )
             for number, stage in enumerate(solution.stages)
@@ -441,7 +442,7 @@ def _fits(profile: Profile, question: Question, *, at_most: int | None = None) -
     *_, least = with_chunks(question.workload)  # the smallest chunk needs the least memory
     try:
         return fit_stages(
-            costs_of(profile, least),
+            costs_of(profile, least, question.refusals),
             question.fleet,
             use_all=question.use_all,
             strategy=question.constraints.strategy,
@@ -457,7 +458,7 @@ def _works(profile: Profile, question: Question) -> bool:
     """Whether `solve` would find a plan."""
     for workload in with_chunks(question.workload):
         try:
-            _search(costs_of(profile, workload), question)
+            _search(costs_of(profile, workload, question.refusals), question)
         except NoPlacement:
             continue
         return True
