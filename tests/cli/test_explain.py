@@ -1,0 +1,77 @@
+"""What ``duoka plan`` hands out besides the plan, and ``duoka compare``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from .conftest import GPUS, SIZES, Program
+
+
+def test_a_plan_is_explained(tiny: Path, program: Program, tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    done = program("plan", tiny, *GPUS, *SIZES, "--use-all", "--explain", "--save", saved)
+    assert done.returncode == 0
+    assert "No more: with" in " ".join(done.stdout.split())
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    again = program("plan", "--plan", saved, "--explain")
+    assert again.stdout == done.stdout
+    data = json.loads(program("plan", "--plan", saved, "--explain", "--json").stdout)
+    assert {share["device"] for share in data["shares"]} == {"vgpu:0", "vgpu:1"}
+
+
+def test_without_the_profile_a_saved_plan_is_not_explained(
+    tiny: Path, program: Program, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    saved = tmp_path / "plan.json"
+    program("plan", tiny, *GPUS, *SIZES, "--save", saved)
+    cache = environment["DUOKA_CACHE"]
+    environment["DUOKA_CACHE"] = str(tmp_path / "empty")
+    try:
+        done = program("plan", "--plan", saved, "--explain")
+        page = program("plan", "--plan", saved, "--html", tmp_path / "page.html")
+    finally:
+        environment["DUOKA_CACHE"] = cache
+    assert done.returncode == 2
+    assert "no profile of ChatGLMForCausalLM in the cache" in done.stderr
+    assert page.returncode == 0  # the page says what the plan says
+
+
+def test_a_page_is_written(tiny: Path, program: Program, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    done = program("plan", tiny, *GPUS, *SIZES, "--use-all", "--html", page)
+    assert done.stderr.endswith(f"saved to {page}\n")
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>")
+    assert "Held against" in text
+    refused = program("plan", tiny, *GPUS, *SIZES, "--html", tmp_path / "no" / "page.html")
+    assert refused.returncode == 2
+    assert "the page can't be written" in refused.stderr
+
+
+def test_a_plan_is_exported(tiny: Path, program: Program) -> None:
+    done = program("plan", tiny, *GPUS, *SIZES, "--export", "vllm")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "vllm serve" in done.stdout
+    assert "--max-model-len 96" in done.stdout
+    cut = program("plan", tiny, *GPUS, *SIZES, "--use-all", "--export", "vllm")
+    assert cut.returncode == 2  # the embedding is alone on a GPU
+    assert "vLLM can't be told this plan: model.embed_tokens" in cut.stderr
+    refused = program("plan", "nowhere", "--export", "tensorrt")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "there is no export for 'tensorrt'" in refused.stderr
+
+
+def test_two_plans_are_compared(tiny: Path, program: Program, tmp_path: Path) -> None:
+    one, all_of_them = tmp_path / "one.plan", tmp_path / "all.plan"
+    program("plan", tiny, *GPUS, *SIZES, "--save", one)
+    program("plan", tiny, *GPUS, *SIZES, "--use-all", "--save", all_of_them)
+    done = program("compare", one, all_of_them)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "GPUs used" in done.stdout
+    assert "vgpu:0 → vgpu:1" in done.stdout
+    data = json.loads(program("compare", one, all_of_them, "--json").stdout)
+    assert data["differences"][0]["what"] == "GPUs used"
+    assert program("compare", one, one).stdout == "the plans say the same\n"
+    assert program("compare", one, tmp_path / "none").returncode == 10

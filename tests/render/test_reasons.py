@@ -1,0 +1,118 @@
+"""Why, in words, with the numbers of the explanation."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from duoka.explanation import Alternative, Change, Crossing, Explanation, Fewer, Share
+from duoka.render import render_explanation
+from duoka.render.reasons import shortly
+
+GIB = 2**30
+LAYERS = tuple(f"model.layers.{number}" for number in range(24, 40))
+
+
+def share(device: str, modules: tuple[str, ...], needed: float, budget: float) -> Share:
+    return Share(
+        device=device,
+        modules=modules,
+        needed_bytes=round(needed * GIB),
+        budget_bytes=round(budget * GIB),
+    )
+
+
+FIRST = share("cuda:0", ("model.embed_tokens", "model.layers.0"), 23.69, 24)
+SECOND = share("cuda:1", (*LAYERS, "lm_head"), 11, 12)
+EXPLANATION = Explanation(
+    objective="headroom",
+    value=0.31 * GIB,
+    bound=0.31 * GIB,
+    binding_device="cuda:0",
+    shares=(FIRST, SECOND),
+    crossings=(Crossing(source="cuda:0", target="cuda:1", per="token", num_bytes=8192),),
+    changes=(
+        Change(
+            giver=share("cuda:1", LAYERS[1:], 10.6, 12),
+            taker=share("cuda:0", (*FIRST.modules, LAYERS[0]), 24.1, 24),
+            modules=LAYERS[:1],
+            outcome="impossible",
+        ),
+        Change(
+            giver=share("cuda:0", FIRST.modules[:1], 23.3, 24),
+            taker=share("cuda:1", (FIRST.modules[1], *SECOND.modules), 11.9, 12),
+            modules=FIRST.modules[1:],
+            outcome="worse",
+            value=0.1 * GIB,
+        ),
+    ),
+    fewer=Fewer(devices=("cuda:0",), missing_bytes=10 * GIB),
+    alternatives=(
+        Alternative(
+            name="equal numbers of layers",
+            shares=(FIRST, share("cuda:1", SECOND.modules, 13, 12)),
+            fits=False,
+            value=None,
+            request_seconds=None,
+            is_plan=False,
+        ),
+    ),
+)
+
+
+def printed(explanation: Explanation, width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(render_explanation(explanation))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [30, 80, 200])
+def test_every_reason_has_its_numbers(width: int) -> None:
+    text = printed(EXPLANATION, width)
+    assert max(map(len, text.splitlines())) <= width
+    words = " ".join(text.split())
+    for wanted in (
+        "The tightest, cuda:0, keeps 317.44 MiB; on 2 GPUs no placement keeps more free than "
+        "317.44 MiB",
+        "2 GPUs and not 1: on the largest one, cuda:0, at least 10.00 GiB are missing.",
+        "cuda:1 has layers.24-39, lm_head",
+        "No less: layers.24 would go to cuda:0, which has 317.44 MiB free and needs 419.84 MiB "
+        "for it: 102.40 MiB are missing.",
+        "No more: with layers.0 of cuda:0 it would need 11.90 GiB of 12.00 GiB: the tightest GPU "
+        "would have 102.40 MiB free instead of 317.44 MiB.",
+        "cuda:0 → cuda:1: 8.00 KiB a token",
+        "does not fit: cuda:1 would need 13.00 GiB of 12.00 GiB",
+    ):
+        assert wanted in words, wanted
+
+
+def test_a_map_is_not_called_an_optimum() -> None:
+    words = " ".join(printed(replace(EXPLANATION, objective="given", fewer=None)).split())
+    assert "Nothing was optimised, the map was given" in words
+    assert "2 GPUs and not 1" not in words
+
+
+def test_other_objectives_have_their_own_amounts() -> None:
+    latency = replace(EXPLANATION, objective="latency", value=0.0335, bound=0.0335)
+    assert "A request takes 33.5 ms" in " ".join(printed(latency).split())
+    balance = replace(EXPLANATION, objective="balance", value=0.0129, bound=0.0129)
+    assert "keeps 1.3%" in " ".join(printed(balance).split())
+    order = replace(EXPLANATION, objective="order", value=2.0, bound=2.0)
+    assert "each GPU filled as far as it goes" in " ".join(printed(order).split())
+
+
+def test_a_bound_of_next_to_nothing_is_no_number() -> None:
+    little = replace(EXPLANATION, fewer=Fewer(devices=("cuda:0",), missing_bytes=1))
+    words = " ".join(printed(little).split())
+    assert "it doesn't fit by a little, whatever the cut" in words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(2.5, "2.50 s"), (0.03346, "33.5 ms"), (1.5e-5, "15.0 µs")]
+)
+def test_times_are_short(seconds: float, text: str) -> None:
+    assert shortly(seconds) == text

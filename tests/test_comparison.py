@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from staged import GIB, WORKLOAD, placed, staged
+
+from duoka import compare
+from duoka.comparison import Comparison
+from duoka.errors import UsageError
+from duoka.render import render_comparison
+from duoka.workload import Training
+
+
+def printed(comparison: Comparison, width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(render_comparison(comparison, ("a.plan", "b.plan")))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_plan_differs_in_nothing_from_itself() -> None:
+    plan = staged([3, 2])
+    found = compare(plan, plan)
+    assert found.same
+    assert found.moves == ()
+    assert printed(found) == "the plans say the same\n"
+
+
+def test_what_differs_comes_first() -> None:
+    plan = staged([3, 2])
+    other = replace(
+        staged([3, 2], gpus="24GiB,24GiB"), workload=replace(WORKLOAD, batch=4), objective="latency"
+    )
+    found = compare(plan, other)
+    assert {each.what: (each.first, each.second) for each in found.differences} == {
+        "GPUs": ("24GiB,12GiB,8GiB,8GiB", "24GiB,24GiB"),
+        "batch": ("1", "4"),
+        "objective": ("headroom", "latency"),
+    }
+    lines = printed(found).splitlines()
+    assert lines[0].split() == ["differs", "a.plan", "b.plan"]
+    assert "cuda:0: the same, 1.25 GiB of 24.00 GiB" in lines
+
+
+def test_modules_that_moved_are_named() -> None:
+    plan = staged([3, 2])
+    found = compare(plan, placed(plan, model__layers__2="cuda:1"))
+    (move,) = found.moves or ()
+    assert (move.source, move.target, move.modules) == ("cuda:0", "cuda:1", ("model.layers.2",))
+    assert "cuda:0 → cuda:1: 1 module: layers.2" in printed(found)
+    assert compare(plan, staged([4, 2])).moves is None
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_bytes_stand_side_by_side(width: int) -> None:
+    found = compare(staged([3, 2]), staged([5], gpus="24GiB"))
+    text = printed(found, width)
+    assert max(map(len, text.splitlines())) <= width
+    words = " ".join(text.split())
+    assert "weights 768.00 MiB 1.25 GiB (+512.00 MiB)" in words or width < 80
+    assert "not used" in words
+
+
+def test_seconds_are_told_where_they_are_known() -> None:
+    assert compare(staged([3]), staged([3])).seconds == ()
+
+
+def test_training_and_generating_are_no_pair() -> None:
+    train = replace(staged([3]), workload=replace(WORKLOAD, new_tokens=0, training=Training()))
+    with pytest.raises(UsageError, match="first plan is for training and the second one for gen"):
+        compare(train, staged([3]))
+    assert compare(train, train).same
+
+
+def test_it_has_a_json_form() -> None:
+    first, second = staged([3, 2]), staged([4, 1])
+    data = json.loads(json.dumps(compare(first, second).to_dict()))
+    assert data["devices"][0]["first"]["weight_bytes"] == 3 * GIB // 4
+    assert data["moves"][0]["modules"] == ["model.layers.3"]
