@@ -139,7 +139,7 @@ def plan(
     return ways.answer(
         profile,
         replace(question, workload=replace(asked, dtype=cast(Dtype, own))),
-        profile_for=partial(_known, profile, is_encoder),
+        profile_for=partial(_known, profile, _is_encoder(model)),
     )
 
 
