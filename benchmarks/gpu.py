@@ -8,6 +8,10 @@
   (18 GiB), planned, loaded, prefilled, decoded; forecast beside the peaks that ``torch.cuda``
   counted.
 - What dispatch costs on it, beside plain and accelerate, in turns.
+- The calibration (`duoka bench --calibrate`), which is kept; how long it took; and what a plan made
+  with it says of seconds, beside those measured.
+- Ten pairs of a model and a workload, forecast and measured, allocated and reserved; several stages
+  on one card, each under a cap of its own budget (`gpu_pairs.py`).
 
 Without a CUDA GPU it says so and ends well. ``--rehearse`` runs all of it on virtual GPUs, small.
 """
@@ -22,19 +26,23 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gpu_pairs
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import duoka
 from duoka import devices, models
+from duoka.bench import calibrate
 from duoka.dispatching import install_movers, undispatch
 from duoka.fleet import Device
 from duoka.models.conversion import published_tensors
 from duoka.placement import Placement
+from duoka.serial import to_dict
 from duoka.tracing import Stepper
 
 REFERENCES = ("chatglm3-6b-tiny", "chatglm3-6b-128k-tiny", "glm-4-9b-tiny")
@@ -89,6 +97,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     pair = ("vgpu:0", "vgpu:1") if options.rehearse else ("cuda:0", "cpu")
     report: dict[str, Any] = {"torch": torch.__version__, "devices": describe(pair)}
     report["references"] = list(references(options.shared, pair))
+    report["calibration"] = calibrated(pair[0])
+    report["pairs"] = list(gpu_pairs.pairs(pair[0], small=options.rehearse))
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
         started = time.perf_counter()
         write_checkpoint(Path(folder), "small" if options.rehearse else options.size)
@@ -97,17 +107,27 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
+def calibrated(device: str) -> dict[str, Any]:
+    """Measure what planning takes from a GPU; on a virtual one it is kept nowhere."""
+    real = device.startswith("cuda")
+    fleet = duoka.Fleet.detect() if real else duoka.Fleet.parse("virtual:1GiB")
+    fleet = replace(fleet, devices=(fleet.device(device),), links=())
+    started = time.perf_counter()
+    found = calibrate(fleet)
+    return {"seconds": time.perf_counter() - started, **to_dict(found.calibration)}
+
+
 def describe(names: tuple[str, ...]) -> list[str]:
     return [torch.cuda.get_device_name(name) if name.startswith("cuda") else name for name in names]
 
 
 def fleet_of(names: tuple[str, ...]) -> duoka.Fleet:
     """Free memory for GPUs, and as much for the CPU as for the first of them."""
-    if names[0].startswith("cuda"):
-        budget = duoka.Fleet.detect().device(names[0]).budget_bytes
-    else:
-        budget = GIB
-    return duoka.Fleet(devices=tuple(Device(name=name, budget_bytes=budget) for name in names))
+    if not names[0].startswith("cuda"):
+        return duoka.Fleet(devices=tuple(Device(name=name, budget_bytes=GIB) for name in names))
+    first = duoka.Fleet.detect().device(names[0])
+    others = (Device(name=name, budget_bytes=first.budget_bytes) for name in names[1:])
+    return duoka.Fleet(devices=(first, *others))
 
 
 # ── the reference models ──
@@ -195,9 +215,10 @@ def large(path: Path, device: str, options: argparse.Namespace) -> dict[str, Any
     devices.reset_peaks(device)
     steps = decode(model, device, workload, seconds)
     peaks = devices.memory(device)
-    forecast = plan.forecast.devices[0]
+    forecast, expected = plan.forecast.devices[0], plan.forecast.seconds
     assert peaks is not None
     return {
+        "forecast_seconds": None if expected is None else to_dict(expected),
         "seconds": seconds,
         "decode_seconds": statistics.median(steps),
         "weight_bytes": forecast.weight_bytes,
@@ -306,6 +327,12 @@ def table(report: dict[str, Any]) -> Iterator[str]:
             f"{kind:10} forecast {forecast / GIB:7.3f} GiB, measured {measured / GIB:7.3f} GiB "
             f"({100 * (forecast / measured - 1):+.2f} %)"
         )
+    expected = report["forecast_seconds"]
+    if expected is not None:
+        first, token = expected["first_token_seconds"], expected["token_seconds"]
+        yield f"forecast: prefill {first * 1e3:.0f} ms, decode {token * 1e3:.2f} ms a token"
+    yield f"calibrated in {report['calibration']['seconds']:.1f} s: {report['calibration']['gpus']}"
+    yield from gpu_pairs.table(report["pairs"])
     cost = report["dispatch"]
     for name, value in cost.items():
         ratio = 100 * (value / cost["plain"] - 1)
