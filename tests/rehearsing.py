@@ -121,7 +121,7 @@ def traced(name: str, conditions: Conditions) -> Profile:
 
 
 def stages_of(profile: Profile, cuts: Sequence[int]) -> list[list[int]]:
-    """The blocks of each stage, where stages begin at these blocks; tied ones with their partner."""
+    """The blocks of each stage, by where stages begin; tied ones with their partner."""
     edges = [0, *cuts, len(profile.blocks)]
     place = [0] * len(profile.blocks)
     for number, block in enumerate(profile.blocks):

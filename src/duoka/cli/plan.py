@@ -125,16 +125,7 @@ def plan(
         uncut=uncut,
         reserve=reserve,
         device_map=device_map,
-        training=training.read_training(
-            train,
-            optimizer=optimizer,
-            lora_rank=lora_rank,
-            lora_targets=lora_target,
-            gradient_checkpointing=gradient_checkpointing,
-            master_weights=master_weights,
-            micro_batches=micro_batches,
-            schedule=schedule,
-        ),
+        training=training.read_training(locals()),
     )
     asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code)
     answer = _Answer(

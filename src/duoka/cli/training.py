@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -91,7 +92,7 @@ Schedule = Annotated[
 _OPTION = {
     "optimizer": "--optimizer",
     "lora_rank": "--lora-rank",
-    "lora_targets": "--lora-target",
+    "lora_target": "--lora-target",
     "gradient_checkpointing": "--gradient-checkpointing",
     "master_weights": "--master-weights",
     "micro_batches": "--micro-batches",
@@ -99,15 +100,21 @@ _OPTION = {
 }
 
 
-def read_training(method: str | None, **said: Any) -> Training | None:
+def read_training(said: Mapping[str, Any]) -> Training | None:
     """How to train, as far as a person said it; None where a model is to answer.
+
+    Parameters
+    ----------
+    said : mapping
+        The values of a command's parameters, those of this module among them: "train" and so on.
 
     Raises
     ------
     UsageError
         If it is said how to train, and not that; or with a name that is unknown.
     """
-    given = {name: value for name, value in said.items() if value not in (None, False, [])}
+    method = said["train"]
+    given = {name: said[name] for name in _OPTION if said[name] not in (None, False, [])}
     if method is None:
         if given:
             told = ", ".join(_OPTION[name] for name in given)
@@ -117,12 +124,11 @@ def read_training(method: str | None, **said: Any) -> Training | None:
                 hint="say how to train: --train lora or --train full",
             )
         return None
-    if "lora_targets" in given:
-        given["lora_targets"] = tuple(given["lora_targets"])
-    adapters = [_OPTION[name] for name in ("lora_rank", "lora_targets") if name in given]
+    adapters = [_OPTION[name] for name in ("lora_rank", "lora_target") if name in given]
     if method == "full" and adapters:
         raise UsageError(
             f"{', '.join(adapters)} is for adapters, and --train full has none",
             hint="leave it out, or say --train lora",
         )
-    return Training(method=method, **given)  # type: ignore[arg-type]
+    targets = tuple(given.pop("lora_target", ()))
+    return Training(method=method, lora_targets=targets, **given)
