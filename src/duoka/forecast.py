@@ -86,7 +86,7 @@ class Refusals:
     def add(
         self, profile: Profile, signature: tuple[int, ...], budget_bytes: int, steps: Sequence[Step]
     ) -> None:
-        """Note the steps of a replay on a device of this budget, up to the one that it failed in."""
+        """Note the steps of a replay on a device of this budget, up to the one where it failed."""
         self._profiles[id(profile)] = profile
         key = (id(profile), signature, budget_bytes)
         self._steps.setdefault(key, []).append(tuple(steps))

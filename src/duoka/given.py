@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 from . import planner
@@ -20,6 +21,7 @@ from .planner import (
 )
 from .plans import Plan, Request
 from .profile import Profile
+from .reach import least, reach
 from .replay import StageBytes
 from .seconds import Seconds
 from .tuition import costs_of, replay_of
@@ -50,9 +52,23 @@ def answer(profile: Profile, question: Question, *, source: str = "") -> Plan:
         If the context is longer than the model was made for, or the question asks for an optimum
         where a map has decided.
     """
+    if question.largest is not None:
+        return _largest(profile, question, source)
     if question.device_map is None:
         return solve(profile, question, source=source)
     return _given(profile, question).plan(source)
+
+
+def _largest(profile: Profile, question: Question, source: str) -> Plan:
+    if question.device_map is not None:
+        raise UsageError(
+            f"the largest {question.largest} is looked for where duoka places the modules",
+            hint="leave out the device map",
+        )
+    found = reach(profile, question, partial(planner.attempt, profile))
+    if found is None:
+        return solve(profile, least(profile, question), source=source)  # says what is missing
+    return replace(found, source=source)
 
 
 def attempt(profile: Profile, question: Question) -> Plan | None:

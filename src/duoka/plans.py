@@ -26,6 +26,8 @@ from .serial import from_dict, json_schema, parse_json_object, to_dict
 from .units import format_bytes
 from .workload import Workload
 
+Largest = Literal["context", "batch"]
+
 _FORMAT = "duoka.plan"
 _VERSION = 3
 _MAX_BYTES = 64 * 2**20
@@ -48,6 +50,8 @@ class Request:
         empty when they were given as an object.
     constraints : Constraints
         What was demanded of the placement.
+    largest : {"context", "batch"}, optional
+        What was to be as large as fits, whatever the workload says of it.
     """
 
     workload: Workload
@@ -55,6 +59,7 @@ class Request:
     use_all: bool = False
     gpus: str = ""
     constraints: Constraints = field(default_factory=Constraints)
+    largest: Largest | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

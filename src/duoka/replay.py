@@ -105,6 +105,8 @@ class Replay:
         self._foreign_frees: dict[tuple[int, int], tuple[Ref, ...]] = {}
         self._large_ones: dict[tuple[int, int], frozenset[int]] = {}
         self.steps = self._schedule()
+        # The steps of the last run that didn't fit, up to the one where it ended.
+        self.refusing: tuple[Step, ...] = ()
 
     def tape(self, block: int, step: int) -> Tape:
         """The tape of a block in one of `steps`."""
@@ -148,9 +150,11 @@ class Replay:
             The device of every block. It matters where the stage isn't contiguous: what a module
             is given may reach a part of it by way of the device of the module's first part.
         """
+        run = _StageRun(self, blocks, capacity_bytes, device_of)
         try:
-            return _StageRun(self, blocks, capacity_bytes, device_of).run()
+            return run.run()
         except OutOfCapacity:
+            self.refusing = tuple(self.steps[: run.num_begun])
             return None
 
     def foreign_frees(self, block: int, step: int) -> tuple[Ref, ...]:
@@ -310,6 +314,7 @@ class _StageRun:
         self.blocks = frozenset(blocks)
         self.allocator = CachingAllocator(capacity, frugal=replay.brief and capacity is None)
         self.kept: dict[int, list[Allocation]] = {block: [] for block in blocks}
+        self.num_begun = 0
         self.kept_bytes = 0
         self.kept_bytes_at_peak = 0
         self.alive: dict[Key, Allocation] = {}
@@ -325,6 +330,7 @@ class _StageRun:
             self.allocator.malloc(size)
         weights = self.allocator.allocated_bytes
         for step in range(len(self.replay.steps)):
+            self.num_begun = step + 1
             self._run_step(step)
         peak = self.allocator.max_allocated_bytes
         return StageBytes(

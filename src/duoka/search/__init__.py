@@ -14,10 +14,11 @@ It knows nothing of models, workloads or how costs come about.
 """
 
 from .costs import StageCosts
+from .groups import exchangeable
 from .limits import NO_LIMITS, Limits
 from .problem import NoPlacement, Objective, Shortfall
 from .programme import Stage
-from .solving import Solution, fits, judge, largest, search
+from .solving import Solution, conceivable, fits, judge, largest, search
 
 __all__ = [
     "NO_LIMITS",
@@ -28,6 +29,8 @@ __all__ = [
     "Solution",
     "Stage",
     "StageCosts",
+    "conceivable",
+    "exchangeable",
     "fits",
     "judge",
     "largest",

@@ -19,13 +19,13 @@ def fill(problem: Problem, num_blocks: int, num_devices: int) -> Stages:
     NoPlacement, UsageError
         If nothing fits in this order, or no placement obeys the limits.
     """
-    while (stages := _furthest(problem, num_blocks, num_devices)) is not None:
+    while (stages := furthest(problem, num_blocks, num_devices)) is not None:
         if problem.settle(stages):
             return stages
     raise problem.none()
 
 
-def _furthest(problem: Problem, num_blocks: int, num_devices: int) -> Stages | None:
+def furthest(problem: Problem, num_blocks: int, num_devices: int) -> Stages | None:
     """The best placement as far as is known, where stages may still turn out not to fit."""
     tables = [problem.may_be(problem.group_of(device)) for device in range(num_devices)]
     done = np.zeros(num_blocks + 1, np.bool_)

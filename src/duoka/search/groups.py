@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,6 +76,28 @@ def group_devices(
         )
         for index, group in enumerate(members)
     )
+
+
+def exchangeable(fleet: Fleet) -> tuple[tuple[int, ...], ...]:
+    """The devices that nothing but their names tells apart, by index, in the user's order."""
+    ways = {(link.source, link.target): link for link in fleet.links}
+    rates = np.zeros((2, len(fleet.devices), len(fleet.devices)))
+    for (i, one), (j, other) in itertools.product(enumerate(fleet.names), repeat=2):
+        if (link := ways.get((one, other))) is not None:
+            rates[:, i, j] = link.bytes_per_second, link.latency_seconds
+    kinds: list[list[int]] = []
+    for index, device in enumerate(fleet.devices):
+        for kind in kinds:
+            other_device = fleet.devices[kind[0]]
+            if (device.budget_bytes, speeds(device)) == (
+                other_device.budget_bytes,
+                speeds(other_device),
+            ) and all(_exchangeable(rate, kind[0], index) for rate in rates):
+                kind.append(index)
+                break
+        else:
+            kinds.append([index])
+    return tuple(map(tuple, kinds))
 
 
 def speeds(device: Device) -> tuple[float | None, ...]:

@@ -135,6 +135,10 @@ class Problem:
             self._refuse_impossible()
         return NoPlacement(self)
 
+    def conceivable(self) -> bool:
+        """Whether any placement may fit, as far as is known."""
+        return self._programme().best() is not None
+
     def fits(self) -> bool:
         """Whether any placement fits. Tried are those of most headroom under the bounds."""
         while (found := self._programme().best()) is not None:

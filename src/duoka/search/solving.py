@@ -11,7 +11,7 @@ from duoka.errors import UsageError
 from duoka.fleet import Fleet
 
 from .costs import StageCosts
-from .filling import fill
+from .filling import fill, furthest
 from .groups import speeds
 from .limits import NO_LIMITS, Limits
 from .problem import Aim, NoPlacement, Objective, Problem
@@ -200,6 +200,28 @@ def fits(
     except (NoPlacement, UsageError):
         return False
     return True
+
+
+def conceivable(
+    costs: StageCosts,
+    fleet: Fleet,
+    *,
+    use_all: bool = False,
+    strategy: Strategy = "auto",
+    limits: Limits = NO_LIMITS,
+) -> bool:
+    """Tell whether lower bounds leave a placement possible: without it none fits.
+
+    Raises
+    ------
+    UsageError
+        As `search` does.
+    """
+    use_all = use_all or strategy == "balanced"
+    problem = Problem(costs, fleet, "headroom", use_all=use_all, limits=limits)
+    if strategy == "sequential":
+        return furthest(problem, costs.num_blocks, len(fleet.devices)) is not None
+    return problem.conceivable()
 
 
 def largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:

@@ -1,0 +1,96 @@
+"""Reach: the longest context, or the largest batch, for which there is a plan.
+
+More tokens need more memory, but for what segments and fragmentation make of it: a context may fit
+where a slightly shorter one doesn't. So what is sought is said exactly. Contexts are whole
+multiples of `STEP_TOKENS` (from `COARSE_FROM_TOKENS` on, of `COARSE_STEP_TOKENS`) and the model's
+own limit; batches are whole numbers. The answer is the largest of them for which the planner finds
+a plan, among all below the first one that lower bounds rule out: bounds have no fragmentation in
+them, and grow with the number.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from .errors import UsageError
+from .planner import Question, conceivable
+from .plans import Plan
+from .profile import Profile
+from .workload import MOST_BATCH, MOST_BATCH_TOKENS, MOST_TOKENS, Workload
+
+STEP_TOKENS = 64
+COARSE_STEP_TOKENS = 256
+COARSE_FROM_TOKENS = 16_384
+
+
+def reach(
+    profile: Profile, question: Question, attempt: Callable[[Question], Plan | None]
+) -> Plan | None:
+    """The plan for the largest context or batch that fits; None where not even the least does.
+
+    Parameters
+    ----------
+    profile : Profile
+    question : Question
+        With `largest`. The context of its workload is not looked at, or else its batch; the new
+        tokens are as many as it says.
+    attempt : callable
+        The plan for a question; None where nothing fits.
+
+    Raises
+    ------
+    UsageError
+        If the question isn't for that.
+    """
+    numbers = candidates(profile, question)
+
+    def asked(index: int) -> Question:
+        return replace(question, workload=_with(question, numbers[index]))
+
+    def ruled_out(index: int) -> bool:
+        return not conceivable(profile, asked(index))
+
+    stop = bisect_left(range(len(numbers)), True, key=ruled_out)
+    for index in reversed(range(stop)):
+        if (plan := attempt(asked(index))) is not None:
+            return plan
+    return None
+
+
+def least(profile: Profile, question: Question) -> Question:
+    """The question for the least context or batch that there is."""
+    return replace(
+        question, workload=_with(question, candidates(profile, question)[0]), largest=None
+    )
+
+
+def candidates(profile: Profile, question: Question) -> Sequence[int]:
+    """The contexts or batches to choose from, in order."""
+    workload = question.workload
+    if workload.training is not None and question.largest == "context":
+        raise UsageError(
+            "the largest context is for inference; a sequence to train on has a length",
+            hint="ask for the largest batch",
+        )
+    if question.largest == "batch":
+        most = min(MOST_BATCH, MOST_BATCH_TOKENS // workload.context_tokens)
+        return range(1, most + 1)
+    limit = min(profile.max_context_tokens or MOST_TOKENS, MOST_BATCH_TOKENS // workload.batch)
+    fine = range(STEP_TOKENS, min(limit, COARSE_FROM_TOKENS) + 1, STEP_TOKENS)
+    coarse = range(COARSE_FROM_TOKENS + COARSE_STEP_TOKENS, limit + 1, COARSE_STEP_TOKENS)
+    numbers = [n for n in sorted({*fine, *coarse, limit}) if n > workload.new_tokens]
+    if not numbers:
+        raise UsageError(
+            f"{workload.new_tokens} new tokens leave no room for a prompt in a context of {limit}",
+            hint="ask for fewer new tokens",
+        )
+    return numbers
+
+
+def _with(question: Question, number: int) -> Workload:
+    workload = question.workload
+    if question.largest == "batch":
+        return replace(workload, batch=number)
+    return replace(workload, prompt_tokens=number - workload.new_tokens)

@@ -1,0 +1,146 @@
+"""The largest context and batch, against a scan of every one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from duoka import Workload
+from duoka.constraints import Constraints
+from duoka.errors import InfeasibleError, UsageError
+from duoka.given import answer
+from duoka.maps import DeviceMap
+from duoka.planner import Question, attempt
+from duoka.plans import Largest
+from duoka.profile import Profile
+from duoka.reach import candidates, reach
+
+from . import tiny
+from .tiny import MIB
+
+LOAD = Workload(prompt_tokens=700, new_tokens=40, dtype="bfloat16")
+
+
+def ask(*budgets_mib: float, largest: Largest = "context", load: Workload = LOAD) -> Question:
+    return Question(fleet=tiny.fleet(*budgets_mib), workload=load, largest=largest)
+
+
+def scan(profile: Profile, question: Question) -> int | None:
+    """The largest candidate that fits, by trying each of them from scratch."""
+    best = None
+    for number in candidates(profile, question):
+        load = question.workload
+        if question.largest == "batch":
+            load = replace(load, batch=number)
+        else:
+            load = replace(load, prompt_tokens=number - load.new_tokens)
+        fresh = Question(
+            fleet=question.fleet,
+            workload=load,
+            constraints=question.constraints,
+            use_all=question.use_all,
+        )
+        if attempt(profile, fresh) is not None:
+            best = number
+    return best
+
+
+def told(profile: Profile, question: Question) -> int | None:
+    plan = reach(profile, question, partial(attempt, profile))
+    if plan is None:
+        return None
+    load = plan.workload
+    return load.batch if question.largest == "batch" else load.context_tokens
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    budgets=st.lists(st.integers(60, 140), min_size=1, max_size=3),
+    weights=st.lists(st.integers(5, 40), min_size=2, max_size=4),
+    cache=st.sampled_from([2048, 20_000]),
+    work=st.sampled_from([4096, 40_000]),
+    strategy=st.sampled_from(["auto", "sequential"]),
+)
+def test_the_largest_context_is_that_of_a_scan(
+    budgets: list[int], weights: list[int], cache: int, work: int, strategy: str
+) -> None:
+    profile = tiny.made_up(
+        [w * MIB for w in weights], tiny.Costs(cache=cache, work=work), max_context_tokens=3000
+    )
+    question = replace(
+        ask(*budgets),
+        constraints=Constraints(strategy=strategy),  # type: ignore[arg-type]
+    )
+    assert told(profile, question) == scan(profile, question)
+
+
+@settings(max_examples=3, deadline=None)
+@given(
+    budgets=st.lists(st.integers(60, 110), min_size=1, max_size=2),
+    weights=st.lists(st.integers(5, 40), min_size=2, max_size=4),
+    cache=st.sampled_from([4096, 20_000]),
+)
+def test_the_largest_batch_is_that_of_a_scan(
+    budgets: list[int], weights: list[int], cache: int
+) -> None:
+    profile = tiny.made_up([w * MIB for w in weights], tiny.Costs(cache=cache))
+    question = ask(*budgets, largest="batch")
+    found = told(profile, question)
+    above = (found or 0) + 1
+    # Every larger one up to where weights and caches alone are too much.
+    caches = cache * 740 * max(len(weights) - 2, 0) or 1024 * 700
+    most = max(sum(budgets) * MIB // caches, above) + 1
+    for number in range(above, most + 1):
+        fresh = replace(question.workload, batch=number)
+        assert attempt(profile, Question(fleet=question.fleet, workload=fresh)) is None
+    if found is not None:
+        fits = replace(question.workload, batch=found)
+        assert attempt(profile, Question(fleet=question.fleet, workload=fits)) is not None
+
+
+LAYERS = tiny.made_up([60 * MIB, *[40 * MIB] * 4, 60 * MIB], tiny.Costs(cache=2048))
+
+
+def test_the_plan_says_what_was_asked() -> None:
+    plan = answer(LAYERS, ask(240, 200), source="here")
+    assert plan.request.largest == "context"
+    assert plan.workload.context_tokens % 64 == 0
+    assert plan.workload.new_tokens == 40
+    assert plan.source == "here"
+    more = replace(LOAD, prompt_tokens=plan.workload.prompt_tokens + 64)
+    assert attempt(LAYERS, Question(fleet=tiny.fleet(240, 200), workload=more)) is None
+
+
+def test_the_models_limit_is_one_of_the_contexts() -> None:
+    profile = replace(LAYERS, max_context_tokens=1000)
+    plan = answer(profile, ask(2000))
+    assert plan.workload.context_tokens == 1000
+
+
+def test_contexts_are_finer_where_they_are_short() -> None:
+    numbers = list(candidates(replace(LAYERS, max_context_tokens=20_000), ask(100)))
+    assert numbers[:2] == [64, 128]
+    assert numbers[255:258] == [16_384, 16_640, 16_896]
+    assert numbers[-1] == 20_000
+
+
+def test_nothing_fits_at_all() -> None:
+    with pytest.raises(InfeasibleError, match="does not fit"):
+        answer(LAYERS, ask(50))
+
+
+def questions() -> Iterator[tuple[Question, str]]:
+    mapped = replace(ask(400), device_map=DeviceMap.of({"": "vgpu:0"}))
+    yield mapped, "where duoka places the modules"
+    yield ask(400, load=replace(LOAD, new_tokens=9_000)), "leave no room for a prompt"
+
+
+@pytest.mark.parametrize(("question", "message"), list(questions()), ids=["map", "new"])
+def test_what_makes_no_sense_is_refused(question: Question, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        answer(replace(LAYERS, max_context_tokens=8_000), question)
