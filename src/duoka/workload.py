@@ -15,6 +15,7 @@ Cache = Literal["dynamic", "static", "int8"]
 Quantization = Literal["none", "int8", "int4", "nf4", "auto"]
 AUTO_QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
 """What "auto" stands for: the first that fits."""
+Logits = Literal["last", "all"]
 Optimizer = Literal["adamw", "sgd"]
 Schedule = Literal["sequential", "gpipe", "1f1b"]
 
@@ -85,6 +86,7 @@ class Conditions:
     quantize: Quantization = "none"
     images: int = 0
     image_size: tuple[int, int] | None = None
+    logits: Logits = "last"
     training: Training | None = None
 
 
@@ -115,6 +117,9 @@ class Workload:
         Images in each prompt. Their tokens are part of `prompt_tokens`.
     image_size : tuple of int
         Height and width of each image in pixels, before the model's own preprocessing.
+    logits : {"last", "all"}
+        Of which positions of a prompt logits are made: of the last one, to go on from, or of all,
+        to score a text.
     training : Training, optional
         Train on a batch of sequences instead of generating.
 
@@ -138,6 +143,7 @@ class Workload:
     quantize: Quantization = "none"
     images: int = 0
     image_size: tuple[int, int] = (1024, 1024)
+    logits: Logits = "last"
     training: Training | None = None
 
     def __post_init__(self) -> None:
@@ -167,6 +173,7 @@ class Workload:
             )
         _refuse_unknown("dtype", self.dtype, get_args(Dtype))
         _refuse_unknown("cache", self.cache, get_args(Cache))
+        _refuse_unknown("logits", self.logits, get_args(Logits))
         _refuse_unknown("quantize", self.quantize, get_args(Quantization))
 
     def _refuse_in_training(self) -> None:
@@ -219,6 +226,7 @@ class Workload:
             quantize=self.quantize,
             images=self.images,
             image_size=self.image_size if self.images else None,
+            logits=self.logits,
             training=training,
         )
 

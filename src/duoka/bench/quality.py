@@ -161,6 +161,7 @@ def measure_quality(
             batch=1,
             prompt_tokens=windows.context_tokens - 1,
             new_tokens=1,
+            logits="all",
             quantize=form,
         )
         told(f"{_called(form)}: planning and loading")

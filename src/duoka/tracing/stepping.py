@@ -18,7 +18,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..caches import cache_name, lengthen, new_cache
 from ..images import ImagePrompts
-from ..workload import Cache, Workload, refuse_short
+from ..workload import Conditions, Workload, refuse_short
+
+_PLAIN = Conditions()
 
 
 class Stepper:
@@ -33,7 +35,8 @@ class Stepper:
         More than one comes with padding on the left, as prompts of different lengths have it.
     device : torch.device
         Where the caller's inputs are made: the device of the first module.
-    cache : {"dynamic", "static", "int8"}
+    conditions : Conditions, optional
+        The kind of cache, and of which positions logits are made.
     context_tokens : int
         What a static cache is made for.
     prompts : ImagePrompts, optional
@@ -46,7 +49,7 @@ class Stepper:
         batch: int,
         device: torch.device,
         *,
-        cache: Cache = "dynamic",
+        conditions: Conditions = _PLAIN,
         context_tokens: int = 0,
         prompts: ImagePrompts | None = None,
     ) -> None:
@@ -56,11 +59,13 @@ class Stepper:
         self.prompts = prompts
         self.past = 0
         self.encoded: Any = None
-        self.cache: Any = new_cache(model, cache, context_tokens=context_tokens)
+        self.cache: Any = new_cache(model, conditions.cache, context_tokens=context_tokens)
         # Of one sequence no mask is left in `generate`; a static cache makes one of its own.
-        self._masked = batch > 1 or cache != "static"
+        self._masked = batch > 1 or conditions.cache != "static"
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
         self._cache_name = cache_name(model)
+        few = conditions.logits == "last" and "logits_to_keep" in self._accepted
+        self._kept_logits = {"logits_to_keep": 1} if few else {}
 
     @classmethod
     def of(
@@ -83,7 +88,7 @@ class Stepper:
             model,
             workload.batch,
             device,
-            cache=workload.cache,
+            conditions=workload.conditions,
             context_tokens=workload.static_tokens,
             prompts=prompts,
         )
@@ -103,7 +108,7 @@ class Stepper:
         arguments = {
             **inputs,
             **({"use_cache": True} if "use_cache" in self._accepted else {}),
-            **({"logits_to_keep": 1} if "logits_to_keep" in self._accepted else {}),
+            **self._kept_logits,
             **({self._cache_name: self.cache} if self._cache_name in self._accepted else {}),
             "return_dict": True,
         }
@@ -159,7 +164,7 @@ class Stepper:
             attention_mask=mask if self._masked else None,
             use_cache=True,
             **{"position_ids": positions} if "position_ids" in self._accepted else {},
-            **{"logits_to_keep": 1} if "logits_to_keep" in self._accepted else {},
+            **self._kept_logits,
             **{self._cache_name: self.cache},
         )
         return {**inputs, "return_dict": True}

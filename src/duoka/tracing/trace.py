@@ -21,7 +21,7 @@ from ..outline import NamedTensor
 from ..placement import Placement
 from ..profile import ALIGNED_TOKENS, Block, Kind, Phase, Profile, Regime, Tape
 from ..quantization import parts
-from ..workload import Cache, Conditions, Workload
+from ..workload import Conditions, Workload
 from .fitting import Sample, Unlike, fit
 from .grouping import Group, find_containers, find_groups
 from .naming import name_tensors, roster
@@ -201,14 +201,14 @@ def ranges(config: Any, longest: int) -> Iterator[tuple[int, int]]:
 
 
 class _Steps(NamedTuple):
-    """How steps are run: over which cache, with which images."""
+    """How steps are run: under which conditions, with which images."""
 
-    cache: Cache
+    conditions: Conditions
     prompts: ImagePrompts | None
 
     @classmethod
     def of(cls, model: Any, subject: Subject) -> _Steps:
-        return cls(subject.conditions.cache, prompts_for(model, subject.conditions))
+        return cls(subject.conditions, prompts_for(model, subject.conditions))
 
     @property
     def least_tokens(self) -> int:
@@ -234,7 +234,7 @@ class _Tracer:
             self.model,
             batch,
             self.device,
-            cache=self.steps.cache,
+            conditions=self.steps.conditions,
             context_tokens=context_tokens or self.steps.least_tokens + _LOOKED_AT_TOKENS,
             prompts=self.steps.prompts,
         )
@@ -242,7 +242,9 @@ class _Tracer:
     def rules(self) -> Iterator[Found]:
         """Regimes for every step that the model may be asked for; the first that holds counts."""
         found = list(ranges(self.model.config, self.longest))
-        if len(found) > 1 and (self.steps.cache == "static" or self.steps.prompts is not None):
+        if len(found) > 1 and (
+            self.steps.conditions.cache == "static" or self.steps.prompts is not None
+        ):
             raise Unlike("costs with a window and a static cache, or images, have more lengths")
         yield from self._regimes(found, many=False)
         try:
@@ -294,7 +296,7 @@ class _Tracer:
         runs = list(plain_runs(many, start, high))
         if self.steps.prompts is not None:
             runs = list(image_runs(runs, self.steps.least_tokens))
-        if self.steps.cache == "static":
+        if self.steps.conditions.cache == "static":
             runs = list(static_runs(runs))
         samples = _Samples(self._record(runs), self._record([runs[0].aligned()]))
         for phase in dict.fromkeys(phase for phase, _ in runs[0].steps if phase is not None):
