@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
+
+from duoka import Plan
+from duoka.render.command import command
 
 from .conftest import GPUS, SIZES, Program
 
@@ -75,3 +79,24 @@ def test_two_plans_are_compared(tiny: Path, program: Program, tmp_path: Path) ->
     assert data["differences"][0]["what"] == "GPUs used"
     assert program("compare", one, one).stdout == "the plans say the same\n"
     assert program("compare", one, tmp_path / "none").returncode == 10
+
+
+def test_the_command_of_a_plan_makes_it_again(tiny: Path, program: Program) -> None:
+    for options in (
+        ("--use-all", "--batch", "2", "--cache", "static", "--prefill-chunk", "32"),
+        ("--dtype", "bfloat16", "--objective", "headroom", "--reserve", "vgpu:0=1MiB"),
+        ("--pin", "lm_head=vgpu:1", "--uncut", "model.layers.1"),
+    ):
+        made = Plan.from_json(program("plan", tiny, *GPUS, *SIZES, *options, "--json").stdout)
+        words = shlex.split(command(made))
+        again = program(*words[1:], "--json")
+        assert Plan.from_json(again.stdout) == made
+
+
+def test_the_command_of_a_training_plan_makes_it_again(tiny: Path, program: Program) -> None:
+    options = ("--train", "lora", "--lora-rank", "4", "--optimizer", "sgd", "--context", "32")
+    more = ("--micro-batches", "2", "--schedule", "gpipe", "--gradient-checkpointing")
+    done = program("plan", tiny, *GPUS, *options, *more, "--json", "--lora-target", "o_proj")
+    made = Plan.from_json(done.stdout)
+    again = program(*shlex.split(command(made))[1:], "--json")
+    assert Plan.from_json(again.stdout) == made

@@ -19,11 +19,12 @@ from ..fleet import Device
 from ..forecast import DeviceForecast
 from ..layers import layer_of, main_list
 from ..plans import Plan
-from ..units import format_bytes
+from ..units import format_bytes, format_count
 from . import reasons
 from .command import command
 from .names import without_prefix
 from .reasons import Rival
+from .seconds import render_seconds
 from .summary import facts, kinds_of, title
 
 _GIB, _MIB = 2**30, 2**20
@@ -52,6 +53,7 @@ class _Part:
 class _Cell:
     text: str
     title: str
+    is_away: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +119,7 @@ def render_page(plan: Plan, explanation: Explanation | None = None) -> str:
         gpus=list(_gpus(plan, explanation)),
         unused=list(_unused(plan)),
         table=_table(plan),
-        seconds=[] if explanation is None else list(reasons.crossings(explanation)),
+        seconds=list(_seconds(plan)),
         why=list(_why(plan, explanation)),
         by_gpu=[] if explanation is None else list(_reasons(explanation)),
         rivals=[] if explanation is None else list(reasons.rivals(explanation)),
@@ -194,16 +196,27 @@ def _percent(part: int, whole: int) -> float:
 
 def _cells(plan: Plan, device: str, main: str | None) -> Iterator[_Cell]:
     names = [name for name, at in plan.placement.entries if at == device]
+    away = frozenset(plan.offloaded)
     for name in names[:_MOST_CELLS]:
         at = layer_of(name)
         is_layer = at is not None and name == f"{main}.{at[1]}"
-        yield _Cell(text=name.rpartition(".")[2] if is_layer else without_prefix(name), title=name)
+        is_away = name in away
+        yield _Cell(
+            text=(name.rpartition(".")[2] if is_layer else without_prefix(name)) + " ↑" * is_away,
+            title=f"{name}, weights in the processor's memory" if is_away else name,
+            is_away=is_away,
+        )
     more = len(names) - _MOST_CELLS
     if more > 0:
         yield _Cell(text=f"and {more} more", title="modules that are not shown")
 
 
 def _unused(plan: Plan) -> Iterator[str]:
+    if plan.offloaded:
+        yield (
+            f"↑: the weights of {format_count(len(plan.offloaded), 'module')} lie in the "
+            "processor's memory, and are copied to their GPU for each call."
+        )
     left = [device for device in plan.fleet.devices if device.name not in plan.devices]
     if left:
         yield f"Not used: {', '.join(map(_named, left))}."
@@ -232,6 +245,20 @@ def _table(plan: Plan) -> _Table:
         rows.append(_Row(name=device.device, cells=[f"{size / divisor:,.2f}" for size in sizes]))
     heads = [*(kinds[place] for place in used), "reserved", "needed", "budget"]
     return _Table(unit=unit, heads=heads, rows=rows)
+
+
+def _seconds(plan: Plan) -> Iterator[str]:
+    yield from (line.plain for line in render_seconds(plan))
+    seconds = plan.forecast.seconds
+    if seconds is None:
+        return
+    is_step = plan.workload.training is not None
+    for stage in seconds.stages:
+        if is_step:
+            yield f"{stage.device}: {reasons.shortly(stage.prefill_seconds)} a step"
+            continue
+        prompt, answer = map(reasons.shortly, (stage.prefill_seconds, stage.decode_seconds))
+        yield f"{stage.device}: {prompt} for the prompt, {answer} for the answer"
 
 
 def _why(plan: Plan, explanation: Explanation | None) -> Iterator[str]:

@@ -11,15 +11,15 @@ from .names import count_layers, name_modules
 from .wording import joined
 
 _AIMS = {
-    "headroom": "the least free memory of any GPU, as large as can be",
+    "headroom": "what the tightest GPU has to spare, as large as can be",
     "latency": "the time from a request to its last token, as short as can be",
     "throughput": "the time that a request spends in its slowest stage, as short as can be",
-    "balance": "the share of its budget that the fullest GPU keeps free, as large as can be",
+    "balance": "the share of its budget that the fullest GPU has to spare, as large as can be",
     "order": "each GPU filled as far as it goes before the next one",
 }
 _REACHED = {
-    "headroom": ("The tightest, {},", "keeps", "keeps more free than"),
-    "balance": ("The fullest, {},", "keeps", "keeps more free than"),
+    "headroom": ("The tightest, {},", "has", "leaves more to spare than"),
+    "balance": ("The fullest, {},", "has", "leaves more to spare than"),
     "latency": ("A request", "takes", "takes less than"),
     "throughput": ("The slowest, on {},", "takes", "has one that takes less than"),
 }
@@ -54,7 +54,9 @@ def aim(explanation: Explanation) -> Iterator[str]:
     subject, verb, beyond = _REACHED[told]
     who = subject.format(binding)
     yield f"Optimised was {told}: {_AIMS[told]}."
-    yield f"{who} {verb} {reached}; {where} no placement {beyond} {bound}, which is the bound."
+    unit = "" if told in ("latency", "throughput") else " to spare"
+    proof = f"{where} no placement {beyond} {bound}, which is the bound"
+    yield f"{who} {verb} {reached}{unit}; {proof}."
 
 
 def amount(explanation: Explanation, value: float) -> str:
@@ -85,7 +87,7 @@ def holds(share: Share) -> str:
     """How full a device is."""
     return (
         f"It needs {format_bytes(share.needed_bytes)} of {format_bytes(share.budget_bytes)}: "
-        f"{format_bytes(share.free_bytes)} stay free."
+        f"{format_bytes(share.free_bytes)} to spare."
     )
 
 
@@ -105,7 +107,7 @@ def _less(change: Change, now: dict[str, Share]) -> str:
     more = taker.needed_bytes - now[taker.device].needed_bytes
     free = now[taker.device].free_bytes
     return (
-        f"{what} would go to {taker.device}, which has {format_bytes(free)} free and needs "
+        f"{what} would go to {taker.device}, which has {format_bytes(free)} to spare and needs "
         f"{format_bytes(more)} for it"
     )
 
@@ -127,7 +129,7 @@ def _judged(change: Change, explanation: Explanation) -> str:
     now = {share.device: share for share in explanation.shares}
     then = {**now, change.giver.device: change.giver, change.taker.device: change.taker}
     least = [format_bytes(min(s.free_bytes for s in each.values())) for each in (then, now)]
-    tightest = f"the tightest GPU would have {least[0]} free instead of {least[1]}"
+    tightest = f"the tightest GPU would have {least[0]} to spare instead of {least[1]}"
     if change.outcome == "equal":
         return f": as good for the objective, but {tightest}."
     if explanation.objective in ("latency", "throughput"):
@@ -201,7 +203,7 @@ def _verdict(other: Alternative, explanation: Explanation) -> str:
         over = [share for share in other.shares if share.free_bytes < 0]
         return f"does not fit: {_shortages(over)}"
     told = amount(explanation, other.value)
-    free = f"{format_bytes(other.least_free_bytes)} free on the tightest GPU"
+    free = f"{format_bytes(other.least_free_bytes)} to spare on the tightest GPU"
     if explanation.objective in ("latency", "throughput"):
         told += f", {free}"
     elif other.request_seconds is not None:
