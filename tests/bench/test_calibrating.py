@@ -67,7 +67,7 @@ def test_equal_gpus_are_told_by_the_worse_one() -> None:
 
 
 def test_what_is_not_here_is_refused() -> None:
-    with pytest.raises(FleetError, match="were declared"):
+    with pytest.raises(FleetError, match="these were declared: cuda:0, cuda:1"):
         calibrate(Fleet.parse("RTX4090+24GiB"))
 
 

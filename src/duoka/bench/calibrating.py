@@ -92,7 +92,8 @@ def _refuse_declared(fleet: Fleet) -> None:
     declared = [d.name for d in fleet.devices if not d.uuid and not d.name.startswith("vgpu")]
     if declared:
         raise FleetError(
-            f"{', '.join(declared)} were declared, and what isn't here can't be measured",
+            f"only GPUs that are here can be measured, and these were declared: "
+            f"{', '.join(declared)}",
             hint="name GPUs of this machine as nvidia-smi numbers them: --gpus 0,1",
         )
 

@@ -151,7 +151,8 @@ def _made_of(device: Device, asked_bytes: int) -> str:
     else:
         what = f"{device.product}, {offered} when empty" if device.product else offered
     kept = device.reserve_bytes - asked_bytes
-    less = [f"less {format_bytes(kept)} kept for CUDA"] if kept > 0 else []
+    measured = " (measured)" if "reserve_bytes" in device.measured else ""
+    less = [f"less {format_bytes(kept)} kept for CUDA{measured}"] if kept > 0 else []
     less += [f"less {format_bytes(asked_bytes)} left free, as asked"] if asked_bytes else []
     return ", ".join([what, *less])
 
