@@ -64,6 +64,7 @@ CASES = [
     ("llama", UNEQUAL, load(1901, 5, batch=2, chunk=640, cache="static")),
     ("window", TWO, load(700, 6, cache="static", chunk=333)),
     ("llama", TWO, load(1333, 9, cache="int8")),
+    ("llama", TWO, load(901, 4, logits="all")),
     ("llama", UNEQUAL, load(1901, 5, batch=2, chunk=640, cache="int8")),
     ("tower", TWO, load(444, 5, images=1, image_size=(100, 200))),
     ("tower", ONE, load(1500, 5, batch=3, images=1, image_size=(100, 200))),
