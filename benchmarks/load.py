@@ -13,7 +13,8 @@ expert's matrices apart, as they are published). Then, in turns, each in a proce
 
 Each runs cold (the files out of the page cache as far as the system lets them be) and warm. What
 is mapped is read by the first forward pass only, so that pass is timed too, and "in all" is both.
-"own" is the peak of memory that can't be given back, less what the process held before.
+"CPU" is what the process computed in both, all threads, and depends less on what else runs. "own"
+is the peak of memory that can't be given back, less what the process held before.
 """
 
 from __future__ import annotations
@@ -175,10 +176,11 @@ def run(way: str, folder: Path, *, keep: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     result: dict[str, Any] = {"first_pass_seconds": 0.0}
     with measured(result), torch.inference_mode():
-        start = time.perf_counter()
+        start, computed = time.perf_counter(), time.process_time()
         if way == "raw":
             read_raw(folder)
             result["load_seconds"] = time.perf_counter() - start
+            result["cpu_seconds"] = time.process_time() - computed
             return result
         if way == "transformers":
             model = with_transformers(folder)
@@ -188,6 +190,7 @@ def run(way: str, folder: Path, *, keep: bool) -> dict[str, Any]:
         start = time.perf_counter()
         logits = model(torch.tensor([list(range(100, 164))])).logits
         result["first_pass_seconds"] = time.perf_counter() - start
+        result["cpu_seconds"] = time.process_time() - computed
     result["sum"] = logits.double().sum().item()
     return result
 
@@ -226,20 +229,20 @@ def compare(folder: Path, cache: Path, kind: str, rounds: int) -> dict[str, Any]
 
 def show(kind: str, gib: float, found: dict[str, Any]) -> Iterator[str]:
     yield f"\n{kind}, {gib:.2f} GiB (medians)\n"
-    yield "| way | load s | first pass s | in all s | against raw | own GiB | own / weights |"
-    yield "|---|---:|---:|---:|---:|---:|---:|"
+    yield "| way | load s | first pass s | in all s | against raw | CPU s | own GiB | own / weights |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|"
     sums = set()
     for name, runs in found.items():
-        load, first, own = (
+        load, first, computed, own = (
             statistics.median(each[key] for each in runs)
-            for key in ("load_seconds", "first_pass_seconds", "own_gib")
+            for key in ("load_seconds", "first_pass_seconds", "cpu_seconds", "own_gib")
         )
         state = name.rpartition(" ")[2]
         raw = statistics.median(each["load_seconds"] for each in found[f"raw {state}"])
         sums |= {each["sum"] for each in runs if "sum" in each}
         yield (
             f"| {name} | {load:.2f} | {first:.2f} | {load + first:.2f} "
-            f"| {(load + first) / raw:.2f} | {own:.2f} | {own / gib:.2f} |"
+            f"| {(load + first) / raw:.2f} | {computed:.2f} | {own:.2f} | {own / gib:.2f} |"
         )
     yield f"\nthe same logits of all: {'yes' if len(sums) == 1 else 'NO'}"
 
