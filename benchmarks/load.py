@@ -229,7 +229,7 @@ def compare(folder: Path, cache: Path, kind: str, rounds: int) -> dict[str, Any]
 
 def show(kind: str, gib: float, found: dict[str, Any]) -> Iterator[str]:
     yield f"\n{kind}, {gib:.2f} GiB (medians)\n"
-    yield "| way | load s | first pass s | in all s | against raw | CPU s | own GiB | own / weights |"
+    yield "| way | load s | pass s | in all s | against raw | CPU s | own GiB | own / weights |"
     yield "|---|---:|---:|---:|---:|---:|---:|---:|"
     sums = set()
     for name, runs in found.items():
