@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,7 +59,8 @@ def told(profile: Profile, question: Question) -> int | None:
     return load.batch if question.largest == "batch" else load.context_tokens
 
 
-@settings(max_examples=4, deadline=None)
+@pytest.mark.fuzz
+@settings(max_examples=examples(4), deadline=None)
 @given(
     budgets=st.lists(st.integers(60, 140), min_size=1, max_size=3),
     weights=st.lists(st.integers(5, 40), min_size=2, max_size=4),
@@ -79,7 +81,8 @@ def test_the_largest_context_is_that_of_a_scan(
     assert told(profile, question) == scan(profile, question)
 
 
-@settings(max_examples=3, deadline=None)
+@pytest.mark.fuzz
+@settings(max_examples=examples(3), deadline=None)
 @given(
     budgets=st.lists(st.integers(60, 110), min_size=1, max_size=2),
     weights=st.lists(st.integers(5, 40), min_size=2, max_size=4),

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
+from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -101,7 +102,8 @@ def machine(budgets: Sequence[int], speeds: Sequence[float], *, linked: bool) ->
     return Fleet(devices=devices, links=links)
 
 
-@settings(max_examples=8, deadline=None)
+@pytest.mark.fuzz
+@settings(max_examples=examples(8), deadline=None)
 @given(
     budgets=st.lists(st.sampled_from([70, 110, 130, 230]), min_size=1, max_size=5),
     speeds=st.lists(st.sampled_from([1.0, 1.0, 2.0]), min_size=5, max_size=5),

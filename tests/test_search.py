@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from searching import (
@@ -57,7 +58,8 @@ def test_random_cases_equal_brute_force(objective: Objective) -> None:
     assert sum(each is not None and len(each.stages) > 1 for each in found) > 100
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.fuzz
+@settings(max_examples=examples(300), deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(OBJECTIVES))
 def test_any_case_equals_brute_force(seed: int, objective: Objective) -> None:
     check(make_case(random.Random(seed)), objective)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from . import errors
 
 if TYPE_CHECKING:
-    from .api import dispatch, load, plan
+    from .api import dispatch, load, plan, plan_replicas
     from .checkpoint import Checkpoint
     from .checks import check
     from .constraints import Constraints
@@ -46,6 +46,7 @@ __all__ = [
     "export",
     "load",
     "plan",
+    "plan_replicas",
     "repair",
 ]
 
@@ -66,6 +67,7 @@ _ROOMS = {
     "export": "exports",
     "load": "api",
     "plan": "api",
+    "plan_replicas": "api",
     "repair": "repairs",
 }
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, cast
 import torch
 from torch import nn
 
-from . import checker, devices, loader, profiles, ways
+from . import checker, devices, loader, profiles, replicas, ways
 from .building import build_model, notes_of
 from .checkpoint import Checkpoint
 from .constraints import Constraints
@@ -27,7 +27,7 @@ from .loader import Keeping
 from .maps import DeviceMap
 from .placement import Placement
 from .planner import Question, with_chunks
-from .plans import Plan
+from .plans import Largest, Plan
 from .prequantized import method_of
 from .profile import Profile
 from .search import Objective
@@ -52,6 +52,7 @@ class Choices(TypedDict, total=False):
     objective: Objective | Literal["auto"]
     device_map: object
     constraints: Constraints
+    largest: Largest | None
     inputs: Mapping[str, Any] | tuple[Any, ...] | None
 
 
@@ -84,6 +85,8 @@ def plan(
         `Placement.from_device_map`.
     constraints : Constraints, optional
         The strategy, pins, modules that stay uncut, and memory to leave free.
+    largest : {"context", "batch"}, optional
+        Plan for the longest context or the largest batch that fits, instead of the workload's.
     inputs : mapping or tuple, optional
         Arguments of one call of the module. The plan is then for such a call; a workload can't
         be given as well.
@@ -101,28 +104,13 @@ def plan(
     >>> plan(layers, "virtual:2x2MiB", inputs=(torch.zeros(1, 512),)).device_map
     {'0': 'vgpu:0', '1': 'vgpu:1'}
     """
-    gpus = fleet if isinstance(fleet, str) else ""
-    fleet = Fleet.parse(fleet) if isinstance(fleet, str) else fleet
-    _refuse_unknown(choices)
-    inputs = choices.get("inputs")
-    given = choices.get("device_map")
-    device_map = None if given is None else DeviceMap.of(given)
+    question, inputs = _question(fleet, workload, choices), choices.get("inputs")
+    asked = question.workload
     if inputs is not None and (workload is not None or not isinstance(model, nn.Module)):
         raise UsageError(
             "example inputs are for a module, and are its workload",
             hint="give either inputs or a workload",
         )
-    asked = workload or Workload()
-    constraints = choices.get("constraints", Constraints())
-    question = Question(
-        fleet=usable(fleet_for(fleet, device_map, offload=constraints.offload), constraints),
-        workload=asked,
-        use_all=choices.get("use_all", False),
-        objective=choices.get("objective", "auto"),
-        gpus=gpus,
-        device_map=device_map,
-        constraints=constraints,
-    )
     if not isinstance(model, nn.Module):
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
         return plan_checkpoint(checkpoint, question)
@@ -140,6 +128,70 @@ def plan(
         profile,
         replace(question, workload=replace(asked, dtype=cast(Dtype, own))),
         profile_for=partial(_known, profile, _is_encoder(model)),
+    )
+
+
+def plan_replicas(
+    model: str | os.PathLike[str] | Checkpoint,
+    fleet: Fleet | str,
+    workload: Workload | None = None,
+    *,
+    number: int | Literal["auto"] = "auto",
+    **choices: Unpack[Choices],
+) -> replicas.Replicas:
+    """Find as many copies of a model as a fleet holds, each on devices of its own.
+
+    Parameters
+    ----------
+    model : path, str or Checkpoint
+    fleet, workload
+        As for `plan`; each copy serves the whole workload.
+    number : int or "auto"
+        How many copies; "auto" is as many as can be.
+    use_all, objective, constraints
+        As for `plan`: with `use_all` no device stays idle.
+
+    Raises
+    ------
+    InfeasibleError
+        If the fleet doesn't hold one copy, or so many.
+    UsageError
+        If something was asked that is for one copy alone.
+    """
+    question = _question(fleet, workload, choices)
+    if choices.get("inputs") is not None:
+        raise UsageError("copies are planned for a workload", hint="leave out the inputs")
+    checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
+    return replicas_checkpoint(checkpoint, question, number)
+
+
+def replicas_checkpoint(
+    checkpoint: Checkpoint, question: Question, number: int | Literal["auto"]
+) -> replicas.Replicas:
+    """As many copies as a fleet holds; the checkpoint is traced where the cache has no profile."""
+    find = partial(profile_checkpoint, checkpoint)
+    found = replicas.replicas_for(checkpoint, question, number, find)
+    assert found is not None, "the profile was made"
+    return found
+
+
+def _question(fleet: Fleet | str, workload: Workload | None, choices: Choices) -> Question:
+    """What the arguments of `plan` ask."""
+    _refuse_unknown(choices)
+    gpus = fleet if isinstance(fleet, str) else ""
+    fleet = Fleet.parse(fleet) if isinstance(fleet, str) else fleet
+    given = choices.get("device_map")
+    device_map = None if given is None else DeviceMap.of(given)
+    constraints = choices.get("constraints", Constraints())
+    return Question(
+        fleet=usable(fleet_for(fleet, device_map, offload=constraints.offload), constraints),
+        workload=workload or Workload(),
+        use_all=choices.get("use_all", False),
+        objective=choices.get("objective", "auto"),
+        gpus=gpus,
+        device_map=device_map,
+        constraints=constraints,
+        largest=choices.get("largest"),
     )
 
 

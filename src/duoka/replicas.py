@@ -18,12 +18,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from .checkpoint import Checkpoint
 from .errors import InfeasibleError, UsageError
 from .fleet import Fleet
 from .planner import Question, attempt, objective_of, solve, without_cpu
 from .plans import Plan
 from .profile import Profile
+from .profiles import workload_for
 from .search import exchangeable
+from .workload import Workload
 
 Counts = tuple[int, ...]
 """How many devices of each kind."""
@@ -260,3 +263,44 @@ class _Dealer:
 
 def _is_better(one: _Deal, other: _Deal) -> bool:
     return (one.devices, one.value) > (other.devices, other.value)
+
+
+def replicas_for(
+    checkpoint: Checkpoint,
+    question: Question,
+    number: int | Literal["auto"],
+    find: Callable[[Workload], Profile | None],
+) -> Replicas | None:
+    """The copies of a checkpoint; None when its profile is missing.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    question : Question
+    number : int or "auto"
+    find : callable
+        The profile for a workload; None where there is none.
+
+    Raises
+    ------
+    InfeasibleError, UsageError
+        As `plan_replicas`.
+    """
+    workload = workload_for(checkpoint, question.workload)
+    if workload.quantize == "auto":
+        raise UsageError(
+            "several copies are planned for one quantization of the weights",
+            hint="give quantize none, int8, int4 or nf4",
+        )
+    profile = find(workload)
+    if profile is None:
+        return None
+    asked = replace(question, workload=workload)
+    found = plan_replicas(profile, asked, number, source=checkpoint.source)
+    return replace(
+        found,
+        plans=tuple(
+            replace(plan, request=replace(plan.request, workload=question.workload))
+            for plan in found.plans
+        ),
+    )

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from searching import (
@@ -70,7 +71,8 @@ def test_random_cases_equal_brute_force() -> None:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@pytest.mark.fuzz
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(OBJECTIVES))
 def test_any_case_equals_brute_force(seed: int, objective: Objective) -> None:
     check(limited_case(random.Random(seed)), objective)

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from searching import (
@@ -98,7 +99,8 @@ def test_sequential_equals_brute_force() -> None:
     assert 100 < sum(seen) < 350
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.fuzz
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_case_equals_brute_force(seed: int) -> None:
     check_balanced(any_case(random.Random(seed)))

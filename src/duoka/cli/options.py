@@ -273,6 +273,42 @@ Reserve = Annotated[
         show_default=False,
     ),
 ]
+Offload = Annotated[
+    bool,
+    typer.Option(
+        "--offload",
+        help="Where nothing else fits, keep weights in the CPU's memory, as few as can be; they "
+        "are copied to a GPU for each token, which is slow.",
+        rich_help_panel=PLANNING,
+    ),
+]
+MaxContext = Annotated[
+    bool,
+    typer.Option(
+        "--max-context",
+        help="Plan for the longest context that fits, instead of --context.",
+        rich_help_panel=PLANNING,
+    ),
+]
+MaxBatch = Annotated[
+    bool,
+    typer.Option(
+        "--max-batch",
+        help="Plan for the largest batch that fits, instead of --batch.",
+        rich_help_panel=PLANNING,
+    ),
+]
+Copies = Annotated[
+    str | None,
+    typer.Option(
+        "--replicas",
+        metavar="N",
+        help='Plan so many copies of the model, each on GPUs of its own; "auto" for as many as '
+        "fit.",
+        rich_help_panel=PLANNING,
+        show_default=False,
+    ),
+]
 DeviceMapFile = Annotated[
     Path | None,
     typer.Option(

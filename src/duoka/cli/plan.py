@@ -10,11 +10,14 @@ from typing import Annotated
 import typer
 
 import duoka
-from duoka.errors import Faults, PlacementError
+from duoka.errors import Faults, InfeasibleError, PlacementError, UsageError
 from duoka.exports import refuse_unknown
+from duoka.replicas import Replicas
+from duoka.serial import to_dict
 
-from . import options, outputs, planning, training
+from . import copies, options, outputs, planning, training
 from .terminal import stdout
+from .ways import as_json
 
 
 def _known_tool(tool: str | None) -> str | None:
@@ -42,6 +45,7 @@ def plan(
     pin: options.Pin = None,
     uncut: options.Uncut = None,
     reserve: options.Reserve = None,
+    offload: options.Offload = False,
     train: training.Train = None,
     optimizer: training.Optimizer = None,
     lora_rank: training.LoraRank = None,
@@ -50,6 +54,9 @@ def plan(
     master_weights: training.MasterWeights = False,
     micro_batches: training.MicroBatches = None,
     schedule: training.Schedule = None,
+    max_context: options.MaxContext = False,
+    max_batch: options.MaxBatch = False,
+    replicas: options.Copies = None,
     device_map: options.DeviceMapFile = None,
     plan_file: options.PlanFile = None,
     replan: options.Replan = False,
@@ -107,26 +114,7 @@ def plan(
 
     [bold]duoka plan[/] ./glm-4-9b-chat --gpus 2x24GiB --train lora --context 2K
     """
-    wishes = planning.Wishes(
-        gpus=gpus,
-        context=context,
-        new_tokens=new_tokens,
-        batch=batch,
-        dtype=dtype,
-        prefill_chunk=prefill_chunk,
-        cache=cache,
-        quantize=quantize,
-        images=images,
-        image_size=image_size,
-        objective=objective,
-        use_all=use_all,
-        strategy=strategy,
-        pin=pin,
-        uncut=uncut,
-        reserve=reserve,
-        device_map=device_map,
-        training=training.read_training(locals()),
-    )
+    wishes = planning.Wishes.of(locals(), training=training.read_training(locals()))
     asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code)
     answer = _Answer(
         save=save,
@@ -137,10 +125,18 @@ def plan(
         json=json,
     )
     answer.check()
+    if replicas is not None:
+        answer.refuse_beside_copies()
+        answer.give_copies(planning.make_copies(model, plan_file, wishes, asked=asked))
+        return
     try:
         made = planning.make_plan(model, plan_file, wishes, replan=replan, asked=asked)
     except PlacementError as error:
         answer.refuse(error)
+        raise
+    except InfeasibleError as error:
+        if json:
+            typer.echo(as_json(error))
         raise
     answer.give(made)
 
@@ -161,6 +157,26 @@ class _Answer:
         outputs.check(self.save, "the plan")
         outputs.check(self.save_device_map, "the device map")
         outputs.check(self.html, "the page")
+
+    def refuse_beside_copies(self) -> None:
+        """Refuse what is made of one plan alone."""
+        said = {"save-device-map": self.save_device_map, "html": self.html, "export": self.export}
+        beside = [f"--{name}" for name, value in said.items() if value is not None]
+        beside += ["--explain"] if self.explain else []
+        if beside:
+            raise UsageError(
+                f"{', '.join(beside)} can't be given with --replicas: each is for one plan",
+                hint="keep the plans with --save FILE, and ask each of them",
+            )
+
+    def give_copies(self, found: Replicas) -> None:
+        """Write and show the plans of several copies."""
+        if self.save is not None:
+            copies.save_copies(found, self.save)
+        if self.json:
+            typer.echo(_json(to_dict(found)))
+        else:
+            copies.show_copies(found)
 
     def refuse(self, error: PlacementError) -> None:
         """Say what is wrong with a device map, and keep the completed one."""

@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 import duoka
 from duoka.constraints import Constraints
 from duoka.demands import given_back, usable
-from duoka.errors import CheckpointError, UsageError
+from duoka.errors import CheckpointError, InfeasibleError, UsageError
 from duoka.given import OBJECTIVE as GIVEN
 from duoka.host import fleet_for
 from duoka.maps import DeviceMap
 from duoka.planner import Question
+from duoka.plans import Largest
 from duoka.profiles import plan_from_cache
+from duoka.replicas import Replicas
 from duoka.sampling import Sampling
 from duoka.workload import Training
 
-from . import outputs
+from . import copies, outputs
 from .demands import read_constraints
 from .options import parse_chunk, parse_dtype, parse_image_size, parse_tokens
 from .terminal import progress_bars, stderr, working
@@ -39,6 +41,8 @@ _OPTION = {
     "use_all": "--use-all",
     "device_map": "--device-map",
     "image_size": "--image-size",
+    "max_context": "--max-context",
+    "max_batch": "--max-batch",
     "training": "--train",
 }
 
@@ -64,12 +68,53 @@ class Wishes:
     pin: Sequence[str] | None = None
     uncut: Sequence[str] | None = None
     reserve: Sequence[str] | None = None
+    offload: bool = False
     training: Training | None = None
+    max_context: bool = False
+    max_batch: bool = False
+    replicas: str | None = None
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], **others: Any) -> Wishes:
+        """Take the options of a command, by their names, and others."""
+        names = {field.name for field in fields(cls)} & options.keys()
+        return cls(**{name: options[name] for name in names - others.keys()}, **others)
+
+    @property
+    def largest(self) -> Largest | None:
+        """What is to be as large as fits.
+
+        Raises
+        ------
+        UsageError
+            If its size was said as well.
+        """
+        for wanted, size, option in (
+            (self.max_context, self.context, "context"),
+            (self.max_batch, self.batch, "batch"),
+        ):
+            if wanted and size is not None:
+                raise UsageError(
+                    f"--{option} says how large it is, and --max-{option} asks for that",
+                    hint="give one of the two",
+                )
+        if self.max_context and self.max_batch:
+            raise UsageError(
+                "--max-context and --max-batch: the more of one, the less of the other",
+                hint="give one of them, and a number for the other",
+            )
+        return "context" if self.max_context else "batch" if self.max_batch else None
 
     @property
     def constraints(self) -> Constraints:
         """What was demanded of the placement."""
-        return read_constraints(self.strategy, self.pin or (), self.uncut or (), self.reserve or ())
+        return read_constraints(
+            self.strategy,
+            self.pin or (),
+            self.uncut or (),
+            self.reserve or (),
+            offload=self.offload,
+        )
 
     def refuse_any(self) -> None:
         """Raise UsageError if anything was said: a saved plan has decided it all."""
@@ -117,20 +162,37 @@ def make_plan(
         return _replan(saved, checkpoint, plan_file) if replan else _reuse(saved, checkpoint)
     if replan:
         raise UsageError("--replan is for a saved plan", hint="name it with --plan FILE")
+    return _answer(*_asked(model, wishes, asked))
+
+
+def make_copies(
+    model: str | None, plan_file: Path | None, wishes: Wishes, *, asked: Asked
+) -> Replicas:
+    """Make the plans of several copies of a model."""
+    assert wishes.replicas is not None, "they were asked for"
+    if plan_file is not None:
+        wishes.refuse_any()
+    number = copies.read_number(wishes.replicas)
+    return copies.make_copies(*_asked(model, wishes, asked), number)
+
+
+def _asked(model: str | None, wishes: Wishes, asked: Asked) -> tuple[duoka.Checkpoint, Question]:
+    """The model that a person means, and what is asked of it."""
+    largest, constraints = wishes.largest, wishes.constraints
     device_map = None if wishes.device_map is None else DeviceMap.load(wishes.device_map)
     checkpoint = open_checkpoint(model, asked)
     gpus = ALL_GPUS if wishes.gpus is None else wishes.gpus
-    constraints = wishes.constraints
     question = Question(
-        fleet=usable(fleet_for(read_fleet(gpus), device_map), constraints),
+        fleet=usable(fleet_for(read_fleet(gpus), device_map, offload=wishes.offload), constraints),
         workload=workload_for(checkpoint, wishes),
         objective=wishes.objective or "auto",  # type: ignore[arg-type]
         use_all=wishes.use_all,
         gpus=gpus,
         device_map=device_map,
         constraints=constraints,
+        largest=largest,
     )
-    return _answer(checkpoint, question)
+    return checkpoint, question
 
 
 def load_generator(plan: duoka.Plan, *, trust_remote_code: bool, cache_weights: bool) -> Generator:
@@ -198,9 +260,15 @@ def _show_code(checkpoint: duoka.Checkpoint) -> None:
 
 def _answer(checkpoint: duoka.Checkpoint, question: Question) -> duoka.Plan:
     # A model that was planned before needs no torch to be planned again.
-    found = plan_from_cache(checkpoint, question)
+    what, found = "tracing the model; the next plan of it takes a second", None
+    try:
+        found = plan_from_cache(checkpoint, question)
+    except InfeasibleError as error:
+        if not error.untraced:
+            raise
+        what = "looking for what would fit instead"
     if found is None:
-        with working("tracing the model; the next plan of it takes a second"):
+        with working(what):
             from duoka.api import plan_checkpoint
 
             found = plan_checkpoint(checkpoint, question)
@@ -217,13 +285,17 @@ def _replan(plan: duoka.Plan, checkpoint: duoka.Checkpoint, file: Path) -> duoka
     asked = plan.request
     device_map = DeviceMap.of(plan.device_map) if plan.objective == GIVEN else None
     question = Question(
-        fleet=usable(fleet_for(_fleet_again(plan), device_map), asked.constraints),
+        fleet=usable(
+            fleet_for(_fleet_again(plan), device_map, offload=asked.constraints.offload),
+            asked.constraints,
+        ),
         workload=asked.workload,
         objective=asked.objective,
         use_all=asked.use_all,
         gpus=asked.gpus,
         device_map=device_map,
         constraints=asked.constraints,
+        largest=asked.largest,
     )
     made = _answer(checkpoint, question)
     save(made, file)

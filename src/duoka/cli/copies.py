@@ -1,0 +1,85 @@
+"""``duoka plan --replicas``: a plan for each copy of a model, shown and kept one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import duoka
+from duoka.errors import UsageError
+from duoka.planner import Question
+from duoka.profiles import find_profile
+from duoka.replicas import Replicas, replicas_for
+from duoka.units import format_bytes, format_count
+
+from . import outputs
+from .terminal import stdout, working
+
+
+def read_number(text: str) -> int | Literal["auto"]:
+    """Read how many copies are wanted.
+
+    Raises
+    ------
+    UsageError
+        If it is neither a number nor "auto".
+    """
+    if text == "auto":
+        return "auto"
+    if not (text.isascii() and text.isdecimal() and len(text) < 5 and int(text)):
+        raise UsageError(
+            f"{text[:40]!r} is no number of copies", hint='write a number, or "auto" for the most'
+        )
+    return int(text)
+
+
+def make_copies(
+    checkpoint: duoka.Checkpoint, question: Question, number: int | Literal["auto"]
+) -> Replicas:
+    """The plans of the copies; the model is traced where the cache has no profile."""
+    find = partial(find_profile, checkpoint.fingerprint)
+    found = replicas_for(checkpoint, question, number, find)
+    if found is None:
+        with working("tracing the model; the next plan of it takes a second"):
+            from duoka.api import replicas_checkpoint
+
+            found = replicas_checkpoint(checkpoint, question, number)
+    return found
+
+
+def files(save: Path, number: int) -> list[Path]:
+    """Where the plans of so many copies go: chatglm3-1.plan, chatglm3-2.plan, and so on."""
+    width = len(str(number))
+    return [
+        save.with_name(f"{save.stem}-{index + 1:0{width}d}{save.suffix}") for index in range(number)
+    ]
+
+
+def save_copies(found: Replicas, save: Path) -> None:
+    """Keep each plan in a file of its own, and say so."""
+    for plan, file in zip(found.plans, files(save, len(found.plans)), strict=True):
+        outputs.write(file, plan.lasting().to_json() + "\n", "the plan")
+
+
+def show_copies(found: Replicas) -> None:
+    """Print what there is, then each plan."""
+    from duoka.render import render_plan
+
+    stdout().print("\n".join(_told(found)), markup=False)
+    for index, plan in enumerate(found.plans):
+        stdout().print("", f"copy {index + 1} of {len(found.plans)}", markup=False, sep="\n")
+        stdout().print(render_plan(plan))
+
+
+def _told(found: Replicas) -> Iterator[str]:
+    number = len(found.plans)
+    what = {
+        "headroom": f"at least {format_bytes(round(found.value))} stay free on each GPU",
+        "latency": f"a request takes {found.value:.3g} s on the slowest",
+        "throughput": f"{found.value:.3g} requests a second together",
+    }[found.objective]
+    yield f"{format_count(number, 'copy') if number == 1 else f'{number} copies'}: {what}"
+    if found.idle:
+        yield f"idle: {', '.join(found.idle)}"
