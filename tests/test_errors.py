@@ -6,7 +6,7 @@ import inspect
 import re
 
 from duoka import errors
-from duoka.errors import DuokaError, Faults, InfeasibleError, PlacementError
+from duoka.errors import DuokaError, Faults, InfeasibleError, PlacementError, WayOut
 
 
 def classes() -> list[type[DuokaError]]:
@@ -43,5 +43,16 @@ def test_data_is_on_the_exception() -> None:
     assert (placement.split, placement.misplaced, placement.completed) == (("d",), ("e",), None)
     assert faults
     assert not Faults()
-    infeasible = InfeasibleError("x", shortfall_bytes=3, ways_out=["smaller"])
-    assert (infeasible.shortfall_bytes, infeasible.ways_out) == (3, ("smaller",))
+    way = WayOut(
+        kind="batch",
+        text="smaller",
+        options=("--batch", "1"),
+        context_tokens=9,
+        batch=1,
+        num_gpus=1,
+        free_bytes=0,
+    )
+    infeasible = InfeasibleError("x", shortfall_bytes=3, ways_out=[way], hint="h")
+    assert (infeasible.shortfall_bytes, infeasible.ways_out) == (3, (way,))
+    assert infeasible.hint == "smaller (--batch 1)"
+    assert InfeasibleError("x", hint="h").hint == "h"

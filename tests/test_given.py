@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from duoka import Device, Fleet, Plan, Workload
+from duoka import Device, Fleet, Plan, Workload, ways
 from duoka.errors import InfeasibleError, PlacementError, UsageError
 from duoka.given import answer
 from duoka.maps import DeviceMap
@@ -146,34 +145,11 @@ def test_what_does_not_fit_is_refused_device_by_device() -> None:
     assert "vgpu:2" not in told
     assert caught.value.shortfall_bytes >= 10 * MIB + 160 * MIB
     with pytest.raises(InfeasibleError) as caught:
-        answer(LAYERS, ask({"": 0}, 240, 300))
-    assert "without the map duoka's own plan fits" in str(caught.value.hint)
+        ways.answer(LAYERS, ask({"": 0}, 240, 300))
+    assert "duoka's own plan instead of the map" in str(caught.value.hint)
     own = solve(LAYERS, replace(ask({}, 240, 300), device_map=None))
     for device in own.devices:
         assert device in str(caught.value.hint)
-
-
-def test_what_would_fit_without_the_map_where_nothing_does() -> None:
-    with pytest.raises(InfeasibleError) as caught:
-        answer(LAYERS, ask({"": 0}, 200, 150))
-    assert caught.value.ways_out
-    assert all(way.startswith("without the map, ") for way in caught.value.ways_out)
-
-
-def test_the_longest_context_with_the_map() -> None:
-    load = replace(LOAD, prompt_tokens=9000, new_tokens=100, prefill_chunk_tokens="auto")
-    question = ask({"": 1, "block.0": 0}, 100, 390, load=load)
-    with pytest.raises(InfeasibleError) as caught:
-        answer(LAYERS, question)
-    (way,) = (way for way in caught.value.ways_out if way.startswith("with the map"))
-    match = re.fullmatch(r"with the map a context of (\d+) .* --new-tokens (\d+)\)", way)
-    assert match
-    tokens, new = int(match[1]), int(match[2])
-    fitting = replace(load, prompt_tokens=tokens - new, new_tokens=new)
-    assert answer(LAYERS, replace(question, workload=fitting)).workload.context_tokens == tokens
-    longer = replace(load, prompt_tokens=tokens + tokens // 8 - new, new_tokens=new)
-    with pytest.raises(InfeasibleError):
-        answer(LAYERS, replace(question, workload=longer))
 
 
 def test_fragmentation_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def test_candidates_are_runs_that_end_with_the_layers_or_the_model() -> None:
 
 
 def test_the_host_has_its_limit_too() -> None:
-    gpu, host = Device(name="vgpu:0", budget_bytes=330 * MIB), Device(name="cpu", budget_bytes=1)
+    gpu, host = Device(name="vgpu:0", budget_bytes=345 * MIB), Device(name="cpu", budget_bytes=1)
     fleet = Fleet(devices=(gpu, host))
     with pytest.raises(InfeasibleError):
         solve(LAYERS, replace(ask(1), fleet=fleet))
@@ -125,7 +125,7 @@ def test_the_host_has_its_limit_too() -> None:
 def test_seconds_are_those_of_the_link() -> None:
     fleet = Fleet.parse("RTX 3060")
     (card,) = fleet.devices
-    fleet = replace(fleet, devices=(replace(card, budget_bytes=330 * MIB),))
+    fleet = replace(fleet, devices=(replace(card, budget_bytes=345 * MIB),))
     plan = solve(LAYERS, replace(ask(1), fleet=fleet))
     rate = card.host_bytes_per_second
     assert rate is not None

@@ -177,52 +177,6 @@ def test_a_context_beyond_the_models_is_refused() -> None:
         solve(profile, ask(1000))
 
 
-def follow(way: str, question: Question) -> Question:
-    """The question as a way out says it should be."""
-    load, budgets = question.workload, [d.budget_bytes // MIB for d in question.fleet.devices]
-    if match := re.search(r"--context (\d+) --new-tokens (\d+)", way):
-        tokens, new = int(match[1]), int(match[2])
-        load = replace(load, prompt_tokens=tokens - new, new_tokens=new)
-    elif match := re.search(r"--batch (\d+)", way):
-        load = replace(load, batch=int(match[1]))
-    else:
-        match = re.fullmatch(r"(\d+) more GPUs? of (\d+(?:\.\d+)?) MiB", way)
-        assert match, way
-        budgets += [float(match[2])] * int(match[1])
-    return replace(question, workload=load, fleet=tiny.fleet(*budgets))
-
-
-def test_what_does_not_fit_is_refused_with_ways_out_that_work() -> None:
-    load = replace(LOAD, prompt_tokens=3000, batch=4, prefill_chunk_tokens="auto")
-    question = ask(270, 250, load=load)
-    with pytest.raises(InfeasibleError) as caught:
-        solve(LAYERS, question)
-    error = caught.value
-    assert error.shortfall_bytes > 0
-    assert [bool(re.search(name, way)) for name, way in zip(
-        ("context", "batch", "more GPU"), error.ways_out, strict=True
-    )] == [True] * 3  # fmt: skip
-    assert error.hint == "; or ".join(error.ways_out)
-    for way in error.ways_out:
-        plan = solve(LAYERS, follow(way, question))
-        assert all(d.needed_bytes <= d.budget_bytes for d in plan.forecast.devices)
-
-
-def test_ways_out_go_as_far_as_they_can() -> None:
-    load = replace(LOAD, prompt_tokens=3000, batch=4, prefill_chunk_tokens="auto")
-    question = ask(270, 250, load=load)
-    with pytest.raises(InfeasibleError) as caught:
-        solve(LAYERS, question)
-    batch = follow(caught.value.ways_out[1], question)
-    one_more = replace(batch, workload=replace(batch.workload, batch=batch.workload.batch + 1))
-    with pytest.raises(InfeasibleError):
-        solve(LAYERS, one_more)
-    gpus = follow(caught.value.ways_out[2], question)
-    one_less = replace(gpus, fleet=Fleet(devices=gpus.fleet.devices[:-1]))
-    with pytest.raises(InfeasibleError):
-        solve(LAYERS, one_less)
-
-
 def test_the_shortfall_is_no_more_than_what_is_missing() -> None:
     question = ask(200, 120)
     with pytest.raises(InfeasibleError) as caught:

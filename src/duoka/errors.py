@@ -127,6 +127,48 @@ class PlacementError(DuokaError):
         self.completed = faults.completed
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WayOut:
+    """Something that would fit instead, which the planner has tried.
+
+    Parameters
+    ----------
+    kind : str
+        What changes: "context", "chunk", "batch", "cache", "int8", "int4", "offload", "gpu",
+        "checkpointing", "lora", or "map" (leave the device map out).
+    text : str
+        The same for people.
+    loses : str
+        What is lost by it, for people; empty where nothing is.
+    options : tuple of str
+        Arguments of the command line: to add, or to put in the place of those that are there.
+    without : tuple of str
+        Options to leave out.
+    context_tokens, batch, prefill_chunk_tokens : int
+        What is then run; no chunk where the prompt runs whole.
+    num_gpus, free_bytes : int
+        GPUs that are used, and what the fullest of them has left.
+    """
+
+    kind: str
+    text: str
+    loses: str = ""
+    options: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    context_tokens: int
+    batch: int
+    prefill_chunk_tokens: int | None = None
+    num_gpus: int
+    free_bytes: int
+
+    @property
+    def told(self) -> str:
+        """The text, and how to ask for it."""
+        said = [" ".join(self.options)] if self.options else []
+        said += [f"without {' '.join(self.without)}"] if self.without else []
+        return f"{self.text} ({', '.join(said)})" if said else self.text
+
+
 class InfeasibleError(DuokaError):
     """No placement fits the workload on the fleet.
 
@@ -136,8 +178,10 @@ class InfeasibleError(DuokaError):
         What was asked for and what is missing.
     shortfall_bytes : int
         How many bytes are missing on the whole fleet, as a lower bound.
-    ways_out : sequence of str
-        What would fit, cheapest first, each with its numbers.
+    ways_out : sequence of WayOut
+        What would fit, cheapest for quality first.
+    untraced : bool
+        Whether there may be more: the model would have to be traced for them.
     """
 
     exit_code = 7
@@ -148,11 +192,14 @@ class InfeasibleError(DuokaError):
         *,
         hint: str | None = None,
         shortfall_bytes: int = 0,
-        ways_out: Sequence[str] = (),
+        ways_out: Sequence[WayOut] = (),
+        untraced: bool = False,
     ) -> None:
-        super().__init__(message, hint=hint)
+        told = "; or ".join(way.told for way in ways_out)
+        super().__init__(message, hint=told or hint)
         self.shortfall_bytes = shortfall_bytes
         self.ways_out = tuple(ways_out)
+        self.untraced = untraced
 
 
 class ProofError(DuokaError):

@@ -16,15 +16,20 @@ from .units import format_bytes
 _AVAILABLE = re.compile(r"^MemAvailable:\s+(\d{1,15}) kB$", re.MULTILINE)
 
 
-def fleet_for(fleet: Fleet, device_map: DeviceMap | None) -> Fleet:
-    """The fleet, with the CPU where a device map names it and nobody gave it a budget.
+def fleet_for(fleet: Fleet, device_map: DeviceMap | None, *, offload: bool = False) -> Fleet:
+    """The fleet, with the CPU where it is needed and nobody gave it a budget.
+
+    That is where a device map names it; and, for weights that are offloaded, where the GPUs are
+    this machine's: of another one it isn't known how much memory its processor has.
 
     Raises
     ------
     FleetError
         If it isn't known how much memory there is.
     """
-    if device_map is None or not device_map.names_cpu or "cpu" in fleet.names:
+    named = device_map is not None and device_map.names_cpu
+    here = offload and any(device.uuid for device in fleet.devices)
+    if "cpu" in fleet.names or not (named or here):
         return fleet
     budget = available_bytes()
     if not budget:

@@ -146,15 +146,16 @@ def _offloaded(profile: Profile, question: Question, source: str) -> Plan | None
     """The plan with the fewest bytes of weights in the host's memory; None where that won't do."""
     gpus = without_cpu(question.fleet)
     most = [device.budget_bytes for device in question.fleet.devices if device not in gpus.devices]
-    *_, least = with_chunks(question.workload)  # the smallest chunk needs the least memory
     # Whatever the cuts: all stages together hold at least what one stage of everything does.
-    missing = int(costs_of(profile, least).lower_bound_bytes[0, -1]) - gpus.budget_bytes
+    chunked = [(each, costs_of(profile, each)) for each in with_chunks(question.workload)]
+    least = min(int(costs.lower_bound_bytes[0, -1]) for _, costs in chunked)
+    missing = least - gpus.budget_bytes
     question = replace(question, fleet=gpus)
     for num_bytes, blocks in candidates(profile):
         if num_bytes < missing or any(num_bytes > budget for budget in most):
             continue
         streaming = profile.offloading(blocks)
-        if _fits(streaming, question):
+        if any(_fits(streaming, replace(question, workload=each)) for each, _ in chunked):
             found = _best(streaming, question, source)
             if not isinstance(found, NoPlacement):
                 return found

@@ -15,11 +15,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import cast
 
+from . import ways
 from .checkpoint import Checkpoint
-from .errors import FormatError, InfeasibleError, UsageError
+from .errors import FormatError, UsageError
 from .files import cache_directory, read_text, write_whole
-from .given import answer
-from .planner import Question, attempt, check_context
+from .given import attempt
+from .planner import Question, check_context
 from .plans import Plan
 from .prequantized import method_of
 from .profile import Profile
@@ -39,11 +40,16 @@ def plan_from_cache(checkpoint: Checkpoint, question: Question) -> Plan | None:
     InfeasibleError
         If nothing fits.
     """
-    return answer_with(checkpoint, question, partial(find_profile, checkpoint.fingerprint))
+    find = partial(find_profile, checkpoint.fingerprint)
+    return answer_with(checkpoint, question, find, only_all=True)
 
 
 def answer_with(
-    checkpoint: Checkpoint, question: Question, find: Callable[[Workload], Profile | None]
+    checkpoint: Checkpoint,
+    question: Question,
+    find: Callable[[Workload], Profile | None],
+    *,
+    only_all: bool = False,
 ) -> Plan | None:
     """The plan for a checkpoint with the first quantization of its question that fits.
 
@@ -53,6 +59,8 @@ def answer_with(
     question : Question
     find : callable
         The profile for a workload; None where there is none.
+    only_all : bool
+        Look for no ways out where the profile for one of them is missing.
 
     Returns
     -------
@@ -71,22 +79,12 @@ def answer_with(
         if profile is None:
             return None
         resolved = replace(question, workload=workload)
-        if workload is workloads[-1] or _fits(profile, resolved):
-            plan = answer_for(checkpoint, profile, resolved)
+        if workload is workloads[-1] or attempt(profile, resolved) is not None:
+            plan = answer_for(checkpoint, profile, resolved, find=find, only_all=only_all)
             request = replace(plan.request, workload=question.workload)
             return replace(plan, request=request, why=(*_resolved(workload, tried), *plan.why))
         tried.append(workload.quantize)
     raise AssertionError("the last one is answered, or refused")
-
-
-def _fits(profile: Profile, question: Question) -> bool:
-    if question.device_map is None:
-        return attempt(profile, question) is not None
-    try:
-        answer(profile, question)
-    except InfeasibleError:
-        return False
-    return True
 
 
 def _resolved(workload: Workload, tried: Sequence[str]) -> tuple[str, ...]:
@@ -97,8 +95,26 @@ def _resolved(workload: Workload, tried: Sequence[str]) -> tuple[str, ...]:
     return (f"The weights become {workload.quantize}: {didnt} they don't fit.",)
 
 
-def answer_for(checkpoint: Checkpoint, profile: Profile, question: Question) -> Plan:
+def answer_for(
+    checkpoint: Checkpoint,
+    profile: Profile,
+    question: Question,
+    *,
+    find: Callable[[Workload], Profile | None] | None = None,
+    only_all: bool = False,
+) -> Plan:
     """The plan for a checkpoint; it keeps what was asked, besides what the checkpoint decided.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    profile : Profile
+    question : Question
+    find : callable, optional
+        The profile for another workload, for the ways out; None where there is none. By default
+        the cached ones.
+    only_all : bool
+        As for `answer_with`.
 
     Raises
     ------
@@ -106,7 +122,14 @@ def answer_for(checkpoint: Checkpoint, profile: Profile, question: Question) -> 
         As `answer` does.
     """
     workload = workload_for(checkpoint, question.workload)
-    plan = answer(profile, replace(question, workload=workload), source=checkpoint.source)
+    find = find or partial(find_profile, checkpoint.fingerprint)
+    plan = ways.answer(
+        profile,
+        replace(question, workload=workload),
+        source=checkpoint.source,
+        profile_for=lambda other: find(workload_for(checkpoint, other)),
+        only_all=only_all,
+    )
     return replace(plan, request=replace(plan.request, workload=question.workload))
 
 

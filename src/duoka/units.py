@@ -47,6 +47,21 @@ def parse_bytes(text: str) -> int:
     return size
 
 
+def exact_bytes(num_bytes: int) -> str:
+    """Write a size so that `parse_bytes` reads it as the same number.
+
+    Examples
+    --------
+    >>> exact_bytes(24 * 2**30), exact_bytes(1537)
+    ('24GiB', '1537B')
+    """
+    for unit in ("GiB", "MiB", "KiB"):
+        count, rest = divmod(num_bytes, _UNIT_BYTES[unit.upper()])
+        if not rest:
+            return f"{count}{unit}"
+    return f"{num_bytes}B"
+
+
 def format_count(number: int, noun: str) -> str:
     """Write how many of something there are.
 

@@ -41,13 +41,6 @@ def test_debug_shows_the_traceback_too(capsys: pytest.CaptureFixture[str]) -> No
     assert err.endswith("error: no such GPU\n")
 
 
-def test_ways_out_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    ways = ["a context of 100 tokens fits (--context 100)", "1 more GPU(s) fit it all"]
-    report(errors.InfeasibleError("it does not fit", ways_out=ways, hint="x"), debug=False)
-    err = capsys.readouterr().err
-    assert all(f"  - {way}\n" in err for way in ways)
-
-
 def test_a_defect_has_a_traceback_and_asks_for_a_report(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

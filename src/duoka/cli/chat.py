@@ -37,6 +37,7 @@ def chat(
     pin: options.Pin = None,
     uncut: options.Uncut = None,
     reserve: options.Reserve = None,
+    offload: options.Offload = False,
     device_map: options.DeviceMapFile = None,
     plan_file: options.PlanFile = None,
     replan: options.Replan = False,
@@ -75,6 +76,7 @@ def chat(
         pin=pin,
         uncut=uncut,
         reserve=reserve,
+        offload=offload,
         device_map=device_map,
     )
     asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code, to_run=True)

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import typer
@@ -14,7 +15,7 @@ import typer
 from duoka.characters import printable
 from duoka.errors import DuokaError, InfeasibleError, MachineError
 
-from . import machine, signals
+from . import machine, signals, ways
 from .redaction import redact
 from .terminal import stderr
 
@@ -32,13 +33,23 @@ _SIGNALLED = 128  # and the signal's number, as shells have it
 _WRONG_OPTIONS: Any = typer.BadParameter.__bases__[0]
 
 
-def report(error: BaseException, *, debug: bool) -> int:
+def report(
+    error: BaseException,
+    *,
+    debug: bool,
+    arguments: Sequence[str] = (),
+    known: Collection[str] = (),
+) -> int:
     """Tell an error on the standard error; return the exit code.
 
     A user's mistake is told in one message, and so is what the machine refuses. Anything
     unexpected is a defect, told with its traceback; `debug` shows the traceback of every error.
-    Tokens and passwords are left out of all of it.
+    Tokens and passwords are left out of all of it. `arguments` are what the program was called
+    with, and `known` the options of its command: what would fit instead is told by them.
     """
+    if isinstance(error, InfeasibleError) and error.ways_out:
+        columns = stderr().width
+        error.hint = ways.told(error, arguments, known, columns) or error.hint
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     signum = _signal_of(error)
@@ -59,7 +70,7 @@ def report(error: BaseException, *, debug: bool) -> int:
 
 def tell(error: DuokaError) -> None:
     """Print an error's message and hint."""
-    _tell(f"{error}", _hint(error))
+    _tell(f"{error}", error.hint)
 
 
 def _report(error: BaseException, *, debug: bool) -> int:
@@ -117,12 +128,6 @@ def _tell_usage(error: Any) -> int:
     command = "duoka" if error.ctx is None else error.ctx.command_path
     _tell(error.format_message(), f"`{command} --help` shows what it takes")
     return int(error.exit_code)
-
-
-def _hint(error: DuokaError) -> str | None:
-    if isinstance(error, InfeasibleError) and len(error.ways_out) > 1:
-        return "what would fit:\n" + "\n".join(f"  - {way}" for way in error.ways_out)
-    return error.hint
 
 
 def _show_traceback(error: BaseException) -> None:

@@ -23,6 +23,7 @@ from .demo import demo
 from .generate import generate
 from .plan import plan
 from .terminal import correct_columns
+from .ways import options_of
 
 _EPILOG = "\n\n".join(
     [
@@ -105,7 +106,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # Here, and not at the interpreter's end, a full disk or a closed pipe can be told.
         sys.stdout.flush()
     except BaseException as error:
-        return failures.report(error, debug=state.debug)
+        known = options_of(program, given)
+        return failures.report(error, debug=state.debug, arguments=given, known=known)
     return code
 
 

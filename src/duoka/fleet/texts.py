@@ -81,6 +81,26 @@ def read(text: str) -> Found:
     return detect(None if everything else ",".join(entries))
 
 
+def devices_in(text: str) -> tuple[str, list[str]] | None:
+    """What a text of declared devices begins with, and an entry for each of them.
+
+    None for GPUs of this machine, and for what can't be read.
+    """
+    head, colon, rest = text.partition(":")
+    is_virtual = bool(colon) and head.strip().lower() == "virtual"
+    found: list[str] = []
+    for entry in _entries(rest if is_virtual else text):
+        entry = entry.strip()
+        match = _GROUP.fullmatch(entry)
+        if match is None or is_detected(entry) or entry.lower() == _ALL:
+            return None
+        name = match[2].strip()
+        # "3090" alone would be a GPU of this machine.
+        name = catalogue.find(name).name if is_detected(name) else name
+        found += [name] * _count(match[1], entry)
+    return ("virtual:" if is_virtual else "", found)
+
+
 def _entries(body: str) -> Iterator[str]:
     """Split at "+" and commas; what follows a colon up to the next "+" is one card's."""
     for term in body.split("+"):

@@ -1,0 +1,225 @@
+"""Ways out: every one works as it is told, and the numbers are those of its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from duoka import Fleet, Plan, Workload
+from duoka.constraints import Constraints
+from duoka.errors import InfeasibleError, ModelError, WayOut
+from duoka.maps import DeviceMap
+from duoka.planner import Question, solve
+from duoka.profile import Profile
+from duoka.ways import WaysOut, answer
+from duoka.workload import Conditions, Training
+
+from . import tiny
+from .tiny import MIB
+
+LOAD = Workload(prompt_tokens=3000, new_tokens=40, batch=4, dtype="bfloat16")
+WEIGHTS = [60 * MIB, *[40 * MIB] * 6, 60 * MIB]
+LAYERS = tiny.made_up(WEIGHTS, tiny.Costs(cache=2048))
+FLAGS = {"--offload"}
+
+
+def ask(gpus: str, load: Workload = LOAD, **more: Any) -> Question:
+    return Question(fleet=Fleet.parse(gpus), workload=load, gpus=gpus, **more)
+
+
+def refused(
+    question: Question,
+    profile: Profile = LAYERS,
+    profile_for: Callable[[Workload], Profile | None] | None = None,
+    **more: Any,
+) -> InfeasibleError:
+    with pytest.raises(InfeasibleError) as caught:
+        answer(profile, question, profile_for=profile_for, **more)
+    return caught.value
+
+
+def follow(way: WayOut, question: Question) -> Question:
+    """What a way's options make of a question."""
+    said = _values(way.options)
+    load, constraints, fleet = question.workload, question.constraints, question.fleet
+    if "--context" in said:
+        new = int(said["--new-tokens"])
+        load = replace(load, prompt_tokens=int(said["--context"]) - new, new_tokens=new)
+    if "--batch" in said:
+        load = replace(load, batch=int(said["--batch"]))
+    if "--prefill-chunk" in said:
+        load = replace(load, prefill_chunk_tokens=int(said["--prefill-chunk"]))
+    named: Any = {"cache": said.get("--cache"), "quantize": said.get("--quantize")}
+    load = replace(load, **{name: value for name, value in named.items() if value})
+    if "--gpus" in said:
+        fleet = Fleet.parse(said["--gpus"])
+    if "--offload" in said:
+        constraints = replace(constraints, offload=True)
+    device_map = None if "--device-map" in way.without else question.device_map
+    return replace(
+        question, workload=load, fleet=fleet, constraints=constraints, device_map=device_map
+    )
+
+
+def _values(options: Sequence[str]) -> dict[str, str]:
+    left, said = list(options), {}
+    while left:
+        name = left.pop(0)
+        said[name] = "" if name in FLAGS else left.pop(0)
+    return said
+
+
+def kinds(error: InfeasibleError) -> list[str]:
+    return [way.kind for way in error.ways_out]
+
+
+def matches(way: WayOut, plan: Plan) -> bool:
+    return (
+        way.context_tokens == plan.workload.context_tokens
+        and way.batch == plan.workload.batch
+        and way.prefill_chunk_tokens == plan.workload.prefill_chunk_tokens
+        and way.num_gpus == len(plan.devices)
+        and way.free_bytes == min(each.free_bytes for each in plan.forecast.devices)
+    )
+
+
+@pytest.mark.parametrize("gpus", ["virtual:270MiB,250MiB", "virtual:200MiB", "virtual:3x120MiB"])
+def test_every_way_works_as_it_is_told(gpus: str) -> None:
+    question = ask(gpus)
+    error = refused(question)
+    assert error.shortfall_bytes >= 0
+    assert "gpu" in kinds(error)
+    for way in error.ways_out:
+        assert matches(way, solve(LAYERS, follow(way, question))), way
+    assert error.hint == "; or ".join(way.told for way in error.ways_out)
+
+
+def test_fewer_tokens_and_smaller_batches_go_as_far_as_they_can() -> None:
+    question = ask("virtual:270MiB,250MiB")
+    ways = {way.kind: way for way in refused(question).ways_out}
+    assert list(ways)[:2] == ["context", "batch"]
+    batch = ways["batch"].batch
+    with pytest.raises(InfeasibleError):
+        solve(LAYERS, replace(question, workload=replace(LOAD, batch=batch + 1)))
+    longer = follow(ways["context"], question).workload
+    longer = replace(longer, prompt_tokens=longer.prompt_tokens + 64)
+    with pytest.raises(InfeasibleError):
+        solve(LAYERS, replace(question, workload=longer))
+
+
+@pytest.mark.parametrize("asked", [None, 4096])
+def test_a_chunk_that_was_asked_for_may_be_smaller(asked: int | None) -> None:
+    profile = tiny.made_up(WEIGHTS, tiny.Costs(cache=64, work=60_000))
+    load = replace(LOAD, prompt_tokens=8000, batch=1, prefill_chunk_tokens=asked)
+    question = ask("virtual:600MiB", load)
+    error = refused(question, profile)
+    way = next(way for way in error.ways_out if way.kind == "chunk")
+    assert way.context_tokens == load.context_tokens
+    assert way.prefill_chunk_tokens is not None
+    assert way.options == ("--prefill-chunk", str(way.prefill_chunk_tokens))
+    assert matches(way, solve(profile, follow(way, question)))
+    assert "chunk" not in kinds(
+        refused(replace(question, workload=replace(load, prompt_tokens=900_000)), profile)
+    )
+
+
+def smaller(workload: Workload) -> Profile:
+    """The made-up model with fewer bits."""
+    factor = {"none": 1.0, "int8": 0.5, "int4": 0.25}[workload.quantize]
+    cache = 1024 if workload.cache == "int8" else 2048
+    profile = tiny.made_up([int(size * factor) for size in WEIGHTS], tiny.Costs(cache=cache))
+    return replace(profile, conditions=workload.conditions)
+
+
+def test_a_cache_and_weights_of_fewer_bits() -> None:
+    question = ask("virtual:250MiB", replace(LOAD, batch=1))
+    error = refused(question, profile_for=smaller)
+    assert [kind for kind in kinds(error) if kind.startswith("int")] == ["int8", "int4"]
+    for way in error.ways_out:
+        followed = follow(way, question)
+        assert matches(way, solve(smaller(followed.workload), followed)), way
+    cached = refused(ask("virtual:490MiB"), profile_for=smaller)
+    assert kinds(cached)[:3] == ["context", "batch", "cache"]
+    assert not error.untraced
+
+
+def test_fewer_bits_and_fewer_tokens_where_neither_suffices() -> None:
+    question = ask("virtual:140MiB", replace(LOAD, prompt_tokens=30_000, batch=1))
+    error = refused(question, profile_for=smaller)
+    (way,) = (way for way in error.ways_out if way.kind == "int4")
+    assert "--quantize" in way.options
+    assert "--context" in way.options
+    followed = follow(way, question)
+    assert matches(way, solve(smaller(followed.workload), followed))
+
+
+def test_what_the_model_cant_do_is_no_way_out() -> None:
+    def fail(workload: Workload) -> Profile:
+        raise ModelError("it can't")
+
+    error = refused(ask("virtual:250MiB"), profile_for=fail)
+    assert not {"cache", "int8", "int4"} & {*kinds(error)}
+    assert not error.untraced
+
+
+def test_a_profile_that_is_missing_is_told() -> None:
+    error = refused(ask("virtual:250MiB"), profile_for=lambda workload: None)
+    assert error.untraced
+    assert error.ways_out
+    assert refused(ask("virtual:250MiB"), profile_for=lambda _: None, only_all=True).ways_out == ()
+
+
+def test_offload_tells_what_it_costs() -> None:
+    question = ask("RTX 3060")
+    fleet = replace(question.fleet.devices[0], budget_bytes=345 * MIB)
+    load = replace(LOAD, prompt_tokens=700, batch=1)
+    question = replace(question, fleet=Fleet(devices=(fleet,)), workload=load, gpus="345MiB")
+    way = next(way for way in refused(question).ways_out if way.kind == "offload")
+    assert way.text.startswith("120.00 MiB of weights in the CPU's memory")
+    assert "about 0.0052 s" in way.text
+    asked = replace(question, constraints=Constraints(offload=True))
+    assert answer(LAYERS, asked).offloaded
+    assert "offload" not in kinds(refused(replace(asked, fleet=Fleet.parse("virtual:60MiB"))))
+
+
+def test_a_way_for_a_map_and_one_without() -> None:
+    load = replace(LOAD, prompt_tokens=9000, new_tokens=100, batch=1)
+    device_map = DeviceMap.of({"": 1, "block.0": 0})
+    question = ask("virtual:100MiB,390MiB,200MiB", load, device_map=device_map)
+    error = refused(question)
+    assert kinds(error) == ["context", "map"]
+    own = error.ways_out[1]
+    assert own.without == ("--device-map",)
+    assert own.told.endswith("(without --device-map)")
+    for way in error.ways_out:
+        assert matches(way, answer(LAYERS, follow(way, question)))
+
+
+def test_a_map_where_nothing_fits_without_it_either() -> None:
+    question = ask("virtual:100MiB,150MiB", device_map=DeviceMap.of({"": 1, "block.0": 0}))
+    error = refused(question)
+    assert error.ways_out
+    for way in error.ways_out:
+        assert "--device-map" in way.without
+        assert matches(way, answer(LAYERS, follow(way, question)))
+
+
+def test_training_has_ways_of_its_own() -> None:
+    training = Training(method="full", master_weights=True)
+    load = Workload(prompt_tokens=512, new_tokens=0, batch=4, dtype="bfloat16", training=training)
+    asked: list[Training] = []
+
+    def note(workload: Workload) -> None:
+        assert workload.training is not None
+        asked.append(workload.training)
+
+    profile = replace(LAYERS, conditions=Conditions(training=load.conditions.training))
+    assert WaysOut(profile, ask("virtual:250MiB", load), note).lacks_profiles()
+    assert [(each.method, each.gradient_checkpointing) for each in asked] == [
+        ("full", True),
+        ("lora", False),
+        ("lora", True),
+    ]
