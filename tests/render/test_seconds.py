@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from duoka.fleet import Fleet
+from duoka.fleet import Fleet, Link
 from duoka.plans import Plan
 from duoka.render.seconds import render_seconds
 from duoka.seconds import Seconds
@@ -47,4 +47,13 @@ def test_it_is_told_what_was_measured() -> None:
     _, told = lines(SECONDS, mixed)
     assert told.startswith("cuda:0 as measured here, the others as fast as published figures")
     every = Fleet(devices=tuple(replace(each, measured=measured) for each in PLAN.fleet.devices))
-    assert lines(SECONDS, every)[1] == "as fast as GPUs of this kind were measured here"
+    told = "as fast as GPUs of this kind were measured here"
+    assert lines(SECONDS, every)[1] == f"{told}, links as published"
+    link = Link(
+        source="cuda:0",
+        target="cuda:1",
+        bytes_per_second=1e9,
+        latency_seconds=0.0,
+        measured=True,
+    )
+    assert lines(SECONDS, replace(every, links=(link,)))[1] == told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from math import floor, log10
 
 from rich.text import Text
@@ -20,7 +21,11 @@ def render_seconds(plan: Plan) -> Iterator[Text]:
     if seconds is None:
         return
     yield Text(_pace(plan, seconds))
-    yield Text(_origin([plan.fleet.device(name) for name in plan.devices]))
+    yield Text(_origin(plan))
+
+
+def _is_measured(device: Device) -> bool:
+    return set(_SPEEDS) <= set(device.measured)
 
 
 def roughly(number: float) -> str:
@@ -65,9 +70,13 @@ def _pace(plan: Plan, seconds: Seconds) -> str:
     return told
 
 
-def _origin(devices: list[Device]) -> str:
-    measured = [each.name for each in devices if set(_SPEEDS) <= set(each.measured)]
-    if len(measured) == len(devices):
-        return "as fast as GPUs of this kind were measured here"
+def _origin(plan: Plan) -> str:
+    measured = [name for name in plan.devices if _is_measured(plan.fleet.device(name))]
+    if len(measured) == len(plan.devices):
+        pairs = pairwise(plan.devices)
+        links = [plan.fleet.link(one, other) for one, other in pairs]
+        published = any(link is None or not link.measured for link in links)
+        told = "as fast as GPUs of this kind were measured here"
+        return f"{told}, links as published" if published else told
     stated = "as fast as published figures say (duoka bench --calibrate measures a GPU)"
     return f"{', '.join(measured)} as measured here, the others {stated}" if measured else stated
