@@ -15,13 +15,13 @@ from .placement import Placement
 from .planner import (
     Question,
     check_context,
-    chunk_reason,
     solve,
     with_chunks,
 )
 from .plans import Plan, Request
 from .profile import Profile
 from .reach import least, reach
+from .reasons import chunk_reason
 from .replay import StageBytes
 from .seconds import Seconds
 from .tuition import costs_of, replay_of
@@ -101,6 +101,12 @@ def _given(profile: Profile, question: Question) -> _Given:
             "a device map says where every module goes, and so would a strategy, pins or modules "
             "that stay uncut",
             hint="leave out the map, or change it",
+        )
+    if question.constraints.offload:
+        raise UsageError(
+            "a device map says where every module computes, and what is offloaded is duoka's to "
+            "decide",
+            hint="leave out the map, or the offload",
         )
     placement = Placement.from_device_map(question.device_map, profile, question.fleet)
     check_context(question.workload, profile.max_context_tokens, profile.model)

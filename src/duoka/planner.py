@@ -16,6 +16,7 @@ from .offloads import candidates
 from .placement import Placement
 from .plans import Largest, Plan, Request
 from .profile import Profile
+from .reasons import chunk_reason, number_reason, offload_reason
 from .replay import StageBytes
 from .search import (
     NO_LIMITS,
@@ -87,6 +88,8 @@ def solve(profile: Profile, question: Question, *, source: str = "") -> Plan:
         there or contradict each other.
     """
     check_context(question.workload, profile.max_context_tokens, profile.model)
+    if question.constraints.offload:
+        _refuse_offload(question.workload)
     found = _solve(profile, question, source)
     if isinstance(found, NoPlacement):
         raise _infeasible(profile, _ready(profile, question), found)
@@ -122,11 +125,26 @@ def conceivable(profile: Profile, question: Question) -> bool:
         return False  # more than the profile knows
 
 
+def _refuse_offload(workload: Workload) -> None:
+    """Refuse what weights in the host's memory can't be used for."""
+    if workload.training is not None:
+        raise UsageError(
+            "weights that lie in the host's memory can't be trained",
+            hint="leave out the offload: gradient checkpointing or LoRA take less memory",
+        )
+    if workload.quantize != "none":
+        raise UsageError(
+            f"weights are quantized ({workload.quantize}) or offloaded, not both",
+            hint="leave out one of the two",
+        )
+
+
 def _solve(profile: Profile, question: Question, source: str) -> Plan | NoPlacement:
     assert question.device_map is None, "given.answer follows maps"
     ready = _ready(profile, question)
     found = _best(profile, ready, source)
-    if question.constraints.offload and isinstance(found, NoPlacement):
+    may_offload = question.constraints.offload and question.workload.training is None
+    if may_offload and isinstance(found, NoPlacement):
         found = _offloaded(profile, replace(question, limits=ready.limits), source) or found
     if ready.fleet == question.fleet or isinstance(found, NoPlacement):
         return found
@@ -368,41 +386,19 @@ def _copy_seconds(costs: Costs, solution: Solution, fleet: Fleet) -> float | Non
 
 def _reasons(costs: Costs, solution: Solution, question: Question) -> Iterator[str]:
     used, given = len(solution.stages), len(question.fleet.devices)
-    if question.constraints.strategy != "auto":
-        pass  # how many are used isn't what was decided
-    elif used == 1 and given > 1:
-        name = question.fleet.devices[solution.stages[0].device].name
-        yield f"One GPU suffices: {name} holds all of it, and nothing crosses between GPUs."
-    elif used < given:
-        fewer = "no single one holds" if used == 2 else f"no {used - 1} of them hold"
-        pinned = " with what is demanded of its modules" if question.limits else ""
-        yield f"{used} of {given} GPUs are needed; {fewer} the workload{pinned}."
+    if question.constraints.strategy == "auto":
+        first = question.fleet.devices[solution.stages[0].device].name
+        yield from number_reason(used, given, first, is_limited=bool(question.limits))
     yield from told(question.constraints, question.fleet)
     if costs.has_ties and used > 1:
         yield "Tied weights are kept once: the tied module runs on its partner's GPU."
     yield from costs.profile.notes
-    yield from _offload_reason(costs, _copy_seconds(costs, solution, question.fleet))
+    yield from offload_reason(
+        len(costs.profile.offloaded),
+        costs.streamed_bytes(0, costs.num_blocks),
+        _copy_seconds(costs, solution, question.fleet),
+    )
     yield from chunk_reason(question.workload, costs.workload)
-
-
-def _offload_reason(costs: Costs, seconds: float | None) -> Iterator[str]:
-    """What lies in the host's memory, and what that costs."""
-    num_modules = len(costs.profile.offloaded)
-    if num_modules:
-        size = format_bytes(costs.streamed_bytes(0, costs.num_blocks))
-        took = f"about {seconds:.2g} s" if seconds else "how long that takes isn't known"
-        yield (
-            f"The weights of {format_count(num_modules, 'module')} stay in the host's memory, "
-            f"{size}; with less there nothing fits. All of that goes over PCIe for each token: "
-            f"{took}."
-        )
-
-
-def chunk_reason(asked: Workload, chosen: Workload) -> Iterator[str]:
-    """Why the prompt runs in chunks, where that wasn't asked for."""
-    chunk = chosen.prefill_chunk_tokens
-    if asked.prefill_chunk_tokens == "auto" and chunk is not None:
-        yield f"The prompt runs in chunks of {chunk} tokens: whole, it needs more memory."
 
 
 def _infeasible(profile: Profile, question: Question, shortage: NoPlacement) -> InfeasibleError:

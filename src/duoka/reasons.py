@@ -1,0 +1,39 @@
+"""Reasons: why a plan is as it is, as sentences that it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .units import format_bytes, format_count
+from .workload import Workload
+
+
+def number_reason(used: int, given: int, first: str, *, is_limited: bool) -> Iterator[str]:
+    """Why not all devices are used, where as few as possible were looked for.
+
+    `first` is the first one that is, and `is_limited` says whether modules had demands on them.
+    """
+    if used == 1 and given > 1:
+        yield f"One GPU suffices: {first} holds all of it, and nothing crosses between GPUs."
+    elif used < given:
+        fewer = "no single one holds" if used == 2 else f"no {used - 1} of them hold"
+        pinned = " with what is demanded of its modules" if is_limited else ""
+        yield f"{used} of {given} GPUs are needed; {fewer} the workload{pinned}."
+
+
+def offload_reason(num_modules: int, num_bytes: int, seconds: float | None) -> Iterator[str]:
+    """What lies in the host's memory, and what that costs."""
+    if num_modules:
+        took = f"about {seconds:.2g} s" if seconds else "how long that takes isn't known"
+        yield (
+            f"The weights of {format_count(num_modules, 'module')} stay in the host's memory, "
+            f"{format_bytes(num_bytes)}; with less there nothing fits. All of that goes over PCIe "
+            f"for each token: {took}."
+        )
+
+
+def chunk_reason(asked: Workload, chosen: Workload) -> Iterator[str]:
+    """Why the prompt runs in chunks, where that wasn't asked for."""
+    chunk = chosen.prefill_chunk_tokens
+    if asked.prefill_chunk_tokens == "auto" and chunk is not None:
+        yield f"The prompt runs in chunks of {chunk} tokens: whole, it needs more memory."
