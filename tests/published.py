@@ -29,7 +29,7 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "vocab_size": 512,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 512,
     "dtype": "float16",
 }
 MOE: dict[str, Any] = {

@@ -114,7 +114,7 @@ def _unpacked(value: Any) -> Any:
     """A weight in the type that it stands for; of a stack one expert, shown as often as needed."""
     if not isinstance(value, StoredWeight):
         return value
-    device = next(iter(value.held.values())).device
     *stack, rows, columns = value.shape
-    one = torch.empty((rows, columns), dtype=value.dtype, device=device)
+    # Made from what is stored, so that whoever traces sees whose weight it is.
+    one = next(iter(value.held.values())).new_empty((rows, columns), dtype=value.dtype)
     return one.expand(*stack, rows, columns) if stack else one

@@ -1,0 +1,109 @@
+"""Perplexity in windows, held against the plain way to compute it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import write_random
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+import duoka
+from duoka import Checkpoint, Fleet, Workload
+from duoka.bench import Windows, measure_quality, windows_for
+from duoka.cli.main import run
+from duoka.demo.checkpoint import CONFIG
+from duoka.errors import UsageError
+from duoka.models.tokenization import load_tokenizer
+from duoka.planner import Question
+
+TEXT = "What is a GPU? Two of them hold what one does not. " * 4
+TINY = {**CONFIG, "hidden_size": 128, "ffn_hidden_size": 192, "num_layers": 2, "seq_length": 256}
+TINY |= {"num_attention_heads": 4, "kv_channels": 32}
+QUESTION = Question(fleet=Fleet.parse("virtual:64MiB"), workload=Workload())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random(tmp_path_factory.mktemp("tiny"), TINY, seed=4)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT, encoding="utf-8")
+    return file
+
+
+@given(context=st.integers(2, 40), stride=st.integers(1, 39), num_tokens=st.integers(1, 200))
+def test_every_token_is_scored_once(context: int, stride: int, num_tokens: int) -> None:
+    if stride >= context:
+        with pytest.raises(UsageError, match="stride"):
+            Windows(context_tokens=context, stride_tokens=stride)
+        return
+    windows = list(Windows(context_tokens=context, stride_tokens=stride).cut(num_tokens))
+    scored = [token for _, first, stop in windows for token in range(first, stop)]
+    assert scored == list(range(num_tokens))
+    assert all(start <= first < stop <= start + context for start, first, stop in windows)
+    # At least the overlap is before whatever is scored, but in the first window.
+    assert all(first - start >= context - stride for start, first, _ in windows[1:])
+
+
+def test_perplexity_is_that_of_the_whole_text(model: Path, text: Path) -> None:
+    checkpoint = Checkpoint.open(model)
+    whole = Windows(context_tokens=250, stride_tokens=200)
+    found = measure_quality(checkpoint, text, QUESTION, forms=("int8",), windows=whole)
+    tokenizer = load_tokenizer(model, checkpoint.config)
+    prefix = len(tokenizer.encode(""))
+    ids = torch.tensor([tokenizer.encode(TEXT)])
+    assert ids.shape[1] < 250
+    loaded = duoka.load(
+        duoka.plan(checkpoint, "virtual:64MiB", Workload(prompt_tokens=200, new_tokens=8))
+    )
+    with torch.no_grad():
+        logits = loaded(ids.to("vgpu:0")).logits[0].cpu()
+    loss = F.cross_entropy(logits[prefix - 1 : -1].float(), ids[0, prefix:])
+    assert found.scored_tokens == ids.shape[1] - prefix
+    assert found.scores[0].perplexity == pytest.approx(math.exp(float(loss)), rel=1e-4)
+    assert found.scores[1].weights == "int8"
+    assert found.scores[1].perplexity == pytest.approx(found.scores[0].perplexity, rel=0.01)
+    assert found.scores[1].weight_bytes < found.scores[0].weight_bytes
+
+
+def test_windows_are_no_longer_than_the_model(model: Path) -> None:
+    assert windows_for(Checkpoint.open(model)) == Windows(context_tokens=256, stride_tokens=128)
+
+
+def test_the_program_prints_a_table_and_json(
+    model: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("bench", "--quality", str(text), str(model), "--gpus", "virtual:64MiB")
+    words = (*words, "--quantize", "int8", "--context", "64", "--tokens", "80")
+    assert run(words) == 0
+    table = capsys.readouterr().out
+    assert "perplexity" in table
+    assert "tokens of" in table
+    assert run((*words, "--json")) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [score["weights"] for score in told["scores"]] == ["float32", "int8"]
+    assert told["windows"]["stride_tokens"] == 32
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"", "at least 16"), (b"too short", "at least 16"), (b"\xff\xfe\x00" * 99, "can't be read")],
+)
+def test_texts_that_are_none_are_refused(
+    model: Path, tmp_path: Path, content: bytes, said: str
+) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match=said):
+        measure_quality(Checkpoint.open(model), file, QUESTION)
+    with pytest.raises(UsageError, match="can't be read"):
+        measure_quality(Checkpoint.open(model), tmp_path, QUESTION)

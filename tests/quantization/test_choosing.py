@@ -1,0 +1,48 @@
+"""Which weights are quantized."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+
+from duoka import models
+from duoka.quantization import is_composed, notes, quantize_model
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "said"),
+    [
+        ("glm", 24, "embeddings (1); the head, and what is tied (1)"),
+        ("tied", 28, "embeddings (1)"),
+        ("experts", 16, "stacked experts (8)"),
+    ],
+)
+def test_linear_layers_but_head_routers_and_stacks(name: str, count: int, said: str) -> None:
+    model = models.build(tiny.CONFIGS[name], dtype=torch.bfloat16)
+    quantize_model(model, "int8")
+    chosen = [name for name, each in model.named_parameters() if is_composed(each)]
+    assert len(chosen) == count
+    assert not any(part in name for name in chosen for part in ("embed", "head", "gate.", "norm"))
+    told = notes(model, "int8")
+    assert f"{count} weights" in told[0]
+    assert said in told[1]
+    assert "duoka bench --quality" in told[2]
+
+
+def test_shapes_that_a_kernel_does_not_take_stay() -> None:
+    config = {**tiny.CONFIGS["llama"], "intermediate_size": 776}
+    model = models.build(config, dtype=torch.bfloat16)
+    quantize_model(model, "int4")
+    kept = [name for name, each in model.named_parameters() if "mlp" in name]
+    assert kept
+    assert not any(is_composed(model.get_parameter(name)) for name in kept)
+    assert "shapes that int4 doesn't take" in notes(model, "int4")[1]
+
+
+def test_nothing_to_quantize_is_said() -> None:
+    config = {**tiny.CONFIGS["llama"], "hidden_size": 40, "intermediate_size": 72, "head_dim": 8}
+    config |= {"num_attention_heads": 5, "num_key_value_heads": 5}
+    model = models.build(config, dtype=torch.bfloat16)
+    quantize_model(model, "nf4")
+    assert notes(model, "nf4")[0].startswith("Nothing is quantized")

@@ -1,0 +1,119 @@
+"""What a quantized weight takes, and what it computes, on the processor and on virtual GPUs."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from duoka import virtual
+from duoka.errors import ModelError, UsageError
+from duoka.loader.quantizing import Quantizer
+from duoka.quantization import (
+    Scheme,
+    empty_weight,
+    fill_rows,
+    moved,
+    num_bytes,
+    parts,
+    quantize,
+    takes_rows,
+)
+from duoka.quantization.weights import require
+
+ROWS, COLUMNS = 208, 1152  # int4's groups are 128 long, and its rows padded to 2048
+SCHEMES: tuple[Scheme, ...] = ("int8", "int4", "nf4")
+ERRORS = {"int8": 0.012, "int4": 0.12, "nf4": 0.11}
+DEVICES = ("cpu", "vgpu:0")
+BYTES = {
+    ("int8", "cpu"): ROWS * COLUMNS + 5 * ROWS,
+    ("int8", "vgpu:0"): ROWS * COLUMNS + 5 * ROWS,
+    ("int4", "cpu"): ROWS * COLUMNS // 2 + ROWS * COLUMNS // 128 * 4,
+    ("int4", "vgpu:0"): ROWS * 2048 // 2 + ROWS * 2048 // 128 * 4,
+    ("nf4", "cpu"): ROWS * COLUMNS // 2 + ROWS * COLUMNS // 64 * 4,
+    ("nf4", "vgpu:0"): ROWS * COLUMNS // 2 + ROWS * COLUMNS // 64 * 4,
+}
+
+
+@pytest.fixture(autouse=True)
+def _gpus() -> None:
+    virtual.set_gpus([None])
+
+
+@pytest.fixture(scope="module")
+def weight() -> Tensor:
+    return torch.randn(ROWS, COLUMNS, generator=torch.manual_seed(0)).bfloat16() * 0.02
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_products_and_bytes(weight: Tensor, scheme: Scheme, device: str) -> None:
+    made = quantize(weight.to(device), scheme)
+    given = torch.randn(7, COLUMNS, generator=torch.manual_seed(1)).bfloat16()
+    right = F.linear(given, weight).float()
+    for rows in (7, 1):
+        found = F.linear(given[:rows].to(device), made).cpu().float()
+        assert (found - right[:rows]).norm() / right[:rows].norm() < ERRORS[scheme]
+    assert made.shape == weight.shape
+    assert num_bytes(made) == BYTES[scheme, device]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_virtual_gpus_compute_what_the_processor_does(weight: Tensor, scheme: Scheme) -> None:
+    given = torch.randn(5, COLUMNS, generator=torch.manual_seed(2)).bfloat16()
+    here = F.linear(given, quantize(weight, scheme)).float()
+    there = F.linear(given.to("vgpu:0"), quantize(weight.to("vgpu:0"), scheme)).cpu().float()
+    assert (here - there).norm() / here.norm() < 0.01
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_rows_by_themselves_are_those_of_the_whole(
+    weight: Tensor, scheme: Scheme, device: str
+) -> None:
+    whole = quantize(weight.to(device), scheme)
+    made = empty_weight(quantize(weight.to("meta"), scheme), torch.device(device))
+    for start, stop in ((128, ROWS), (0, 64), (64, 128)):
+        assert takes_rows(made, start, stop)
+        fill_rows(made, start, weight[start:stop])
+    for name, part in parts(whole).items():
+        assert torch.equal(parts(made)[name].cpu(), part.cpu()), name
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_pieces_in_any_order_make_the_whole(weight: Tensor, scheme: Scheme) -> None:
+    made = empty_weight(quantize(weight.to("meta"), scheme), torch.device("cpu"))
+    quantizer = Quantizer()
+    boxes = [((r, min(r + 90, ROWS)), (c, c + 576)) for c in (576, 0) for r in (180, 0, 90)]
+    for box in boxes:
+        (top, bottom), (left, right) = box
+        quantizer.put("weight", made, box, weight[top:bottom, left:right])
+    whole = quantize(weight, scheme)
+    assert all(torch.equal(parts(made)[name], part) for name, part in parts(whole).items())
+
+
+def test_weights_of_4_bit_stay_with_their_kind_of_device(weight: Tensor) -> None:
+    with pytest.raises(ModelError, match="different layouts"):
+        moved(quantize(weight.to("vgpu:0"), "int4"), torch.device("cpu"))
+    here = moved(quantize(weight.to("vgpu:0"), "nf4"), torch.device("cpu"))
+    assert {part.device.type for part in parts(here).values()} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "package"), [("int4", "torchao"), ("int8", "torchao"), ("nf4", "bitsandbytes")]
+)
+def test_a_missing_package_is_named(
+    scheme: Scheme, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = importlib.util.find_spec
+
+    def gone(name: str) -> object:
+        return None if name == package else there(name)
+
+    monkeypatch.setattr("duoka.quantization.weights.find_spec", gone)
+    with pytest.raises(UsageError, match=f"need {package}") as caught:
+        require(scheme)
+    assert "pip install" in str(caught.value.hint)

@@ -1,0 +1,121 @@
+"""Models in the form that their weights will have: the forecast is what virtual GPUs measure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import published
+import pytest
+import tiny
+import torch
+from safetensors.torch import save_file
+
+import duoka
+from duoka import Checkpoint, Placement, Plan, Workload, models, profiles, virtual
+from duoka.building import build_model
+from duoka.dispatching import dispatch
+from duoka.errors import ModelError, UsageError
+from duoka.models.conversion import published_tensors
+from duoka.planner import Question
+from duoka.quantization import num_bytes
+from duoka.tracing import Stepper
+from duoka.workload import Quantization
+
+_SMALL = {"num_hidden_layers": 3, "max_position_embeddings": 512}
+WORK = Workload(prompt_tokens=300, new_tokens=6, prefill_chunk_tokens=None)
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A checkpoint with weights of zeros."""
+    path = tmp_path_factory.mktemp("glm")
+    config = {**tiny.CONFIGS["glm"], "dtype": "bfloat16", **_SMALL}
+    plain = published_tensors(models.build(config, dtype=torch.bfloat16))
+    tensors = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in plain.items()}
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, path / "model.safetensors")
+    return Checkpoint.open(path)
+
+
+def measured(plan: Plan, checkpoint: Checkpoint) -> Iterator[tuple[int, int]]:
+    index = {name: f"vgpu:{number}" for number, name in enumerate(plan.devices)}
+    entries = tuple((module, index[name]) for module, name in plan.placement.entries)
+    model = build_model(checkpoint, plan.workload)
+    with virtual.gpus([None] * len(index), data="meta") as world, torch.no_grad():
+        dispatch(model, Placement(entries=entries), empty=True)
+        stepper = Stepper(model, plan.workload.batch, torch.device("vgpu:0"))
+        stepper.run(plan.workload, decode_steps=plan.workload.new_tokens - 1)
+        for number in range(len(index)):
+            yield world.max_memory_allocated(number), world.max_memory_reserved(number)
+
+
+@pytest.mark.parametrize("quantize", ["int4", "nf4"])
+def test_the_forecast_of_a_quantized_model_is_measured(
+    glm: Checkpoint, quantize: Quantization
+) -> None:
+    work = replace(WORK, quantize=quantize)
+    plan = duoka.plan(glm, "virtual:2x64MiB", work, use_all=True)
+    forecast = [(each.allocated_bytes, each.reserved_bytes) for each in plan.forecast.devices]
+    assert forecast == list(measured(plan, glm))
+    plain = duoka.plan(glm, "virtual:2x64MiB", WORK)
+    weights = sum(each.weight_bytes for each in plan.forecast.devices)
+    assert weights < sum(each.weight_bytes for each in plain.forecast.devices)
+    assert any(f"quantized to {quantize}" in reason for reason in plan.why)
+
+
+@pytest.mark.parametrize(("budget", "chosen"), [("32MiB", "none"), ("7MiB", "int8")])
+def test_auto_is_the_first_that_fits(glm: Checkpoint, budget: str, chosen: str) -> None:
+    work = Workload(prompt_tokens=40, new_tokens=6, quantize="auto")
+    plan = duoka.plan(glm, f"virtual:{budget}", work)
+    assert plan.workload.quantize == chosen
+    assert plan.request.workload.quantize == "auto"
+    assert (chosen == "none") == (not any("they don't fit" in reason for reason in plan.why))
+    again = profiles.plan_from_cache(glm, Question(
+        fleet=duoka.Fleet.parse(f"virtual:{budget}"), workload=work
+    ))  # fmt: skip
+    assert again is not None
+    assert again.forecast == plan.forecast
+
+
+def test_a_model_that_is_there_already_is_not_quantized() -> None:
+    model = models.build(tiny.CONFIGS["glm"], dtype=torch.bfloat16)
+    with pytest.raises(UsageError, match="is for checkpoints"):
+        duoka.plan(model, "virtual:1GiB", Workload(quantize="int8"))
+
+
+@pytest.mark.parametrize("name", ["fp8 experts"])
+def test_the_forecast_of_a_published_one_is_measured(tmp_path: Path, name: str) -> None:
+    checkpoint = Checkpoint.open(published.write(tmp_path, name))
+    plan = duoka.plan(checkpoint, "virtual:2x64MiB", WORK, use_all=True)
+    forecast = [(each.allocated_bytes, each.reserved_bytes) for each in plan.forecast.devices]
+    assert forecast == list(measured(plan, checkpoint))
+
+
+@pytest.mark.parametrize("name", [*published.FORMATS, "mxfp4"])
+def test_a_published_model_takes_what_is_stored(tmp_path: Path, name: str) -> None:
+    write = published.write_mxfp4 if name == "mxfp4" else lambda path: published.write(path, name)
+    checkpoint = Checkpoint.open(write(tmp_path))
+    work = profiles.workload_for(checkpoint, WORK)
+    model = build_model(checkpoint, work)
+    assert sum(num_bytes(each) for each in model.parameters()) == checkpoint.weight_bytes
+    with pytest.raises(UsageError, match="quantized already"):
+        profiles.workload_for(checkpoint, replace(WORK, quantize="int8"))
+
+
+def test_a_published_model_needs_its_headers(tmp_path: Path) -> None:
+    config = published.write(tmp_path, "gptq") / "config.json"
+    with pytest.raises(ModelError, match="nothing says how many bytes"):
+        duoka.plan(config, "virtual:1GiB", WORK)
+
+
+def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
+    path = published.write(tmp_path, "awq")
+    text = (path / "config.json").read_text()
+    (path / "config.json").write_text(
+        text.replace('"num_hidden_layers": 3', '"num_hidden_layers": 2')
+    )
+    with pytest.raises(ModelError, match="have no place"):
+        duoka.plan(path, "virtual:1GiB", WORK)
