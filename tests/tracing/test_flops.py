@@ -24,6 +24,9 @@ def count(func: Any, *args: Any) -> int:
 def test_products() -> None:
     assert count(aten.mm.default, meta(3, 4), meta(4, 5)) == 2 * 3 * 4 * 5
     assert count(aten.add.Tensor, meta(3, 4), meta(3, 4)) == 0
+    packed = (meta(3, 64), meta(1, 1, 32, 4), 32, meta(2, 8, 2))
+    func = aten._weight_int4pack_mm.default
+    assert count_flops(func, packed, {}, meta(3, 8)) == 2 * 3 * 64 * 8
 
 
 @pytest.mark.parametrize("func", [FLASH, EFFICIENT])
