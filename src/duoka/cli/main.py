@@ -29,6 +29,7 @@ _EPILOG = "\n\n".join(
     [
         "Examples:",
         '[bold]duoka plan[/] ./glm-4-9b-chat --gpus "24GiB,12GiB" --context 8K',
+        "[bold]duoka compare[/] before.plan after.plan",
         '[bold]duoka check[/] ./glm-4-9b-chat --gpus "virtual:2x24GiB"',
         '[bold]duoka chat[/] ./chatglm3-6b --gpus "virtual:2x8GiB"',
         "[bold]duoka demo[/]",

@@ -73,6 +73,11 @@ def _torch_notes(plan: Plan) -> Iterator[str]:
             "a stage of torch's pipelines can't return, so that it runs in the last one here, with "
             "a copy of the weights that the plan doesn't count there."
         )
+    if any(name.endswith("rotary_emb") for name, _ in plan.placement.entries):
+        yield (
+            "NOTE: with torch 2.13, stages lose the arguments of transformers' rotary embeddings, "
+            "which run under no_grad: such a model must be cut by hand, at the names below."
+        )
     yield (
         "The model is traced with torch.export: where that can't follow its code (caches, "
         "branches on data), cut it by hand. Pipelines train and score; they don't generate."
