@@ -83,7 +83,7 @@ PAIRS = [
     pair("qwen3-0.6b", "2x16GiB", 1, 1024, master_weights=True, **CHECKPOINTED),
     pair("gpt2-xl", "40GiB", 2, 1024, **FULL, **CHECKPOINTED),
     pair("gpt2-xl", "4x24GiB", 1, 1000, **FULL, micro_batches=4, schedule="1f1b"),
-    pair("mixtral-8x7b", "2x80GiB", 1, 512),
+    pair("mixtral-8x7b", "3x80GiB", 1, 512),
     pair("mixtral-8x7b", "4x180GiB", 2, 1024, **FULL, **CHECKPOINTED),
     pair("mistral-7b", "2x40GiB", 1, 6000, **CHECKPOINTED),
     pair("mistral-7b", "3x48GiB", 2, 1000, **FULL, **CHECKPOINTED, micro_batches=2),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .placement import Placement
     from .plans import Plan
     from .repairs.repair import repair
-    from .workload import Workload
+    from .workload import Training, Workload
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "Link",
     "Placement",
     "Plan",
+    "Training",
     "Workload",
     "check",
     "compare",
@@ -59,6 +60,7 @@ _ROOMS = {
     "Link": "fleet",
     "Placement": "placement",
     "Plan": "plans",
+    "Training": "workload",
     "Workload": "workload",
     "check": "checks",
     "compare": "comparison",

@@ -1,0 +1,62 @@
+"""Plans for training, from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import duoka
+
+from .conftest import GPUS, Program
+
+SEQUENCE = ("--context", "96", "--dtype", "bf16")
+
+
+def test_a_plan_for_training_is_shown_and_kept(
+    tiny: Path, program: Program, tmp_path: Path
+) -> None:
+    saved = tmp_path / "training.plan"
+    said = ("--train", "full", "--micro-batches", "4", "--schedule", "1f1b", "--use-all")
+    done = program("plan", tiny, *GPUS, *SEQUENCE, *said, "--save", saved)
+    assert done.returncode == 0, done.stderr
+    assert "training all weights · 1 x 96 tokens" in done.stdout
+    assert "gradients" in done.stdout
+    assert "optimizer" in done.stdout
+    assert "KV cache" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    plan = duoka.Plan.load(saved)
+    training = plan.workload.training
+    assert training is not None
+    assert (training.method, training.micro_batches, training.schedule) == ("full", 4, "1f1b")
+    assert plan.workload.new_tokens == 0
+    for device in plan.forecast.devices:
+        parts = device.weight_bytes + device.activation_bytes + device.gradient_bytes
+        assert parts + device.optimizer_bytes == device.allocated_bytes
+    again = program("plan", "--plan", saved, "--replan")
+    assert again.stdout == done.stdout
+
+    refused = program("generate", "--plan", saved, "--prompt", "hello")
+    assert refused.returncode == 2
+    assert "the plan is for training" in refused.stderr
+
+
+def test_adapters(tiny: Path, program: Program) -> None:
+    said = ("--train", "lora", "--lora-rank", "4", "--lora-target", "q_proj", "--optimizer", "sgd")
+    done = program("plan", tiny, *GPUS, *SEQUENCE, *said, "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)["workload"]["training"]
+    assert (told["lora_rank"], told["lora_targets"], told["optimizer"]) == (4, ["q_proj"], "sgd")
+
+
+def test_what_makes_no_sense_is_refused(tiny: Path, program: Program) -> None:
+    for said, message in (
+        (("--gradient-checkpointing", "--micro-batches", "2"), "are for training"),
+        (("--train", "full", "--lora-rank", "4"), "is for adapters"),
+        (("--train", "some"), "is unknown"),
+        (("--train", "full", "--new-tokens", "4"), "training has none"),
+        (("--train", "full", "--cache", "int8"), "doesn't forecast training with it"),
+        (("--train", "lora", "--lora-target", "nothing"), "peft can't adapt"),
+    ):
+        done = program("plan", tiny, *GPUS, *SEQUENCE, *said)
+        assert done.returncode == 2, done.stderr
+        assert message in done.stderr
