@@ -79,9 +79,14 @@ def answer_with(
         if profile is None:
             return None
         resolved = replace(question, workload=workload)
+        if len(workloads) > 1 and workload.quantize != "none":
+            # Weights are quantized or offloaded: "auto" quantizes where offload won't do.
+            resolved = replace(resolved, constraints=replace(question.constraints, offload=False))
         if workload is workloads[-1] or attempt(profile, resolved) is not None:
             plan = answer_for(checkpoint, profile, resolved, find=find, only_all=only_all)
-            request = replace(plan.request, workload=question.workload)
+            request = replace(
+                plan.request, workload=question.workload, constraints=question.constraints
+            )
             return replace(plan, request=request, why=(*_resolved(workload, tried), *plan.why))
         tried.append(workload.quantize)
     raise AssertionError("the last one is answered, or refused")

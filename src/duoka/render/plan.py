@@ -60,6 +60,7 @@ class _View:
         yield _table(self._plan) if wide else _list(self._plan)
         yield from _budgets(self._plan)
         yield from _emulated(self._plan)
+        yield from _offloaded(self._plan)
         yield ""
         yield _bars(self._plan, options.max_width, ascii_only=options.ascii_only)
         yield from render_seconds(self._plan)
@@ -127,6 +128,18 @@ def _budgets(plan: Plan) -> Iterator[Text]:
             alike.setdefault(_made_of(device, asked.get(name, 0)), []).append(name)
     for text, names in alike.items():
         yield Text(f"{', '.join(names)}: {text}")
+
+
+def _offloaded(plan: Plan) -> Iterator[Text]:
+    """What stays in the host's memory; the GPU's own column has the buffers alone."""
+    if plan.offloaded:
+        forecast = plan.forecast
+        seconds = forecast.copy_seconds
+        took = f"about {seconds:.2g} s" if seconds else "how fast isn't known"
+        yield Text(
+            f"in the CPU's memory: {name_modules(plan.offloaded)}, "
+            f"{format_bytes(forecast.host_bytes)}, copied over PCIe for each token: {took}"
+        )
 
 
 def _emulated(plan: Plan) -> Iterator[Text]:
