@@ -164,7 +164,9 @@ def test_training_has_its_own_kinds() -> None:
     text = Page(render_page(plan)).text
     for wanted in ("training LoRA of rank 8", "4 micro-batches, gpipe", "gradients 1.00 GiB"):
         assert wanted in text
-    assert "gradients" not in Page(render_page(staged([3, 2]))).text
+    usual = Page(render_page(staged([3, 2]))).text
+    assert "gradients" not in usual
+    assert "KV cache" not in usual  # this plan has none, and a bar of nothing tells nothing
 
 
 def test_very_many_modules_are_cut_off() -> None:

@@ -28,6 +28,7 @@ def share(device: str, modules: tuple[str, ...], needed: float, budget: float) -
 FIRST = share("cuda:0", ("model.embed_tokens", "model.layers.0"), 23.69, 24)
 SECOND = share("cuda:1", (*LAYERS, "lm_head"), 11, 12)
 EXPLANATION = Explanation(
+    work="request",
     objective="headroom",
     value=0.31 * GIB,
     bound=0.31 * GIB,

@@ -15,7 +15,7 @@ from .trial import TIMED, Stages, Trial
 
 _NAMES = {
     "headroom": "the most headroom",
-    "latency": "the shortest request",
+    "latency": "the shortest time",
     "throughput": "the fastest slowest stage",
 }
 

@@ -65,9 +65,9 @@ class Crossing:
     Parameters
     ----------
     source, target : str
-    per : {"token", "request"}
-        One decode step, on average, over the whole batch; or the whole request where it has none
-        (in training one step).
+    per : {"token", "request", "step"}
+        One decode step, on average, over the whole batch; the whole request where it has none; in
+        training a step.
     num_bytes : int
     seconds : float, optional
         How long it takes; None where speeds are unknown.
@@ -75,7 +75,7 @@ class Crossing:
 
     source: str
     target: str
-    per: Literal["token", "request"]
+    per: Literal["token", "request", "step"]
     num_bytes: int
     seconds: float | None = None
 
@@ -139,6 +139,8 @@ class Explanation:
 
     Parameters
     ----------
+    work : {"request", "step"}
+        What seconds are of: a request, or in training a step.
     objective : str
         The plan's; "given" where a person wrote the map.
     value, bound : float
@@ -159,6 +161,7 @@ class Explanation:
     alternatives : tuple of Alternative
     """
 
+    work: Literal["request", "step"]
     objective: str
     value: float
     bound: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby, pairwise
+from typing import Literal
 
 from ..demands import limits_for
 from ..errors import UsageError
@@ -58,6 +59,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
     runs = _runs(costs, plan)
     stages = runs if len({stage.device for stage in runs}) == len(runs) else None
     return Explanation(
+        work="request" if plan.workload.training is None else "step",
         objective=plan.objective,
         value=plan.value,
         bound=plan.bound,
@@ -112,6 +114,7 @@ def _shares(plan: Plan) -> Iterator[Share]:
 def _crossings(trial: Trial, runs: Stages) -> Iterator[Crossing]:
     """What comes in to each run but the first, from the one before it."""
     seconds = trial.seconds(runs)
+    is_training = trial.costs.workload.training is not None
     steps = trial.costs.workload.new_tokens - 1  # the first token comes of the prompt
     prefill, decode = trial.costs.times.boundary_bytes
     for number, (before, after) in enumerate(pairwise(runs), 1):
@@ -123,10 +126,11 @@ def _crossings(trial: Trial, runs: Stages) -> Iterator[Crossing]:
         else:
             took = None if came is None else came.prefill_transfer_seconds
             moved = prefill[after.start]
+        whole: Literal["request", "step"] = "step" if is_training else "request"
         yield Crossing(
             source=names[0],
             target=names[1],
-            per="token" if steps > 0 else "request",
+            per="token" if steps > 0 else whole,
             num_bytes=round(moved),
             seconds=took if trial.fleet.links else None,
         )

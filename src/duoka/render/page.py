@@ -186,7 +186,7 @@ def _parts(forecast: DeviceForecast) -> Iterator[_Part]:
             css=_CSS[kind],
             amount=format_bytes(size),
             percent=_percent(size, total),
-            is_told=kind not in ("gradients", "optimizer") or size != 0,
+            is_told=kind == "free" or size != 0,
         )
 
 
@@ -235,8 +235,7 @@ def _table(plan: Plan) -> _Table:
     used = [
         place
         for place, kind in enumerate(kinds)
-        if kind not in ("gradients", "optimizer")
-        or any(kinds_of(device)[place][1] for device in devices)
+        if any(kinds_of(device)[place][1] for device in devices)
     ]
     rows = []
     for device in devices:

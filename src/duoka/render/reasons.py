@@ -12,15 +12,15 @@ from .wording import joined
 
 _AIMS = {
     "headroom": "what the tightest GPU has to spare, as large as can be",
-    "latency": "the time from a request to its last token, as short as can be",
-    "throughput": "the time that a request spends in its slowest stage, as short as can be",
+    "latency": "the time of a {work}, from its beginning to its end, as short as can be",
+    "throughput": "the time that a {work} spends in its slowest stage, as short as can be",
     "balance": "the share of its budget that the fullest GPU has to spare, as large as can be",
     "order": "each GPU filled as far as it goes before the next one",
 }
 _REACHED = {
     "headroom": ("The tightest, {},", "has", "leaves more to spare than"),
     "balance": ("The fullest, {},", "has", "leaves more to spare than"),
-    "latency": ("A request", "takes", "takes less than"),
+    "latency": ("A {work}", "takes", "takes less than"),
     "throughput": ("The slowest, on {},", "takes", "has one that takes less than"),
 }
 _MOST_NAMED = 3
@@ -52,8 +52,8 @@ def aim(explanation: Explanation) -> Iterator[str]:
         yield f"Wanted was this order: {_AIMS[told]}."
         return
     subject, verb, beyond = _REACHED[told]
-    who = subject.format(binding)
-    yield f"Optimised was {told}: {_AIMS[told]}."
+    who = subject.format(binding, work=explanation.work)
+    yield f"Optimised was {told}: {_AIMS[told].format(work=explanation.work)}."
     unit = "" if told in ("latency", "throughput") else " to spare"
     proof = f"{where} no placement {beyond} {bound}, which is the bound"
     yield f"{who} {verb} {reached}{unit}; {proof}."
@@ -207,7 +207,7 @@ def _verdict(other: Alternative, explanation: Explanation) -> str:
     if explanation.objective in ("latency", "throughput"):
         told += f", {free}"
     elif other.request_seconds is not None:
-        told = f"{free}, {shortly(other.request_seconds)} for a request"
+        told = f"{free}, {shortly(other.request_seconds)} for a {explanation.work}"
     else:
         told = free
     used, own = len(other.shares), len(explanation.shares)
