@@ -83,7 +83,9 @@ RTX3090 = catalogue.find("RTX 3090")
 
 def test_cards_have_budgets_and_speeds() -> None:
     first, _, third = Fleet.parse("2xRTX4090+1xRTX3090").devices
-    assert first == Device(
+    # From pinned memory over PCIe 4.0 with 16 lanes.
+    assert first.host_bytes_per_second == pytest.approx(0.77 * 31.5e9, rel=1e-3)
+    assert replace(first, host_bytes_per_second=None) == Device(
         name="cuda:0",
         budget_bytes=RTX4090.usable_bytes - RESERVE_BYTES,
         product="RTX 4090",

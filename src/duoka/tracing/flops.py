@@ -34,7 +34,7 @@ def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         return _attention_flops(*args[:3])
     if func.overloadpacket is torch.ops.aten._weight_int4pack_mm:
         # Activations [tokens, columns] with a packed weight, to [tokens, rows].
-        return 2 * args[0].numel() * result.shape[1]
+        return 2 * int(args[0].numel()) * int(result.shape[1])
     formula = flop_registry.get(func.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
