@@ -71,6 +71,11 @@ def test_what_is_not_here_is_refused() -> None:
         calibrate(Fleet.parse("RTX4090+24GiB"))
 
 
+def test_a_gpu_without_room_is_told() -> None:
+    with pytest.raises(FleetError, match="vgpu:0 has too little free memory"):
+        calibrate(Fleet.parse("virtual:1MiB"))
+
+
 def test_a_gpu_that_computes_for_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     replay(monkeypatch, "eight-3090")
     with pytest.raises(FleetError, match=r"GPU 3 computes for .* \(pid"):

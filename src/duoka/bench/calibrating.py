@@ -20,6 +20,7 @@ from duoka.placement import Placement
 from duoka.tracing import Stepper
 
 from . import measuring
+from .timing import too_small
 
 Told = Callable[[str], None]
 
@@ -71,12 +72,15 @@ def calibrate(fleet: Fleet, *, told: Told | None = None) -> Calibrated:
     driver = _driver(fleet)
     devices.materialise(fleet)
     say = told or (lambda what: None)
-    found = Calibration(
-        driver=driver,
-        torch=calibration.torch_version(),
-        gpus=tuple(_kinds(_measure(device, say) for device in fleet.devices)),
-        links=tuple(_links(fleet, say)),
-    )
+    try:
+        found = Calibration(
+            driver=driver,
+            torch=calibration.torch_version(),
+            gpus=tuple(_kinds(_measure(device, say) for device in fleet.devices)),
+            links=tuple(_links(fleet, say)),
+        )
+    except torch.OutOfMemoryError as error:
+        raise too_small(", ".join(fleet.names)) from error
     if not driver:
         return Calibrated(calibration=found, path=None)
     try:

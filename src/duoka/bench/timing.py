@@ -69,12 +69,17 @@ def best_rate(
         if seconds >= _LONG_ENOUGH_SECONDS:
             break
     if found is None:
-        raise FleetError(
-            f"{names[0]} has too little free memory to measure anything",
-            hint="end what uses it, or name other GPUs",
-        )
+        raise too_small(names[0])
     call, work = found
     return work / median_seconds(call, *names)
+
+
+def too_small(name: str) -> FleetError:
+    """What is raised where a GPU hasn't memory enough to measure anything."""
+    return FleetError(
+        f"{name} has too little free memory to measure anything",
+        hint="end what uses it, or name other GPUs",
+    )
 
 
 def _round(call: Call, repeats: int, names: Iterable[str]) -> float:
