@@ -1,7 +1,9 @@
 """Which published models fit which machines: by exhaustive search, by duoka, and by "auto".
 
-    python benchmarks/planner.py [--quick] [--machines N] [--lengths N] [--measure N] [--seed N]
-                                 [--json FILE] [--markdown FILE]
+    python benchmarks/planner.py [--quick] [--models NAME …] [--machines N] [--lengths N]
+                                 [--measure N] [--seed N] [--part I/N] [--json FILE]
+                                 [--markdown FILE]
+    python benchmarks/planner.py --merge FILE … [--markdown FILE]
 
 A cell is a model, a machine, a context and a batch (`planner_models.py`). For each cell:
 
@@ -52,38 +54,56 @@ def audit(subject: Subject, seed: int, found: Audit) -> None:
 
 
 def run(options: argparse.Namespace, directory: Path) -> Row:
-    names = list(MODELS)[::8] if options.quick else list(MODELS)
-    started, rng, rows, supported = time.perf_counter(), random.Random(options.seed), [], []
-    checked, measured = Audit(options.seed), []
-    for name in names:
+    names = options.models or list(MODELS)[:: 8 if options.quick else 1]
+    number, parts = map(int, options.part.split("/"))
+    started = time.perf_counter()
+    found: Row = {"seed": options.seed, "machines_per_workload": options.machines}
+    found |= {"cells": [], "contexts": [], "measured": []}
+    checked = Audit(options.seed)
+    for name in names[number - 1 :: parts]:
+        rng = random.Random(f"{options.seed} {name}")
         subject = Subject.of(name, directory)
-        traced = time.perf_counter() - started
-        for workload, machines in cells(subject, rng, options.machines):
-            rows += judge(subject, workload, machines)
-        supported += contexts(subject, rng.sample(sorted(MACHINES), options.lengths))
+        own = [
+            row
+            for workload, machines in cells(subject, rng, options.machines)
+            for row in judge(subject, workload, machines)
+        ]
+        found["cells"] += own
+        found["contexts"] += contexts(subject, rng.sample(sorted(MACHINES), options.lengths))
         audit(subject, options.seed, checked)
-        took = time.perf_counter() - started
-        print(f"{name}: traced at {traced:.0f} s, judged at {took:.0f} s", file=sys.stderr)
-        measured += measure_some(subject, rows, rng, options.measure / len(names))
-    return {
-        "seed": options.seed,
-        "machines_per_workload": options.machines,
-        "all_cells": sum(1 for name in names for _ in CONTEXTS for _ in BATCHES for _ in MACHINES),
-        "cells": rows,
-        "contexts": supported,
-        "audit": vars(checked),
-        "measured": measured,
-        "seconds": time.perf_counter() - started,
-    }
+        found["measured"] += measure_some(subject, own, rng, options.measure / len(names))
+        found |= {"audit": vars(checked), "seconds": time.perf_counter() - started}
+        print(f"{name}: done at {found['seconds']:.0f} s", file=sys.stderr)
+        if options.json:  # what there is, should the rest be cut short
+            options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    return found
+
+
+def merged(paths: list[Path]) -> Row:
+    """The results of several parts of one run."""
+    whole, *others = found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    rates = {str(each["machines_per_workload"]) for each in found}
+    whole["machines_per_workload"] = " or ".join(sorted(rates))
+    for other in others:
+        if whole["seed"] != other["seed"]:
+            raise SystemExit("these are no parts of one run")
+        for name in ("cells", "contexts", "measured", "seconds"):
+            whole[name] += other[name]
+        for name in set(other["audit"]) - {"seed"}:
+            whole["audit"][name] += other["audit"][name]
+    return whole
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="a few models on two machines")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="only these")
     parser.add_argument("--machines", type=int, default=4, help="machines for each workload")
     parser.add_argument("--lengths", type=int, default=1, help="machines to find contexts for")
     parser.add_argument("--measure", type=float, default=40, help="cells to run on virtual GPUs")
     parser.add_argument("--seed", type=int, default=20261121)
+    parser.add_argument("--part", default="1/1", help="2/3: the second of three parts")
+    parser.add_argument("--merge", type=Path, nargs="+", help="report the JSON of all parts")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
@@ -92,9 +112,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         os.environ.setdefault("DUOKA_CACHE", directory)
-        found = run(options, Path(directory))
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        found = merged(options.merge) if options.merge else run(options, Path(directory))
     text = report(found)
     if options.markdown:
         options.markdown.write_text(text, encoding="utf-8")
