@@ -121,6 +121,7 @@ class ImagePrompts:
     def __init__(self, model: PreTrainedModel, sizes: Sequence[Size]) -> None:
         self._model = model
         self._sizes = list(sizes)
+        self._pictures: dict[int, dict[str, Tensor]] = {}
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
         if not self._accepted.intersection(_PIXELS) or not sizes:
             raise ModelError(f"{type(model).__name__} takes no images", hint="leave the images out")
@@ -137,7 +138,9 @@ class ImagePrompts:
         return {key: value.to(device) for key, value in found.items() if key in self._accepted}
 
     def _made(self, batch: int, prompt_tokens: int) -> dict[str, Tensor]:
-        pictures = _pictures(self._model, [self._sizes] * batch)
+        if batch not in self._pictures:
+            self._pictures[batch] = _pictures(self._model, [self._sizes] * batch)
+        pictures = self._pictures[batch]
         prompt = _Prompt(self._model.config, self._counts, pictures)
         return {**pictures, **prompt.arguments(batch, prompt_tokens)}
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from duoka.caches import new_cache
 from duoka.errors import UsageError
 from duoka.runtime import Generator, Sampling
 from duoka.workload import Workload
@@ -84,6 +85,34 @@ def test_generate_calls_forward_as_the_workload_says(generator: Generator) -> No
     assert all(call["positions"] == (1, call["query"]) for call in calls)
     assert all(call["logits"] == call["logits_to_keep"] == 1 for call in calls)
     assert all(call["cache"] == "DynamicCache" and call["use_cache"] for call in calls)
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_a_static_cache_gives_the_same_answers(generator: Generator, chunk: int | None) -> None:
+    prompts = [generator.prompt(question) for question in QUESTIONS]
+    static = with_workload(generator, batch=3, cache="static", prefill_chunk_tokens=chunk)
+    assert static.answer(prompts) == generator.answer(prompts)
+
+
+def test_a_cache_in_8_bit_is_used_where_it_was_planned(
+    generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def keep(*args: Any, **kwargs: Any) -> Any:
+        made.append(new_cache(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr("duoka.runtime.generation.new_cache", keep)
+    small = with_workload(generator, cache="int8", prefill_chunk_tokens=None)
+    prompt = generator.prompt(QUESTIONS[0])
+    (answer,) = small.answer([prompt])
+    (cache,) = made
+    assert cache.get_seq_length() >= len(prompt) + answer.new_tokens - 1
+    assert {layer.keys.dtype for layer in cache.layers} == {torch.int8}
+    # A layer's lies where the layer lies.
+    homes = [next(layer.parameters()).device for layer in generator.model.model.layers]
+    assert [layer.keys.device for layer in cache.layers] == homes
 
 
 def test_limits_of_the_plan_are_kept(generator: Generator) -> None:
