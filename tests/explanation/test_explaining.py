@@ -190,6 +190,20 @@ def test_without_a_profile_it_is_said() -> None:
         explain(plan, replace(PROFILE, fingerprint="other"))
 
 
+def test_a_plan_that_places_too_little_is_refused() -> None:
+    plan = planned(fleet(100, 96))
+    short = replace(plan.placement, entries=(*plan.placement.entries[1:],))
+    with pytest.raises(FormatError, match=r"says nothing of block\.0"):
+        explain(replace(plan, placement=short), PROFILE)
+
+
+def test_an_objective_that_nobody_knows_is_none() -> None:
+    plan = planned(fleet(100, 96))
+    for objective in ("latency", "beauty"):  # of these GPUs no speeds are known
+        found = explain(replace(plan, objective=objective), PROFILE)
+        assert found.changes == explain(plan, PROFILE).changes
+
+
 def test_it_has_a_json_form() -> None:
     data = explain(planned(fleet(100, 96)), PROFILE).to_dict()
     assert data["shares"][0]["device"] == "vgpu:0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from contextlib import suppress
 from typing import Any
 
 import jsonschema
@@ -15,11 +16,13 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from duoka.errors import FleetError, FormatError
+from duoka.comparison import compare
+from duoka.errors import FleetError, FormatError, UsageError
+from duoka.exports import TOOLS, export
 from duoka.fleet import Device, Fleet
 from duoka.planner import Question, solve
 from duoka.plans import Plan
-from duoka.render import render_plan
+from duoka.render import render_comparison, render_page, render_plan
 from duoka.workload import Workload
 
 _PLAN = solve(
@@ -66,6 +69,7 @@ def accepted(text: str) -> Plan | None:
     shown(plan, 80)
     shown(plan, 20)
     here(plan)
+    handed_out(plan)
     return plan
 
 
@@ -75,6 +79,19 @@ def shown(plan: Plan, columns: int) -> None:
     console.print(render_plan(plan))
     assert isinstance(console.file, io.StringIO)
     assert max(map(cell_len, console.file.getvalue().splitlines())) <= columns
+
+
+def handed_out(plan: Plan) -> None:
+    """It is drawn, put beside another, and told to other tools, or refused."""
+    render_page(plan).encode()
+    console = Console(file=io.StringIO(), width=40)
+    with suppress(UsageError):  # training beside generating
+        console.print(render_comparison(compare(_PLAN, plan), ("a", "b")))
+    for tool in TOOLS:
+        with suppress(UsageError):
+            done = export(plan, tool)
+            notes = str(done).removesuffix(done.text)
+            assert all(line.startswith("#") for line in notes.splitlines())
 
 
 def here(plan: Plan) -> None:

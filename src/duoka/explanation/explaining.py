@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 from typing import Literal
 
 from ..demands import limits_for
-from ..errors import UsageError
+from ..errors import FormatError, UsageError
 from ..fleet import Fleet
 from ..forecast import Costs
 from ..planner import with_chunks
@@ -36,7 +36,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
     UsageError
         If the cache has no profile of the model.
     FormatError
-        If the profile is of another model.
+        If the profile is of another model, or the plan places less than the model.
 
     Examples
     --------
@@ -93,7 +93,9 @@ def _runs(costs: Costs, plan: Plan) -> Stages:
     for index in costs.chain:
         modules = costs.profile.blocks[index].modules
         at = plan.placement.device_of(modules[0]) if modules else None
-        devices.append(names.index(at) if at is not None else devices[-1])
+        if at is None and (modules or not devices):
+            raise FormatError(f"the plan says nothing of {modules[0] if modules else 'the model'}")
+        devices.append(devices[-1] if at is None else names.index(at))
     runs: list[Stage] = []
     for device, places in groupby(range(len(devices)), key=devices.__getitem__):
         first, *rest = places

@@ -34,9 +34,11 @@ class Trial:
     def __init__(self, costs: Costs, fleet: Fleet, objective: str, limits: Limits) -> None:
         self.costs = costs
         self.fleet = fleet
-        self.objective = objective if objective != "given" else "headroom"
         self.limits = limits
         self.has_speeds = all(costs.seconds(device) is not None for device in fleet.devices)
+        # A map that was given has no objective, and a file can say anything.
+        known = (*_LARGER_IS_BETTER, *(TIMED if self.has_speeds else ()))
+        self.objective = objective if objective in known else "headroom"
 
     def shares(self, stages: Sequence[Stage]) -> tuple[Share, ...]:
         """What the devices of a placement have, in execution order."""

@@ -18,7 +18,7 @@ from .groups import exchangeable
 from .limits import NO_LIMITS, Limits
 from .problem import NoPlacement, Objective, Shortfall
 from .programme import Stage
-from .solving import Solution, conceivable, fits, judge, largest, search
+from .solving import Solution, conceivable, fits, largest, search
 
 __all__ = [
     "NO_LIMITS",
@@ -32,7 +32,6 @@ __all__ = [
     "conceivable",
     "exchangeable",
     "fits",
-    "judge",
     "largest",
     "search",
 ]

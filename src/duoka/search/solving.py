@@ -156,22 +156,6 @@ def _refuse_contradictions(
         )
 
 
-def judge(costs: StageCosts, fleet: Fleet, stages: Stages, objective: Objective) -> float:
-    """What an objective makes of a placement that fits: bytes of headroom, or seconds.
-
-    Parameters
-    ----------
-    costs : StageCosts
-    fleet : Fleet
-    stages : tuple of Stage
-        Contiguous, each on a device of its own.
-    objective : {"headroom", "latency", "throughput"}
-    """
-    problem = Problem(costs, fleet, objective)
-    problem.settle(stages)
-    return _told(objective, problem.judge(stages)[0])
-
-
 def fits(
     costs: StageCosts,
     fleet: Fleet,
