@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import copy
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import rehearsing
 import torch
 from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
@@ -13,6 +15,8 @@ from duoka import Device, Fleet, Placement, Plan, Workload, models, virtual
 from duoka.checker import prove
 from duoka.errors import PlacementError, ProofError
 from duoka.planner import Question, solve
+from duoka.tracing import Subject
+from duoka.tracing.training import trace_training_workload
 
 from .. import tiny
 from ..tiny import MIB
@@ -157,3 +161,21 @@ def test_the_proof_leaves_no_virtual_gpus_behind(plan: Plan) -> None:
     virtual.set_gpus([123 * MIB])
     prove(plan, build())
     assert [gpu.allocator.capacity_bytes for gpu in virtual.active_world().gpus] == [123 * MIB]
+
+
+def test_a_plan_for_training_is_proved_by_training() -> None:
+    workload = rehearsing.load(64, method="full", micro_batches=3, schedule="1f1b")
+    model = models.build(tiny.CONFIGS["glm"], dtype=torch.bfloat16)
+    subject = Subject(fingerprint="glm", conditions=workload.conditions)
+    profile = trace_training_workload(copy.deepcopy(model), subject, workload)
+    fleet = Fleet.parse("virtual:3x48MiB")
+    plan = solve(profile, Question(fleet=fleet, workload=workload, use_all=True))
+    measured = prove(plan, copy.deepcopy(model))
+    for told, found in zip(plan.forecast.devices, measured, strict=True):
+        assert told.device == found.device
+        assert told.allocated_bytes == pytest.approx(found.allocated_bytes, rel=2e-3)
+        assert told.reserved_bytes == found.reserved_bytes
+
+    small = tuple(replace(each, budget_bytes=each.budget_bytes // 4) for each in fleet.devices)
+    with pytest.raises(ProofError, match="overflows"):
+        prove(replace(plan, fleet=Fleet(devices=small)), model)
