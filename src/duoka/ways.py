@@ -17,7 +17,7 @@ from typing import Literal
 from . import given
 from .errors import DuokaError, InfeasibleError, WayOut
 from .host import fleet_for
-from .planner import Found, Question, largest_that_works, shortened
+from .planner import Found, Question, largest_that_works, shortened, with_chunks
 from .plans import Plan
 from .profile import Profile
 from .units import format_bytes
@@ -310,10 +310,19 @@ class WaysOut:
     ) -> Plan | None:
         return largest_that_works(
             lambda number: self._possible(profile, build(number)),
-            lambda number: self._plan(profile, build(number)),
+            lambda number: self._probed(profile, build(number)),
             low,
             high,
         )
+
+    def _probed(self, profile: Profile, question: Question) -> Plan | None:
+        """The plan, but quickly None where not even the smallest chunk of the prompt will do."""
+        *_, least = with_chunks(question.workload)
+        if least != question.workload:
+            smallest = replace(question, workload=least)
+            if self._plan(profile, smallest) is None:
+                return None
+        return self._plan(profile, question)
 
     def _plan_for(self, workload: Workload) -> Plan | None:
         """The plan for another workload; its profile may be another one."""
