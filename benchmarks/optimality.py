@@ -1,11 +1,13 @@
 """The search and the planner against brute force, on random small cases.
 
-    python benchmarks/optimality.py [--cases N] [--profiles N] [--seed N]
+    python benchmarks/optimality.py [--cases N] [--profiles N] [--fleets N] [--seed N]
 
 A case of the first kind is made of tables: any stage may need any number of bytes and seconds, on
 up to four GPUs whose budgets, speeds and links are drawn, often equal ones, and with pins and
 blocks that may not begin a stage. One of the second kind is a made-up profile
-(`optimality_profiles.py`), planned whole: prompt chunks, ties, caches and allocator included.
+(`optimality_profiles.py`), planned whole: prompt chunks, ties, caches and allocator included. For
+others such profiles are copied as often as a fleet holds them, or run with as long a context or as
+large a batch as it holds (`optimality_fleets.py`).
 
 Every cut is written down with every order of every subset of the GPUs, and the best of them is
 told by the words of the documentation, not by duoka's code. Reported are how many cases there
@@ -27,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from optimality_fleets import reach_differs, replicas_differ
 from optimality_profiles import Planned, planned_case
 
 from duoka.errors import UsageError
@@ -283,16 +286,31 @@ def run_profiles(number: int, seed: int) -> tuple[Counter[str], list[str]]:
     return counts, different
 
 
+def run_fleets(number: int, seed: int) -> tuple[Counter[str], list[str]]:
+    counts: Counter[str] = Counter()
+    different = []
+    for index in range(number):
+        for name, differ in (("replicas", replicas_differ), ("largest", reach_differs)):
+            fits, text = differ(random.Random(f"{seed} {name} {index}"))
+            counts["cases"] += 1
+            counts[f"{name} that fit"] += fits
+            if text:
+                different.append(f"{name} {index}: {text}")
+    return counts, different
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=5000)
     parser.add_argument("--profiles", type=int, default=1000)
+    parser.add_argument("--fleets", type=int, default=500, help="of copies, and of largest sizes")
     parser.add_argument("--seed", type=int, default=20261121)
     options = parser.parse_args()
     wrong = False
     for name, run, number in (
         ("tables", run_tables, options.cases),
         ("profiles", run_profiles, options.profiles),
+        ("fleets", run_fleets, options.fleets),
     ):
         started = time.process_time()
         counts, different = run(number, options.seed)
