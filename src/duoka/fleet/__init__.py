@@ -135,8 +135,9 @@ class Fleet:
         ----------
         max_memory : mapping of int or str to int or str
             Bytes, or sizes like "10GiB" and "10GB", by the number of a CUDA device or the name of
-            any. A device with 0 is left out. duoka doesn't offload: "cpu" is a device that
-            computes, and is used where a device map names it, or when there is no other.
+            any. A device with 0 is left out. "cpu" is a device that computes, and is used where a
+            device map names it, or when there is no other; with `Constraints(offload=True)` it
+            says how much memory the offloaded weights may take.
 
         Raises
         ------
