@@ -27,6 +27,7 @@ from .workload import Training, Workload
 ProfileFor = Callable[[Workload], Profile | None]
 """The profile for a workload; None where it isn't known without tracing the model."""
 
+_MANY_CHUNKS = 32
 _ACCURACY = "some accuracy: `duoka bench --quality FILE` measures it on your text"
 
 
@@ -316,9 +317,12 @@ class WaysOut:
         )
 
     def _probed(self, profile: Profile, question: Question) -> Plan | None:
-        """The plan, but quickly None where not even the smallest chunk of the prompt will do."""
+        """The plan; of a long prompt quickly None where its smallest chunk won't do.
+
+        Now and then a larger chunk would, whose caches are copied less often.
+        """
         *_, least = with_chunks(question.workload)
-        if least != question.workload:
+        if least != question.workload and len(least.chunks()) > _MANY_CHUNKS:
             smallest = replace(question, workload=least)
             if self._plan(profile, smallest) is None:
                 return None
