@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from .. import __version__
 from ..characters import printable
 from ..explanation import Explanation
 from ..fleet import Device
@@ -124,7 +124,7 @@ def render_page(plan: Plan, explanation: Explanation | None = None) -> str:
         by_gpu=[] if explanation is None else list(_reasons(explanation)),
         rivals=[] if explanation is None else list(reasons.rivals(explanation)),
         command=command(plan),
-        footer=f"A plan of duoka {__version__}, for the model with the fingerprint "
+        footer=f"A plan of duoka {version('duoka')}, for the model with the fingerprint "
         f"{plan.fingerprint}.",
     )
     return _template().render(page=page)
