@@ -131,7 +131,8 @@ def _judged(change: Change, explanation: Explanation) -> str:
     least = [format_bytes(min(s.free_bytes for s in each.values())) for each in (then, now)]
     tightest = f"the tightest GPU would have {least[0]} to spare instead of {least[1]}"
     if change.outcome == "equal":
-        return f": as good for the objective, but {tightest}."
+        but = f", but {tightest}" if least[0] != least[1] else ""
+        return f": as good for the objective{but}."
     if explanation.objective in ("latency", "throughput"):
         reached = [amount(explanation, value) for value in (change.value, explanation.value)]
         return f": that would be {reached[0]} instead of {reached[1]}."
