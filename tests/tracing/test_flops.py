@@ -41,3 +41,14 @@ def test_grouped_queries_count_like_repeated_keys(func: Any) -> None:
     query = meta(2, 8, 5, 16)
     grouped, repeated = meta(2, 2, 7, 16), meta(2, 8, 7, 16)
     assert count(func, query, grouped, grouped) == count(func, query, repeated, repeated)
+
+
+@pytest.mark.parametrize("func", [FLASH, EFFICIENT])
+def test_its_backward_as_torch_counts_it(func: Any) -> None:
+    backward = getattr(aten, f"{func.overloadpacket.__name__}_backward").default
+    query, key, value, out = meta(2, 8, 5, 16), meta(2, 8, 7, 16), meta(2, 8, 7, 12), meta(1)
+    gradient = meta(2, 8, 5, 12)
+    expected = flop_registry[backward.overloadpacket](gradient, query, key, value, out_val=out)
+    assert count(backward, gradient, query, key, value) == expected
+    grouped = meta(2, 2, 7, 16), meta(2, 2, 7, 12)
+    assert count(backward, gradient, query, *grouped) == expected

@@ -38,6 +38,9 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arm()
     try:
         result = handler(func, args, kwargs)
+        listener = state.listener
+        if listener is not None and func not in _taken_apart:
+            listener.operation(func, args, kwargs, result)
     except Exception as error:
         is_awaited = state.arbiter is not None and isinstance(error, MixedDevicesError)
         if is_awaited or torch._C._current_graph_task_id() == _NO_BACKWARD:
@@ -48,9 +51,6 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # raises this one.
         state.failure = state.failure or error
         return _NO_RESULT
-    listener = state.listener
-    if listener is not None and func not in _taken_apart:
-        listener.operation(func, args, kwargs, result)
     return result
 
 
