@@ -117,7 +117,7 @@ def conceivable(profile: Profile, question: Question) -> bool:
                 ready.fleet,
                 use_all=ready.use_all,
                 strategy=ready.constraints.strategy,
-                limits=ready.limits or NO_LIMITS,
+                limits=_limits(ready),
             )
             for workload in reversed([*with_chunks(ready.workload)])
         )
@@ -160,6 +160,10 @@ def _ready(profile: Profile, question: Question) -> Question:
     return replace(question, fleet=fleet, limits=limits)
 
 
+def _limits(question: Question) -> Limits:
+    return NO_LIMITS if question.limits is None else question.limits
+
+
 def _offloaded(profile: Profile, question: Question, source: str) -> Plan | None:
     """The plan with the fewest bytes of weights in the host's memory; None where that won't do."""
     gpus = without_cpu(question.fleet)
@@ -197,36 +201,25 @@ def without_cpu(fleet: Fleet) -> Fleet:
 
 
 def _best(profile: Profile, question: Question, source: str) -> Plan | NoPlacement:
-    candidates = list(with_chunks(question.workload))
+    """The plan with the fewest devices, and of those the one with the largest chunk."""
     best: Plan | None = None
     shortage: NoPlacement | None = None
-    for number, workload in enumerate(candidates):
+    asked = question
+    for workload in with_chunks(question.workload):
         costs = costs_of(profile, workload, question.refusals)
         try:
-            plan = _plan(costs, *_search(costs, question), question, source)
+            best = _plan(costs, *_search(costs, asked), question, source)
         except NoPlacement as none:
             shortage = none
             continue
-        best = plan if best is None or len(plan.devices) < len(best.devices) else best
-        # The smallest chunk needs the least memory: if it needs as many devices, so do all.
-        if number + 1 == len(candidates) or not _fewer_suffice(
-            profile, replace(question, workload=candidates[-1]), len(best.devices)
-        ):
-            return best
+        fewer = len(best.devices) - 1
+        if not fewer or question.use_all or question.constraints.strategy != "auto":
+            break
+        # A smaller chunk is worth it where it saves a device.
+        asked = replace(question, limits=replace(_limits(question), most_devices=fewer))
     found = best or shortage
     assert found is not None, "there is always a chunk to try"
     return found
-
-
-def _fewer_suffice(profile: Profile, question: Question, num_devices: int) -> bool:
-    """Whether a question can be answered with fewer devices: the largest budgets would do it."""
-    if num_devices == 1 or question.use_all or question.constraints.strategy != "auto":
-        return False
-    if question.limits:
-        return _fits(profile, question, at_most=num_devices - 1)
-    largest_first = sorted(question.fleet.devices, key=lambda device: -device.budget_bytes)
-    fleet = replace(question.fleet, devices=tuple(largest_first[: num_devices - 1]), links=())
-    return _fits(profile, replace(question, fleet=fleet))
 
 
 def _search(costs: Costs, question: Question) -> tuple[Solution, list[StageBytes]]:
@@ -238,7 +231,7 @@ def _search(costs: Costs, question: Question) -> tuple[Solution, list[StageBytes
             objective=question.objective,
             use_all=question.use_all,
             strategy=question.constraints.strategy,
-            limits=question.limits or NO_LIMITS,
+            limits=_limits(question),
         )
         device_of = _device_of(costs, solution, question.fleet)
         peaks = [
@@ -434,7 +427,7 @@ def _in_the_way(profile: Profile, question: Question) -> str:
     return f"; without {' and '.join(said)} it fits"
 
 
-def _fits(profile: Profile, question: Question, *, at_most: int | None = None) -> bool:
+def _fits(profile: Profile, question: Question) -> bool:
     """Whether there is memory enough; fragmentation may still spoil it, which `_works` tells."""
     *_, least = with_chunks(question.workload)  # the smallest chunk needs the least memory
     try:
@@ -443,8 +436,7 @@ def _fits(profile: Profile, question: Question, *, at_most: int | None = None) -
             question.fleet,
             use_all=question.use_all,
             strategy=question.constraints.strategy,
-            limits=question.limits or NO_LIMITS,
-            at_most=at_most,
+            limits=_limits(question),
         )
     except UsageError:
         # A profile that was traced for one workload says nothing of others.

@@ -85,14 +85,13 @@ def _numbers(costs: Costs, fleet: Fleet, wishes: dict[str, Any]) -> Sequence[int
     most = min(len(fleet.devices), costs.num_blocks)
     if wishes.get("use_all") or wishes.get("strategy") == "balanced":
         return (most,)
-    return range(1, min(most, wishes.get("at_most") or most) + 1)
+    return range(1, most + 1)
 
 
 def fit_stages(costs: Costs, fleet: Fleet, **wishes: Any) -> bool:
     """Tell whether any placement fits, as `search.fits` does."""
     if not costs.by_place:
         return fits(costs, fleet, **wishes)
-    wishes.pop("at_most", None)
     try:
         search_stages(costs, fleet, **wishes)
     except NoPlacement:

@@ -77,7 +77,6 @@ class Problem:
         *,
         use_all: bool = False,
         limits: Limits = NO_LIMITS,
-        at_most: int | None = None,
     ) -> None:
         num_devices = len(fleet.devices)
         if use_all and num_devices > costs.num_blocks:
@@ -88,7 +87,7 @@ class Problem:
             )
         most = min(num_devices, costs.num_blocks)
         self.aim: Aim = aim
-        self._num_stages = range(most if use_all else 1, min(most, at_most or most) + 1)
+        self._num_stages = range(most if use_all else 1, min(most, limits.most_devices or most) + 1)
         timed = aim in ("latency", "throughput")
         links = link_seconds(costs, fleet) if timed and fleet.links else None
         self._groups = group_devices(costs, fleet, links=links, timed=timed, alone=limits.devices)
@@ -100,7 +99,7 @@ class Problem:
             receivers = [group.devices[-1] for group in self._groups]
             self._links = links[np.ix_(senders, receivers)]
         self.memory = Memory(costs, [group.budget_bytes for group in self._groups])
-        self._is_limited = bool(limits)
+        self._is_limited = bool(limits) and limits.most_devices is None
 
     def optimum(self) -> tuple[Stages, float]:
         """A placement with exact costs that nothing with as few devices beats, and its cost."""

@@ -163,12 +163,8 @@ def fits(
     use_all: bool = False,
     strategy: Strategy = "auto",
     limits: Limits = NO_LIMITS,
-    at_most: int | None = None,
 ) -> bool:
     """Tell whether any placement fits; cheaper than `search`, because nothing is proved optimal.
-
-    With `at_most` only those on so many devices count; it makes no difference to the strategies
-    that say how many are used.
 
     Raises
     ------
@@ -176,7 +172,7 @@ def fits(
         As `search` does.
     """
     use_all = use_all or strategy == "balanced"
-    problem = Problem(costs, fleet, "headroom", use_all=use_all, limits=limits, at_most=at_most)
+    problem = Problem(costs, fleet, "headroom", use_all=use_all, limits=limits)
     if strategy != "sequential":
         return problem.fits()
     try:
