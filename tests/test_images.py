@@ -1,14 +1,21 @@
 """Made-up images in each family's format: the model's own code accepts them."""
 
+import dataclasses
+
 import pytest
 import torch
 import towers
 from torch import nn
 from transformers import Glm4vConfig, LlamaConfig, PreTrainedModel
 
-from duoka import models, virtual
-from duoka.images import image_inputs
-from duoka.errors import ModelError
+import duoka
+from duoka import Workload, models, virtual
+from duoka.errors import ModelError, UsageError
+from duoka.images import image_inputs, prompts_for
+from duoka.planner import Question, solve
+from duoka.profiles import whole_prompt
+
+from . import tiny
 
 FAMILIES = (
     "glm4v", "glm46v", "glm4v_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next",
@@ -84,3 +91,61 @@ def test_a_family_that_is_not_known() -> None:
 def test_an_image_that_the_processor_refuses() -> None:
     with pytest.raises(ModelError, match=r"4000x10.*aspect ratio"):
         image_inputs(towers.build("qwen2_vl"), [(4000, 10)])
+
+
+PICTURED = Workload(
+    prompt_tokens=400, new_tokens=4, dtype="bfloat16", images=1, image_size=(100, 200)
+)
+
+
+def test_prompts_are_no_shorter_than_their_images() -> None:
+    model = models.build(tiny.CONFIGS["tower"], dtype=torch.bfloat16)
+    prompts = prompts_for(model, PICTURED.conditions)
+    assert prompts is not None
+    assert prompts_for(model, Workload().conditions) is None
+    # 8 by 8 patches, and the words around them.
+    assert 64 < prompts.least_tokens < 80
+    assert prompts.inputs(2, 0)["input_ids"].shape == (2, prompts.least_tokens)
+    assert prompts.inputs(3, 400)["input_ids"].shape == (3, 400)
+
+
+def test_a_prompt_that_is_too_short_for_its_images_is_refused() -> None:
+    short = dataclasses.replace(PICTURED, prompt_tokens=60, prefill_chunk_tokens=None)
+    question = Question(fleet=duoka.Fleet.parse("virtual:1GiB"), workload=short)
+    profile = tiny.regular("tower", short.conditions)
+    with pytest.raises(UsageError, match=r"1 image of 200x100 .* take \d+ tokens.* has 60"):
+        solve(profile, question)
+
+
+def test_a_prompt_with_images_runs_whole() -> None:
+    assert whole_prompt(PICTURED, is_encoder=False).prefill_chunk_tokens is None
+    chunked = dataclasses.replace(PICTURED, prefill_chunk_tokens=128)
+    with pytest.raises(UsageError, match="images .* in chunks of 128"):
+        whole_prompt(chunked, is_encoder=False)
+    text = Workload(prefill_chunk_tokens=128)
+    assert whole_prompt(text, is_encoder=False) == text
+
+
+def test_a_text_model_can_not_be_planned_with_images() -> None:
+    model = models.build(tiny.CONFIGS["llama"], dtype=torch.bfloat16)
+    with pytest.raises(ModelError, match="takes no images"):
+        duoka.plan(model, "virtual:1GiB", PICTURED)
+
+
+@pytest.mark.slow
+def test_a_vision_model_on_five_cards() -> None:
+    """Out of memory is what people got there: the plan counts the tower and the image's tokens."""
+    config = Glm4vConfig().to_dict()
+    config["text_config"]["rope_parameters"] |= {
+        "mrope_section": [8, 12, 12],
+        "partial_rotary_factor": 0.5,
+    }
+    architecture = {"architectures": ["Glm4vForConditionalGeneration"]}
+    model = models.build({**config, **architecture}, dtype=torch.bfloat16)
+    workload = Workload(prompt_tokens=7680, new_tokens=512, images=1, image_size=(1120, 1120))
+    plan = duoka.plan(model, "virtual:5x12GiB", workload)
+    tower, *others = plan.forecast.devices
+    assert others
+    assert plan.device_map["model.visual"] == tower.device
+    text = duoka.plan(model, "virtual:5x12GiB", Workload(prompt_tokens=7680, new_tokens=512))
+    assert tower.activation_bytes > text.forecast.devices[0].activation_bytes
