@@ -117,3 +117,17 @@ def test_a_missing_package_is_named(
     with pytest.raises(UsageError, match=f"need {package}") as caught:
         require(scheme)
     assert "pip install" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_fewer_rows_at_once_where_memory_is_short(scheme: Scheme) -> None:
+    weight = torch.randn(1024, 1024, generator=torch.manual_seed(3)).bfloat16()
+    whole = quantize(weight.to("vgpu:0"), scheme)
+    sketch = quantize(weight.to("meta"), scheme)
+    with virtual.gpus([8 * 2**20], data="cpu"):
+        made = empty_weight(sketch, torch.device("vgpu:0"))
+        fill_rows(made, 0, weight)
+        for name, part in parts(whole).items():
+            assert torch.equal(parts(made)[name].cpu(), part.cpu()), name
+        with pytest.raises(torch.OutOfMemoryError):
+            quantize(weight.to("vgpu:0"), scheme)

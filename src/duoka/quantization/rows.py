@@ -7,6 +7,7 @@ way. Results are bit for bit those of the whole weight at once.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .parts import parts
@@ -14,7 +15,7 @@ from .weights import computes_in, quantize, scheme_of
 
 _ALIGNED_ROWS = 64
 """The layouts for int4 keep so many rows together."""
-_WORKING_ELEMENTS = 2**21
+_WORKING_ELEMENTS = 2**20
 """Rows are taken until they have so many numbers; quantizing takes some 20 bytes for each."""
 # Along which dimension of a part the rows lie; along the others they don't.
 _ROW_DIMENSION = {
@@ -42,11 +43,28 @@ def fill_rows(target: Tensor, start: int, source: Tensor) -> None:
         [rows, columns], floating, on any device; copied to the target's some rows at a time.
     """
     assert takes_rows(target, start, start + len(source))
-    scheme = scheme_of(target)
     step = max(_WORKING_ELEMENTS // source.shape[1] // _ALIGNED_ROWS, 1) * _ALIGNED_ROWS
     for first in range(0, len(source), step):
-        taken = source[first : first + step].to(device=target.device, dtype=computes_in(target))
-        _write(target, start + first, quantize(taken, scheme))
+        _fill(target, start + first, source[first : first + step])
+
+
+def _fill(target: Tensor, start: int, source: Tensor) -> None:
+    """Quantize rows at once, or in two halves where there isn't memory for that."""
+    if not _does_fill(target, start, source):
+        half = len(source) // 2 // _ALIGNED_ROWS * _ALIGNED_ROWS
+        _fill(target, start, source[:half])
+        _fill(target, start + half, source[half:])
+
+
+def _does_fill(target: Tensor, start: int, source: Tensor) -> bool:
+    try:
+        taken = source.to(device=target.device, dtype=computes_in(target))
+        _write(target, start, quantize(taken, scheme_of(target)))
+    except torch.OutOfMemoryError:
+        if len(source) < 2 * _ALIGNED_ROWS:
+            raise
+        return False  # what was made on the way is freed when this returns
+    return True
 
 
 def _write(target: Tensor, start: int, rows: Tensor) -> None:
