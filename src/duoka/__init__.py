@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from .api import dispatch, load, plan, plan_replicas
     from .checkpoint import Checkpoint
     from .checks import check
-    from .constraints import Constraints
     from .comparison import compare
+    from .constraints import Constraints
     from .explanation import explain
     from .exports import export
     from .fleet import Device, Fleet, Link
