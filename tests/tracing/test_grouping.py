@@ -159,7 +159,7 @@ def test_embedding_and_positions_are_one_block() -> None:
 
 def test_a_tied_head_is_a_block_of_its_own() -> None:
     found = groups_of(Positions(), tokens())
-    assert found[-1] == Group(names=("head",), owners=("head",))
+    assert found[-1] == Group(names=("head",), owners=("head",), streams=True)
 
 
 class Mixed(nn.Module):
