@@ -130,6 +130,21 @@ class TrainingCosts(Costs):
         """Whether a stage costs by how many come after it."""
         return self.training.schedule == "1f1b" and self.training.micro_batches > 1
 
+    def reserved_bytes(
+        self, start: int, stop: int, budget_bytes: int, *, place: int = 1
+    ) -> int | None:
+        """How little memory a stage can do with; None when it doesn't fit the budget.
+
+        Where layers fall into several blocks, a rehearsal can lose sight of a tensor that goes
+        from one to another but one; what blocks hold of their own is the least in any case.
+        """
+        needed = super().reserved_bytes(start, stop, budget_bytes, place=place)
+        if needed is None:
+            return None
+        alike = self.alike == self.alike[start, stop]
+        needed = max(needed, int(self.bounds_at(place)[alike].max()))
+        return needed if needed <= budget_bytes else None
+
     def bounds_at(self, place: int) -> Ints:
         """[start, stop]: never more than the exact bytes of a stage at this place."""
         flying = in_flight(self.training, place)
