@@ -7,6 +7,8 @@ way. Results are bit for bit those of the whole weight at once.
 
 from __future__ import annotations
 
+import traceback
+
 import torch
 from torch import Tensor
 
@@ -60,10 +62,12 @@ def _does_fill(target: Tensor, start: int, source: Tensor) -> bool:
     try:
         taken = source.to(device=target.device, dtype=computes_in(target))
         _write(target, start, quantize(taken, scheme_of(target)))
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError as error:
         if len(source) < 2 * _ALIGNED_ROWS:
             raise
-        return False  # what was made on the way is freed when this returns
+        # Frames that the error refers to hold what was made on the way.
+        traceback.clear_frames(error.__traceback__)
+        return False
     return True
 
 
