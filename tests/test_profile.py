@@ -12,9 +12,10 @@ from . import tiny
 
 
 def test_monomials_are_what_their_names_say() -> None:
-    b, q, k = 3, 5, 13
-    values = dict(zip(MONOMIALS, monomials(b, q, k), strict=True))
-    letters = {"1": 1, "b": b, "q": q, "k": k, "p": 16}
+    b, q, k, c = 3, 5, 13, 21
+    values = dict(zip(MONOMIALS, monomials(b, q, k, c), strict=True))
+    assert tuple(values.values())[: len(monomials(b, q, k))] == monomials(b, q, k)
+    letters = {"1": 1, "b": b, "q": q, "k": k, "p": 16, "c": c, "r": 24}
     for name, value in values.items():
         expected = 1
         for letter in name:
@@ -23,7 +24,8 @@ def test_monomials_are_what_their_names_say() -> None:
 
 
 def test_padded_keys_of_an_aligned_length_are_the_keys() -> None:
-    values = dict(zip(MONOMIALS, monomials(1, 1, 16), strict=True))
+    values = dict(zip(MONOMIALS, monomials(1, 1, 16, 24), strict=True))
+    assert values["r"] == values["c"] == 24
     assert values["p"] == values["k"] == 16
 
 
