@@ -32,7 +32,7 @@ Stages = tuple[tuple[int, int, int], ...]
 Likeness = tuple[tuple[int, ...], int]
 
 # A stage whose brief replay needs up to so much of a budget may hold when every step is replayed.
-_CLOSE = 1.02
+_CLOSE = 1.06
 _ENDLESS = 1 << 60
 
 CHUNKS = (512, 1024, 2048, 4096, 8192, None)

@@ -17,7 +17,7 @@ def report(found: Row) -> str:
         *_by("model", found["cells"]),
         *_by("context", found["cells"]),
         *_times(found["cells"]),
-        *_contexts(found["contexts"]),
+        *(_contexts(found["contexts"]) if found["contexts"] else ()),
         *_measured(found["measured"]),
         *_audit(found),
     ]
@@ -77,7 +77,8 @@ def _totals(found: Row) -> Iterator[str]:
         for name in ("fewest", "duoka", "auto_gpus")
     )
     yield line("GPUs, mean where all three solve", *(f"{mean:.2f}" for mean in means))
-    yield f"\n{len(rows)} cells ({found['machines_per_workload']} machines for each workload, seed"
+    models = len({row["model"] for row in rows})
+    yield f"\n{len(rows)} cells of {models} models ({found['machines_per_workload']} machines for each workload, seed"
     yield f"{found['seed']}), judged in {found['seconds']:.0f} s."
     offloads = count(fits, _offloads)
     broken = count(fits, _unheld, lambda row: row["auto_trouble"] and not _offloads(row))
