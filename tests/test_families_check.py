@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from duoka import Placement, Workload
 from duoka.api import without_data
-from duoka.images import image_inputs
 from duoka.checks import check
+from duoka.images import image_inputs
 from duoka.tracing import Subject, trace_call
 
 FAST = (

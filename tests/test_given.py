@@ -213,6 +213,8 @@ print([name for name in ("torch", "transformers") if name in sys.modules])
 @pytest.mark.parametrize("load", [SHORT, CHUNKED])
 @pytest.mark.parametrize("name", tiny.CONFIGS)
 def test_scattered_blocks_are_forecast_exactly(name: str, load: Workload) -> None:
+    if name == "pair" and load is CHUNKED:
+        pytest.skip("an encoder can't read its prompt in chunks")
     profile = tiny.profile_for(name, load)
     for seed in range(2):
         device_map = scattered(profile, 3, seed)

@@ -120,7 +120,7 @@ def test_a_prompt_that_is_too_short_for_its_images_is_refused() -> None:
 def test_a_prompt_with_images_runs_whole() -> None:
     assert whole_prompt(PICTURED, is_encoder=False).prefill_chunk_tokens is None
     chunked = dataclasses.replace(PICTURED, prefill_chunk_tokens=128)
-    with pytest.raises(UsageError, match="images .* in chunks of 128"):
+    with pytest.raises(UsageError, match=r"images .* in chunks of 128"):
         whole_prompt(chunked, is_encoder=False)
     text = Workload(prefill_chunk_tokens=128)
     assert whole_prompt(text, is_encoder=False) == text

@@ -171,7 +171,8 @@ class Int8SlidingLayer(Int8Layer):
         """Add tokens, and return the keys and values of all that they attend to."""
         self.cumulative_length += key_states.shape[-2]
         keys, values = super().update(key_states, value_states)
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         self.keys, self.values = self._last(self.keys), self._last(self.values)
         self._change_scales(self._last)
         return keys, values
