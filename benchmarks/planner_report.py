@@ -78,8 +78,8 @@ def _totals(found: Row) -> Iterator[str]:
     )
     yield line("GPUs, mean where all three solve", *(f"{mean:.2f}" for mean in means))
     models = len({row["model"] for row in rows})
-    yield f"\n{len(rows)} cells of {models} models ({found['machines_per_workload']} machines for each workload, seed"
-    yield f"{found['seed']}), judged in {found['seconds']:.0f} s."
+    yield f"\n{len(rows)} cells of {models} models ({found['machines_per_workload']} machines for"
+    yield f"each workload, seed {found['seed']}), judged in {found['seconds']:.0f} s."
     offloads = count(fits, _offloads)
     broken = count(fits, _unheld, lambda row: row["auto_trouble"] and not _offloads(row))
     yield f"Where it fits and `auto` fails, its map puts layers on the CPU in {offloads} cells, "
