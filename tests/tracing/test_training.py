@@ -65,13 +65,25 @@ def test_windows_in_training(tokens: int) -> None:
     hold("window", rehearsing.load(tokens, **FULL), [3])
 
 
+@pytest.mark.parametrize(("name", "layers"), [("glm", "num_hidden_layers"), ("bloom", "n_layer")])
 def test_what_is_left_out_is_what_would_have_been_recorded(
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, layers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workload = rehearsing.load(40, batch=2, **FULL)
-    brief = trace_alone("glm", workload, num_hidden_layers=7)
+    brief = trace_alone(name, workload, **{layers: 7})
     monkeypatch.setattr(tracing._Tracer, "skip", False)
-    assert brief == trace_alone("glm", workload, num_hidden_layers=7)
+    assert brief == trace_alone(name, workload, **{layers: 7})
+
+
+def test_layers_of_several_blocks_are_never_forecast_too_low() -> None:
+    cuts = [4, 11]  # within layers
+    workload = rehearsing.load(300, batch=2, **FULL)
+    profile = trace_alone("bloom", workload)
+    told = rehearsing.forecast(profile, workload, cuts)
+    measured = rehearsing.measure("bloom", profile, workload, cuts)
+    for peaks, (allocated, reserved) in zip(told, measured, strict=True):
+        assert allocated <= peaks.allocated <= 1.01 * allocated
+        assert 0.99 * reserved <= peaks.reserved <= 1.03 * reserved
 
 
 def trace_alone(name: str, workload: Any, **changes: Any) -> Profile:

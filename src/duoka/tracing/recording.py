@@ -234,6 +234,10 @@ class Recorder:
             for home in self._tapes[block].events
         )
 
+    def gives_others(self, block: int, home: Home) -> bool:
+        """Whether what a block was given has been given to another one in this pass, too."""
+        return any(home in tape.reads for by, tape in enumerate(self._tapes) if by != block)
+
     def home_of(self, tensor: virtual.VirtualTensor) -> Home | None:
         """Where a tensor's storage was made."""
         return self._homes.get(tensor.storage_id)
@@ -271,9 +275,8 @@ class Skipper:
         inputs = _describe((args, kwargs), recorder, block, {})
         key = (own, self._signatures[block - 1], around, inputs)
         first, output, made = self._seen.get(key, (block, None, 0))
-        # A block that runs twice in a step is no stand-in for itself. One that ends what was made
-        # far away can't say what another one ends.
-        if first != block and not recorder.frees_afar(first):
+        # A block that runs twice in a step is no stand-in for itself.
+        if first != block and self.speaks_for_others(recorder, first):
             self._like[block] = first
             result = self.stand_in(output, recorder, block, (args, kwargs))
             recorder.count_from(block, made)
@@ -286,6 +289,13 @@ class Skipper:
         if _can_stand_in(output):
             self._seen[key] = (block, output, recorder.count_of(block))
         return result
+
+    def speaks_for_others(self, recorder: Recorder, first: int) -> bool:
+        """Whether what a block does tells what others do that are like it.
+
+        One that ends what was made far away can't say what another one ends.
+        """
+        return not recorder.frees_afar(first)
 
     def stand_in(self, picture: Any, recorder: Recorder, block: int, call: Any) -> Any:
         """Make a block's outputs, by the picture of those of the one that it is like."""

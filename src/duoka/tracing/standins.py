@@ -7,7 +7,7 @@ what it does itself is known from the block that it is like.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 
 from .. import virtual
 from .grouping import Group, tensors_in
-from .recording import Recorder, Skipper, picture_made
+from .recording import Home, Recorder, Skipper, picture_made
 
 
 def placeholder(position: int) -> int:
@@ -34,6 +34,35 @@ class TrainingSkipper(Skipper):
             None if own is None else (own, following)
             for own, following in zip(self._signatures, after, strict=True)
         ]
+        self._given: dict[int, set[Home]] = {}
+
+    def call(
+        self,
+        recorder: Recorder,
+        place: tuple[int, Any],
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Run a block, or make its outputs only where one that is like it has run."""
+        given = self._given[place[0]] = set()
+        for tensor in tensors_in((args, kwargs)):
+            if isinstance(tensor, virtual.VirtualTensor) and tensor.requires_grad:
+                home = recorder.home_of(tensor)
+                if home is not None:
+                    given.add(home)
+        return super().call(recorder, place, forward, args, kwargs)
+
+    def speaks_for_others(self, recorder: Recorder, first: int) -> bool:
+        """Whether what a block does tells what others do that are like it.
+
+        One whose argument others were given as well (a residual that is a block's argument) keeps
+        it alive for its backward pass, which a stand-in doesn't, and adds up the gradients that all
+        of them make, which lie elsewhere for another block.
+        """
+        if any(recorder.gives_others(first, home) for home in self._given[first]):
+            return False
+        return super().speaks_for_others(recorder, first)
 
     def stand_in(self, picture: Any, recorder: Recorder, block: int, call: Any) -> Any:
         """Make a block's outputs, with a way back to its arguments."""
