@@ -55,6 +55,14 @@ def test_adapters_checkpoints_and_master_weights() -> None:
     hold("tied", workload, [2, 4], by_rules=False)
 
 
+def test_what_is_computed_again_together_is_one_block() -> None:
+    workload = rehearsing.load(300, batch=2, gradient_checkpointing=True, **FULL)
+    profile = trace_alone("bloom", workload)
+    layers = [block.modules for block in profile.blocks if ".h." in block.modules[0]]
+    assert layers == [(f"transformer.h.{number}",) for number in range(4)]
+    hold("bloom", workload, [3, 5], by_rules=False)
+
+
 def test_experts_in_training() -> None:
     hold("experts", rehearsing.load(300, batch=2, **FULL), [3], by_rules=False)
 

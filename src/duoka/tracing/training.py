@@ -6,12 +6,14 @@ are there already, new ones are added to them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..models import base_name, make_trainable
 from ..profile import ALIGNED_TOKENS, TRAINING_PHASES, Kind, Profile, Regime, Tape
@@ -151,6 +153,8 @@ class _Tracer:
         learner = self._learner(1, 8)
         self.groups = find_groups(self.model, learner.look)
         self.model.train()
+        if self.training.gradient_checkpointing:
+            self.groups = _joined(self.model, self.groups)
 
     def rules(self) -> Iterator[Found]:
         """Regimes for every micro-batch."""
@@ -256,6 +260,42 @@ class _Tracer:
         for block, first in enumerate(like):
             pairs = zip(self.groups[block].owners, self.groups[first].owners, strict=True)
             self.trained |= {owner: self.trained[model] for owner, model in pairs}
+
+
+def _joined(model: nn.Module, groups: Sequence[Group]) -> list[Group]:
+    """The blocks, with those together that the backward pass computes again together.
+
+    Where it does so on two devices, what is moved between them is moved again, and kept until
+    all of it has been computed: no tape says that.
+    """
+    layers = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
+    ]
+    # A layer that shares a block with what is around it stays as it is.
+    whole_ones = [
+        name for name in layers if not any(0 < _share(group, name) < 1 for group in groups)
+    ]
+
+    def layer_of(group: Group) -> str | None:
+        return next((name for name in whole_ones if _share(group, name) == 1), None)
+
+    made: list[Group] = []
+    for layer, members in itertools.groupby(groups, layer_of):
+        first, *others = members
+        if layer is None or not others:
+            made += [first, *others]
+            continue
+        owners = tuple(owner for group in (first, *others) for owner in group.owners)
+        made.append(Group(names=(layer,), owners=owners))
+    return made
+
+
+def _share(group: Group, name: str) -> float:
+    """The part of a block's owners that a module contains."""
+    inside = [owner == name or owner.startswith(f"{name}.") for owner in group.owners]
+    return sum(inside) / max(len(inside), 1)
 
 
 def _dtype_name(dtype: torch.dtype) -> Dtype:
