@@ -1,6 +1,7 @@
 """Made-up images in each family's format: the model's own code accepts them."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from transformers import Glm4vConfig, LlamaConfig, PreTrainedModel
 
 import duoka
-from duoka import Workload, models, virtual
+from duoka import Constraints, Workload, models, virtual
 from duoka.errors import ModelError, UsageError
 from duoka.images import image_inputs, prompts_for
 from duoka.planner import Question, solve
@@ -132,20 +133,48 @@ def test_a_text_model_can_not_be_planned_with_images() -> None:
         duoka.plan(model, "virtual:1GiB", PICTURED)
 
 
-@pytest.mark.slow
-def test_a_vision_model_on_five_cards() -> None:
-    """Out of memory is what people got there: the plan counts the tower and the image's tokens."""
+LONG = Workload(
+    prompt_tokens=7680,
+    new_tokens=4,
+    dtype="bfloat16",
+    prefill_chunk_tokens=None,
+    images=1,
+    image_size=(1120, 1120),
+)
+
+
+def vision_config() -> dict[str, Any]:
     config = Glm4vConfig().to_dict()
     config["text_config"]["rope_parameters"] |= {
         "mrope_section": [8, 12, 12],
         "partial_rotary_factor": 0.5,
     }
-    architecture = {"architectures": ["Glm4vForConditionalGeneration"]}
-    model = models.build({**config, **architecture}, dtype=torch.bfloat16)
-    workload = Workload(prompt_tokens=7680, new_tokens=512, images=1, image_size=(1120, 1120))
+    return {**config, "architectures": ["Glm4vForConditionalGeneration"]}
+
+
+@pytest.mark.slow
+def test_a_vision_model_on_five_cards() -> None:
+    """Out of memory is what people got there: the plan counts the tower and the image's tokens."""
+    model = models.build(vision_config(), dtype=torch.bfloat16)
+    workload = dataclasses.replace(LONG, new_tokens=512)
     plan = duoka.plan(model, "virtual:5x12GiB", workload)
     tower, *others = plan.forecast.devices
     assert others
-    assert plan.device_map["model.visual"] == tower.device
+    assert plan.device_map["model.visual.blocks.0"] == tower.device
     text = duoka.plan(model, "virtual:5x12GiB", Workload(prompt_tokens=7680, new_tokens=512))
     assert tower.activation_bytes > text.forecast.devices[0].activation_bytes
+
+
+@pytest.mark.slow
+def test_a_tower_on_two_of_five_cards() -> None:
+    config = vision_config()
+    model = models.build(config, dtype=torch.bfloat16)
+    inside = (("model.visual.blocks.11", "vgpu:0"), ("model.visual.blocks.12", "vgpu:1"))
+    limits = Constraints(pins=inside)
+    plan = duoka.plan(model, "virtual:5x24GiB", LONG, use_all=True, constraints=limits)
+    assert len(plan.forecast.devices) == 5
+    assert dict(inside).items() <= plan.device_map.items()
+    measured = tiny.measure(plan, config)
+    for forecast, (allocated, reserved) in zip(plan.forecast.devices, measured, strict=True):
+        assert forecast.allocated_bytes == pytest.approx(allocated, rel=0.003)
+        assert forecast.reserved_bytes == pytest.approx(reserved, rel=0.003)

@@ -149,6 +149,14 @@ class Costs:
         """Whether modules go where an earlier one goes, and what they need may make a detour."""
         return any(block.modules and block.tied_to is not None for block in self.profile.blocks)
 
+    @property
+    def has_returns(self) -> bool:
+        """Whether a stage may go on after a later one: with tied modules, or what a tower made."""
+        blocks = self.profile.blocks
+        # Behind the last modules is only what the caller does.
+        last = max((index for index, block in enumerate(blocks) if block.modules), default=0)
+        return any(block.tied_to is not None for block in blocks[: last + 1])
+
     def blocks_of(self, start: int, stop: int) -> tuple[int, ...]:
         """The blocks of a stage, tied ones included, in execution order."""
         chain = self.chain[start:stop]

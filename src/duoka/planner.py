@@ -240,7 +240,7 @@ def _search(costs: Costs, question: Question) -> tuple[Solution, list[StageBytes
                 stage.stop,
                 question.fleet.devices[stage.device].budget_bytes,
                 place=len(solution.stages) - number,
-                device_of=device_of if costs.has_ties else None,
+                device_of=device_of if costs.has_returns else None,
             )
             for number, stage in enumerate(solution.stages)
         ]

@@ -341,6 +341,41 @@ def test_a_cut_between_any_two_blocks_works(model: nn.Module) -> None:
             assert torch.allclose(spread(x.to("vgpu:0")).cpu(), expected, atol=1e-5)
 
 
+class Spliced(nn.Module):
+    """Words first, then what is added to them: moved to where they are, or not."""
+
+    def __init__(self, *, moves: bool) -> None:
+        super().__init__()
+        self.moves = moves
+        self.words = nn.Embedding(10, WIDTH)
+        self.tower = nn.Sequential(nn.Linear(WIDTH, WIDTH), Inner())
+        self.layer = Inner()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        words = self.words(ids)
+        seen = self.tower(torch.zeros(1, ids.shape[1], WIDTH, device=ids.device))
+        if self.moves:
+            seen = seen.to(words.device)
+        return self.layer(words + seen)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("hears", [False, True])
+def test_a_block_ends_where_model_code_moves_what_it_made(moves: bool, hears: bool) -> None:
+    model = Spliced(moves=moves)
+    with virtual.gpus([None], data="meta"), torch.no_grad():
+        place(model, Placement(entries=(("", "vgpu:0"),)))
+        ids = tokens().to("vgpu:0")
+        groups = find_groups(model, lambda: model(ids), hears_moves=hears)
+    assert_complete(model, groups)
+    if moves and hears:
+        found = [group.names for group in groups]
+        assert found == [("words",), ("tower.0",), ("tower.1",), (), ("layer",)]
+        assert [group.returns_to for group in groups] == [None, None, None, 0, None]
+    else:
+        assert [group.names for group in groups] == [("words", "tower"), ("layer",)]
+
+
 # Models of transformers, without any of their lists of class names.
 
 SIZES: dict[str, Any] = {

@@ -10,6 +10,7 @@ execution; nothing is assumed about names, class lists or registration order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 
 from .. import virtual
 from ..quantization import parts
+from .moves import Moves
 
 _TAG = "_duoka_owner"
 # Ends the tag of a module's arguments: they lie elsewhere than parameters of its own may.
@@ -28,15 +30,20 @@ _ENTERED = " entered"
 class Group:
     """The modules and parameters of one block: disjoint names that cover all its owners.
 
-    `streams` says whether all of its tensors are used within calls of the modules named.
+    `streams` says whether all of its tensors are used within calls of the modules named. One
+    without names `returns_to` an earlier block: it is what model code does on that block's device
+    with what later ones have made and it has moved there.
     """
 
     names: tuple[str, ...]
     owners: tuple[str, ...]
     streams: bool = False
+    returns_to: int | None = None
 
 
-def find_groups(model: nn.Module, run: Callable[[], None]) -> list[Group]:
+def find_groups(
+    model: nn.Module, run: Callable[[], None], *, hears_moves: bool = False
+) -> list[Group]:
     """Run a model once and derive its blocks, in execution order.
 
     Parameters
@@ -45,6 +52,8 @@ def find_groups(model: nn.Module, run: Callable[[], None]) -> list[Group]:
         Whole on one virtual GPU without data.
     run : callable
         Runs the model's forward pass.
+    hears_moves : bool
+        Let blocks end where model code moves what they have made (``x.to(y.device)``).
 
     Returns
     -------
@@ -52,7 +61,8 @@ def find_groups(model: nn.Module, run: Callable[[], None]) -> list[Group]:
         Every parameter and buffer belongs to exactly one.
     """
     experiment = _Experiment(model)
-    with experiment.watching(), virtual.observe(experiment):
+    moves = Moves(experiment.place_of, experiment.moved) if hears_moves else nullcontext()
+    with experiment.watching(), virtual.observe(experiment), moves:
         run()
     spans = _merge(experiment.spans())
     order = {owner: index for index, span in enumerate(spans) for owner in span}
@@ -62,9 +72,11 @@ def find_groups(model: nn.Module, run: Callable[[], None]) -> list[Group]:
     blocks: list[list[str]] = [[] for _ in spans] or [[]]
     for owner in experiment.owners:
         blocks[order.get(owner, 0)].append(owner)
-    blocks = _without_empty(model, blocks)
+    returns = _returns(experiment, blocks)
+    blocks = _without_empty(model, blocks, returns)
     groups = [Group(names=_names(model, block, blocks), owners=tuple(block)) for block in blocks]
-    return [replace(group, streams=experiment.streams(group)) for group in groups]
+    groups = [replace(group, streams=experiment.streams(group)) for group in groups]
+    return _with_returns(groups, returns)
 
 
 def find_containers(model: nn.Module, groups: Sequence[Group]) -> list[tuple[int, ...]]:
@@ -112,6 +124,8 @@ class _Experiment:
         self.stack: list[str] = []
         self.count = 0
         self.holders = _holders(model)
+        # Moves by model code: of whose tensor, to whose device, and who began last before.
+        self.moves: list[tuple[str, str, str]] = []
         # For each owner the modules that were running whenever a tensor of its was used.
         self.around: dict[str, set[str]] = {}
 
@@ -155,6 +169,27 @@ class _Experiment:
             if name in holders:
                 return name
         return holders[0]
+
+    def place_of(self, tensor: torch.Tensor) -> str | None:
+        """The tag of a tensor whose device is read."""
+        holders = self.holders.get(id(tensor))
+        tag = getattr(tensor, _TAG, None) if holders is None else self._holder(holders)
+        return tag if isinstance(tag, str) else None
+
+    def moved(self, result: torch.Tensor, source: torch.Tensor, place: str) -> torch.Tensor:
+        """What model code moves lies where it says."""
+        origin = self.place_of(source)
+        alias = result.view_as(result)
+        setattr(alias, _TAG, place)
+        if origin is not None and self.last:
+            running = max(self.first, key=self.first.__getitem__)
+            self.moves.append((origin, place, running))
+        return alias
+
+    def owners_of(self, tag: str) -> set[str]:
+        """The owners that a tag stands for; it may be that of what enters a module."""
+        root = self._find(tag)
+        return {owner for owner in self.first if self._find(owner) == root}
 
     def enter(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.stack.append(name)
@@ -246,8 +281,38 @@ def _merge(spans: list[tuple[int, int, set[str]]]) -> list[set[str]]:
     return [owners for _, owners in merged]
 
 
-def _without_empty(model: nn.Module, blocks: list[list[str]]) -> list[list[str]]:
-    """Blocks with parameters; one that has only buffers joins its neighbour."""
+def _returns(experiment: _Experiment, blocks: list[list[str]]) -> list[tuple[str, str]]:
+    """Moves back to an earlier block: owners of the block that ran, and of the earlier one."""
+    block_of = {owner: index for index, block in enumerate(blocks) for owner in block}
+    found: dict[tuple[str, str], None] = {}
+    for origin, place, running in experiment.moves:
+        made = {block_of[owner] for owner in experiment.owners_of(origin)}
+        target = {block_of[owner] for owner in experiment.owners_of(place)}
+        if made and target and max(target) < min(made) and max(target) < block_of[running]:
+            found[blocks[block_of[running]][0], blocks[max(target)][0]] = None
+    return list(found)
+
+
+def _with_returns(groups: list[Group], returns: list[tuple[str, str]]) -> list[Group]:
+    """The blocks, with one that has no modules behind each move back."""
+    made: list[Group] = []
+    for group in groups:
+        made.append(group)
+        for running, place in returns:
+            if running in group.owners:
+                target = next(i for i, other in enumerate(made) if place in other.owners)
+                made.append(Group(names=(), owners=(), returns_to=target))
+    return made
+
+
+def _without_empty(
+    model: nn.Module, blocks: list[list[str]], returns: list[tuple[str, str]]
+) -> list[list[str]]:
+    """Blocks with parameters; one that has only buffers joins its neighbour.
+
+    That is the one before it, unless a move back lies between the two.
+    """
+    last = {running for running, _ in returns}
     kept: list[list[str]] = []
     waiting: list[str] = []
     for block in blocks:
@@ -259,6 +324,8 @@ def _without_empty(model: nn.Module, blocks: list[list[str]]) -> list[list[str]]
             if has_parameters:
                 kept.append([*waiting, *block])
                 waiting = []
+            elif waiting or last.intersection(kept[-1]):
+                waiting.extend(block)
             else:
                 kept[-1].extend(block)
         else:

@@ -26,6 +26,7 @@ from .fitting import Sample, Unlike, fit
 from .grouping import Group, find_containers, find_groups
 from .naming import name_tensors, roster
 from .recording import Recorder
+from .returning import ReturningRecorder
 from .runs import Run, crossing_runs, image_runs, plain_runs, static_runs
 from .stepping import Stepper
 
@@ -225,7 +226,13 @@ class _Tracer:
         self.longest = longest
         self.steps = steps
         first = max(_LOOKED_AT_TOKENS, steps.least_tokens)
-        groups = find_groups(model, lambda: self.stepper(1).step(first))
+        look = partial(find_groups, model, lambda: self.stepper(1).step(first))
+        # What a tower makes is moved to the text's embeddings, and is spliced into them there.
+        groups = look(hears_moves=True) if steps.prompts is not None else look()
+        self.recorder: type[Recorder] = ReturningRecorder
+        if all(group.returns_to is None for group in groups):
+            self.recorder = Recorder
+            groups = look() if steps.prompts is not None else groups
         self.groups = [*groups, _CALLER]
 
     def stepper(self, batch: int, context_tokens: int = 0) -> Stepper:
@@ -265,7 +272,7 @@ class _Tracer:
         many = workload.batch > 1
         chunks = workload.chunks()
         steps = [*chunks[:2], *chunks[-2:]] if len(chunks) > 4 else [*chunks]
-        recorder = Recorder(self.model, self.groups, skip=True)
+        recorder = self.recorder(self.model, self.groups, skip=True)
         stepper = Stepper.of(self.model, workload, self.device, self.steps.prompts)
         before = 0
         with recorder:
@@ -336,7 +343,7 @@ class _Tracer:
 
     def _record(self, runs: Iterable[Run]) -> list[Sample]:
         samples = []
-        with Recorder(self.model, self.groups, skip=True) as recorder:
+        with self.recorder(self.model, self.groups, skip=True) as recorder:
             for run in runs:
                 stepper = self.stepper(run.batch, run.context)
                 recorder.forget()
@@ -410,7 +417,7 @@ def as_profile(
         kind = Kind(weight_bytes=weights[index], tapes=tuple(tapes[index] for _, tapes in found))
         number = kinds.setdefault(kind, len(kinds))
         # The caller samples where it has made the inputs, which is where the first block lies.
-        tied_to = 0 if group is _CALLER else ties.get(index)
+        tied_to = 0 if group is _CALLER else ties.get(index, group.returns_to)
         blocks.append(
             Block(
                 modules=group.names,

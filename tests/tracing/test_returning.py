@@ -1,0 +1,71 @@
+"""Towers whose features model code moves to the text's embeddings: cut between their blocks."""
+
+from __future__ import annotations
+
+import pytest
+from tests import tiny
+
+from duoka import Fleet, Workload
+from duoka.constraints import Constraints
+from duoka.planner import Question, solve
+from duoka.profile import Profile
+
+TOWER, TEXT = "model.vision_tower", "model.language_model"
+WORKLOAD = Workload(
+    prompt_tokens=444,
+    new_tokens=5,
+    dtype="bfloat16",
+    prefill_chunk_tokens=None,
+    images=1,
+    image_size=(100, 200),
+)
+TWO = Fleet.parse("virtual:2x1GiB")
+
+
+def profile() -> Profile:
+    return tiny.profile_for("tower", WORKLOAD)
+
+
+def test_a_tower_falls_into_its_layers() -> None:
+    blocks = profile().blocks
+    assert [block.modules for block in blocks] == [
+        (f"{TEXT}.embed_tokens",),
+        (f"{TOWER}.embeddings",),
+        (f"{TOWER}.pre_layrnorm",),
+        *[(f"{TOWER}.encoder.layers.{number}",) for number in range(4)],
+        (f"{TOWER}.post_layernorm",),
+        ("model.multi_modal_projector.linear_1",),
+        ("model.multi_modal_projector.linear_2",),
+        (),
+        (f"{TEXT}.rotary_emb", f"{TEXT}.layers.0"),
+        *[(f"{TEXT}.layers.{number}",) for number in range(1, 4)],
+        (f"{TEXT}.norm",),
+        ("lm_head",),
+        (),
+    ]
+    # Where the features are spliced in: on the device of the embedding.
+    assert blocks[10].tied_to == 0
+
+
+def test_text_alone_has_no_returns() -> None:
+    plain = tiny.regular("tower", Workload().conditions)
+    assert all(block.modules for block in plain.blocks[:-1])
+    assert all(block.tied_to is None for block in plain.blocks[:-1])
+
+
+@pytest.mark.parametrize("cut", range(1, 11))
+def test_a_cut_inside_the_tower_is_measured_as_it_is_forecast(cut: int) -> None:
+    chain = [block for block in profile().blocks if block.tied_to is None]
+    names = TWO.names
+    pins = tuple(
+        (name, names[int(number >= cut)])
+        for number, block in enumerate(chain)
+        for name in block.modules
+    )
+    question = Question(fleet=TWO, workload=WORKLOAD, constraints=Constraints(pins=pins))
+    plan = solve(profile(), question)
+    assert plan.device_map[chain[cut].modules[0]] == plan.devices[1]
+    measured = tiny.measure(plan, tiny.CONFIGS["tower"])
+    for forecast, (allocated, reserved) in zip(plan.forecast.devices, measured, strict=True):
+        assert 0 <= forecast.allocated_bytes - allocated <= 0.003 * allocated
+        assert forecast.reserved_bytes == reserved
