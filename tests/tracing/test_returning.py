@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+
 import pytest
+import torch
+import towers
 from tests import tiny
 
-from duoka import Fleet, Workload
+from duoka import Fleet, Workload, virtual
 from duoka.constraints import Constraints
+from duoka.dispatching import dispatch
+from duoka.images import image_inputs
+from duoka.placement import Placement
 from duoka.planner import Question, solve
 from duoka.profile import Profile
+from duoka.tracing import Subject, trace_workload
 
 TOWER, TEXT = "model.vision_tower", "model.language_model"
 WORKLOAD = Workload(
@@ -69,3 +78,25 @@ def test_a_cut_inside_the_tower_is_measured_as_it_is_forecast(cut: int) -> None:
     for forecast, (allocated, reserved) in zip(plan.forecast.devices, measured, strict=True):
         assert 0 <= forecast.allocated_bytes - allocated <= 0.003 * allocated
         assert forecast.reserved_bytes == reserved
+
+
+@pytest.mark.parametrize("name", ["glm4v", "qwen2_5_vl", "llava_next"])
+def test_a_cut_inside_a_tower_gives_the_same_logits(name: str) -> None:
+    workload = dataclasses.replace(WORKLOAD, dtype="float32", image_size=(112, 112))
+    subject = Subject(fingerprint=name, conditions=workload.conditions)
+    blocks = trace_workload(towers.build(name).to("meta"), subject, [workload]).blocks
+    model = towers.build(name)
+    inputs = image_inputs(model, [(112, 112)], prompt_tokens=400)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    behind = next(index for index, block in enumerate(blocks) if block.tied_to is not None)
+    for cut in (2, behind // 2, behind):
+        entries = tuple(
+            (module, f"vgpu:{int(index >= cut)}")
+            for index, block in enumerate(blocks)
+            for module in block.modules
+        )
+        with virtual.gpus([None, None]), torch.no_grad():
+            spread = dispatch(copy.deepcopy(model), Placement(entries=entries))
+            logits = spread(**{key: value.to("vgpu:0") for key, value in inputs.items()}).logits
+            assert torch.allclose(logits.cpu(), expected, atol=1e-4)
