@@ -136,6 +136,26 @@ def test_seconds_are_those_of_the_link() -> None:
     assert plan.forecast.seconds.token_seconds == pytest.approx(120 * MIB / rate, rel=1e-3)
 
 
+def test_gpus_that_differ_in_their_link_to_the_host_are_not_exchanged() -> None:
+    cards = [
+        Device(
+            name=f"vgpu:{number}",
+            budget_bytes=185 * MIB,
+            memory_bytes_per_second=1e12,
+            flops_per_second=1e14,
+            host_bytes_per_second=rate,
+        )
+        for number, rate in enumerate((1e9, 1e11))
+    ]
+    for devices in (cards, cards[::-1]):
+        plan = solve(
+            LAYERS, replace(ask(1), fleet=Fleet(devices=tuple(devices)), objective="latency")
+        )
+        assert plan.offloaded
+        assert plan.forecast.seconds is not None
+        assert plan.value == pytest.approx(plan.forecast.seconds.total_seconds)
+
+
 @functools.cache
 def deep() -> Profile:
     model = models.build(DEEP, dtype=torch.bfloat16)

@@ -111,7 +111,7 @@ class Device:
 
     @property
     def speeds(self) -> tuple[float | None, ...]:
-        """All that the seconds of a stage depend on: equal for devices that are equally fast."""
+        """How fast it computes; equal for devices that are equally fast."""
         return (
             self.memory_bytes_per_second,
             self.flops_per_second,

@@ -101,8 +101,8 @@ def exchangeable(fleet: Fleet) -> tuple[tuple[int, ...], ...]:
 
 
 def speeds(device: Device) -> tuple[float | None, ...]:
-    """All that the seconds of a stage may depend on."""
-    return device.speeds
+    """All that the seconds of a stage may depend on, streamed weights included."""
+    return (*device.speeds, device.host_bytes_per_second)
 
 
 def _exchangeable(links: Floats, one: int, other: int) -> bool:

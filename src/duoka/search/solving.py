@@ -12,7 +12,6 @@ from duoka.fleet import Fleet
 
 from .costs import StageCosts
 from .filling import fill, furthest
-from .groups import speeds
 from .limits import NO_LIMITS, Limits
 from .problem import Aim, NoPlacement, Objective, Problem
 from .programme import Stages
@@ -232,7 +231,7 @@ def _resolve(objective: Objective | Literal["auto"], costs: StageCosts, fleet: F
         )
     if objective == "headroom":
         return objective
-    if objective == "auto" and len({speeds(device) for device in fleet.devices}) == 1:
+    if objective == "auto" and len({device.speeds for device in fleet.devices}) == 1:
         return "headroom"
     unknown = [d.name for d in fleet.devices if costs.seconds(d) is None]
     if objective == "auto":
