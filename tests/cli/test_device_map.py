@@ -131,7 +131,7 @@ def test_what_does_not_fit(tiny: Path, program: Program, write: Write) -> None:
     done = program("plan", tiny, *small, *SIZES, "--device-map", device_map)
     assert done.returncode == 7
     assert "vgpu:1 needs" in done.stderr
-    assert "without the map duoka's own plan fits" in done.stderr
+    assert "duoka's own plan instead of the map" in done.stderr
 
 
 def test_options_that_contradict_a_map(

@@ -100,14 +100,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
     correct_columns()
     given = list(sys.argv[1:] if arguments is None else arguments)
     state = options.State()
-    # Not Typer's own call: its way to run turns Ctrl-C and a closed pipe into exit code 1.
-    program = typer.main.get_command(app)
     try:
-        code = _invoke(program, given, state)
+        # Not Typer's own call: its way to run turns Ctrl-C and a closed pipe into exit code 1.
+        code = _invoke(typer.main.get_command(app), given, state)
         # Here, and not at the interpreter's end, a full disk or a closed pipe can be told.
         sys.stdout.flush()
     except BaseException as error:
-        known = options_of(program, given)
+        known = options_of(typer.main.get_command(app), given)
         return failures.report(error, debug=state.debug, arguments=given, known=known)
     return code
 
