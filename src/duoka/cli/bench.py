@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -91,6 +92,17 @@ def bench(
         )
     named = planning.ALL_GPUS if gpus is None else gpus
     if quality is None:
+        _refuse_beside_calibrate(
+            {
+                "a model": model,
+                "--quantize": quantize,
+                "--context": context,
+                "--stride": stride,
+                "--tokens": tokens,
+                "--dtype": dtype,
+                "--revision": revision,
+            }
+        )
         _calibrate(named, json=json)
         return
     asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code, to_run=True)
@@ -100,6 +112,16 @@ def bench(
         typer.echo(json_format.dumps(to_dict(found), indent=1, ensure_ascii=False))
     else:
         _print_quality(found)
+
+
+def _refuse_beside_calibrate(said: Mapping[str, object]) -> None:
+    """Refuse what is for --quality."""
+    beside = [name for name, value in said.items() if value is not None]
+    if beside:
+        raise UsageError(
+            f"{', '.join(beside)} can't be given with --calibrate, which measures GPUs alone",
+            hint="--quality FILE MODEL measures a model",
+        )
 
 
 class _Wanted(NamedTuple):

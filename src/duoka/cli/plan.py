@@ -126,7 +126,7 @@ def plan(
     )
     answer.check()
     if replicas is not None:
-        answer.refuse_beside_copies()
+        answer.refuse_beside_copies(replan=replan)
         answer.give_copies(planning.make_copies(model, plan_file, wishes, asked=asked))
         return
     try:
@@ -157,12 +157,19 @@ class _Answer:
         outputs.check(self.save, "the plan")
         outputs.check(self.save_device_map, "the device map")
         outputs.check(self.html, "the page")
+        beside = [f"--{name}" for name in ("json", "explain") if getattr(self, name)]
+        if self.export is not None and beside:
+            raise UsageError(
+                f"{', '.join(beside)} can't be given with --export, which prints another form",
+                hint="keep the plan with --save FILE, and ask it for each",
+            )
 
-    def refuse_beside_copies(self) -> None:
+    def refuse_beside_copies(self, *, replan: bool) -> None:
         """Refuse what is made of one plan alone."""
         said = {"save-device-map": self.save_device_map, "html": self.html, "export": self.export}
         beside = [f"--{name}" for name, value in said.items() if value is not None]
         beside += ["--explain"] if self.explain else []
+        beside += ["--replan"] if replan else []
         if beside:
             raise UsageError(
                 f"{', '.join(beside)} can't be given with --replicas: each is for one plan",
