@@ -164,3 +164,13 @@ def test_deepspeed_deals_one_stage_to_each() -> None:
     assert partition_uniform(len(stages), 3) == [0, 1, 2, 3]
     assert [len(stage) for stage in stages] == [1 + 3, 2, 1 + 2]
     compile(export(staged([3, 2, 1]), "deepspeed").text, "export", "exec")
+
+
+@pytest.mark.parametrize("tool", ["vllm", "sglang", "llama.cpp"])
+def test_a_plan_for_training_is_nothing_to_serve(tool: str) -> None:
+    workload = Workload(
+        prompt_tokens=512, new_tokens=0, dtype="bfloat16", training=Training(),
+        prefill_chunk_tokens=None,
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="serves models, and the plan is for training"):
+        export(replace(staged([4, 2]), workload=workload), tool)

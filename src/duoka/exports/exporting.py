@@ -22,6 +22,7 @@ _EXPORTERS: dict[str, Callable[[Plan, Profile | None], Export]] = {
     "deepspeed": deepspeed.export,
 }
 TOOLS = tuple(_EXPORTERS)
+_SERVERS = ("vllm", "sglang", "llama.cpp")
 
 
 def export(plan: Plan, tool: str, profile: Profile | None = None) -> Export:
@@ -47,6 +48,11 @@ def export(plan: Plan, tool: str, profile: Profile | None = None) -> Export:
     >>> print(export(plan, "vllm"))  # doctest: +SKIP
     """
     refuse_unknown(tool)
+    if tool in _SERVERS and plan.workload.training is not None:
+        raise UsageError(
+            f"{tool} serves models, and the plan is for training one",
+            hint="plan without training, or export to torch-pipelining, torchtitan or deepspeed",
+        )
     if profile is None:
         asked = replace(plan.request.workload, dtype=plan.workload.dtype)
         profile = find_profile(plan.fingerprint, plan.workload) or find_profile(
