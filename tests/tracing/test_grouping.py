@@ -376,6 +376,39 @@ def test_a_block_ends_where_model_code_moves_what_it_made(moves: bool, hears: bo
         assert [group.names for group in groups] == [("words", "tower"), ("layer",)]
 
 
+class Masked(nn.Module):
+    """Makes something where its words lie, when the norm behind them has run."""
+
+    def __init__(self, *, how: str) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.how = how
+
+    def forward(self, ids: Tensor) -> Tensor:
+        words = self.words(ids)
+        hidden = self.norm(words)
+        if self.how == "named":
+            mask = torch.ones(words.shape[1], 1, device=words.device)
+        elif self.how == "computed":
+            mask = words.mean(dim=-1, keepdim=True)
+        elif self.how == "seen":
+            mask = words[..., :1]
+        else:
+            mask = torch.ones(words.shape[1], 1, device=hidden.device)
+        return self.layer(hidden) + self.layer(mask.expand_as(hidden))
+
+
+@pytest.mark.parametrize("how", ["named", "computed", "seen", "behind"])
+def test_what_is_made_on_an_earlier_device_keeps_blocks_together(how: str) -> None:
+    """On two GPUs it would lie with the words, in the turn of the norm."""
+    together = [("words", "norm"), ("layer",)]
+    apart = [("words",), ("norm",), ("layer",)]
+    made = how in ("named", "computed")
+    assert names(Masked(how=how), tokens()) == (together if made else apart)
+
+
 # Models of transformers, without any of their lists of class names.
 
 SIZES: dict[str, Any] = {

@@ -3,14 +3,15 @@
 Every module that owns parameters or buffers gets a tag, and so does every module that contains
 some: a tensor computed from a parameter carries its owner's tag, and an argument takes the tag of
 the module that it enters, because there dispatch would move it. Where one operation mixes two
-tags, no cut may pass between their owners. A block is the closure of such a group in the order of
-execution; nothing is assumed about names, class lists or registration order.
+tags, no cut may pass between their owners. Nor may one where code around the modules computes on
+the device of an earlier one: it would do so in the turn of a later one. A block is the closure of
+such a group in the order of execution; nothing is assumed about names, class lists or registration
+order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,10 +62,11 @@ def find_groups(
         Every parameter and buffer belongs to exactly one.
     """
     experiment = _Experiment(model)
-    moves = Moves(experiment.place_of, experiment.moved) if hears_moves else nullcontext()
+    moved = experiment.moved if hears_moves else lambda result, source, place: result
+    moves = Moves(experiment.place_of, moved, experiment.made)
     with experiment.watching(), virtual.observe(experiment), moves:
         run()
-    spans = _merge(experiment.spans())
+    spans = _joined(experiment, _merge(experiment.spans()))
     order = {owner: index for index, span in enumerate(spans) for owner in span}
     for owner in experiment.owners:
         if owner not in order:
@@ -128,22 +130,31 @@ class _Experiment:
         self.moves: list[tuple[str, str, str]] = []
         # For each owner the modules that were running whenever a tensor of its was used.
         self.around: dict[str, set[str]] = {}
+        # Whose tensor was used last; whether something was made since the last operation; and of
+        # all that was made: with whose tensors, in whose turn.
+        self.running = ""
+        self.has_made = False
+        self.work: set[tuple[str, str]] = set()
 
     def watching(self) -> _Hooks:
         return _Hooks(self)
 
     def allocated(self, gpu: object, storage_id: int, num_bytes: int) -> None:
         """Sizes don't matter here."""
+        self.has_made = True
 
     def freed(self, gpu: object, storage_id: int) -> None:
         """Nor does lifetime."""
 
     def operation(self, func: object, args: Any, kwargs: Any, result: Any) -> None:
         self.count += 1
+        has_made, self.has_made = self.has_made, False
         tags = {tag for tensor in tensors_in((args, kwargs)) for tag in self._tags(tensor)}
         if not tags:
             return
         representative = min(tags)
+        if has_made:
+            self.work.add((representative, self.running))
         for tag in tags:
             self._union(representative, tag)
         for tensor in tensors_in(result):
@@ -160,6 +171,7 @@ class _Experiment:
         self.around[owner] = self.around.get(owner, set(self.stack)).intersection(self.stack)
         self.first.setdefault(owner, self.count)
         self.last[owner] = self.count
+        self.running = owner
         if len(holders) == 1:
             yield owner
 
@@ -185,6 +197,12 @@ class _Experiment:
             running = max(self.first, key=self.first.__getitem__)
             self.moves.append((origin, place, running))
         return alias
+
+    def made(self, result: Any, place: str) -> None:
+        """What model code makes on a device lies there."""
+        for tensor in tensors_in(result):
+            setattr(tensor, _TAG, place)
+        self.work.add((place, self.running))
 
     def owners_of(self, tag: str) -> set[str]:
         """The owners that a tag stands for; it may be that of what enters a module."""
@@ -279,6 +297,33 @@ def _merge(spans: list[tuple[int, int, set[str]]]) -> list[set[str]]:
         else:
             merged.append((stop, set(owners)))
     return [owners for _, owners in merged]
+
+
+def _joined(experiment: _Experiment, spans: list[set[str]]) -> list[set[str]]:
+    """Join what code around the modules works for in a later one's turn, with all between.
+
+    Where it has moved something back before, a block of its own stands for that.
+    """
+    number = {owner: index for index, span in enumerate(spans) for owner in span}
+    back = {
+        (number[running], number[place])
+        for running, place in _returns(experiment, [list(span) for span in spans])
+    }
+    joints: set[int] = set()
+    for tag, running in experiment.work:
+        places = {number[owner] for owner in experiment.owners_of(tag)}
+        if not running or not places:
+            continue
+        place, turn = max(places), number[running]
+        if place < turn and (turn, place) not in back:
+            joints.update(range(place, turn))
+    joined: list[set[str]] = []
+    for index, span in enumerate(spans):
+        if index - 1 in joints:
+            joined[-1] |= span
+        else:
+            joined.append(set(span))
+    return joined
 
 
 def _returns(experiment: _Experiment, blocks: list[list[str]]) -> list[tuple[str, str]]:

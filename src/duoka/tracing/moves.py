@@ -1,7 +1,7 @@
-"""Moves that model code makes by itself: ``x.to(y.device)``.
+"""Devices that model code names by itself: ``x.to(y.device)``, ``arange(n, device=y.device)``.
 
-On one device such a call does nothing, so that no listener hears of it. On several it is a move:
-what it makes lies where `y` lies. Devices that were read from a tensor say which one.
+On one device such a move does nothing, so that no listener hears of it, and what is made lies with
+all the rest. On several it lies where `y` lies. Devices that were read from a tensor say which one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Place = TypeVar("Place")
 
 
 class Moves(TorchFunctionMode, Generic[Place]):
-    """Tells of explicit moves, for the time of a ``with``.
+    """Tells of explicit moves, and of what is made where a tensor lies, for the time of a ``with``.
 
     Parameters
     ----------
@@ -25,16 +25,20 @@ class Moves(TorchFunctionMode, Generic[Place]):
     moved : callable
         Is given what ``x.to(…)`` made, `x` itself and the place that was named; what it returns
         is what the model gets.
+    made : callable, optional
+        Is given what was made from no tensor, and the place that was named.
     """
 
     def __init__(
         self,
         place_of: Callable[[torch.Tensor], Place | None],
         moved: Callable[[torch.Tensor, torch.Tensor, Place], torch.Tensor],
+        made: Callable[[Any, Place], None] = lambda result, place: None,
     ) -> None:
         super().__init__()
         self._place_of = place_of
         self._moved = moved
+        self._made = made
         # Every read makes a new object. It is kept, so that no other one gets its identity.
         self._read: dict[int, tuple[torch.device, Place]] = {}
 
@@ -49,6 +53,8 @@ class Moves(TorchFunctionMode, Generic[Place]):
             place = self._named((*args[1:], *kwargs.values()))
             if place is not None:
                 return self._moved(result, args[0], place)
+        elif id(kwargs.get("device")) in self._read:
+            self._made(result, self._read[id(kwargs["device"])][1])
         return result
 
     def _named(self, values: tuple[Any, ...]) -> Place | None:
