@@ -69,7 +69,14 @@ class Tables:
         self.boundary_transfers = noise.integers(0, 3, self.num_blocks + 1).astype(float)
         self.by_speed = {speed: noise.integers(0, 20, shape).astype(float) for speed in speeds}
 
-    def reserved_bytes(self, start: int, stop: int, budget_bytes: int) -> int | None:
+    num_places = 1
+
+    def bounds_at(self, place: int) -> np.ndarray:
+        return self.lower_bound_bytes
+
+    def reserved_bytes(
+        self, start: int, stop: int, budget_bytes: int, *, place: int = 1
+    ) -> int | None:
         needed = int(self.exact[budget_bytes][start, stop])
         return needed if needed <= budget_bytes else None
 

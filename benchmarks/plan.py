@@ -54,7 +54,14 @@ class MadeUp:
         self.boundary_bytes = np.full(num_blocks + 1, 8192)
         self.boundary_transfers = np.ones(num_blocks + 1)
 
-    def reserved_bytes(self, start: int, stop: int, budget_bytes: int) -> int | None:
+    num_places = 1
+
+    def bounds_at(self, place: int) -> np.ndarray:
+        return self.lower_bound_bytes
+
+    def reserved_bytes(
+        self, start: int, stop: int, budget_bytes: int, *, place: int = 1
+    ) -> int | None:
         reserved = int(self.exact[start, stop])
         return reserved if reserved <= budget_bytes else None
 

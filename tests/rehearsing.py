@@ -24,10 +24,9 @@ from duoka.profile import (
     Rule,
     Tape,
 )
-from duoka.rehearsal import in_flight
+from duoka.rehearsal import in_flight, replay_of
 from duoka.replay import StageBytes
 from duoka.tracing import Learner, Subject, profile_training
-from duoka.tuition import replay_of
 from duoka.workload import Conditions, Training
 
 _EVERYWHERE = (0, 2**40)

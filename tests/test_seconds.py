@@ -14,8 +14,8 @@ from duoka.fleet import Link
 from duoka.forecast import Costs
 from duoka.planner import Question, solve
 from duoka.profile import Kind, Profile
+from duoka.rehearsal import replay_of
 from duoka.seconds import LAUNCH_SECONDS, Times, rate
-from duoka.tuition import replay_of
 
 from . import tiny
 from .tiny import MIB

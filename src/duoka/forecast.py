@@ -167,9 +167,9 @@ class Costs:
         return sum(self.profile.streamed_bytes(self.blocks_of(start, stop)))
 
     @property
-    def by_place(self) -> bool:
-        """Whether a stage costs by its place from the end, which counts from 1."""
-        return False
+    def num_places(self) -> int:
+        """How many places from the end differ; all before the last of them are like it."""
+        return 1
 
     def reserved_bytes(
         self, start: int, stop: int, budget_bytes: int, *, place: int = 1

@@ -22,9 +22,10 @@ from .plans import Plan, Request
 from .profile import Profile
 from .reach import least, reach
 from .reasons import chunk_reason
+from .rehearsal import replay_of
 from .replay import StageBytes
 from .seconds import Seconds
-from .tuition import costs_of, replay_of
+from .training_costs import costs_of
 from .units import format_bytes
 from .workload import Workload
 

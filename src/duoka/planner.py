@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
+from . import search
 from .constraints import Constraints
 from .demands import limits_for, told
 from .errors import InfeasibleError, UsageError
@@ -27,7 +28,7 @@ from .search import (
     largest,
 )
 from .seconds import Seconds
-from .tuition import bounds_allow, costs_of, fit_stages, search_stages
+from .training_costs import costs_of
 from .units import format_bytes, format_count
 from .workload import Workload
 
@@ -112,7 +113,7 @@ def conceivable(profile: Profile, question: Question) -> bool:
     ready = _ready(profile, question)
     try:
         return any(
-            bounds_allow(
+            search.conceivable(
                 costs_of(profile, workload),
                 ready.fleet,
                 use_all=ready.use_all,
@@ -225,7 +226,7 @@ def _best(profile: Profile, question: Question, source: str) -> Plan | NoPlaceme
 def _search(costs: Costs, question: Question) -> tuple[Solution, list[StageBytes]]:
     """The optimum, and its stages replayed in full; one that fragments too much is ruled out."""
     while True:
-        solution = search_stages(
+        solution = search.search(
             costs,
             question.fleet,
             objective=question.objective,
@@ -431,7 +432,7 @@ def _fits(profile: Profile, question: Question) -> bool:
     """Whether there is memory enough; fragmentation may still spoil it, which `_works` tells."""
     *_, least = with_chunks(question.workload)  # the smallest chunk needs the least memory
     try:
-        return fit_stages(
+        return search.fits(
             costs_of(profile, least, question.refusals),
             question.fleet,
             use_all=question.use_all,

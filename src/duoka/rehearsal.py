@@ -136,6 +136,15 @@ class Rehearsal(Replay):
         ]
 
 
+def replay_of(
+    profile: Profile, workload: Workload, *, brief: bool = False, place: int = 1
+) -> Replay:
+    """What replays a stage at a workload; in training, one at a place from the end."""
+    if workload.training is None:
+        return Replay(profile, workload, brief=brief)
+    return Rehearsal(profile, workload, brief=brief, place=place)
+
+
 def in_flight(training: Training, place: int) -> int:
     """Micro-batches in flight at a stage that has `place` stages from itself to the end."""
     most = {"sequential": 1, "gpipe": training.micro_batches, "1f1b": place}

@@ -8,8 +8,7 @@ from typing import cast, get_args
 
 from ..errors import UsageError
 from ..layers import layer_of, main_list
-from ..search import NoPlacement, Objective, Stage
-from ..tuition import search_stages
+from ..search import NoPlacement, Objective, Stage, search
 from .data import Alternative
 from .trial import TIMED, Stages, Trial
 
@@ -77,7 +76,7 @@ def _optima(trial: Trial, plan_stages: Stages | None) -> Iterator[tuple[str, Sta
 
 def _optimum(trial: Trial, objective: Objective, *, use_all: bool = False) -> Stages | None:
     try:
-        return search_stages(
+        return search(
             trial.costs, trial.fleet, objective=objective, use_all=use_all, limits=trial.limits
         ).stages
     except (NoPlacement, UsageError):

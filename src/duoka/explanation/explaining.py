@@ -15,8 +15,8 @@ from ..planner import with_chunks
 from ..plans import Plan
 from ..profile import Profile
 from ..profiles import find_profile
-from ..search import NoPlacement, Stage
-from ..tuition import costs_of, search_stages
+from ..search import NoPlacement, Stage, search
+from ..training_costs import costs_of
 from .alternatives import alternatives
 from .data import Change, Crossing, Explanation, Fewer, Outcome, Share
 from .trial import Stages, Trial
@@ -177,7 +177,7 @@ def _fewer(trial: Trial, plan: Plan) -> Fewer | None:
     asked = replace(plan.workload, prefill_chunk_tokens=plan.request.workload.prefill_chunk_tokens)
     *_, least = with_chunks(asked)
     try:
-        search_stages(costs_of(trial.costs.profile, least), Fleet(devices=tuple(largest)))
+        search(costs_of(trial.costs.profile, least), Fleet(devices=tuple(largest)))
     except NoPlacement as none:
         missing = none.shortfall().shortfall_bytes
         return Fewer(devices=tuple(device.name for device in largest), missing_bytes=missing)

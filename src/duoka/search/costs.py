@@ -14,22 +14,28 @@ from .programme import Floats
 
 
 class StageCosts(Protocol):
-    """What the search asks about stages, which are half-open runs of blocks."""
+    """What the search asks about stages, which are half-open runs of blocks.
+
+    What a stage needs may depend on its place from the end, which counts from 1.
+    """
 
     @property
     def num_blocks(self) -> int:
         """Blocks in execution order."""
 
     @property
-    def lower_bound_bytes(self) -> npt.NDArray[np.int64]:
+    def num_places(self) -> int:
+        """How many places from the end differ; all before the last of them are like it."""
+
+    def bounds_at(self, place: int) -> npt.NDArray[np.int64]:
         """[num_blocks + 1, num_blocks + 1], by start and stop: at most what is reserved."""
 
     @property
     def alike(self) -> npt.NDArray[np.int64]:
         """[num_blocks + 1, num_blocks + 1]: stages of equal numbers reserve equal bytes.
 
-        A model repeats its layers, so one exact answer is an answer for many stages. Unique
-        numbers are right when nothing is known.
+        That is at equal places. A model repeats its layers, so one exact answer is an answer for
+        many stages. Unique numbers are right when nothing is known.
         """
 
     @property
@@ -40,7 +46,7 @@ class StageCosts(Protocol):
     def boundary_transfers(self) -> Floats:
         """[num_blocks + 1]: in how many pieces it does, each with the link's latency."""
 
-    def reserved_bytes(self, start: int, stop: int, budget_bytes: int) -> int | None:
+    def reserved_bytes(self, start: int, stop: int, budget_bytes: int, *, place: int) -> int | None:
         """Exact peak of reserved bytes on a device of that budget; None when it doesn't fit."""
 
     def seconds(self, device: Device) -> Floats | None:
@@ -48,38 +54,54 @@ class StageCosts(Protocol):
 
 
 class Memory:
-    """What is known of stages' reserved bytes, by budget: bounds, made exact one by one."""
+    """What is known of stages' reserved bytes: bounds, made exact one by one.
 
-    def __init__(self, costs: StageCosts, budgets: Sequence[int]) -> None:
+    Attributes
+    ----------
+    num_places : int
+        How many places from the end are told apart.
+    bytes, fits : dict of (int, int)
+        By budget and place, each [num_blocks + 1, num_blocks + 1].
+    """
+
+    def __init__(self, costs: StageCosts, budgets: Sequence[int], num_places: int) -> None:
         shape = (costs.num_blocks + 1, costs.num_blocks + 1)
         stages = np.triu(np.ones(shape, dtype=bool), 1)
-        bound = np.where(stages, costs.lower_bound_bytes, np.inf)
         self._costs = costs
         self._alike = np.where(stages, costs.alike, -1)
-        self._exact = {budget: np.zeros(shape, dtype=bool) for budget in budgets}
+        self.num_places = min(num_places, costs.num_places)
         self.num_evaluations = 0
-        self.bytes = {budget: bound.copy() for budget in budgets}
-        self.fits = {budget: bound <= budget for budget in budgets}
+        self.bytes: dict[tuple[int, int], Floats] = {}
+        for place in range(1, self.num_places + 1):
+            bound = np.where(stages, costs.bounds_at(place), np.inf)
+            self.bytes |= {(budget, place): bound.copy() for budget in budgets}
+        self.fits = {key: bound <= key[0] for key, bound in self.bytes.items()}
+        self._exact = {key: np.zeros(shape, dtype=bool) for key in self.bytes}
 
-    def settle(self, stages: Sequence[tuple[int, int, int]]) -> bool:
-        """Make (start, stop, budget) exact, the tightest first, up to one that doesn't fit.
+    def key(self, budget: int, place: int) -> tuple[int, int]:
+        """Where a stage at a place from the end is looked up."""
+        return budget, min(place, self.num_places)
+
+    def settle(self, stages: Sequence[tuple[int, int, tuple[int, int]]]) -> bool:
+        """Make (start, stop, key) exact, the tightest first, up to one that doesn't fit.
 
         Returns whether all were what they were thought to be.
         """
         as_thought = True
-        for start, stop, budget in sorted(
-            stages, key=lambda stage: stage[2] - self.bytes[stage[2]][stage[:2]]
+        for start, stop, key in sorted(
+            stages, key=lambda stage: stage[2][0] - self.bytes[stage[2]][stage[:2]]
         ):
-            if self._exact[budget][start, stop]:
+            if self._exact[key][start, stop]:
                 continue
+            budget, place = key
             self.num_evaluations += 1
             alike = self._alike == self._alike[start, stop]
-            self._exact[budget][alike] = True
-            reserved = self._costs.reserved_bytes(start, stop, budget)
+            self._exact[key][alike] = True
+            reserved = self._costs.reserved_bytes(start, stop, budget, place=place)
             if reserved is None or reserved > budget:
-                self.fits[budget][alike] = False
+                self.fits[key][alike] = False
                 return False
-            assert reserved >= self.bytes[budget][alike].max(), "the lower bound is none"
-            as_thought &= bool(reserved == self.bytes[budget][alike].min())
-            self.bytes[budget][alike] = reserved
+            assert reserved >= self.bytes[key][alike].max(), "the lower bound is none"
+            as_thought &= bool(reserved == self.bytes[key][alike].min())
+            self.bytes[key][alike] = reserved
         return as_thought

@@ -27,21 +27,33 @@ def fill(problem: Problem, num_blocks: int, num_devices: int) -> Stages:
 
 def furthest(problem: Problem, num_blocks: int, num_devices: int) -> Stages | None:
     """The best placement as far as is known, where stages may still turn out not to fit."""
-    tables = [problem.may_be(problem.group_of(device)) for device in range(num_devices)]
-    done = np.zeros(num_blocks + 1, np.bool_)
-    done[-1] = True
-    # By device: from which blocks on the rest has a place on it and those after it.
-    reach = [done]
-    for table in reversed(tables):
-        reach.append(reach[-1] | np.any(table & reach[-1][None, :], axis=1))
+    groups = [problem.group_of(device) for device in range(num_devices)]
+    # By device, [number of stages, block]: whether what is left from a block on has a place on it
+    # and those after it, in so many stages.
+    reach = [np.zeros((num_devices + 1, num_blocks + 1), np.bool_)]
+    reach[0][0, -1] = True
+    for group in reversed(groups):
+        before = reach[-1].copy()
+        for place in range(1, num_devices + 1):
+            fits = problem.may_be(group, place) & reach[-1][place - 1]
+            before[place] |= np.any(fits, axis=1)
+        reach.append(before)
     reach.reverse()
-    if not reach[0][0]:
-        return None
     stages, start = [], 0
-    for device, table in enumerate(tables):
-        stops = np.flatnonzero(table[start] & reach[device + 1])
-        if len(stops):
-            stop = int(stops[-1])
+    lefts = {place for place in range(num_devices + 1) if reach[0][place, 0]}
+    if not lefts:
+        return None
+    for device, group in enumerate(groups):
+        after = reach[device + 1]
+        stops = {
+            left: np.flatnonzero(problem.may_be(group, left)[start] & after[left - 1])
+            for left in lefts - {0}
+        }
+        stop = max((int(here[-1]) for here in stops.values() if len(here)), default=start)
+        if stop > start:
             stages.append(Stage(start=start, stop=stop, device=device))
+            lefts = {left - 1 for left, here in stops.items() if stop in here}
             start = stop
+        else:
+            lefts = {left for left in lefts if after[left, start]}
     return tuple(stages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -98,7 +98,9 @@ class Problem:
             senders = [group.devices[0] for group in self._groups]
             receivers = [group.devices[-1] for group in self._groups]
             self._links = links[np.ix_(senders, receivers)]
-        self.memory = Memory(costs, [group.budget_bytes for group in self._groups])
+        budgets = [group.budget_bytes for group in self._groups]
+        self.memory = Memory(costs, budgets, num_places=most)
+        self.places = range(1, self.memory.num_places + 1)
         self._is_limited = bool(limits) and limits.most_devices is None
 
     def optimum(self) -> tuple[Stages, float]:
@@ -111,7 +113,7 @@ class Problem:
             # The programme is dear: once it has run, most that it would find next is found by
             # walking again over the costs that are known by then.
             for _ in range(_WALKS):
-                programme.revise([self._costs(group) for group in self._groups])
+                programme.revise(self._tables())
                 if (again := programme.walk()) is None:
                     break
                 stages = again[0]
@@ -160,8 +162,8 @@ class Problem:
         return min(
             (each for each in candidates if self.judge(each)[0] <= bound + tolerance),
             key=lambda each: sum(
-                self._pressure(self._group_of[stage.device])[stage.start, stage.stop]
-                for stage in each
+                self._pressure(self._group_of[stage.device], place)[stage.start, stage.stop]
+                for place, stage in placed(each)
             ),
         )
 
@@ -169,27 +171,21 @@ class Problem:
         """The cost of a placement as far as known, and the device with its dearest part."""
         parts: list[tuple[float, int]] = []
         before: Stage | None = None
-        for stage in stages:
+        for place, stage in placed(stages):
             group = self._group_of[stage.device]
             if before is not None and self._links is not None:
                 sender = self._group_of[before.device]
                 seconds = self._links[sender.index, group.index, stage.start]
                 parts.append((float(seconds), before.device))
-            parts.append((float(self._costs(group)[stage.start, stage.stop]), stage.device))
+            cost = self._costs(group, place)[stage.start, stage.stop]
+            parts.append((float(cost), stage.device))
             before = stage
         cost, device = max(parts, key=lambda part: part[0])
         return (sum(part for part, _ in parts) if self.aim == "latency" else cost), device
 
     def shortfall(self) -> Shortfall:
         """How far the nearest placement is from fitting."""
-        missing = [
-            np.maximum(self.memory.bytes[budget] - budget, np.where(self.memory.fits[budget], 0, 1))
-            for budget in (group.budget_bytes for group in self._groups)
-        ]
-        missing = [
-            np.where(allowed, each, np.inf)
-            for each, allowed in zip(missing, self._allowed, strict=True)
-        ]
+        missing = [[self._missing(group, place) for group in self._groups] for place in self.places]
         found = self._run(missing, slowest=False, num_stages=self._num_stages).best()
         assert found is not None, "there is always a placement that doesn't fit"
         fits = np.any([np.diagonal(fits, 1) for fits in self.memory.fits.values()], axis=0)
@@ -202,21 +198,24 @@ class Problem:
     def settle(self, stages: Stages) -> bool:
         """Make what is known of a placement exact; whether it was what it was thought to be."""
         return self.memory.settle(
-            [(s.start, s.stop, self._group_of[s.device].budget_bytes) for s in stages]
+            [
+                (stage.start, stage.stop, self._key(self._group_of[stage.device], place))
+                for place, stage in placed(stages)
+            ]
         )
 
     def group_of(self, device: int) -> Group:
         """The group of the fleet's device of that index."""
         return self._group_of[device]
 
-    def may_be(self, group: Group) -> npt.NDArray[np.bool_]:
+    def may_be(self, group: Group, place: int) -> npt.NDArray[np.bool_]:
         """[num_blocks + 1, num_blocks + 1]: whether a stage may be there, as far as known."""
-        return self.memory.fits[group.budget_bytes] & self._allowed[group.index]
+        return self.memory.fits[self._key(group, place)] & self._allowed[group.index]
 
     def _refuse_impossible(self) -> None:
         """Refuse limits that no placement obeys, however much memory there is."""
         tables = [np.where(np.triu(allowed, 1), 0.0, np.inf) for allowed in self._allowed]
-        if self._run(tables, slowest=False, num_stages=self._num_stages).best() is None:
+        if self._run([tables], slowest=False, num_stages=self._num_stages).best() is None:
             raise UsageError(
                 "the pins and the modules that stay uncut contradict each other: no cut of the "
                 "model into stages, one on each device, obeys them all",
@@ -224,26 +223,39 @@ class Problem:
                 "some pins away",
             )
 
-    def _costs(self, group: Group) -> Floats:
-        """What the objective makes of each stage on a device of the group, as far as known."""
-        budget, fits = group.budget_bytes, self.may_be(group)
-        if self.aim == "headroom":
-            return np.where(fits, self.memory.bytes[budget] - budget, np.inf)
-        if self.aim == "balance":
-            return np.where(fits, self.memory.bytes[budget] / budget, np.inf)
-        assert group.seconds is not None
-        return np.where(fits, group.seconds, np.inf)
+    def _key(self, group: Group, place: int) -> tuple[int, int]:
+        return self.memory.key(group.budget_bytes, place)
 
-    def _pressure(self, group: Group) -> Floats:
+    def _costs(self, group: Group, place: int) -> Floats:
+        """What the objective makes of each stage on a device of the group, as far as known."""
+        fits = self.may_be(group, place)
+        if self.aim in ("latency", "throughput"):
+            assert group.seconds is not None
+            return np.where(fits, group.seconds, np.inf)
+        needed, budget = self.memory.bytes[self._key(group, place)], group.budget_bytes
+        return np.where(fits, needed / budget if self.aim == "balance" else needed - budget, np.inf)
+
+    def _tables(self) -> list[list[Floats]]:
+        """[place][group]: what the objective makes of each stage."""
+        return [[self._costs(group, place) for group in self._groups] for place in self.places]
+
+    def _missing(self, group: Group, place: int) -> Floats:
+        """What each stage's lower bound exceeds the budget by; a byte where it fits in spite."""
+        key = self._key(group, place)
+        over = self.memory.bytes[key] - group.budget_bytes
+        missing = np.maximum(over, np.where(self.memory.fits[key], 0, 1))
+        return np.where(self._allowed[group.index], missing, np.inf)
+
+    def _pressure(self, group: Group, place: int) -> Floats:
         """How hard each stage presses on its budget: the more the less it leaves free."""
         unit = max(each.budget_bytes for each in self._groups) / 1024
-        headroom = np.maximum(group.budget_bytes - self.memory.bytes[group.budget_bytes], 0)
+        needed = self.memory.bytes[self._key(group, place)]
+        headroom = np.maximum(group.budget_bytes - needed, 0)
         return np.asarray(np.rint(_PRESSURE_UNITS / (1 + headroom / unit)))
 
     def _programme(self) -> Programme:
-        tables = [self._costs(group) for group in self._groups]
         return self._run(
-            tables,
+            self._tables(),
             transfers=self._links,
             slowest=self.aim != "latency",
             num_stages=self._num_stages,
@@ -251,19 +263,22 @@ class Problem:
 
     def _tie_programme(self, bound: float, num_stages: int) -> Programme:
         """The pressure as the cost, among the placements that attain the bound."""
-        links, tables = self._links, [self._costs(group) for group in self._groups]
+        links, tables = self._links, self._tables()
         if self.aim == "latency":
             # Small enough that all pressures together stay within the tolerance.
             scale = _LATENCY_UNITS / (bound or 1.0)
-            tables = [np.rint(table * scale) for table in tables]
+            tables = [[np.rint(table * scale) for table in here] for here in tables]
             links = None if links is None else np.rint(links * scale)
         else:
-            tables = [np.where(table <= bound, 0.0, np.inf) for table in tables]
+            tables = [[np.where(each <= bound, 0.0, np.inf) for each in here] for here in tables]
             links = None if links is None else np.where(links <= bound, 0.0, np.inf)
         return self._run(
             [
-                table + self._pressure(group)
-                for table, group in zip(tables, self._groups, strict=True)
+                [
+                    table + self._pressure(group, place)
+                    for table, group in zip(here, self._groups, strict=True)
+                ]
+                for place, here in zip(self.places, tables, strict=True)
             ],
             transfers=links,
             slowest=False,
@@ -272,7 +287,7 @@ class Problem:
 
     def _run(
         self,
-        tables: Sequence[Floats],
+        tables: Sequence[Sequence[Floats]],
         *,
         transfers: Floats | None = None,
         slowest: bool,
@@ -285,3 +300,8 @@ class Problem:
             slowest=slowest,
             num_stages=num_stages,
         )
+
+
+def placed(stages: Stages) -> Iterator[tuple[int, Stage]]:
+    """The stages in order, each with its place from the end, which counts from 1."""
+    return zip(range(len(stages), 0, -1), stages, strict=True)

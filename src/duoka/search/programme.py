@@ -1,8 +1,9 @@
 """Programme: the dynamic programme over cuts of a run of blocks and orders of devices.
 
 A state is the next block, how many devices of each group are used after it, and the group of the
-first of them. Identical devices are counted, not told apart. It knows costs as numbers only:
-not what they stand for, and not which of them are exact.
+first of them. Identical devices are counted, not told apart. So many devices, so many stages: a
+state also tells the place from the end of the stage that is put before it, which counts from 1. It
+knows costs as numbers only: not what they stand for, and not which of them are exact.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ class Programme:
 
     Parameters
     ----------
-    tables : sequence of [num_blocks + 1, num_blocks + 1]
-        For each group, the cost of a stage by start and stop; infinite where it can't be.
+    tables : sequence of sequence of [num_blocks + 1, num_blocks + 1]
+        For each place from the end, and there for each group, the cost of a stage by start and
+        stop; infinite where it can't be. The last place stands for all before it.
     groups : sequence of tuple of int
         The devices of each group: identical ones, in the user's order.
     transfers : [groups, groups, num_blocks + 1], optional
@@ -56,7 +58,7 @@ class Programme:
 
     def __init__(
         self,
-        tables: Sequence[Floats],
+        tables: Sequence[Sequence[Floats]],
         groups: Sequence[tuple[int, ...]],
         *,
         transfers: Floats | None = None,
@@ -67,11 +69,12 @@ class Programme:
         self._groups = groups
         self._transfers = transfers
         self._num_stages = num_stages
-        self._num_blocks = tables[0].shape[0] - 1
+        self._num_blocks = tables[0][0].shape[0] - 1
         # Kept by start and length: the long stages, which fit nowhere, are left out.
-        starts, stops = np.nonzero(np.any([np.isfinite(table) for table in tables], axis=0))
+        possible = [np.isfinite(table) for here in tables for table in here]
+        starts, stops = np.nonzero(np.any(possible, axis=0))
         self._longest = max(1, int(np.max(stops - starts, initial=0)))
-        self._bands = [_band(table, self._longest) for table in tables]
+        self.revise(tables)
         end = np.full(self._num_blocks + 1, np.inf)
         end[-1] = -np.inf if slowest else 0.0
         # One layer for each number of stages: devices used → group of the first stage (-1 when
@@ -96,9 +99,9 @@ class Programme:
         stages = self._trace(used) if cost < np.inf else ()
         return (stages, cost) if stages else None
 
-    def revise(self, tables: Sequence[Floats]) -> None:
+    def revise(self, tables: Sequence[Sequence[Floats]]) -> None:
         """Change the costs of stages for later walks; none becomes possible that wasn't."""
-        self._bands = [_band(table, self._longest) for table in tables]
+        self._bands = [[_band(table, self._longest) for table in here] for here in tables]
 
     def _best_by_number(self) -> Iterator[tuple[Stages, float]]:
         for num_stages in range(1, self._num_stages.stop):
@@ -113,11 +116,12 @@ class Programme:
         layer: dict[Used, dict[int, Floats]] = {}
         after = np.full(self._num_blocks + self._longest - 1, np.inf)
         windows = np.lib.stride_tricks.sliding_window_view(after, self._longest)
+        bands = self._bands_at(num_stages)
         for rest, suffixes in self._layers[-1].items():
             for group, used in self._with_one_more(rest):
                 after[: self._num_blocks] = self._after(group, suffixes)[1:]
                 cost = np.full(self._num_blocks + 1, np.inf)
-                np.min(self._join(self._bands[group], windows), axis=1, out=cost[:-1])
+                np.min(self._join(bands[group], windows), axis=1, out=cost[:-1])
                 if cost.min() == np.inf:
                     continue
                 firsts = layer.setdefault(used, {})
@@ -130,7 +134,7 @@ class Programme:
         best: tuple[float, list[int], Used] = (np.inf, [], ())
         for rest, suffixes in self._layers[-1].items():
             for group, used in self._with_one_more(rest):
-                cost, _ = self._first_stage(group, suffixes, 0)
+                cost, _ = self._first_stage(sum(used), group, suffixes, 0)
                 # Of equally good sets of devices the one that the user named first.
                 devices = sorted(
                     device
@@ -154,12 +158,15 @@ class Programme:
             np.minimum(least, self._join(self._transfers[group, first], suffix), out=least)
         return least
 
+    def _bands_at(self, place: int) -> list[Floats]:
+        return self._bands[min(place, len(self._bands)) - 1]
+
     def _first_stage(
-        self, group: int, suffixes: dict[int, Floats], start: int
+        self, place: int, group: int, suffixes: dict[int, Floats], start: int
     ) -> tuple[float, int]:
         """Least cost from `start` on when `group` has the first stage, and where that stops."""
         after = self._after(group, suffixes)[start + 1 : start + 1 + self._longest]
-        costs = self._join(self._bands[group][start, : len(after)], after)
+        costs = self._join(self._bands_at(place)[group][start, : len(after)], after)
         index = int(np.argmin(costs))
         return float(costs[index]), start + 1 + index
 
@@ -174,7 +181,7 @@ class Programme:
                 rest = (*left[:group], left[group] - 1, *left[group + 1 :])
                 if rest not in layer:
                     continue
-                cost, stop = self._first_stage(group, layer[rest], start)
+                cost, stop = self._first_stage(sum(left), group, layer[rest], start)
                 if self._transfers is not None and stages:
                     cost = float(self._join(self._transfers[before, group, start], cost))
                 # Of equally good devices the one that the user named first.

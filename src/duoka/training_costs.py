@@ -1,27 +1,21 @@
-"""Tuition: what stages of a training step cost, as the search asks for it.
+"""Training costs: what stages of a training step cost, as the search asks for it.
 
 With one forward, one backward, a stage holds as many micro-batches as there are stages from it to
-the end. So for each number of stages there is a search of its own, in which a stage is named by its
-blocks and by its place from the end.
+the end: what it needs depends on its blocks and on its place from the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .allocator import SEGMENT_ROUND_BYTES, rounded_bytes
-from .errors import UsageError
-from .fleet import Device, Fleet
 from .forecast import Costs, Refusals
 from .profile import Kind, Profile, Ref, evaluate
 from .rehearsal import ACCUMULATE, BACKWARD, FORWARD, STATES, TEMPORARIES, Rehearsal, in_flight
-from .replay import Replay
-from .search import NO_LIMITS, Limits, NoPlacement, Solution, conceivable, fits, search
 from .workload import Training, Workload
 
 Ints = NDArray[np.int64]
@@ -38,75 +32,6 @@ def costs_of(profile: Profile, workload: Workload, refusals: Refusals | None = N
     if workload.training is not None:
         return TrainingCosts(profile, workload)
     return Costs(profile, workload, refusals)
-
-
-def replay_of(
-    profile: Profile, workload: Workload, *, brief: bool = False, place: int = 1
-) -> Replay:
-    """What replays a stage at a workload; in training, one at a place from the end."""
-    if workload.training is None:
-        return Replay(profile, workload, brief=brief)
-    return Rehearsal(profile, workload, brief=brief, place=place)
-
-
-def search_stages(costs: Costs, fleet: Fleet, **wishes: Any) -> Solution:
-    """The optimum, as `search.search` finds it, where stages may cost by their place.
-
-    Raises
-    ------
-    NoPlacement, UsageError
-        As `search.search` does.
-    """
-    if not isinstance(costs, TrainingCosts) or not costs.by_place:
-        return search(costs, fleet, **wishes)
-    if wishes.get("strategy") == "sequential":
-        raise UsageError(
-            "the strategy sequential can't be had with the schedule 1f1b",
-            hint="leave out the strategy, or take the schedule gpipe",
-        )
-    shortage: NoPlacement | None = None
-    for number in _numbers(costs, fleet, wishes):
-        unfolded = _Unfolded(costs, number)
-        limits = wishes.get("limits", NO_LIMITS)
-        limits = _UnfoldedLimits(
-            uncut=limits.uncut, pins=limits.pins, limits=limits, unfolded=unfolded
-        )
-        asked = {**wishes, "use_all": False, "limits": limits}
-        try:
-            return unfolded.folded(search(unfolded, fleet, **asked))
-        except NoPlacement as none:
-            shortage = none
-    assert shortage is not None, "there is always a number of stages to try"
-    raise shortage
-
-
-def _numbers(costs: Costs, fleet: Fleet, wishes: dict[str, Any]) -> Sequence[int]:
-    """The numbers of stages to try, the least first."""
-    most = min(len(fleet.devices), costs.num_blocks)
-    if wishes.get("use_all") or wishes.get("strategy") == "balanced":
-        return (most,)
-    return range(1, most + 1)
-
-
-def fit_stages(costs: Costs, fleet: Fleet, **wishes: Any) -> bool:
-    """Tell whether any placement fits, as `search.fits` does."""
-    if not costs.by_place:
-        return fits(costs, fleet, **wishes)
-    try:
-        search_stages(costs, fleet, **wishes)
-    except NoPlacement:
-        return False
-    return True
-
-
-def bounds_allow(costs: Costs, fleet: Fleet, **wishes: Any) -> bool:
-    """Tell whether lower bounds leave a placement possible, as `search.conceivable` does."""
-    # Where stages cost by their place, bounds are for places.
-    return (
-        fit_stages(costs, fleet, **wishes)
-        if costs.by_place
-        else conceivable(costs, fleet, **wishes)
-    )
 
 
 class TrainingCosts(Costs):
@@ -126,24 +51,9 @@ class TrainingCosts(Costs):
         super().__init__(profile, workload)
 
     @property
-    def by_place(self) -> bool:
-        """Whether a stage costs by how many come after it."""
-        return self.training.schedule == "1f1b" and self.training.micro_batches > 1
-
-    def reserved_bytes(
-        self, start: int, stop: int, budget_bytes: int, *, place: int = 1
-    ) -> int | None:
-        """How little memory a stage can do with; None when it doesn't fit the budget.
-
-        Where layers fall into several blocks, a rehearsal can lose sight of a tensor that goes
-        from one to another but one; what blocks hold of their own is the least in any case.
-        """
-        needed = super().reserved_bytes(start, stop, budget_bytes, place=place)
-        if needed is None:
-            return None
-        alike = self.alike == self.alike[start, stop]
-        needed = max(needed, int(self.bounds_at(place)[alike].max()))
-        return needed if needed <= budget_bytes else None
+    def num_places(self) -> int:
+        """As many as there can be micro-batches in flight, where that depends on the place."""
+        return self.training.micro_batches if self.training.schedule == "1f1b" else 1
 
     def bounds_at(self, place: int) -> Ints:
         """[start, stop]: never more than the exact bytes of a stage at this place."""
@@ -287,90 +197,3 @@ def _prefix(values: Any) -> Ints:
 def _between(total: Ints) -> Ints:
     """[start, stop]: sums, from their prefix sums."""
     return np.triu(total[None, :] - total[:, None])
-
-
-class _Unfolded:
-    """Costs in which a stage's start and stop tell its place from the end.
-
-    Point `level * (num_blocks + 1) + block` stands for "this block comes next, and so many stages
-    have been". A stage goes from one level to the next; all other runs are impossible.
-    """
-
-    def __init__(self, costs: TrainingCosts, num_stages: int) -> None:
-        self.costs = costs
-        self.num_stages = num_stages
-        self.width = costs.num_blocks + 1
-        self.num_blocks = self.width * num_stages + costs.num_blocks
-        self.lower_bound_bytes = self.tables(
-            lambda place: costs.bounds_at(place), np.full(self._shape, _NEVER, np.int64)
-        )
-        most = int(costs.alike.max()) + 1
-        self.alike = self.tables(
-            lambda place: costs.alike + most * in_flight(costs.training, place),
-            np.arange(-(self._shape[0] ** 2), 0, dtype=np.int64).reshape(self._shape),
-        )
-
-    @property
-    def _shape(self) -> tuple[int, int]:
-        return self.num_blocks + 1, self.num_blocks + 1
-
-    @property
-    def boundary_bytes(self) -> NDArray[np.float64]:
-        """As those of `costs`, on every level."""
-        return np.tile(self.costs.boundary_bytes, self.num_stages + 1)
-
-    @property
-    def boundary_transfers(self) -> NDArray[np.float64]:
-        """As those of `costs`, on every level."""
-        return np.tile(self.costs.boundary_transfers, self.num_stages + 1)
-
-    def reserved_bytes(self, start: int, stop: int, budget_bytes: int) -> int | None:
-        """As that of `costs`, at the stage's place; None for what is no stage."""
-        level, first = divmod(start, self.width)
-        after, last = divmod(stop, self.width)
-        if after != level + 1 or last <= first:
-            return None
-        place = self.num_stages - level
-        return self.costs.reserved_bytes(first, last, budget_bytes, place=place)
-
-    def seconds(self, device: Device) -> NDArray[np.float64] | None:
-        """As those of `costs`."""
-        seconds = self.costs.seconds(device)
-        return None if seconds is None else self.tables(lambda _: seconds, np.zeros(self._shape))
-
-    def folded(self, solution: Solution) -> Solution:
-        """The solution in the terms of `costs`."""
-        stages = tuple(
-            replace(stage, start=stage.start % self.width, stop=stage.stop % self.width)
-            for stage in solution.stages
-        )
-        return replace(solution, stages=stages)
-
-    def tables(self, of: Callable[[int], Any], table: Any) -> Any:
-        """Put what `of` says of each place where the stages of that place are."""
-        for level in range(self.num_stages):
-            rows = slice(level * self.width, (level + 1) * self.width)
-            columns = slice((level + 1) * self.width, (level + 2) * self.width)
-            stages = np.triu(np.ones((self.width, self.width), np.bool_), 1)
-            if level == 0:
-                stages[1:] = False
-            if level == self.num_stages - 1:
-                stages[:, :-1] = False
-            table[rows, columns] = np.where(
-                stages, of(self.num_stages - level), table[rows, columns]
-            )
-        return table
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _UnfoldedLimits(Limits):
-    """What is demanded of placements, in points: `limits` are the same in blocks."""
-
-    limits: Limits
-    unfolded: _Unfolded
-
-    def allow(self, num_blocks: int, device: int) -> NDArray[np.bool_]:
-        """[points, points]: whether a stage may be on a device."""
-        allowed = self.limits.allow(self.unfolded.width - 1, device)
-        table = np.zeros((num_blocks + 1, num_blocks + 1), np.bool_)
-        return np.asarray(self.unfolded.tables(lambda _: allowed, table))

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from rehearsing import Layer, load
 
 from duoka import Fleet
-from duoka.errors import InfeasibleError, UsageError
+from duoka.errors import InfeasibleError
 from duoka.forecast import Costs
 from duoka.planner import Question, solve
 from duoka.rehearsal import in_flight
 from duoka.search import Limits, NoPlacement, search
-from duoka.tuition import TrainingCosts, costs_of, search_stages
+from duoka.training_costs import TrainingCosts, costs_of
 
 MIB = 2**20
 
@@ -89,7 +89,7 @@ def test_the_best_placement_is_the_best_of_all(
     profile, workload = rehearsing.made_up(made), load(1, **training)
     expected = best_by_hand(TrainingCosts(profile, workload), fleet)
     try:
-        solution = search_stages(costs_of(profile, workload), fleet)
+        solution = search(costs_of(profile, workload), fleet)
     except NoPlacement:
         assert expected is None
         return
@@ -118,22 +118,9 @@ def test_pins_hold_where_places_count() -> None:
     workload = load(1, method="full", micro_batches=8, schedule="1f1b")
     limits = Limits(uncut=frozenset({1, 2}), pins=((5, 0),))
     costs = costs_of(PROFILE, workload)
-    found = search_stages(costs, FLEET, use_all=True, limits=limits)
+    found = search(costs, FLEET, use_all=True, limits=limits)
     assert found.stages[-1].device == 0
     assert {stage.start for stage in found.stages}.isdisjoint({1, 2})
-    with pytest.raises(UsageError, match="sequential"):
-        search_stages(costs, FLEET, strategy="sequential")
-
-
-def test_inference_is_searched_as_ever() -> None:
-    import tiny
-
-    from duoka import Workload
-
-    workload = Workload(prompt_tokens=100, new_tokens=5, prefill_chunk_tokens=None)
-    costs = costs_of(tiny.made_up([MIB] * 4), workload)
-    assert type(costs) is Costs
-    assert search_stages(costs, FLEET) == search(costs, FLEET)
 
 
 def test_what_does_not_fit() -> None:
