@@ -74,7 +74,7 @@ class Tables:
     def bounds_at(self, place: int) -> np.ndarray:
         return self.lower_bound_bytes
 
-    def reserved_bytes(
+    def allocated_bytes(
         self, start: int, stop: int, budget_bytes: int, *, place: int = 1
     ) -> int | None:
         needed = int(self.exact[budget_bytes][start, stop])
@@ -153,7 +153,7 @@ def placements(case: Case) -> Iterator[Stages]:
 
 def needed(case: Case, stage: Stage) -> int | None:
     budget = case.fleet.devices[stage.device].budget_bytes
-    found: int | None = case.costs.reserved_bytes(stage.start, stage.stop, budget)
+    found: int | None = case.costs.allocated_bytes(stage.start, stage.stop, budget)
     return found
 
 

@@ -38,7 +38,9 @@ class Costs:
     def bounds_at(self, place: int) -> np.ndarray:
         return self.lower_bound_bytes
 
-    def reserved_bytes(self, start: int, stop: int, budget_bytes: int, *, place: int) -> int | None:
+    def allocated_bytes(
+        self, start: int, stop: int, budget_bytes: int, *, place: int
+    ) -> int | None:
         assert 0 <= start < stop <= self.num_blocks
         self.asked.append((start, stop, budget_bytes))
         value = int(self.exact[budget_bytes][start, stop])

@@ -34,7 +34,6 @@ def forecast(device: str, layers: int, budget_bytes: int) -> DeviceForecast:
         activation_bytes=activations,
         allocated_bytes=weights + activations,
         reserved_bytes=weights + activations,
-        needed_bytes=weights + activations,
         budget_bytes=budget_bytes,
     )
 

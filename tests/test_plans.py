@@ -34,7 +34,7 @@ def test_a_plan_survives_its_json_form(plan: Plan) -> None:
 
 def test_the_json_form_has_a_format_and_a_version(plan: Plan) -> None:
     data = json.loads(plan.to_json())
-    assert (data["format"], data["version"]) == ("duoka.plan", 3)
+    assert (data["format"], data["version"]) == ("duoka.plan", 4)
     assert data["source"] == "模型/glm"
     assert "模型" in plan.to_json()
 
@@ -69,7 +69,7 @@ def changed(plan: Plan, **values: Any) -> str:
 
 @pytest.mark.parametrize("version", [0, 1, None, "2", True])
 def test_another_version_is_refused(plan: Plan, version: Any) -> None:
-    with pytest.raises(FormatError, match="reads version 3") as caught:
+    with pytest.raises(FormatError, match="reads version 4") as caught:
         Plan.from_json(changed(plan, version=version))
     assert caught.value.hint == "make the plan again"
 
@@ -120,7 +120,7 @@ def test_a_cut_file_is_refused(text: str) -> None:
 def test_hostile_json_is_refused(plan: Plan) -> None:
     text = plan.to_json()
     with pytest.raises(FormatError):
-        Plan.from_json(text.replace('"version": 3', '"version": 3, "version": 3'))
+        Plan.from_json(text.replace('"version": 4', '"version": 4, "version": 4'))
     with pytest.raises(FormatError):
         Plan.from_json(changed(plan, value=float("nan")))
 
@@ -232,12 +232,12 @@ def test_a_gpu_is_found_by_its_identity(detected: Plan) -> None:
 
 
 def test_no_more_than_the_planned_budget_is_used_and_no_more_than_there_is(detected: Plan) -> None:
-    needed = detected.forecast.devices[1].needed_bytes // MIB + 1
+    needed = detected.forecast.devices[1].allocated_bytes // MIB + 1
     here = Fleet(devices=(card("cuda:0", 500, "GPU-a"), card("cuda:1", needed, "GPU-b")))
     now = detected.on(here)
     assert [d.budget_bytes for d in now.fleet.devices] == [120 * MIB, needed * MIB]
     for forecast in now.forecast.devices:
-        assert forecast.needed_bytes <= forecast.reserved_bytes <= forecast.budget_bytes
+        assert forecast.allocated_bytes <= forecast.reserved_bytes <= forecast.budget_bytes
         assert forecast.budget_bytes == now.fleet.device(forecast.device).budget_bytes
 
 
@@ -307,8 +307,8 @@ def test_another_checkpoint_is_refused(plan: Plan) -> None:
 
 
 def test_a_newer_version_is_refused_clearly(plan: Plan) -> None:
-    with pytest.raises(FormatError, match="has version 4; this duoka reads version 3") as caught:
-        Plan.from_json(changed(plan, version=4))
+    with pytest.raises(FormatError, match="has version 5; this duoka reads version 4") as caught:
+        Plan.from_json(changed(plan, version=5))
     assert "update this one" in str(caught.value.hint)
 
 

@@ -47,7 +47,7 @@ def test_a_bound_is_never_more_than_the_exact_bytes(
     for place in (1, 2, 3):
         for start, stop in combinations(range(len(made) + 1), 2):
             # Not the training costs' own, which the bound is a floor of.
-            exact = Costs.reserved_bytes(costs, start, stop, 2**60, place=place)
+            exact = Costs.allocated_bytes(costs, start, stop, 2**60, place=place)
             assert exact is not None
             assert costs.bounds_at(place)[start, stop] <= exact
 
@@ -68,7 +68,7 @@ def best_by_hand(costs: Costs, fleet: Fleet) -> tuple[int, float] | None:
         frees = []
         for at, (start, stop, device) in enumerate(stages):
             budget = fleet.devices[device].budget_bytes
-            bytes_ = costs.reserved_bytes(start, stop, budget, place=len(stages) - at)
+            bytes_ = costs.allocated_bytes(start, stop, budget, place=len(stages) - at)
             frees.append(None if bytes_ is None else budget - bytes_)
         if None not in frees:
             found = -len(stages), min(free for free in frees if free is not None)

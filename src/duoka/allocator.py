@@ -99,10 +99,6 @@ class CachingAllocator:
     ----------
     capacity_bytes : int, optional
         The most that may be reserved. Without it nothing is refused.
-    frugal : bool
-        Give every wholly free segment back before a new one is taken, and not only when the
-        capacity is reached. PyTorch doesn't do that; its peak tells how little memory a run can
-        do with.
 
     Attributes
     ----------
@@ -110,6 +106,8 @@ class CachingAllocator:
         In use by tensors, and taken from the device. Reserved includes what is cached.
     max_allocated_bytes, max_reserved_bytes : int
         The peaks since the start or the last `reset_peak`.
+    is_pressed : bool
+        Whether the capacity was ever reached, and cached segments were given back.
 
     Examples
     --------
@@ -122,9 +120,9 @@ class CachingAllocator:
     (0, 2097152)
     """
 
-    def __init__(self, capacity_bytes: int | None = None, *, frugal: bool = False) -> None:
+    def __init__(self, capacity_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
-        self.frugal = frugal
+        self.is_pressed = False
         self.allocated_bytes = 0
         self.reserved_bytes = 0
         self.max_allocated_bytes = 0
@@ -146,6 +144,7 @@ class CachingAllocator:
         pool = self._small if small else self._large
         block = pool.take_best_fit(size) or self._reserve(size, small)
         if block is None:
+            self.is_pressed = True
             self.empty_cache()
             block = self._reserve(size, small)
             if block is None:
@@ -189,8 +188,6 @@ class CachingAllocator:
         self.max_reserved_bytes = self.reserved_bytes
 
     def _reserve(self, size: int, small: bool) -> Allocation | None:
-        if self.frugal:
-            self.empty_cache()
         segment = segment_bytes(size)
         if self.capacity_bytes is not None and self.reserved_bytes + segment > self.capacity_bytes:
             return None

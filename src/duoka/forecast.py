@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .allocator import SEGMENT_ROUND_BYTES, SMALL_REQUEST_BYTES, rounded_bytes
+from .allocator import SMALL_REQUEST_BYTES, rounded_bytes
 from .fleet import Device
 from .profile import Profile, Ref, buffer_bytes, evaluate
 from .replay import Replay, StageBytes, Step
@@ -24,7 +24,6 @@ class DeviceForecast:
     add up to `allocated_bytes`, at the moment of its peak; the last two are those of training.
     `reserved_bytes` is the peak of what the allocator takes from the device, cached blocks and
     rounding included; it never exceeds the budget, since cached memory is given back before that.
-    `needed_bytes` is how little the device could do with.
     """
 
     device: str
@@ -33,7 +32,6 @@ class DeviceForecast:
     activation_bytes: int
     allocated_bytes: int
     reserved_bytes: int
-    needed_bytes: int
     budget_bytes: int
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
@@ -45,8 +43,23 @@ class DeviceForecast:
 
     @property
     def free_bytes(self) -> int:
-        """What the budget leaves beside what is needed."""
-        return self.budget_bytes - self.needed_bytes
+        """What the budget leaves beside what is allocated at the peak."""
+        return self.budget_bytes - self.allocated_bytes
+
+    @classmethod
+    def of(cls, device: Device, peaks: StageBytes) -> DeviceForecast:
+        """The forecast of a device, from the peaks of what is on it."""
+        return cls(
+            device=device.name,
+            weight_bytes=peaks.weights,
+            kv_cache_bytes=peaks.kv_cache,
+            activation_bytes=peaks.activations,
+            allocated_bytes=peaks.allocated,
+            reserved_bytes=peaks.reserved,
+            budget_bytes=device.budget_bytes,
+            gradient_bytes=peaks.gradients,
+            optimizer_bytes=peaks.optimizer,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +104,6 @@ class Refusals:
         key = (id(profile), signature, budget_bytes)
         self._steps.setdefault(key, []).append(tuple(steps))
 
-    def know(self, profile: Profile, signature: tuple[int, ...], budget_bytes: int) -> bool:
-        """Whether anything is known of a stage on a device of this budget."""
-        return (id(profile), signature, budget_bytes) in self._steps
-
     def tell(
         self, profile: Profile, signature: tuple[int, ...], budget_bytes: int, steps: Sequence[Step]
     ) -> bool:
@@ -106,8 +115,9 @@ class Refusals:
 class Costs:
     """A profile at one workload, as the search asks for it.
 
-    What is optimised is how little memory each stage can do with. What PyTorch's allocator will
-    hold beyond that, cached and fragmented, depends on the budget and is told by `stage_bytes`.
+    A stage fits a device when every step of it, replayed, stays within the budget. What is
+    optimised is what it has allocated at its peak: what PyTorch's allocator holds beyond that,
+    cached and fragmented, it gives back as far as it can before it fails.
 
     The chain that is cut into stages is every block but those tied to an earlier one: such a
     block goes wherever its partner goes, and is counted there.
@@ -127,18 +137,17 @@ class Costs:
         self.profile = profile
         self._refusals = refusals or Refusals()
         self.workload = workload
-        self._briefs: dict[int, Replay] = {}
         self._fulls: dict[int, Replay] = {}
-        self._brief = self._brief_at(1)
+        self._brief = self.replay(brief=True)
         blocks = profile.blocks
         self.chain = [index for index, block in enumerate(blocks) if block.tied_to is None]
         self._attached: dict[int, list[int]] = {index: [] for index in self.chain}
         for index, block in enumerate(blocks):
             if block.tied_to is not None:
                 self._attached[_root(profile, index)].append(index)
-        self._needed: dict[tuple[int, ...], int] = {}
-        self._squeezed: dict[tuple[tuple[int, ...], int], bool] = {}
-        self._refused: set[tuple[tuple[int, ...], int]] = set()
+        self._peaks: dict[tuple[tuple[int, ...], int], StageBytes | None] = {}
+        # Of stages that had memory enough: more of it makes no difference.
+        self._unpressed: dict[tuple[int, ...], StageBytes] = {}
         self.num_blocks = len(self.chain)
         self.lower_bound_bytes = self._lower_bounds()
         self.alike = self._alike()
@@ -171,66 +180,52 @@ class Costs:
         """How many places from the end differ; all before the last of them are like it."""
         return 1
 
-    def reserved_bytes(
+    def allocated_bytes(
         self, start: int, stop: int, budget_bytes: int, *, place: int = 1
     ) -> int | None:
-        """How little memory a stage can do with; None when it doesn't fit the budget."""
-        blocks = self.blocks_of(start, stop)
-        alike = self._signature(blocks, place)
-        if self._is_refused(alike, place, budget_bytes):
-            return None
-        if alike not in self._needed:
-            peaks = self._brief_at(place).run(blocks)
-            assert peaks is not None, "nothing limits this run"
-            self._needed[alike] = peaks.reserved
-        needed = self._needed[alike]
-        if needed > budget_bytes and self.bounds_at(place)[start, stop] <= budget_bytes:
-            # Giving back early can fragment more than giving back late.
-            key = (alike, budget_bytes)
-            if key not in self._squeezed:
-                brief = self._brief_at(place)
-                self._squeezed[key] = brief.run(blocks, budget_bytes) is not None
-            needed = budget_bytes if self._squeezed[key] else needed
-        return None if needed > budget_bytes else needed
+        """What a stage has allocated at its peak; None when it doesn't fit the budget."""
+        peaks = self.stage_bytes(start, stop, budget_bytes, place=place)
+        return None if peaks is None else peaks.allocated
 
     def stage_bytes(
-        self,
-        start: int,
-        stop: int,
-        budget_bytes: int,
-        *,
-        place: int = 1,
-        device_of: Sequence[str] | None = None,
+        self, start: int, stop: int, budget_bytes: int, *, place: int = 1
     ) -> StageBytes | None:
-        """The peaks of a stage on a device of this budget, all steps replayed.
+        """The peaks of a stage on a device of this budget, all steps replayed; None: too many."""
+        blocks = self.blocks_of(start, stop)
+        signature = self._signature(blocks, place)
+        key = (signature, budget_bytes)
+        if key not in self._peaks:
+            enough = self._unpressed.get(signature)
+            if enough is not None and enough.reserved <= budget_bytes:
+                return enough
+            self._peaks[key] = self._replayed(blocks, signature, budget_bytes, place)
+        return self._peaks[key]
 
-        `device_of` is as `Replay.run` takes it.
+    def stage_bytes_where(
+        self, start: int, stop: int, budget_bytes: int, device_of: Sequence[str]
+    ) -> StageBytes | None:
+        """The same, where it matters on which device each of the model's blocks is.
 
-        None when fragmentation overflows the budget although less memory would do; from then on
-        `reserved_bytes` knows that this stage doesn't fit.
+        A stage that turns out not to fit there is one that doesn't fit, from then on.
         """
         blocks = self.blocks_of(start, stop)
-        variant, signature = self.variant(place), self._signature(blocks, place)
-        if variant not in self._fulls:
-            self._fulls[variant] = self.replay(brief=False, place=place)
-        replay = self._fulls[variant]
-        peaks = replay.run(blocks, budget_bytes, device_of=device_of)
+        peaks = self._full_at(1).run(blocks, budget_bytes, device_of=device_of)
         if peaks is None:
-            self._refused.add((signature, budget_bytes))
-            if device_of is None:
-                self._refusals.add(self.profile, signature, budget_bytes, replay.refusing)
+            self._peaks[self._signature(blocks, 1), budget_bytes] = None
         return peaks
 
-    def _is_refused(self, signature: tuple[int, ...], place: int, budget_bytes: int) -> bool:
-        """Whether a stage is known to be too fragmented, here or at another workload."""
-        key = (signature, budget_bytes)
-        if key not in self._refused and self._refusals.know(self.profile, *key):
-            variant = self.variant(place)
-            if variant not in self._fulls:
-                self._fulls[variant] = self.replay(brief=False, place=place)
-            if self._refusals.tell(self.profile, *key, self._fulls[variant].steps):
-                self._refused.add(key)
-        return key in self._refused
+    def _replayed(
+        self, blocks: Sequence[int], signature: tuple[int, ...], budget_bytes: int, place: int
+    ) -> StageBytes | None:
+        replay, known = self._full_at(place), self._refusals
+        if known.tell(self.profile, signature, budget_bytes, replay.steps):
+            return None
+        peaks = replay.run(blocks, budget_bytes)
+        if peaks is None and replay.refusing:
+            known.add(self.profile, signature, budget_bytes, replay.refusing)
+        elif peaks is not None and not peaks.pressed:
+            self._unpressed[signature] = peaks
+        return peaks
 
     def bounds_at(self, place: int) -> NDArray[np.int64]:
         """The lower bounds of stages at a place from the end."""
@@ -244,11 +239,11 @@ class Costs:
         """Equal for places from the end at which equal blocks cost the same."""
         return 1
 
-    def _brief_at(self, place: int) -> Replay:
+    def _full_at(self, place: int) -> Replay:
         variant = self.variant(place)
-        if variant not in self._briefs:
-            self._briefs[variant] = self.replay(brief=True, place=place)
-        return self._briefs[variant]
+        if variant not in self._fulls:
+            self._fulls[variant] = self.replay(brief=False, place=place)
+        return self._fulls[variant]
 
     @property
     def times(self) -> Times:
@@ -307,8 +302,7 @@ class Costs:
         """Never more than the exact bytes: what is allocated at the peak of each step's blocks.
 
         Left out are small transients, and tensors while no block reads them. While a step is in
-        one block, the caches of those before it have grown and those behind it haven't. What is
-        reserved is whole segments, whose sizes are multiples of `SEGMENT_ROUND_BYTES`.
+        one block, the caches of those before it have grown and those behind it haven't.
         """
         num = self.num_blocks
         kinds = [self.profile.blocks[index].kind for index in self.chain]
@@ -333,7 +327,7 @@ class Costs:
             np.maximum(bounds[:-1, 1:], np.where(ahead, bytes_now, 0), out=bounds[:-1, 1:])
         total = np.cumsum(weights)
         bounds += np.triu(total[None, :] - total[:, None]) + self._buffers()
-        return -(-bounds // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
+        return bounds
 
     def _buffers(self) -> NDArray[np.int64]:
         """[start, stop]: bytes of the buffers for weights that come for a call."""

@@ -11,6 +11,7 @@ from . import planner
 from .errors import InfeasibleError, UsageError
 from .fleet import Device, Fleet
 from .forecast import DeviceForecast, Forecast
+from .maps import Judgement, judge
 from .placement import Placement
 from .planner import (
     Question,
@@ -109,9 +110,9 @@ def _given(profile: Profile, question: Question) -> _Given:
             "decide",
             hint="leave out the map, or the offload",
         )
-    placement = Placement.from_device_map(question.device_map, profile, question.fleet)
+    judgement = judge(question.device_map, profile.outline, question.fleet)
     check_context(question.workload, profile.max_context_tokens, profile.model)
-    return _Given(profile, question, placement)
+    return _Given(profile, question, judgement)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,11 +125,12 @@ class _Need:
 
 
 class _Given:
-    def __init__(self, profile: Profile, question: Question, placement: Placement) -> None:
+    def __init__(self, profile: Profile, question: Question, judgement: Judgement) -> None:
         self.profile = profile
         self.question = question
-        self.placement = placement
-        self.device_of = _devices(profile, placement)
+        self.notes = judgement.notes
+        self.placement = Placement(entries=judgement.placed, fingerprint=profile.fingerprint)
+        self.device_of = _devices(profile, self.placement)
 
     def plan(self, source: str) -> Plan:
         """The plan, with the largest chunk of the prompt with which the map fits."""
@@ -143,37 +145,32 @@ class _Given:
         """Whether the map fits with the smallest chunk, which needs the least."""
         *_, least = with_chunks(self.question.workload)
         try:
-            needs = self._needs(least, thorough=False)
+            needs = self._needs(least)
         except UsageError:
             return False  # a profile of one workload knows no other
-        return all(need.bytes <= need.device.budget_bytes for need in needs)
+        return all(need.peaks is not None for need in needs)
 
-    def _needs(self, workload: Workload, *, thorough: bool = True) -> list[_Need]:
+    def _needs(self, workload: Workload) -> list[_Need]:
         devices = self.placement.devices
         return [
-            self._need(name, workload, place=len(devices) - number, thorough=thorough)
+            self._need(name, workload, place=len(devices) - number)
             for number, name in enumerate(devices)
         ]
 
-    def _need(self, name: str, workload: Workload, *, place: int, thorough: bool) -> _Need:
+    def _need(self, name: str, workload: Workload, *, place: int) -> _Need:
         device = self.question.fleet.device(name)
         blocks = [index for index, at in enumerate(self.device_of) if at == name]
-        brief = replay_of(self.profile, workload, brief=True, place=place)
-        least = brief.run(blocks, device_of=self.device_of)
-        assert least is not None, "nothing limits this run"
-        needed, budget = least.reserved, device.budget_bytes
-        # Giving memory back early can fragment more than giving it back late.
-        if needed > budget and brief.run(blocks, budget, device_of=self.device_of):
-            needed = budget
-        peaks = None
-        if thorough and needed <= budget:
-            full = replay_of(self.profile, workload, place=place)
-            peaks = full.run(blocks, budget, device_of=self.device_of)
-        return _Need(device=device, bytes=needed, peaks=peaks)
+        replay = replay_of(self.profile, workload, place=place)
+        peaks = replay.run(blocks, device.budget_bytes, device_of=self.device_of)
+        unlimited = peaks or replay.run(blocks, device_of=self.device_of)
+        assert unlimited is not None, "nothing limits this run"
+        return _Need(device=device, bytes=unlimited.allocated, peaks=peaks)
 
     def _made(self, workload: Workload, needs: list[_Need], source: str) -> Plan:
         question, profile = self.question, self.profile
-        forecasts = tuple(_forecasts(needs))
+        forecasts = tuple(
+            DeviceForecast.of(need.device, need.peaks) for need in needs if need.peaks
+        )
         own = planner.attempt(self.profile, replace(question, device_map=None))
         best = self._best(workload)
         tightest = min(forecasts, key=lambda each: each.free_bytes)
@@ -217,6 +214,7 @@ class _Given:
     ) -> Iterator[str]:
         crossings = _crossings(self.device_of)
         yield f"As the device map says: {_told(crossings, tightest.free_bytes)}."
+        yield from (f"{note}." for note in self.notes)
         if own is not None and own.device_map != self.placement.device_map:
             others = _crossings(_devices(self.profile, own.placement))
             least = min(each.free_bytes for each in own.forecast.devices)
@@ -270,23 +268,6 @@ def _told(crossings: int, free_bytes: int) -> str:
     times = {0: "nothing crosses between devices", 1: "each token crosses between devices once"}
     crossed = times.get(crossings, f"each token crosses between devices {crossings} times")
     return f"{crossed}, and at least {format_bytes(free_bytes)} stay free on each"
-
-
-def _forecasts(needs: list[_Need]) -> Iterator[DeviceForecast]:
-    for need in needs:
-        assert need.peaks is not None, "only what fits is forecast"
-        yield DeviceForecast(
-            device=need.device.name,
-            weight_bytes=need.peaks.weights,
-            kv_cache_bytes=need.peaks.kv_cache,
-            activation_bytes=need.peaks.activations,
-            allocated_bytes=need.peaks.allocated,
-            reserved_bytes=need.peaks.reserved,
-            needed_bytes=need.bytes,
-            budget_bytes=need.device.budget_bytes,
-            gradient_bytes=need.peaks.gradients,
-            optimizer_bytes=need.peaks.optimizer,
-        )
 
 
 def _shortage(need: _Need) -> str:

@@ -224,7 +224,7 @@ def _best(profile: Profile, question: Question, source: str) -> Plan | NoPlaceme
 
 
 def _search(costs: Costs, question: Question) -> tuple[Solution, list[StageBytes]]:
-    """The optimum, and its stages replayed in full; one that fragments too much is ruled out."""
+    """The optimum, and the peaks of its stages."""
     while True:
         solution = search.search(
             costs,
@@ -234,20 +234,22 @@ def _search(costs: Costs, question: Question) -> tuple[Solution, list[StageBytes
             strategy=question.constraints.strategy,
             limits=_limits(question),
         )
-        device_of = _device_of(costs, solution, question.fleet)
-        peaks = [
-            costs.stage_bytes(
-                stage.start,
-                stage.stop,
-                question.fleet.devices[stage.device].budget_bytes,
-                place=len(solution.stages) - number,
-                device_of=device_of if costs.has_returns else None,
-            )
-            for number, stage in enumerate(solution.stages)
-        ]
+        peaks = [*_peaks(costs, solution, question.fleet)]
         known = [each for each in peaks if each is not None]
         if len(known) == len(peaks):
             return solution, known
+
+
+def _peaks(costs: Costs, solution: Solution, fleet: Fleet) -> Iterator[StageBytes | None]:
+    """Of each stage; None where copies by way of other devices are too much for its own."""
+    device_of = _device_of(costs, solution, fleet)
+    for number, stage in enumerate(solution.stages):
+        budget = fleet.devices[stage.device].budget_bytes
+        if costs.has_returns:
+            yield costs.stage_bytes_where(stage.start, stage.stop, budget, device_of)
+        else:
+            place = len(solution.stages) - number
+            yield costs.stage_bytes(stage.start, stage.stop, budget, place=place)
 
 
 def with_chunks(workload: Workload) -> Iterator[Workload]:
@@ -299,7 +301,10 @@ def _plan(
 ) -> Plan:
     profile, fleet = costs.profile, question.fleet
     device_of = _device_of(costs, solution, fleet)
-    forecasts = tuple(_forecasts(costs, solution, stage_peaks, fleet))
+    forecasts = tuple(
+        DeviceForecast.of(fleet.devices[stage.device], peaks)
+        for stage, peaks in zip(solution.stages, stage_peaks, strict=True)
+    )
     entries = tuple(
         (module, device_of[index])
         for index, block in enumerate(profile.blocks)
@@ -333,30 +338,6 @@ def _plan(
         why=tuple(_reasons(costs, solution, question)),
         offloaded=profile.offloaded,
     )
-
-
-def _forecasts(
-    costs: Costs, solution: Solution, stage_peaks: list[StageBytes], fleet: Fleet
-) -> Iterator[DeviceForecast]:
-    num_stages = len(solution.stages)
-    for number, (stage, peaks) in enumerate(zip(solution.stages, stage_peaks, strict=True)):
-        device = fleet.devices[stage.device]
-        needed = costs.reserved_bytes(
-            stage.start, stage.stop, device.budget_bytes, place=num_stages - number
-        )
-        assert needed is not None, "the search returned a stage that doesn't fit"
-        yield DeviceForecast(
-            device=device.name,
-            weight_bytes=peaks.weights,
-            kv_cache_bytes=peaks.kv_cache,
-            activation_bytes=peaks.activations,
-            allocated_bytes=peaks.allocated,
-            reserved_bytes=peaks.reserved,
-            needed_bytes=needed,
-            budget_bytes=device.budget_bytes,
-            gradient_bytes=peaks.gradients,
-            optimizer_bytes=peaks.optimizer,
-        )
 
 
 def _seconds(costs: Costs, solution: Solution, fleet: Fleet) -> Seconds | None:

@@ -29,7 +29,7 @@ from .workload import Workload
 Largest = Literal["context", "batch"]
 
 _FORMAT = "duoka.plan"
-_VERSION = 3
+_VERSION = 4
 _MAX_BYTES = 64 * 2**20
 _REPLAN = "--replan makes a new plan for what is there now"
 
@@ -330,11 +330,11 @@ class Plan:
             told, here = _named(self.fleet.device(each.device)), found[each.device]
             if here is None:
                 yield f"{told} is gone, hidden, or full"
-            elif here.budget_bytes < each.needed_bytes:
+            elif here.budget_bytes < each.allocated_bytes:
                 yield (
                     f"{told} can give {format_bytes(here.budget_bytes)} now, and the plan needs "
-                    f"{format_bytes(each.needed_bytes)} there: "
-                    f"{format_bytes(each.needed_bytes - here.budget_bytes)} are missing"
+                    f"{format_bytes(each.allocated_bytes)} there: "
+                    f"{format_bytes(each.allocated_bytes - here.budget_bytes)} are missing"
                 )
 
 

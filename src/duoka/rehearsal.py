@@ -37,8 +37,7 @@ class Rehearsal(Replay):
     profile : Profile
     workload : Workload
     brief : bool
-        Rehearse one step, with the optimizer's states there, instead of the first two; without a
-        capacity, give cached memory back before more is taken.
+        Rehearse one step, with the optimizer's states there, instead of the first two.
     place : int
         How many stages there are from this one to the end, itself included: with the schedule
         "1f1b" that many micro-batches are in flight.
@@ -157,7 +156,7 @@ class _StageRun:
     def __init__(self, rehearsal: Rehearsal, blocks: Sequence[int], capacity: int | None) -> None:
         self.rehearsal = rehearsal
         self.blocks = frozenset(blocks)
-        self.allocator = CachingAllocator(capacity, frugal=rehearsal.brief and capacity is None)
+        self.allocator = CachingAllocator(capacity)
         self.order = range(len(rehearsal.profile.blocks))
         self.gradients: dict[int, list[Allocation]] = {block: [] for block in blocks}
         self.gradient_bytes = self.optimizer_bytes = 0
@@ -185,6 +184,7 @@ class _StageRun:
             reserved=self.allocator.max_reserved_bytes,
             gradients=gradients,
             optimizer=optimizer,
+            pressed=self.allocator.is_pressed,
         )
 
     def _run_micro_batches(self) -> None:

@@ -49,6 +49,7 @@ class StageBytes:
 
     `weights`, `kv_cache`, `activations`, `gradients` and `optimizer` add up to `allocated`, at
     the moment of its peak; `reserved` is the peak of what the allocator takes from the device.
+    It was `pressed` where cached memory had to be given back; where not, more makes no difference.
     """
 
     weights: int
@@ -58,6 +59,7 @@ class StageBytes:
     reserved: int
     gradients: int = 0
     optimizer: int = 0
+    pressed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +86,8 @@ class Replay:
     workload : Workload
         With its prefill chunk resolved.
     brief : bool
-        Leave out steps between the first and the last ones of a phase; without a capacity, give
-        cached memory back before more is taken: quick, and about the least that a stage can do
-        with. Otherwise every step counts that changes what PyTorch's allocator holds.
+        Leave out steps between the first and the last ones of a phase: for bounds and for seconds.
+        Otherwise every step counts that changes what PyTorch's allocator holds.
 
     Raises
     ------
@@ -312,7 +313,7 @@ class _StageRun:
         self.replay = replay
         self.device_of = device_of
         self.blocks = frozenset(blocks)
-        self.allocator = CachingAllocator(capacity, frugal=replay.brief and capacity is None)
+        self.allocator = CachingAllocator(capacity)
         self.kept: dict[int, list[Allocation]] = {block: [] for block in blocks}
         self.num_begun = 0
         self.kept_bytes = 0
@@ -339,6 +340,7 @@ class _StageRun:
             activations=peak - weights - self.kept_bytes_at_peak,
             allocated=peak,
             reserved=self.allocator.max_reserved_bytes,
+            pressed=self.allocator.is_pressed,
         )
 
     def _run_step(self, step: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .allocator import SEGMENT_ROUND_BYTES, rounded_bytes
+from .allocator import rounded_bytes
 from .forecast import Costs, Refusals
 from .profile import Kind, Profile, Ref, evaluate
 from .rehearsal import ACCUMULATE, BACKWARD, FORWARD, STATES, TEMPORARIES, Rehearsal, in_flight
@@ -106,7 +106,7 @@ class _Bounds:
         if number > self.flying:
             phases.append(trained + others + forward)
         needed = weights + STATES[optimizer] * trained + np.maximum.reduce(phases)
-        return np.triu(-(-needed // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES, 1)
+        return np.triu(needed, 1)
 
     def _summed(
         self, places: Sequence[Sequence[int]], sizes: Callable[[Kind], Sequence[int]]

@@ -293,7 +293,7 @@ class WaysOut:
         plan = self._plan(self._profile, question)
         if plan is not None:
             sizes = ", ".join(
-                f"{each.device} {format_bytes(each.needed_bytes)} of "
+                f"{each.device} {format_bytes(each.allocated_bytes)} of "
                 f"{format_bytes(each.budget_bytes)}"
                 for each in plan.forecast.devices
             )

@@ -142,7 +142,7 @@ def test_a_budget_that_is_too_small_is_refused(plan: Plan) -> None:
 
 
 def test_a_longer_workload_than_planned_is_refused(plan: Plan) -> None:
-    needed = {d.device: d.needed_bytes for d in plan.forecast.devices}
+    needed = {d.device: d.allocated_bytes for d in plan.forecast.devices}
     devices = tuple(replace(d, budget_bytes=needed[d.name]) for d in plan.fleet.devices)
     load = replace(plan.workload, prompt_tokens=6000, prefill_chunk_tokens=None)
     with pytest.raises(ProofError, match="overflows"):

@@ -90,7 +90,7 @@ def test_every_command_that_is_told_works(
         assert run(arguments) == 0, line
         plan = json.loads(capsys.readouterr().out)
         assert all(
-            each["needed_bytes"] <= each["budget_bytes"] for each in plan["forecast"]["devices"]
+            each["allocated_bytes"] <= each["budget_bytes"] for each in plan["forecast"]["devices"]
         )
 
 

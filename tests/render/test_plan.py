@@ -27,7 +27,6 @@ def forecast(device: str, weights: float, budget: float) -> DeviceForecast:
         activation_bytes=sizes[2],
         allocated_bytes=allocated,
         reserved_bytes=allocated + GIB // 4,
-        needed_bytes=allocated,
         budget_bytes=round(budget * GIB),
     )
 

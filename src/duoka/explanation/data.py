@@ -19,19 +19,19 @@ class Share:
     device : str
     modules : tuple of str
         In execution order.
-    needed_bytes, budget_bytes : int
-        How little the device could do with, and what it can give.
+    allocated_bytes, budget_bytes : int
+        What is allocated there at the peak, and what the device can give.
     """
 
     device: str
     modules: tuple[str, ...]
-    needed_bytes: int
+    allocated_bytes: int
     budget_bytes: int
 
     @property
     def free_bytes(self) -> int:
         """What is left; negative where it doesn't fit."""
-        return self.budget_bytes - self.needed_bytes
+        return self.budget_bytes - self.allocated_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

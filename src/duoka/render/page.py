@@ -240,9 +240,9 @@ def _table(plan: Plan) -> _Table:
     rows = []
     for device in devices:
         sizes = [kinds_of(device)[place][1] for place in used]
-        sizes += [device.reserved_bytes, device.needed_bytes, device.budget_bytes]
+        sizes += [device.allocated_bytes, device.reserved_bytes, device.budget_bytes]
         rows.append(_Row(name=device.device, cells=[f"{size / divisor:,.2f}" for size in sizes]))
-    heads = [*(kinds[place] for place in used), "reserved", "needed", "budget"]
+    heads = [*(kinds[place] for place in used), "allocated", "reserved", "budget"]
     return _Table(unit=unit, heads=heads, rows=rows)
 
 

@@ -91,15 +91,15 @@ def _table(plan: Plan) -> Table:
     table.caption = f"in {unit}; overhead is what the allocator holds and tensors don't use"
     cached = [device for device in plan.forecast.devices if _gives_back(device)]
     if cached:
-        least = ", ".join(f"{d.device} {d.needed_bytes / divisor:.2f}" for d in cached)
-        table.caption += f";\npressed for memory it gives most of that back: {least} would do"
+        least = ", ".join(f"{d.device} {d.allocated_bytes / divisor:.2f}" for d in cached)
+        table.caption += f";\nwhat is only cached it gives back when pressed; tensors take {least}"
     table.caption_justify = "left"
     return table
 
 
 def _gives_back(device: DeviceForecast) -> bool:
     """Whether much of what is reserved is cached only: a tenth of the budget or more."""
-    return 10 * (device.reserved_bytes - device.needed_bytes) >= device.budget_bytes
+    return 10 * (device.reserved_bytes - device.allocated_bytes) >= device.budget_bytes
 
 
 def _list(plan: Plan) -> Group:

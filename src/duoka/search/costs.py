@@ -28,11 +28,11 @@ class StageCosts(Protocol):
         """How many places from the end differ; all before the last of them are like it."""
 
     def bounds_at(self, place: int) -> npt.NDArray[np.int64]:
-        """[num_blocks + 1, num_blocks + 1], by start and stop: at most what is reserved."""
+        """[num_blocks + 1, num_blocks + 1], by start and stop: at most what is allocated."""
 
     @property
     def alike(self) -> npt.NDArray[np.int64]:
-        """[num_blocks + 1, num_blocks + 1]: stages of equal numbers reserve equal bytes.
+        """[num_blocks + 1, num_blocks + 1]: stages of equal numbers allocate equal bytes.
 
         That is at equal places. A model repeats its layers, so one exact answer is an answer for
         many stages. Unique numbers are right when nothing is known.
@@ -46,15 +46,17 @@ class StageCosts(Protocol):
     def boundary_transfers(self) -> Floats:
         """[num_blocks + 1]: in how many pieces it does, each with the link's latency."""
 
-    def reserved_bytes(self, start: int, stop: int, budget_bytes: int, *, place: int) -> int | None:
-        """Exact peak of reserved bytes on a device of that budget; None when it doesn't fit."""
+    def allocated_bytes(
+        self, start: int, stop: int, budget_bytes: int, *, place: int
+    ) -> int | None:
+        """Exact peak of allocated bytes on a device of that budget; None when it doesn't fit."""
 
     def seconds(self, device: Device) -> Floats | None:
         """[num_blocks + 1, num_blocks + 1]: seconds of one request; None when unknown."""
 
 
 class Memory:
-    """What is known of stages' reserved bytes: bounds, made exact one by one.
+    """What is known of stages' allocated bytes: bounds, made exact one by one.
 
     Attributes
     ----------
@@ -97,11 +99,11 @@ class Memory:
             self.num_evaluations += 1
             alike = self._alike == self._alike[start, stop]
             self._exact[key][alike] = True
-            reserved = self._costs.reserved_bytes(start, stop, budget, place=place)
-            if reserved is None or reserved > budget:
+            allocated = self._costs.allocated_bytes(start, stop, budget, place=place)
+            if allocated is None or allocated > budget:
                 self.fits[key][alike] = False
                 return False
-            assert reserved >= self.bytes[key][alike].max(), "the lower bound is none"
-            as_thought &= bool(reserved == self.bytes[key][alike].min())
-            self.bytes[key][alike] = reserved
+            assert allocated >= self.bytes[key][alike].max(), "the lower bound is none"
+            as_thought &= bool(allocated == self.bytes[key][alike].min())
+            self.bytes[key][alike] = allocated
         return as_thought
