@@ -11,11 +11,12 @@ import published
 import pytest
 import tiny
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import duoka
 from duoka import Checkpoint, Placement, Plan, Workload, models, profiles, virtual
 from duoka.building import build_model
+from duoka.constraints import Constraints
 from duoka.dispatching import dispatch
 from duoka.errors import ModelError, UsageError
 from duoka.models.conversion import published_tensors
@@ -64,6 +65,9 @@ def test_the_forecast_of_a_quantized_model_is_measured(
     weights = sum(each.weight_bytes for each in plan.forecast.devices)
     assert weights < sum(each.weight_bytes for each in plain.forecast.devices)
     assert any(f"quantized to {quantize}" in reason for reason in plan.why)
+    profile = profiles.find_profile(glm.fingerprint, plan.workload)
+    assert profile is not None
+    assert not any(block.streams for block in profile.blocks)
 
 
 @pytest.mark.parametrize(("budget", "chosen"), [("32MiB", "none"), ("7MiB", "int8")])
@@ -109,6 +113,44 @@ def test_a_published_model_needs_its_headers(tmp_path: Path) -> None:
     config = published.write(tmp_path, "gptq") / "config.json"
     with pytest.raises(ModelError, match="nothing says how many bytes"):
         duoka.plan(config, "virtual:1GiB", WORK)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("gptq", "scales"),
+        ("awq", "qzeros"),
+        ("pack", "weight_scale"),
+        ("float", "weight_scale"),
+        ("nf4", "weight.quant_map"),
+        ("nf4", "weight.nested_absmax"),
+        ("int8", "SCB"),
+        ("fp8", "weight_scale_inv"),
+        ("fp8 experts", "weight"),
+        ("torchao", "_weight_qdata"),
+    ],
+)
+def test_a_missing_part_of_a_weight_is_named(tmp_path: Path, name: str, part: str) -> None:
+    path = published.write(tmp_path, name)
+    tensors = load_file(path / "model.safetensors")
+    lacking = next(key for key in tensors if key.endswith(f"q_proj.{part}"))
+    # Of FP8 nothing is left that says that the numbers are scaled.
+    alone = (name, part) in (("fp8", "weight_scale_inv"), ("float", "weight_scale"))
+    named = lacking.removesuffix(part) + "weight" if alone else lacking
+    del tensors[lacking]
+    save_file(tensors, path / "model.safetensors")
+    checkpoint = Checkpoint.open(path)
+    with pytest.raises(ModelError, match=r": 1 (parts of|tensors are) quantized[^0-9]*:") as caught:
+        build_model(checkpoint, profiles.workload_for(checkpoint, WORK))
+    assert named in str(caught.value)
+
+
+def test_a_published_one_has_its_type_and_stays_on_gpus(tmp_path: Path) -> None:
+    path = published.write(tmp_path, "awq")
+    with pytest.raises(UsageError, match=r"\(AWQ\) for float16; it can't compute"):
+        duoka.plan(path, "virtual:64MiB", replace(WORK, dtype="float32"))
+    with pytest.raises(UsageError, match="such weights can't lie in the host's memory"):
+        duoka.plan(path, "virtual:64MiB", WORK, constraints=Constraints(offload=True))
 
 
 def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -336,6 +336,7 @@ def load(
         )
     _refuse_untrusted(plan, checkpoint)
     plan.refuse_other(checkpoint.fingerprint, plan.source)
+    loader.refuse_unloadable(checkpoint.config, plan.placement)
     devices.give_back()
     plan = plan.here()
     refuse_more(plan.forecast.host_bytes)
@@ -343,10 +344,13 @@ def load(
     checker.prove(plan, build_model(checkpoint, plan.workload))
     checkpoint = checkpoint.fetch(download_progress)
     plan.refuse_other(checkpoint.fingerprint, plan.source)
-    if method_of(checkpoint.config) is not None:
-        found = loader.load_published(checkpoint.path, checkpoint.config, plan.placement)
-        return spread(found, plan.placement)
     model = build_model(checkpoint, plan.workload)
+    if method_of(checkpoint.config) is not None:
+        dtype = getattr(torch, plan.workload.dtype)
+        found = loader.load_published(
+            checkpoint, model, plan.placement, dtype=dtype, progress=progress
+        )
+        return spread(found, plan.placement)
     loader.load_weights(
         model,
         checkpoint,

@@ -72,6 +72,7 @@ def answer_with(
     InfeasibleError
         If nothing fits.
     """
+    _refuse_offload(checkpoint, question)
     tried: list[str] = []
     workloads = with_quantization(workload_for(checkpoint, question.workload))
     for workload in workloads:
@@ -165,7 +166,25 @@ def _unquantized(checkpoint: Checkpoint, workload: Workload) -> Workload:
             f"{workload.quantize}",
             hint="leave quantize out, or take the 16-bit checkpoint",
         )
+    own = checkpoint.default_dtype or "float32"
+    if workload.dtype not in ("auto", own):
+        raise UsageError(
+            f"{checkpoint.name} is quantized already ({method.name}) for {own}; it can't compute "
+            f"in {workload.dtype}",
+            hint="leave the dtype out, or take the 16-bit checkpoint",
+        )
     return replace(workload, quantize="none")
+
+
+def _refuse_offload(checkpoint: Checkpoint, question: Question) -> None:
+    """Refuse to keep weights on the host that packages load where they compute."""
+    method = method_of(checkpoint.config)
+    if method is not None and question.constraints.offload:
+        raise UsageError(
+            f"{checkpoint.name} is quantized already ({method.name}); such weights can't lie in "
+            "the host's memory",
+            hint="leave out the offload, or take the 16-bit checkpoint",
+        )
 
 
 def whole_prompt(workload: Workload, *, is_encoder: bool) -> Workload:

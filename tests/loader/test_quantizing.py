@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import duoka
 from duoka import Checkpoint, Placement, Workload, virtual
 from duoka.errors import LoadError
-from duoka.loader import load_published, load_weights
+from duoka.loader import load_weights
 from duoka.models import build
 from duoka.quantization import Scheme, is_composed, num_bytes, parts, quantize, quantize_model
 
@@ -83,33 +83,3 @@ def test_the_front_door_loads_what_was_planned(path: Path) -> None:
     model = duoka.load(plan)
     ids = torch.randint(0, 500, (1, 20)).to("vgpu:0")
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 23)
-
-
-@pytest.mark.parametrize(
-    ("method", "said"), [("compressed-tensors", "16 bit on first use"), ("gptq", "gptqmodel")]
-)
-def test_published_ones_that_can_not_run_here_say_why(
-    tmp_path: Path, method: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "duoka.loader.published.find_spec", lambda name: name == "accelerate" or None
-    )
-    config = {**LLAMA, "quantization_config": {"quant_method": method}}
-    with pytest.raises(LoadError, match=said):
-        load_published(tmp_path, config, Placement(entries=(("", "cpu"),)))
-
-
-def test_a_published_one_runs_as_transformers_loads_it(path: Path, tmp_path: Path) -> None:
-    from transformers import BitsAndBytesConfig
-
-    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    right = LlamaForCausalLM.from_pretrained(
-        path, quantization_config=settings, device_map={"": "cpu"}
-    )
-    right.save_pretrained(tmp_path)
-    plan = duoka.plan(tmp_path, "virtual:64MiB", Workload(prompt_tokens=20, new_tokens=4),
-                      device_map={"": "cpu"})  # fmt: skip
-    model = duoka.load(plan)
-    ids = torch.randint(0, 500, (1, 20))
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, right(ids).logits)

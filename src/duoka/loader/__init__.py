@@ -6,6 +6,13 @@ This room knows nothing of how a placement was found, and leaves movers to `disp
 from .filling import Progress
 from .keeping import Keeping
 from .load import load_weights, refuse_differences
-from .published import load_published
+from .published import load_published, refuse_unloadable
 
-__all__ = ["Keeping", "Progress", "load_published", "load_weights", "refuse_differences"]
+__all__ = [
+    "Keeping",
+    "Progress",
+    "load_published",
+    "load_weights",
+    "refuse_differences",
+    "refuse_unloadable",
+]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +26,7 @@ from duoka.placement import Placement
 from duoka.units import format_bytes
 
 from .filling import Filler, Progress
+from .giving_back import nothing_left
 from .keeping import Keeping, Kept, taken
 from .sources import Source, list_sources
 
@@ -84,7 +82,7 @@ def load_weights(
         keeping.tell(f"stacked weights come from {kept.directory}; remove it to forget them")
     elif keeping.wanted and kept:
         kept.refuse_full_disk()
-    with _all_or_nothing(model, devices):
+    with nothing_left(devices.values(), Snapshot(model).restore):
         _fill(model, devices, recipe, sources, progress)
         if keeping.wanted and found is None:
             _keep(Kept(checkpoint, recipe, dict(tensor_names(model))), keeping)
@@ -235,33 +233,3 @@ def _expected(model: nn.Module, recipe: Recipe) -> dict[str, Tensor]:
     targets |= {name for custom in recipe.customs for name in custom.targets}
     computed = {name for name in buffers if name not in targets} | set(recipe.derived)
     return {n: value for n, value in {**parameters, **buffers}.items() if n not in computed}
-
-
-# ── complete or not at all ──
-
-
-@contextmanager
-def _all_or_nothing(model: nn.Module, devices: Mapping[str, torch.device]) -> Iterator[None]:
-    before = Snapshot(model)
-    try:
-        yield
-    except BaseException as error:  # an interrupt must not leave half a model on the devices
-        before.restore()
-        _forget_locals(error)
-        _empty_caches(devices.values())
-        raise
-    _empty_caches(devices.values())
-
-
-def _forget_locals(error: BaseException | None) -> None:
-    """Free the tensors that the frames of an error refer to: who handles it may keep it long."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__context__
-
-
-def _empty_caches(devices: Iterable[torch.device]) -> None:
-    """Give back what conversions took on the way."""
-    for kind in sorted({device.type for device in devices} - {"cpu", "meta"}):
-        backend: Any = torch.get_device_module(kind)
-        backend.empty_cache()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from duoka.errors import ModelError
 from duoka.headers import TensorInfo
-from duoka.prequantized import Stored
+from duoka.prequantized import Stored, is_needless, is_wide, missing_parts
 from duoka.quantization import StoredWeight
 
 from .conversion import Recipe, plan_tensors
+
+_MOST_NAMES = 5  # of each kind that an error tells
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,27 +47,43 @@ def hold_as_stored(model: nn.Module, stored: Stored, tensors: Mapping[str, Tenso
     """
     shapes = {name: tensors[name].shape for name in stored.plain} | dict.fromkeys(stored.weights)
     recipe = plan_tensors(model, shapes)
-    _refuse_others(recipe, stored)
+    parameters = {name for name, _ in model.named_parameters()}
+    unscaled = [
+        piece.source
+        for piece in recipe.pieces
+        if piece.source in shapes.keys() - stored.weights.keys()
+        and piece.target in parameters
+        and not is_wide(tensors[piece.source])
+    ]
+    _refuse_differences(recipe, stored, unscaled)
     for target, held in _by_target(recipe, stored).items():
-        owner, _, key = target.rpartition(".")
-        module = model.get_submodule(owner)
-        parameter = module._parameters[key]
-        assert parameter is not None
+        parameter = model.get_parameter(target)
         made = StoredWeight(_tensors(held), parameter.shape, parameter.dtype)
-        module._parameters[key] = nn.Parameter(made, requires_grad=False)
+        module = model.get_submodule(target.rpartition(".")[0])
+        module.register_parameter(
+            target.rpartition(".")[2], nn.Parameter(made, requires_grad=False)
+        )
 
 
-def _refuse_others(recipe: Recipe, stored: Stored) -> None:
-    # GPTQ's packers write a bias of zeros where a layer has none; nothing loads it.
-    unexpected = [name for name in recipe.unexpected if not name.endswith(".bias")]
-    if not recipe.missing and not unexpected:
-        return
-    wrong = [*recipe.missing, *unexpected]
-    raise ModelError(
-        f"the {stored.method.name} checkpoint's tensors aren't the model's: {len(recipe.missing)} "
-        f"are missing, {len(unexpected)} have no place: {', '.join(wrong[:5])}",
-        hint="config.json and the weights must be of the same model",
-    )
+def _refuse_differences(recipe: Recipe, stored: Stored, unscaled: Sequence[str]) -> None:
+    """Name everything that the checkpoint lacks, and what isn't the model's."""
+    faults = [
+        f"{len(found)} {text}: {', '.join(found[:_MOST_NAMES])}"
+        for found, text in (
+            (recipe.missing, "tensors of the model are missing"),
+            (missing_parts(stored), "parts of quantized weights are missing"),
+            (unscaled, "tensors are quantized and have no scales"),
+            ([name for name in recipe.unexpected if not is_needless(name)],
+             "tensors have no place in the model"),
+            ([name for name, *_ in recipe.mismatched], "tensors have another shape"),
+        )
+        if found
+    ]  # fmt: skip
+    if faults:
+        raise ModelError(
+            f"the {stored.method.name} checkpoint isn't the model's: {'; '.join(faults)}",
+            hint="config.json and the weights must be of the same model, and complete",
+        )
 
 
 def _by_target(recipe: Recipe, stored: Stored) -> dict[str, list[_Held]]:

@@ -20,7 +20,7 @@ from ..images import ImagePrompts, prompts_for
 from ..outline import NamedTensor
 from ..placement import Placement
 from ..profile import ALIGNED_TOKENS, Block, Kind, Phase, Profile, Regime, Tape
-from ..quantization import parts
+from ..quantization import is_composed, parts
 from ..workload import Conditions, Workload
 from .fitting import Sample, Unlike, fit
 from .grouping import Group, find_containers, find_groups
@@ -413,6 +413,8 @@ def as_profile(
     kinds: dict[Kind, int] = {}
     blocks = []
     inside = find_containers(model, groups)
+    # Packages load quantized weights where they compute; nothing brings them there for each call.
+    may_stream = not any(is_composed(each) for each in model.parameters())
     for index, group in enumerate(groups):
         kind = Kind(weight_bytes=weights[index], tapes=tuple(tapes[index] for _, tapes in found))
         number = kinds.setdefault(kind, len(kinds))
@@ -424,7 +426,7 @@ def as_profile(
                 kind=number,
                 tied_to=tied_to,
                 inside=inside[index],
-                streams=group.streams,
+                streams=group.streams and may_stream,
             )
         )
     first = next(iter(model.parameters()), None)
