@@ -28,12 +28,15 @@ class NamedTensor:
         The checkpoint's names of what it is made of, where they differ from the native one.
     tied_to : str
         The first name of the same tensor; empty for that one.
+    is_buffer : bool
+        Whether it is no parameter.
     """
 
     name: str
     num_bytes: int
     published: tuple[str, ...] = ()
     tied_to: str = ""
+    is_buffer: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

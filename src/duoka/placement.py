@@ -92,7 +92,8 @@ class Placement:
         if isinstance(model, Profile):
             model = model.outline
         outline = model if isinstance(model, Outline) else Outline.of_names(model)
-        return cls(entries=judge(device_map, outline, fleet), fingerprint=outline.fingerprint)
+        placed = judge(device_map, outline, fleet).placed
+        return cls(entries=placed, fingerprint=outline.fingerprint)
 
     @property
     def device_map(self) -> dict[str, str]:

@@ -71,6 +71,22 @@ def test_a_map_is_planned(tiny: Path, program: Program, write: Write, tmp_path: 
     assert again.stdout == done.stdout
 
 
+@pytest.mark.parametrize("command", ["plan", "check"])
+def test_buffers_of_a_map_follow_their_block(
+    command: str, tiny: Path, program: Program, write: Write, tmp_path: Path
+) -> None:
+    """As transformers' own map of a model has its rotary frequencies: last of all."""
+    saved = tmp_path / "as-planned.json"
+    given = write({**COMPLETE, ROTARY: 2})
+    done = program(
+        command, tiny, *FLEET, *SIZES, "--device-map", given, "--save-device-map", saved
+    )
+    assert done.returncode == 0, done.stderr
+    note = "model.rotary_emb goes to vgpu:0 with model.embed_tokens, and not to vgpu:2"
+    assert note in " ".join(done.stdout.split())
+    assert json.loads(saved.read_text()) == NATIVE
+
+
 def test_what_is_wrong_is_told_and_the_completed_map_saved(
     tiny: Path, program: Program, write: Write, tmp_path: Path
 ) -> None:

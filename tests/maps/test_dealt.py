@@ -113,8 +113,8 @@ def check_later(outline: Outline, num_gpus: int, count: int = NUM_LAYERS) -> Non
     assert (error.unknown, error.doubled, error.split) == ((), (), ())
     assert error.completed == expected(num_gpus, count)
     fleet = duoka.Fleet.parse(f"virtual:{num_gpus}x1GiB")
-    complete = dict(judge({**device_map, ROTARY: 0}, outline, fleet))
-    assert complete == dict(judge(error.completed, outline, fleet))
+    complete = dict(judge({**device_map, ROTARY: 0}, outline, fleet).placed)
+    assert complete == dict(judge(error.completed, outline, fleet).placed)
     assert complete["model.layers.0"] == f"vgpu:{expected(num_gpus, count)[f'{LATER_LAYERS}.0']}"
 
 
@@ -162,13 +162,14 @@ def test_native_names_and_both(outline: Outline) -> None:
     fleet = duoka.Fleet.parse("virtual:2x1GiB")
     native = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
     native |= {f"model.layers.{n}": n // 14 for n in range(28)}
-    placed = judge(native, outline, fleet)
+    placed = judge(native, outline, fleet).placed
     published = {"transformer": 1, LATER[0]: 0, ROTARY: 0}
     published |= {f"{LATER_LAYERS}.{n}": 0 for n in range(14)}
     both = {"": 1, "model.embed_tokens": 0, ROTARY: "vgpu:0"}
     both |= {f"{LATER_LAYERS}.{n}": "0" for n in range(7)}
     both |= {f"model.layers.{n}": torch.device("vgpu:0") for n in range(7, 14)}
-    assert judge(published, outline, fleet) == judge(both, outline, fleet) == placed
+    assert judge(published, outline, fleet).placed == placed
+    assert judge(both, outline, fleet).placed == placed
 
 
 @pytest.fixture(scope="module")

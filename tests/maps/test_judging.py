@@ -28,6 +28,12 @@ PUBLISHED = {"p.e": 0, "p.r": 0, "p.enc.0": 0, "p.enc.1": 1, "m.norm": 1, "out":
 PLACED = tuple((name, f"vgpu:{device}") for name, device in NATIVE.items())
 
 
+def placed(device_map: object, outline: Outline = SMALL) -> tuple[tuple[str, str], ...]:
+    judgement = judge(device_map, outline, FLEET)
+    assert not judgement.notes
+    return judgement.placed
+
+
 def refused(device_map: object, outline: Outline = SMALL) -> PlacementError:
     with pytest.raises(PlacementError) as caught:
         judge(device_map, outline, FLEET)
@@ -50,18 +56,52 @@ def refused(device_map: object, outline: Outline = SMALL) -> PlacementError:
     ],
 )
 def test_forms_that_mean_the_same(device_map: object) -> None:
-    assert judge(device_map, SMALL, FLEET) == PLACED
+    assert placed(device_map) == PLACED
 
 
 def test_all_on_one() -> None:
     names = [name for name, _ in PLACED]
-    assert judge({"": 2}, SMALL, FLEET) == tuple((name, "vgpu:2") for name in names)
-    assert judge("cpu", SMALL) == tuple((name, "cpu") for name in names)
+    assert placed({"": 2}) == tuple((name, "vgpu:2") for name in names)
+    assert judge("cpu", SMALL).placed == tuple((name, "cpu") for name in names)
+
+
+BUFFERED = replace(
+    SMALL,
+    blocks=tuple(
+        replace(
+            each,
+            tensors=tuple(
+                replace(held, is_buffer=held.name in ("m.rot.freq", "m.rot.kept", "m.norm.step"))
+                for held in each.tensors
+            ),
+        )
+        for each in SMALL.blocks
+    ),
+)
+
+
+def test_buffers_follow_the_parameters_of_their_block() -> None:
+    away = judge({**NATIVE, "m.rot": 2, "m.norm.step": 0}, BUFFERED, FLEET)
+    assert away.placed == PLACED
+    assert away.notes == (
+        "m.rot goes to vgpu:0 with m.emb, and not to vgpu:2: it holds no parameters",
+        "m.norm.step goes to vgpu:1 with m.norm, and not to vgpu:0: it holds no parameters",
+    )
+    several = judge({**NATIVE, "m.rot.freq": 2, "m.rot.kept": 1}, BUFFERED, FLEET)
+    assert several.placed == PLACED
+    assert len(several.notes) == 2
+    assert not judge(NATIVE, BUFFERED, FLEET).notes
+
+
+def test_a_buffer_without_a_device_is_missing_all_the_same() -> None:
+    without = {name: device for name, device in NATIVE.items() if name != "m.rot"}
+    assert refused(without, BUFFERED).missing == ("m.rot.freq", "m.rot.kept")
+    assert refused({**NATIVE, "m.rot": 7}, BUFFERED).misplaced
 
 
 def test_a_tied_tensor_has_the_device_of_any_of_its_names() -> None:
     without = {name: device for name, device in NATIVE.items() if name != "head"}
-    assert judge(without, SMALL, FLEET) == PLACED
+    assert placed(without) == PLACED
     moved = {**NATIVE, "head": 1}
     del moved["m.emb"]
     error = refused(moved)
@@ -157,7 +197,7 @@ def test_two_conventions_that_contradict_each_other() -> None:
     assert error.split == ()
     assert "it gives two devices to: m.layers.1, p.enc.1" in str(error)
     # Of one opinion they may be.
-    assert judge({**NATIVE, "p.enc.1": 1}, SMALL, FLEET) == PLACED
+    assert placed({**NATIVE, "p.enc.1": 1}) == PLACED
 
 
 def test_what_must_stay_whole() -> None:
@@ -252,7 +292,7 @@ def test_a_million_unknown_names_are_told_in_time() -> None:
 def test_names_alone_are_enough_for_completeness() -> None:
     outline = Outline.of_names(["a.w", "a.b", "b.c.w", "b.w", "top"])
     assert [block.modules for block in outline.blocks] == [("a",), ("b.c",), ("b.w",), ("top",)]
-    assert dict(judge({"a": 0, "b": 1, "b.c": 0, "top": 1}, outline)) == {
+    assert dict(judge({"a": 0, "b": 1, "b.c": 0, "top": 1}, outline).placed) == {
         "a": "cuda:0",
         "b.c": "cuda:0",
         "b.w": "cuda:1",
@@ -284,7 +324,7 @@ def test_names_that_are_exchanged_between_the_conventions() -> None:
         for tensor, other in zip(blocks[0].tensors, reversed(blocks[0].tensors), strict=True)
     )
     outline = replace(SMALL, blocks=(replace(blocks[0], tensors=tensors),))
-    assert judge({"m.emb": 0, "m.rot": 0}, outline, FLEET) == (
+    assert placed({"m.emb": 0, "m.rot": 0}, outline) == (
         ("m.emb", "vgpu:0"),
         ("m.rot", "vgpu:0"),
     )

@@ -141,7 +141,7 @@ COMPLETE = st.tuples(
 def test_a_map_is_judged_as_by_trying_everything(entries: list[tuple[str, object]]) -> None:
     oracle = Oracle(tuple(entries))
     try:
-        placed = dict(judge(DeviceMap(oracle.entries), SMALL, FLEET))
+        placed = dict(judge(DeviceMap(oracle.entries), SMALL, FLEET).placed)
     except PlacementError as error:
         check(error, oracle)
         return
@@ -170,7 +170,7 @@ def check(error: PlacementError, oracle: Oracle) -> None:
     for kind in (error.missing, error.unknown, error.doubled, error.split, error.misplaced):
         assert len(set(kind)) == len(kind)
     assert error.completed is not None
-    completed = dict(judge(error.completed, SMALL, FLEET))
+    completed = dict(judge(error.completed, SMALL, FLEET).placed)
     for group in TOGETHER:
         inside = [tensor for number in group for tensor in SMALL.blocks[number].tensors]
         told = set().union(*(oracle.devices[tensor.name] for tensor in inside))

@@ -183,16 +183,16 @@ def test_maps_of_families(name: str, tmp_path: Path) -> None:
     model = models.build(json.loads((tmp_path / f"{name}.json").read_text()))
     tensors = [tensor.name for block in outline.blocks for tensor in block.tensors]
     assert sorted(tensors) == sorted(name for name, _ in tensor_names(model))
-    entries = judge({"": 1}, outline)
+    entries = judge({"": 1}, outline).placed
     # Every published tensor by itself, in whatever names: the same map.
-    assert judge({tensor: 1 for tensor, _ in spelled(outline)}, outline) == entries
+    assert judge({tensor: 1 for tensor, _ in spelled(outline)}, outline).placed == entries
     duoka.Placement(entries=entries).check(tensors)
     for half in (1, 2):
         some = {module: 0 for module, _ in entries[half::2]}
         with pytest.raises(PlacementError) as caught:
             judge(some, outline)
         assert caught.value.completed is not None
-        completed = judge(caught.value.completed, outline)
+        completed = judge(caught.value.completed, outline).placed
         assert [module for module, _ in completed] == [module for module, _ in entries]
 
 

@@ -6,9 +6,9 @@ everything that is missing, unknown, doubled and split, with the nearest real na
 map. Nothing here needs the model, its weights or torch, nor knows what a device can hold.
 """
 
-from .judging import judge
+from .judging import Judgement, judge
 from .names import Names, find_device
 from .reading import DeviceMap
 from .wording import meant, runs, shorten
 
-__all__ = ["DeviceMap", "Names", "find_device", "judge", "meant", "runs", "shorten"]
+__all__ = ["DeviceMap", "Judgement", "Names", "find_device", "judge", "meant", "runs", "shorten"]

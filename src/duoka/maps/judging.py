@@ -13,7 +13,7 @@ from .entries import Entries
 from .matching import Match, Matcher
 from .reading import DeviceMap, Devices
 from .spelling import Spelling, is_within
-from .wording import listed, meant, runs
+from .wording import listed, meant, runs, shorten, shown
 
 _HINT = (
     "`duoka plan --device-map … --save-device-map FILE` writes the completed map; in Python it is "
@@ -23,8 +23,26 @@ _HINT = (
 Placed = tuple[tuple[str, str], ...]
 
 
-def judge(device_map: object, outline: Outline, fleet: Fleet | None = None) -> Placed:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What a good map says: a device for every module, and what a person should know of it.
+
+    Parameters
+    ----------
+    placed : tuple of (str, str)
+        Native names of the blocks' modules and devices, in execution order.
+    notes : tuple of str
+        What goes elsewhere than the map says, in sentences.
+    """
+
+    placed: Placed
+    notes: tuple[str, ...] = ()
+
+
+def judge(device_map: object, outline: Outline, fleet: Fleet | None = None) -> Judgement:
     """Turn a map written by hand into one device for every block.
+
+    Buffers follow the parameters of their block.
 
     Parameters
     ----------
@@ -33,11 +51,6 @@ def judge(device_map: object, outline: Outline, fleet: Fleet | None = None) -> P
     outline : Outline
     fleet : Fleet, optional
         The devices that may be named; without one every device may be.
-
-    Returns
-    -------
-    tuple of (str, str)
-        Native names of the blocks' modules and devices, in execution order.
 
     Raises
     ------
@@ -61,9 +74,24 @@ class _Part:
         return [tensor for block in self.blocks for tensor in block.tensors]
 
     def devices(self) -> list[str]:
-        """Devices that the map gives to tensors of these blocks without contradiction."""
-        clear = (m.devices for m in self.matches.values() if not m.clash)
+        """Devices that the map gives to these blocks without contradiction.
+
+        Those of parameters where there are any: buffers follow them.
+        """
+        return self._devices(buffers=False) or self._devices(buffers=True)
+
+    def _devices(self, *, buffers: bool) -> list[str]:
+        matches = (self.matches[t.name] for t in self.tensors if t.is_buffer == buffers)
+        clear = (match.devices for match in matches if not match.clash)
         return list(dict.fromkeys(device for devices in clear for device in devices))
+
+    def following(self) -> Iterator[tuple[str, str]]:
+        """Buffers that go elsewhere than the map says, and where it says."""
+        (here,) = self.devices()
+        for tensor in self.tensors:
+            for device in self.matches[tensor.name].devices:
+                if device != here:
+                    yield tensor.name, device
 
     def heaviest(self) -> str | None:
         """The device with most of the bytes, among those that the map names."""
@@ -83,11 +111,12 @@ class _Judge:
         self.entries = Entries.read(device_map, self.spelling, devices)
         self.published = self.entries.are_published(self.spelling)
 
-    def judge(self) -> Placed:
+    def judge(self) -> Judgement:
         parts = self._parts(self.entries.known)
         faults = self._faults(parts)
         if not faults:
-            return tuple(self._placed(parts))
+            notes = tuple(note for part in parts for note in self._followed(part))
+            return Judgement(placed=tuple(self._placed(parts)), notes=notes)
         completed = self._completed()
         faults = replace(faults, completed=completed)
         raise PlacementError(
@@ -160,6 +189,21 @@ class _Judge:
         for block in self.outline.blocks:
             for module in block.modules:
                 yield module, device_of[id(block)]
+
+    def _followed(self, part: _Part) -> Iterator[str]:
+        """What follows the parameters of its block, in a sentence for each device."""
+        held = {t.name.rpartition(".")[0] for t in part.tensors if not t.is_buffer}
+        away: dict[str, dict[str, None]] = {}
+        for name, device in part.following():
+            owner = name.rpartition(".")[0]
+            away.setdefault(device, {})[name if owner in held else owner] = None
+        for device, names in away.items():
+            goes, it, hold = ("goes", "it", "holds") if len(names) == 1 else ("go", "they", "hold")
+            with_what = next(t.name.rpartition(".")[0] for t in part.tensors if not t.is_buffer)
+            yield (
+                f"{shorten(names)} {goes} to {part.devices()[0]} with {shown(with_what)}, and not "
+                f"to {device}: {it} {hold} no parameters"
+            )
 
     # ── completing ──
 

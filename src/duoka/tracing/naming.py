@@ -36,6 +36,7 @@ def name_tensors(model: nn.Module, published: Collection[str] | None) -> list[Na
                 num_bytes=0 if repeated else num_bytes(tensor),
                 published=tuple(n for n in dict.fromkeys(sources.get(name, ())) if n != name),
                 tied_to=canonical if repeated else "",
+                is_buffer=not isinstance(tensor, nn.Parameter),
             )
         )
     return named
