@@ -130,10 +130,38 @@ def test_chunks_and_batches_are_passed_on() -> None:
     workload = replace(WORKLOAD, batch=4, prefill_chunk_tokens=1024)
     plan = replace(staged([3, 2]), workload=workload)
     assert parsed(export(plan, "vllm").text)[2]["--max-num-batched-tokens"] == "4096"
-    assert parsed(export(plan, "sglang").text)[2]["--chunked-prefill-size"] == "1024"
+    # SGLang's requests share a chunk, as vLLM's share the tokens of a step.
+    assert parsed(export(plan, "sglang").text)[2]["--chunked-prefill-size"] == "4096"
     options = parsed(export(plan, "llama.cpp").text)[2]
     assert (options["--ctx-size"], options["--parallel"]) == (str(4 * 8192), "4")
     assert options["--ubatch-size"] == options["--batch-size"] == "1024"
+
+
+def test_without_a_chunk_vllms_own_is_told() -> None:
+    assert "2048 tokens a step by default" in str(export(staged([3, 2]), "vllm"))
+    plan = replace(staged([3, 2]), workload=replace(WORKLOAD, prefill_chunk_tokens=1024))
+    assert "by default" not in str(export(plan, "vllm"))
+
+
+@pytest.mark.parametrize("tool", ["vllm", "sglang"])
+def test_a_revision_is_given_apart(tool: str) -> None:
+    commit = "0123456789abcdef" * 2 + "01234567"
+    plan = replace(staged([3, 2]), source=f"zai-org/glm-4-9b@{commit}")
+    _, words, options = parsed(export(plan, tool).text)
+    assert words[-1] == "zai-org/glm-4-9b"
+    assert options["--revision"] == commit
+    assert "--revision" not in export(staged([3, 2]), tool).text
+
+
+@pytest.mark.parametrize(
+    ("source", "what"), [("glm/config.json", "config.json, a config"), ("", "a model in memory")]
+)
+def test_a_plan_without_weights_has_a_placeholder(source: str, what: str) -> None:
+    plan = replace(staged([3, 2]), source=source)
+    for tool in ("vllm", "sglang"):
+        assert parsed(export(plan, tool).text)[1][-1] == "MODEL"
+    for tool in ("vllm", "sglang", "accelerate"):
+        assert f"from {what}; MODEL stands for" in " ".join(str(export(plan, tool)).split())
 
 
 def test_an_8_bit_cache_is_called_what_the_tool_calls_it() -> None:

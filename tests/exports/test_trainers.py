@@ -14,6 +14,8 @@ from accelerate.utils.modeling import check_device_map
 from staged import placed, staged
 from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipeline
+from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
+from transformers import BitsAndBytesConfig, TorchAoConfig
 
 from duoka import Plan, export, plan
 from duoka.errors import UsageError
@@ -82,6 +84,34 @@ def test_accelerates_program_is_one() -> None:
     compile(export(staged([3, 2]), "accelerate").text, "export", "exec")
     told = str(export(replace(staged([3]), model="ChatGLMForCausalLM"), "accelerate"))
     assert "transformers 5 has no ChatGLMForCausalLM" in told
+
+
+def test_accelerates_program_pins_the_revision_and_quantizes() -> None:
+    """The settings are read by transformers and the packages themselves."""
+    commit = "0123456789abcdef" * 2 + "01234567"
+    for scheme, expected in (
+        ("int8", TorchAoConfig(Int8WeightOnlyConfig())),
+        ("int4", TorchAoConfig(Int4WeightOnlyConfig(int4_packing_format="tile_packed_to_4d"))),
+        ("nf4", BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
+                                   bnb_4bit_compute_dtype=torch.bfloat16)),
+    ):  # fmt: skip
+        base = staged([3, 2])
+        workload = replace(base.workload, quantize=scheme)
+        plan = replace(base, workload=workload, source=f"zai-org/glm-4-9b@{commit}")
+        given: dict[str, Any] = {}
+
+        class Taken:
+            from_pretrained = staticmethod(lambda *args, found=given, **kwargs: found.update(
+                kwargs, model=args[0]
+            ))  # fmt: skip
+
+        program = export(plan, "accelerate").text.replace(
+            "from transformers import AutoModelForCausalLM", ""
+        )
+        exec(program, {"AutoModelForCausalLM": Taken})
+        assert (given["model"], given["revision"]) == ("zai-org/glm-4-9b", commit)
+        assert given["device_map"]["model.layers.3"] == 1
+        assert given["quantization_config"].to_dict() == expected.to_dict()
 
 
 # torch's own, of its splitter.

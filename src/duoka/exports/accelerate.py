@@ -1,6 +1,7 @@
 """transformers and accelerate: the ``device_map`` that ``from_pretrained`` takes.
 
-Source: huggingface.co/docs/accelerate, "Big Model Inference" (`device_map`, `max_memory`).
+Sources: huggingface.co/docs/accelerate, "Big Model Inference" (`device_map`, `max_memory`);
+huggingface.co/docs/transformers, "torchao" and "bitsandbytes" (`quantization_config`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from ..plans import Plan
 from ..profile import Profile
-from . import machine
+from . import machine, served
 from .text import Export
 
 NAME = "accelerate"
@@ -27,21 +28,48 @@ def export(plan: Plan, profile: Profile | None) -> Export:
         for device in plan.fleet.devices
         if device.name in plan.devices
     }
-    source = repr(plan.source or "MODEL")
+    arguments = [f"dtype=torch.{plan.workload.dtype}", "device_map=device_map"]
+    revision = served.revision_of(plan)
+    if revision is not None:
+        arguments.append(f"revision={revision!r}")
+    imports, quantizing = _quantizing(plan)
+    if quantizing:
+        arguments.append(f"quantization_config={quantizing}")
     text = "\n".join(
         [
             f"device_map = {_literal(device_map)}",
             f"max_memory = {_literal(max_memory)}",
             "",
             "import torch",
+            *imports,
             "from transformers import AutoModelForCausalLM",
             "",
             "model = AutoModelForCausalLM.from_pretrained(",
-            f"    {source}, dtype=torch.{plan.workload.dtype}, device_map=device_map",
+            f"    {served.name_of(plan)!r},",
+            *(f"    {argument}," for argument in arguments),
             ")",
         ]
     )
     return Export(tool=NAME, text=text, notes=tuple(_notes(plan)))
+
+
+def _quantizing(plan: Plan) -> tuple[list[str], str]:
+    """What makes the plan's quantized weights, and what it imports."""
+    scheme = plan.workload.quantize
+    if scheme == "none":
+        return [], ""
+    if scheme == "nf4":
+        dtype = f"bnb_4bit_compute_dtype=torch.{plan.workload.dtype}"
+        return (
+            ["from transformers import BitsAndBytesConfig"],
+            f'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", {dtype})',
+        )
+    name = f"{scheme.capitalize()}WeightOnlyConfig"
+    settings = 'int4_packing_format="tile_packed_to_4d"' if scheme == "int4" else ""
+    return (
+        [f"from torchao.quantization import {name}", "from transformers import TorchAoConfig"],
+        f"TorchAoConfig({name}({settings}))",
+    )
 
 
 def _device(name: str) -> int | str:
@@ -55,6 +83,7 @@ def _literal(values: Mapping[int | str, int | str]) -> str:
 
 def _notes(plan: Plan) -> Iterator[str]:
     yield from machine.common_notes(plan)
+    yield from served.source_note(plan)
     if plan.model.startswith("ChatGLM"):
         yield (
             f"NOTE: transformers 5 has no {plan.model}; duoka brings it. Load the plan with "
@@ -78,6 +107,6 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield "NOTE: transformers' Trainer refuses models with a device_map in most modes."
     if plan.workload.quantize != "none":
         yield (
-            f"NOTE: the plan's weights are in {plan.workload.quantize}; give from_pretrained a "
-            "quantization_config for the same."
+            "NOTE: which weights are quantized is transformers' choice; the plan names those that "
+            "duoka leaves as they are."
         )

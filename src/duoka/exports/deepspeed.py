@@ -15,7 +15,7 @@ from ..plans import Plan
 from ..profile import Profile
 from . import machine
 from .pipeline import Pipeline, read_pipeline
-from .text import Export
+from .text import Export, assignments
 
 NAME = "DeepSpeed"
 
@@ -25,10 +25,7 @@ def export(plan: Plan, profile: Profile | None) -> Export:
     del profile  # numbers of layers say it all
     pipeline = read_pipeline(plan, NAME)
     bounds = boundaries(pipeline)
-    environment = " ".join(
-        f"{name}={value}"
-        for name, value in machine.visible(NAME, [stage.device for stage in pipeline.stages])
-    )
+    environment = assignments(machine.visible(NAME, [stage.device for stage in pipeline.stages]))
     text = "\n".join(
         [
             f"# {environment} torchrun --nproc-per-node {len(pipeline.stages)} THIS_FILE",

@@ -62,7 +62,6 @@ def proportions(pipeline: Pipeline) -> list[int]:
 
 def _notes(plan: Plan, pipeline: Pipeline, profile: Profile | None) -> Iterator[str]:
     yield from machine.common_notes(plan, pipeline)
-    yield from machine.training_note(plan)
     yield (
         f"NOTE: {_FILE} stands for the model in llama.cpp's own format; the plan's bytes are those "
         f"of weights in {plan.workload.dtype}, a quantized file needs less."

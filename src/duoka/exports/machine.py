@@ -42,12 +42,6 @@ def common_notes(plan: Plan, pipeline: Pipeline | None = None) -> Iterator[str]:
         )
 
 
-def training_note(plan: Plan) -> Iterator[str]:
-    """That a plan for training was given to a tool that serves."""
-    if plan.workload.training is not None:
-        yield "NOTE: the plan is for training; this tool serves, and its memory will differ."
-
-
 def total_bytes(device: Device) -> int:
     """What a GPU has in all, as far as that is known."""
     if device.memory_bytes is not None:

@@ -15,7 +15,7 @@ from ..plans import Plan
 from ..profile import Profile
 from . import machine
 from .pipeline import Pipeline, read_pipeline
-from .text import Export, refusal
+from .text import Export, assignments, refusal
 
 TORCH = "torch.distributed.pipelining"
 TITAN = "torchtitan"
@@ -28,7 +28,7 @@ def export_torch(plan: Plan, profile: Profile | None) -> Export:
     runs = _runs(plan)
     splits = ", ".join(f"{names[0]!r}: SplitPoint.BEGINNING" for names in runs[1:])
     devices = [plan.fleet.device(plan.placement.device_of(names[0]) or "") for names in runs]
-    environment = " ".join(f"{name}={value}" for name, value in machine.visible(TORCH, devices))
+    environment = assignments(machine.visible(TORCH, devices))
     text = "\n".join(
         [
             f"# {environment} torchrun --nproc-per-node {len(runs)} THIS_FILE",
@@ -93,10 +93,7 @@ def export_titan(plan: Plan, profile: Profile | None) -> Export:
     parts = titan_names(pipeline)
     training = plan.workload.training
     schedule = _SCHEDULES[training.schedule] if training is not None else "1F1B"
-    environment = " ".join(
-        f"{name}={value}"
-        for name, value in machine.visible(TITAN, [stage.device for stage in pipeline.stages])
-    )
+    environment = assignments(machine.visible(TITAN, [stage.device for stage in pipeline.stages]))
     lines = ",\n".join(f"    {json.dumps(part)}" for part in parts)
     text = "\n".join(
         [

@@ -3,7 +3,8 @@
 Sources, of SGLang 0.5.23: the layers of each rank from ``SGLANG_PP_LAYER_PARTITION``
 (``sglang/srt/distributed/utils.py``, `get_pp_indices`); options (docs.sglang.io, "Server
 Arguments"; ``sglang/srt/arg_groups/fields``); that ``--mem-fraction-static`` is weights and cache
-together as a share of a GPU (``sglang/srt/arg_groups/memory_hook.py``).
+together as a share of a GPU (``sglang/srt/arg_groups/memory_hook.py``); that all
+requests of a step share a chunk (``sglang/srt/managers/schedule_policy.py``, `PrefillAdder`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from ..plans import Plan
 from ..profile import Profile
-from . import machine
+from . import machine, served
 from .caches import layer_token_bytes
 from .pipeline import Pipeline, read_pipeline
 from .text import Export, command_line
@@ -34,14 +35,16 @@ def export(plan: Plan, profile: Profile | None) -> Export:
     tokens = workload.batch * workload.context_tokens
     options.append(("--max-running-requests", str(workload.batch)))
     options.append(("--max-total-tokens", str(tokens)))
-    chunk = workload.prefill_chunk_tokens
+    revision, chunk = served.revision_of(plan), served.step_tokens(plan)
+    if revision is not None:
+        options.insert(0, ("--revision", revision))
     options.append(("--chunked-prefill-size", "-1" if chunk is None else str(chunk)))
     if workload.cache == "int8":
         options.append(("--kv-cache-dtype", "fp8_e4m3"))
     sizes = layer_token_bytes(plan, profile, pipeline)
     if sizes is not None:
         options.append(("--mem-fraction-static", f"{max(_fractions(pipeline, sizes, tokens)):.2f}"))
-    words = ["python", "-m", "sglang.launch_server", "--model-path", plan.source or "MODEL"]
+    words = ["python", "-m", "sglang.launch_server", "--model-path", served.name_of(plan)]
     return Export(
         tool=NAME,
         text=command_line(environment, words, options),
@@ -69,14 +72,8 @@ def _notes(
     plan: Plan, pipeline: Pipeline, sizes: Sequence[int] | None, tokens: int
 ) -> Iterator[str]:
     yield from machine.common_notes(plan, pipeline)
-    yield from machine.training_note(plan)
-    if plan.workload.cache == "int8":
-        yield "NOTE: the plan's cache has 8-bit integers; SGLang's has 8-bit floats."
-    if plan.workload.quantize != "none":
-        yield (
-            f"NOTE: the plan's weights are in {plan.workload.quantize}, made while loading; "
-            "SGLang needs a checkpoint that is quantized already, or its own --quantization."
-        )
+    yield from served.source_note(plan)
+    yield from served.bits_notes(plan, NAME)
     if sizes is None:
         yield "NOTE: --mem-fraction-static is left to SGLang, which takes one share for all GPUs."
     elif len(pipeline.stages) > 1:

@@ -50,6 +50,11 @@ def refusal(tool: str, why: str, hint: str) -> UsageError:
     return UsageError(f"{tool} can't be told this plan: {why}", hint=hint)
 
 
+def assignments(environment: Sequence[tuple[str, str]]) -> str:
+    """Environment as it stands before a command, quoted where it must be."""
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in environment)
+
+
 def command_line(
     environment: Sequence[tuple[str, str]], words: Sequence[str], options: Sequence[tuple[str, str]]
 ) -> str:
@@ -62,7 +67,6 @@ def command_line(
     serve 'my model' \
       --size 3
     """
-    lines = [" ".join(f"{name}={shlex.quote(value)}" for name, value in environment)]
-    lines.append(shlex.join(words))
+    lines = [assignments(environment), shlex.join(words)]
     lines += [f"  {name} {shlex.quote(value)}".rstrip() for name, value in options]
     return " \\\n".join(line for line in lines if line)

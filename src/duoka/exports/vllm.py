@@ -4,7 +4,9 @@ Sources, of vLLM 0.33: the layers of each rank from ``VLLM_PP_LAYER_PARTITION``,
 that add up to the model's layers (``vllm/distributed/utils.py``, `get_pp_indices`); options and
 their meanings (``vllm/engine/arg_utils.py``, ``vllm/config/cache.py``; docs.vllm.ai, "Engine
 Arguments"); that all ranks get as many cache blocks as the poorest one
-(``vllm/v1/core/kv_cache_planning.py``, `get_kv_cache_configs`).
+(``vllm/v1/core/kv_cache_planning.py``, `get_kv_cache_configs`); that ``--max-num-batched-tokens``
+counts the tokens of all sequences in a step (``vllm/config/scheduler.py``), and what it is without
+(``vllm/engine/arg_utils.py``, `get_batch_defaults`).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from ..plans import Plan
 from ..profile import Profile
 from ..units import format_bytes
-from . import machine
+from . import machine, served
 from .caches import layer_token_bytes
 from .pipeline import Pipeline, Stage, read_pipeline
 from .text import Export, command_line
@@ -38,9 +40,10 @@ def export(plan: Plan, profile: Profile | None) -> Export:
         counts = ",".join(map(str, pipeline.counts))
         environment.append(("VLLM_PP_LAYER_PARTITION", counts))
         options.insert(0, ("--pipeline-parallel-size", str(num)))
-    if isinstance(workload.prefill_chunk_tokens, int):
-        # One step of vLLM takes the tokens of all sequences together.
-        tokens = max(workload.prefill_chunk_tokens * workload.batch, workload.batch)
+    revision, tokens = served.revision_of(plan), served.step_tokens(plan)
+    if revision is not None:
+        options.insert(0, ("--revision", revision))
+    if tokens is not None:
         options.append(("--max-num-batched-tokens", str(tokens)))
     if workload.cache == "int8":
         options.append(("--kv-cache-dtype", "fp8"))
@@ -49,7 +52,7 @@ def export(plan: Plan, profile: Profile | None) -> Export:
         options.append(("--kv-cache-memory-bytes", str(max(cache_bytes(plan, pipeline, sizes)))))
     return Export(
         tool=NAME,
-        text=command_line(environment, ["vllm", "serve", plan.source or "MODEL"], options),
+        text=command_line(environment, ["vllm", "serve", served.name_of(plan)], options),
         notes=tuple(_notes(plan, pipeline, sizes)),
     )
 
@@ -66,13 +69,13 @@ def cache_bytes(plan: Plan, pipeline: Pipeline, sizes: Sequence[int]) -> list[in
 
 def _notes(plan: Plan, pipeline: Pipeline, sizes: Sequence[int] | None) -> Iterator[str]:
     yield from machine.common_notes(plan, pipeline)
-    yield from machine.training_note(plan)
-    if plan.workload.cache == "int8":
-        yield "NOTE: the plan's cache has 8-bit integers; vLLM's has 8-bit floats."
-    if plan.workload.quantize != "none":
+    yield from served.source_note(plan)
+    yield from served.bits_notes(plan, NAME)
+    if served.step_tokens(plan) is None:
         yield (
-            f"NOTE: the plan's weights are in {plan.workload.quantize}, made while loading; vLLM "
-            "needs a checkpoint that is quantized already, or its own --quantization."
+            "NOTE: the plan runs whole prompts at once; vLLM takes at most 2048 tokens a step by "
+            "default, of all sequences together (8192 or 16384 on the largest GPUs). That needs no "
+            "more memory; --max-num-batched-tokens changes it."
         )
     if sizes is None or not any(sizes):
         yield (
