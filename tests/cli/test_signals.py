@@ -138,15 +138,16 @@ def stopped(
     return process.returncode, out, err
 
 
-MOMENTS = [0.4, 1.3, 2.4, 4.0]
+COMMANDS = ("plan", "check", "generate", "demo")
+MOMENTS = [("plan", 0.4), ("plan", 2.4), ("check", 1.3), ("check", 4.0)]
+MOMENTS += [("generate", 2.4), ("generate", 4.0), ("demo", 0.4), ("demo", 1.3)]
 if "DUOKA_FUZZ_EXAMPLES" in os.environ:
-    MOMENTS = [number / 5 for number in range(2, 50)]
+    MOMENTS = [(command, number / 5) for command in COMMANDS for number in range(2, 50)]
 
 
 @pytest.mark.fuzz
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", MOMENTS)
-@pytest.mark.parametrize("command", ["plan", "check", "generate", "demo"])
+@pytest.mark.parametrize(("command", "seconds"), MOMENTS)
 def test_at_any_moment(
     command: str, seconds: float, tiny: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:

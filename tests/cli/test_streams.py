@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+
+from duoka.cli.main import run
 
 from .conftest import GPUS, MAIN, PROGRAM, SIZES
 
@@ -40,6 +44,34 @@ def start(
     )
 
 
+def look(
+    tiny: Path,
+    environment: dict[str, str],
+    command: tuple[str, ...],
+    *,
+    encoding: str = "utf-8",
+    disk: str = "",
+    **changed: str | None,
+) -> subprocess.CompletedProcess[bytes]:
+    """The same in this process, which has imported torch already; the output may go to a disk."""
+    name, *options = command
+    inside = {**environment, **changed}
+    out, err = io.BytesIO(), io.BytesIO()
+    # As the program sets up its own streams.
+    form = {"encoding": encoding, "errors": "backslashreplace"}
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        open(disk, "wb", buffering=0) if disk else nullcontext(out) as target,  # noqa: PTH123
+    ):
+        patch.setattr(os, "environ", {k: v for k, v in inside.items() if v is not None})
+        patch.setattr(sys, "stdin", io.StringIO())
+        patch.setattr(sys, "stdout", io.TextIOWrapper(target, **form))
+        patch.setattr(sys, "stderr", io.TextIOWrapper(err, **form))
+        code = run([name, str(tiny), *options])
+        sys.stderr.flush()
+        return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
+
+
 def test_json_of_a_plan_is_all_there_is(tiny: Path, environment: dict[str, str]) -> None:
     done = start(tiny, environment, (*PLAN, "--json"), python=("-W", "always"))
     assert done.returncode == 0
@@ -47,25 +79,23 @@ def test_json_of_a_plan_is_all_there_is(tiny: Path, environment: dict[str, str])
 
 
 def test_json_of_an_answer_is_all_there_is(tiny: Path, environment: dict[str, str]) -> None:
-    done = start(tiny, environment, (*GENERATE, "--json"), python=("-W", "always"))
+    done = look(tiny, environment, (*GENERATE, "--json"))
     assert done.returncode == 0
     assert json.loads(done.stdout)["answers"][0]["prompt"] == "hi"
 
 
-@pytest.mark.parametrize("command", [PLAN, CHECK, GENERATE], ids=["plan", "check", "generate"])
-def test_a_locale_that_knows_only_ascii(
+def test_a_locale_that_knows_only_ascii(tiny: Path, environment: dict[str, str]) -> None:
+    ascii_only = {"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = start(tiny, environment, PLAN, **ascii_only, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()
+
+
+@pytest.mark.parametrize("command", [CHECK, GENERATE], ids=["check", "generate"])
+def test_streams_that_know_only_ascii(
     command: tuple[str, ...], tiny: Path, environment: dict[str, str]
 ) -> None:
-    done = start(
-        tiny,
-        environment,
-        command,
-        LANG="C",
-        LC_ALL="C",
-        PYTHONUTF8="0",
-        PYTHONCOERCECLOCALE="0",
-        PYTHONIOENCODING="ascii",
-    )
+    done = look(tiny, environment, command, encoding="ascii")
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii()
 
@@ -75,7 +105,7 @@ def test_a_locale_that_knows_only_ascii(
 def test_narrow_and_wide(
     command: tuple[str, ...], columns: str, tiny: Path, environment: dict[str, str]
 ) -> None:
-    done = start(tiny, environment, command, COLUMNS=columns)
+    done = look(tiny, environment, command, COLUMNS=columns)
     assert done.returncode == 0, done.stderr
     assert b"vgpu:0" in done.stdout
 
@@ -99,10 +129,11 @@ def test_colours_in_a_pipe(
     assert bool(colours) == coloured
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-@pytest.mark.parametrize(
-    "command", [PLAN, (*PLAN, "--json"), CHECK, (*CHECK, "--json"), GENERATE], ids=str
-)
+FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+
+
+@FULL
+@pytest.mark.parametrize("command", [PLAN, (*PLAN, "--json"), CHECK], ids=str)
 def test_a_full_disk(command: tuple[str, ...], tiny: Path, environment: dict[str, str]) -> None:
     done = start(tiny, environment, command, shell=">/dev/full")
     assert done.returncode == 12, done.stderr
@@ -111,7 +142,18 @@ def test_a_full_disk(command: tuple[str, ...], tiny: Path, environment: dict[str
     assert b"Exception ignored" not in done.stderr
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@FULL
+@pytest.mark.parametrize("command", [(*CHECK, "--json"), GENERATE], ids=str)
+def test_an_answer_on_a_full_disk(
+    command: tuple[str, ...], tiny: Path, environment: dict[str, str]
+) -> None:
+    done = look(tiny, environment, command, disk="/dev/full")
+    assert done.returncode == 12, done.stderr
+    assert b"No space left on device" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+@FULL
 @pytest.mark.parametrize("option", ["--help", "--version"])
 def test_help_on_a_full_disk_and_in_a_closed_pipe(option: str, environment: dict[str, str]) -> None:
     for shell, code in (('exec "$@" >/dev/full', 12), ('{ sleep 1; exec "$@"; } | true', 0)):
@@ -150,20 +192,19 @@ def test_closed_streams(
     ],
     ids=str,
 )
-@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_costs_time_alone(
     changed: dict[str, str | None], tiny: Path, environment: dict[str, str]
 ) -> None:
     if os.getuid() == 0 and changed.get("HOME", "") is None:
         pytest.skip("the home of the superuser would be written")
-    done = start(tiny, environment, PLAN, **changed)
+    done = look(tiny, environment, PLAN, **changed)
     assert done.returncode == 0, done.stderr
     assert b"vgpu:0" in done.stdout
 
 
 def test_warnings_of_libraries_do_not_come_between(tiny: Path, environment: dict[str, str]) -> None:
     done = start(tiny, environment, GENERATE, python=("-W", "always"))
-    quiet = start(tiny, environment, GENERATE)
+    quiet = look(tiny, environment, GENERATE)
     assert done.returncode == quiet.returncode == 0
     assert done.stdout == quiet.stdout
     assert quiet.stderr == b"ChatGLMForCausalLM on vgpu:0\n"
