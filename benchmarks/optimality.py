@@ -70,6 +70,10 @@ class Tables:
         self.by_speed = {speed: noise.integers(0, 20, shape).astype(float) for speed in speeds}
 
     num_places = 1
+    more_passes = None
+
+    def update_seconds(self, device: Device) -> None:
+        return None
 
     def bounds_at(self, place: int) -> np.ndarray:
         return self.lower_bound_bytes

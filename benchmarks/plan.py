@@ -55,6 +55,10 @@ class MadeUp:
         self.boundary_transfers = np.ones(num_blocks + 1)
 
     num_places = 1
+    more_passes = None
+
+    def update_seconds(self, device: Device) -> None:
+        return None
 
     def bounds_at(self, place: int) -> np.ndarray:
         return self.lower_bound_bytes

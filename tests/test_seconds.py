@@ -202,10 +202,13 @@ def test_a_step_of_training_has_passes_an_update_and_its_schedule(schedule: str)
     assert found is not None
     # Four forward and four backward passes; AdamW reads weights, gradients and two states, and
     # writes all but the gradients.
-    each = 8 * 50 + 7 * 1000
-    assert found.total_seconds == pytest.approx(4 * each)
-    in_flight = (4 * each + 3 * 2 * each) / 4
-    assert found.step_seconds == pytest.approx(4 * each if schedule == "sequential" else in_flight)
+    stage, update = 2 * 8 * 50, 2 * 7 * 1000
+    assert [each.prefill_seconds for each in found.stages] == pytest.approx([stage] * 2)
+    assert [each.update_seconds for each in found.stages] == pytest.approx([update] * 2)
+    # In a pipeline of two stages four micro-batches take five times as long as one in a stage. The
+    # stages update at the same time.
+    passes = 2 * stage if schedule == "sequential" else 5 * stage / 4
+    assert found.step_seconds == found.total_seconds == pytest.approx(passes + update)
     assert found.step_seconds is not None
     assert found.tokens_per_second == pytest.approx(400 / found.step_seconds)
     assert (found.first_token_seconds, found.token_seconds) == (None, None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, permutations
 from typing import Any
 
@@ -12,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rehearsing import Layer, load
 
-from duoka import Fleet
+from duoka import Constraints, Device, Fleet
 from duoka.errors import InfeasibleError
+from duoka.fleet import Link
 from duoka.forecast import Costs
-from duoka.planner import Question, solve
+from duoka.planner import Question, attempt, solve
+from duoka.profile import Profile
 from duoka.rehearsal import in_flight
 from duoka.search import Limits, NoPlacement, search
 from duoka.training_costs import TrainingCosts, costs_of
@@ -46,10 +50,9 @@ def test_a_bound_is_never_more_than_the_exact_bytes(
     costs = costs_of(rehearsing.made_up(made), load(1, **training))
     for place in (1, 2, 3):
         for start, stop in combinations(range(len(made) + 1), 2):
-            # Not the training costs' own, which the bound is a floor of.
-            exact = Costs.allocated_bytes(costs, start, stop, 2**60, place=place)
-            assert exact is not None
-            assert costs.bounds_at(place)[start, stop] <= exact
+            peaks = costs.replay(brief=False, place=place).run(range(start, stop))
+            assert peaks is not None
+            assert costs.bounds_at(place)[start, stop] <= peaks.allocated
 
 
 def placements(num_blocks: int, num_devices: int) -> Iterator[list[tuple[int, int, int]]]:
@@ -61,19 +64,51 @@ def placements(num_blocks: int, num_devices: int) -> Iterator[list[tuple[int, in
                 yield [(edges[at], edges[at + 1], device) for at, device in enumerate(order)]
 
 
-def best_by_hand(costs: Costs, fleet: Fleet) -> tuple[int, float] | None:
-    """The fewest stages, and the most that they leave free on each device."""
-    best: tuple[int, float] | None = None
+def left_free(
+    costs: Costs, fleet: Fleet, stages: list[tuple[int, int, int]]
+) -> list[tuple[int, int]] | None:
+    """What each stage leaves free of which budget, rehearsed; None where one doesn't fit."""
+    told = []
+    for at, (start, stop, device) in enumerate(stages):
+        budget = fleet.devices[device].budget_bytes
+        replay = costs.replay(brief=False, place=len(stages) - at)
+        peaks = replay.run(costs.blocks_of(start, stop), budget)
+        if peaks is None:
+            return None
+        told.append((budget - peaks.allocated, budget))
+    return told
+
+
+def value_of(
+    costs: Costs, fleet: Fleet, stages: list[tuple[int, int, int]], objective: str
+) -> float | None:
+    """What a placement is worth, to be made large; None where it doesn't fit."""
+    free = left_free(costs, fleet, stages)
+    if free is None:
+        return None
+    if objective == "headroom":
+        return min(size for size, _ in free)
+    if objective == "balanced":
+        return min(size / budget for size, budget in free)
+    named = [(fleet.names[device], start, stop) for start, stop, device in stages]
+    seconds = costs.times.of(named, fleet)
+    assert seconds is not None
+    assert seconds.step_seconds is not None
+    return -seconds.step_seconds
+
+
+def best_by_hand(
+    costs: Costs, fleet: Fleet, objective: str = "headroom"
+) -> tuple[int, float] | None:
+    """The fewest stages, or for "balanced" the most, and what the best such placement is worth."""
+    best: dict[int, float] = {}
     for stages in placements(costs.num_blocks, len(fleet.devices)):
-        frees = []
-        for at, (start, stop, device) in enumerate(stages):
-            budget = fleet.devices[device].budget_bytes
-            bytes_ = costs.allocated_bytes(start, stop, budget, place=len(stages) - at)
-            frees.append(None if bytes_ is None else budget - bytes_)
-        if None not in frees:
-            found = -len(stages), min(free for free in frees if free is not None)
-            best = found if best is None else max(best, found)
-    return best
+        value = value_of(costs, fleet, stages, objective)
+        if value is not None:
+            best[len(stages)] = max(value, best.get(len(stages), value))
+    if objective == "balanced":
+        best = {number: best[number] for number in best if number == len(fleet.devices)}
+    return next(((-number, best[number]) for number in sorted(best)), None)
 
 
 @settings(max_examples=60, deadline=None)
@@ -95,6 +130,86 @@ def test_the_best_placement_is_the_best_of_all(
         return
     assert (-len(solution.stages), solution.value) == expected
     assert solution.bound == solution.value
+
+
+def fleet_at_random(rng: random.Random, num_devices: int) -> Fleet:
+    """GPUs of different memory and speeds, some of them linked."""
+    devices = tuple(
+        Device(
+            name=f"vgpu:{number}",
+            budget_bytes=rng.choice((30, 60, 120)) * MIB,
+            memory_bytes_per_second=rng.choice((1e9, 3e9)),
+            flops_per_second=rng.choice((1e9, 4e9)),
+        )
+        for number in range(num_devices)
+    )
+    links = tuple(
+        Link(
+            source=one.name,
+            target=other.name,
+            bytes_per_second=rng.choice((1e8, 1e9)),
+            latency_seconds=rng.choice((0.0, 1e-3)),
+        )
+        for one, other in permutations(devices, 2)
+        if rng.random() < 0.7
+    )
+    return Fleet(devices=devices, links=links)
+
+
+def busy(profile: Profile, rng: random.Random) -> Profile:
+    """The profile with blocks that compute and move bytes, more in the backward pass."""
+    kinds = tuple(
+        replace(
+            kind,
+            tapes=tuple(
+                replace(
+                    tape,
+                    flops=(rng.randint(1, 9) * 1e6 * (number % 3 + 1),),
+                    moved_bytes=(rng.randint(1, 9) * 1e6,),
+                )
+                for number, tape in enumerate(kind.tapes)
+            ),
+        )
+        for kind in profile.kinds
+    )
+    return replace(profile, kinds=kinds)
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "gpipe", "1f1b"])
+@pytest.mark.parametrize("seed", range(12))
+def test_every_objective_is_reached(seed: int, schedule: str) -> None:
+    rng = random.Random(seed)
+    made = [
+        Layer(weight=rng.randint(1, 6) * MIB, result=MIB, saved=rng.randint(1, 6) * MIB)
+        for _ in range(rng.randint(2, 5))
+    ]
+    profile = busy(rehearsing.made_up(made), rng)
+    fleet = fleet_at_random(rng, rng.randint(1, min(3, len(made))))
+    optimizer = rng.choice(["adamw", "sgd"])
+    number = rng.randint(1, 5)
+    workload = load(1, method="full", optimizer=optimizer, micro_batches=number, schedule=schedule)
+    costs = costs_of(profile, workload)
+    for objective in ("latency", "throughput", "headroom", "balanced"):
+        expected = best_by_hand(costs, fleet, objective)
+        balanced = objective == "balanced"
+        question = Question(
+            fleet=fleet,
+            workload=workload,
+            objective="auto" if balanced else objective,  # type: ignore[arg-type]
+            constraints=Constraints(strategy="balanced" if balanced else "auto"),
+        )
+        plan = attempt(profile, question)
+        assert (plan is None) == (expected is None)
+        if plan is None or expected is None:
+            continue
+        number, value = expected
+        assert len(plan.devices) == -number
+        assert plan.value == plan.bound
+        assert plan.value == pytest.approx(abs(value), rel=1e-12)
+        if value < 0:
+            assert plan.forecast.seconds is not None
+            assert plan.forecast.seconds.step_seconds == pytest.approx(plan.value, rel=1e-12)
+            assert plan.objective == "latency"
 
 
 PROFILE = rehearsing.made_up([Layer(weight=2 * MIB, result=MIB, saved=6 * MIB)] * 6)

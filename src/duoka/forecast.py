@@ -12,7 +12,7 @@ from .allocator import SMALL_REQUEST_BYTES, rounded_bytes
 from .fleet import Device
 from .profile import Profile, Ref, buffer_bytes, evaluate
 from .replay import Replay, StageBytes, Step
-from .seconds import Seconds, Times
+from .seconds import Floats, Seconds, Times
 from .workload import Workload
 
 
@@ -254,24 +254,32 @@ class Costs:
         return self._times
 
     def seconds(self, device: Device) -> NDArray[np.float64] | None:
-        """Seconds of one request, [start, stop]; None when the device's speeds are unknown."""
+        """Seconds of one pass, [start, stop]; None when the device's speeds are unknown."""
         if device.memory_bytes_per_second is None:
             return None  # without computing what isn't needed
         times = self.times.on(device)
         if times is None:
             return None
-        total = np.concatenate([[0.0], np.cumsum(times.sum(axis=0))])
-        return np.asarray(total[None, :] - total[:, None], np.float64)
+        return between(times.sum(axis=0) / self.times.num_passes)
+
+    def update_seconds(self, device: Device) -> NDArray[np.float64] | None:
+        """Seconds of what comes after all passes, on all devices at once; None for nothing."""
+        return None
+
+    @property
+    def more_passes(self) -> int | None:
+        """Passes that follow the first one through the stages; None where each is for itself."""
+        return None
 
     @property
     def boundary_bytes(self) -> NDArray[np.float64]:
-        """[num_blocks + 1]: bytes that one request sends over the cut before each block."""
-        return np.asarray(self.times.boundary_bytes.sum(axis=0))
+        """[num_blocks + 1]: bytes that one pass sends over the cut before each block."""
+        return np.asarray(self.times.boundary_bytes.sum(axis=0) / self.times.num_passes)
 
     @property
     def boundary_transfers(self) -> NDArray[np.float64]:
         """[num_blocks + 1]: in how many tensors it does."""
-        return np.asarray(self.times.boundary_transfers.sum(axis=0))
+        return np.asarray(self.times.boundary_transfers.sum(axis=0) / self.times.num_passes)
 
     def _signature(self, blocks: Sequence[int], place: int) -> tuple[int, ...]:
         """Equal for stages that cost the same: kinds in order, and whether the input is here."""
@@ -391,6 +399,12 @@ class Costs:
                     live -= sizes[event.index]
             cache = [size for slot, size in enumerate(cache) if slot not in dropped] + born
             yield before, sum(cache), peak
+
+
+def between(values: Floats) -> Floats:
+    """[start, stop]: sums of values, one for each place."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    return np.asarray(total[None, :] - total[:, None], np.float64)
 
 
 def _root(profile: Profile, index: int) -> int:

@@ -4,6 +4,13 @@ A roofline: each block takes the longer of its arithmetic and its memory traffic
 that it starts costs a launch besides. Tensors that go from one stage to the next take the link's
 latency each, and its bandwidth. It knows nothing of how well kernels use a GPU: rates that were
 measured (`calibration`) already have that in them, published ones don't.
+
+A step of training in a pipeline takes as long as one micro-batch needs for all its passes and
+transfers, once more the slowest of them for every further micro-batch, and the longest update.
+That is what GPipe (Huang et al., 2019) and one forward, one backward (Narayanan et al., PipeDream
+2019, Megatron-LM 2021) both come to where stages are equally fast: with K of them and m
+micro-batches m + K - 1 times one. Where they aren't, this knows nothing of what stages wait because
+of their order of passes; forward and backward passes are taken to be slowest at the same stage.
 """
 
 from __future__ import annotations
@@ -19,10 +26,9 @@ from numpy.typing import NDArray
 
 from .errors import FormatError
 from .fleet import Device, Fleet, Link
-from .profile import Profile, Rule
+from .profile import TRAINING_PHASES, Profile, Rule
 from .rehearsal import STATES, Rehearsal
 from .replay import Replay, Step
-from .workload import Training
 
 Floats: TypeAlias = NDArray[np.float64]
 Item = TypeVar("Item")
@@ -40,8 +46,9 @@ class StageSeconds:
     """What one stage takes for one request, in the order in which stages run.
 
     `prefill_seconds` is the whole prompt, `decode_seconds` all steps after it; with `transfer_` it
-    is the way of what comes in from the stage before. In training `prefill_seconds` is one step of
-    the optimizer: forward and backward passes of all micro-batches, and the update.
+    is the way of what comes in from the stage before. In training `prefill_seconds` is forward and
+    backward passes of all micro-batches, with the gradients' way back in the transfers, and
+    `update_seconds` what the optimizer takes once they are through.
     """
 
     device: str
@@ -49,6 +56,7 @@ class StageSeconds:
     decode_seconds: float
     prefill_transfer_seconds: float
     decode_transfer_seconds: float
+    update_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         _refuse_impossible(self)
@@ -64,11 +72,12 @@ class Seconds:
         In execution order; a device comes twice where it has two stages.
     total_seconds : float
         From the request to the last token of the answer, nothing else running: what the objective
-        "latency" makes small. In training all that one step of the optimizer takes, stage after
-        stage.
+        "latency" makes small. In training one step of the optimizer, which "throughput" makes small
+        as well.
     slowest_seconds : float
         Of the stage or transfer that takes longest for one request: what the objective "throughput"
-        makes small, since with all stages busy a request comes out each time it is through.
+        makes small, since with all stages busy a request comes out each time it is through. In
+        training that takes longest for all micro-batches.
     first_token_seconds : float, optional
         From the request to the first token. None in training.
     token_seconds : float, optional
@@ -77,8 +86,8 @@ class Seconds:
         With all stages busy: generated tokens of all sequences, or in training tokens learnt from,
         as the schedule has it.
     step_seconds : float, optional
-        In training one step of the optimizer as the schedule has it: `total_seconds` where one
-        micro-batch goes after another, and less where several are in flight.
+        In training `total_seconds`, which is as the schedule has it: all passes one after another,
+        or a pipeline; and the longest update, since devices update at the same time.
     """
 
     stages: tuple[StageSeconds, ...]
@@ -144,7 +153,10 @@ class Times:
     Attributes
     ----------
     boundary_bytes, boundary_transfers : [2, places + 1]
-        What goes to a stage that begins at each place, in prefill and in decoding.
+        What goes to a stage that begins at each place, in prefill and in decoding; in training with
+        the gradients that come back from it.
+    num_passes : int
+        Micro-batches that follow each other through a pipeline; otherwise 1.
     """
 
     def __init__(self, replay: Replay, places: Sequence[Sequence[int]]) -> None:
@@ -152,6 +164,9 @@ class Times:
         self._workload = replay.workload
         self._places = places
         workload = self._workload
+        training = workload.training
+        is_pipeline = training is not None and training.schedule != "sequential"
+        self.num_passes = training.micro_batches if training is not None and is_pipeline else 1
         lengths = range(workload.prompt_tokens, workload.context_tokens - 1)
         chosen = [(step, weight, 0.0) for step, weight in _first_steps(replay)]
         chosen += [(replay.step_over(1, past), 0.0, weight) for past, weight in _sampled(lengths)]
@@ -161,10 +176,12 @@ class Times:
         self._values = np.array([step.values for step in self._steps], np.float64)
         self._known: dict[tuple[float | None, ...], Floats] = {}
         self._work = {kind: self._work_of(kind) for kind in self._kinds()}
-        firsts = [self._profile.blocks[blocks[0]].kind for blocks in places]
-        boundaries = {kind: self._boundary(kind) for kind in set(firsts)}
+        kinds = [block.kind for block in self._profile.blocks]
+        # The first block of a stage, and the last one of the stage before.
+        cuts = [(kinds[first], kinds[max(first - 1, 0)]) for first, *_ in places]
+        boundaries = {cut: self._boundary(*cut) for cut in set(cuts)}
         # [places + 1, (bytes, number), (prefill, decode)]
-        ends = np.array([*(boundaries[kind] for kind in firsts), np.zeros((2, 2))])
+        ends = np.array([*(boundaries[cut] for cut in cuts), np.zeros((2, 2))])
         self.boundary_bytes: Floats = ends[:, 0].T
         self.boundary_transfers: Floats = ends[:, 1].T
 
@@ -177,14 +194,12 @@ class Times:
             return None
         key = (*device.speeds, device.host_bytes_per_second)
         if key not in self._known:
-            updates = self._updates()
             launch = LAUNCH_SECONDS if device.launch_seconds is None else device.launch_seconds
             kinds = {
                 kind: self._weights
                 @ np.maximum(
                     np.maximum(flop / flops, size / moved) + count * launch, copies.get(kind, 0.0)
                 )
-                + [updates.get(kind, 0) / moved, 0.0]
                 for kind, (flop, size, count) in self._work.items()
             }
             blocks = self._profile.blocks
@@ -201,13 +216,23 @@ class Times:
         rate = device.host_bytes_per_second
         return None if rate is None else {kind: size / rate for kind, size in sizes.items()}
 
-    def _updates(self) -> dict[int, int]:
-        """Bytes that an optimizer's step reads and writes, by kind: weights, gradients, states."""
-        training = self._workload.training
+    def updates_on(self, device: Device) -> Floats:
+        """[places]: seconds of the optimizer's update; it is bound by memory, whose rate is known.
+
+        It reads weights, gradients and states, and writes all but the gradients.
+        """
+        training, moved = self._workload.training, device.memory_bytes_per_second
         if training is None:
-            return {}
-        each = 3 + 2 * STATES[training.optimizer]
-        return {kind: each * sum(self._profile.kinds[kind].trained_bytes) for kind in self._kinds()}
+            return np.zeros(len(self._places))
+        assert moved is not None, "`on` knows this device"
+        each = (3 + 2 * STATES[training.optimizer]) / moved
+        kinds, blocks = self._profile.kinds, self._profile.blocks
+        return each * np.array(
+            [
+                sum(sum(kinds[blocks[block].kind].trained_bytes) for block in place)
+                for place in self._places
+            ]
+        )
 
     def of(self, stages: Sequence[tuple[str, int, int]], fleet: Fleet) -> Seconds | None:
         """What a placement takes; None where a device's speeds are unknown.
@@ -225,6 +250,7 @@ class Times:
             if times is None:
                 return None
             prefill, decode = times[:, start:stop].sum(axis=1)
+            update = self.updates_on(fleet.device(name))[start:stop].sum()
             ways = np.zeros(2)
             if before is not None:
                 sizes, numbers = self.boundary_bytes[:, start], self.boundary_transfers[:, start]
@@ -236,6 +262,7 @@ class Times:
                     decode_seconds=float(decode),
                     prefill_transfer_seconds=float(ways[0]),
                     decode_transfer_seconds=float(ways[1]),
+                    update_seconds=float(update),
                 )
             )
             before = name
@@ -253,15 +280,16 @@ class Times:
             )
         )
         training, tokens = self._workload.training, self._workload.new_tokens
-        step = None
+        total, step = prefill + decode, None
         if training is not None:
             tokens = self._workload.prompt_tokens * training.micro_batches
-            step = _scheduled(training, prefill, slowest)
+            passes = (total + (self.num_passes - 1) * slowest) / self.num_passes
+            total = step = passes + max(stage.update_seconds for stage in stages)
         tokens *= self._workload.batch
         busy = slowest if step is None else step
         return Seconds(
             stages=stages,
-            total_seconds=prefill + decode,
+            total_seconds=total,
             slowest_seconds=slowest,
             first_token_seconds=prefill if training is None else None,
             token_seconds=decode / self._num_decodes if self._num_decodes else None,
@@ -283,22 +311,21 @@ class Times:
             work[:, here] = _evaluated(rules, self._values[here])
         return work
 
-    def _boundary(self, kind: int) -> Floats:
-        """[(bytes, number), (prefill, decode)]: what goes to a stage that begins with a block."""
-        tapes = self._profile.kinds[kind].tapes
+    def _boundary(self, kind: int, before: int) -> Floats:
+        """[(bytes, number), (prefill, decode)]: what goes over a cut.
+
+        `kind` is that of the first block behind it; one of kind `before` is the last one before it,
+        to which gradients come back.
+        """
         sent = np.zeros((2, len(self._steps)))
         for regime in {step.regime for step in self._steps}:
             here = [index for index, step in enumerate(self._steps) if step.regime == regime]
-            sizes = _evaluated([read.size for read in tapes[regime].reads], self._values[here])
+            comes_back = self._steps[here[0]].phase in TRAINING_PHASES[1:]
+            tape = self._profile.kinds[before if comes_back else kind].tapes[regime]
+            reads = [read for read in tape.reads if not comes_back or read.ref.back < 0]
+            sizes = _evaluated([read.size for read in reads], self._values[here])
             sent[:, here] = sizes.sum(axis=0), np.count_nonzero(sizes > 0, axis=0)
         return np.asarray(sent @ self._weights.T)
-
-
-def _scheduled(training: Training, total: float, slowest: float) -> float:
-    """Seconds of a step of training: in a pipeline the slowest stage goes on while others fill."""
-    if training.schedule == "sequential":
-        return total
-    return (total + (training.micro_batches - 1) * slowest) / training.micro_batches
 
 
 def _evaluated(rules: Sequence[Rule], values: Floats) -> Floats:

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .allocator import rounded_bytes
-from .forecast import Costs, Refusals
+from .fleet import Device
+from .forecast import Costs, Refusals, between
 from .profile import Kind, Profile, Ref, evaluate
 from .rehearsal import ACCUMULATE, BACKWARD, FORWARD, STATES, TEMPORARIES, Rehearsal, in_flight
 from .workload import Training, Workload
@@ -54,6 +55,20 @@ class TrainingCosts(Costs):
     def num_places(self) -> int:
         """As many as there can be micro-batches in flight, where that depends on the place."""
         return self.training.micro_batches if self.training.schedule == "1f1b" else 1
+
+    @property
+    def has_returns(self) -> bool:
+        """A rehearsal knows nothing of copies by way of a third device."""
+        return False
+
+    @property
+    def more_passes(self) -> int:
+        """Micro-batches that follow the first one through a pipeline."""
+        return self.times.num_passes - 1
+
+    def update_seconds(self, device: Device) -> NDArray[np.float64]:
+        """Seconds of the optimizer's update, [start, stop]."""
+        return between(self.times.updates_on(device))
 
     def bounds_at(self, place: int) -> Ints:
         """[start, stop]: never more than the exact bytes of a stage at this place."""

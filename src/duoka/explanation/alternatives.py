@@ -62,6 +62,8 @@ def _placements(trial: Trial, plan_stages: Stages | None) -> Iterator[tuple[str,
 def _optima(trial: Trial, plan_stages: Stages | None) -> Iterator[tuple[str, Stages]]:
     """The optimum of each objective, and that on all devices."""
     wanted: tuple[Objective, ...] = get_args(Objective) if trial.has_speeds else ("headroom",)
+    if trial.costs.more_passes is not None:
+        wanted = tuple(each for each in wanted if each != "throughput")  # latency is the same
     for objective in wanted:
         if objective != trial.objective or plan_stages is None:
             found = _optimum(trial, objective)

@@ -40,7 +40,7 @@ class StageCosts(Protocol):
 
     @property
     def boundary_bytes(self) -> Floats:
-        """[num_blocks + 1]: bytes that one request sends over the cut before each block."""
+        """[num_blocks + 1]: bytes that one pass sends over the cut before each block."""
 
     @property
     def boundary_transfers(self) -> Floats:
@@ -52,7 +52,17 @@ class StageCosts(Protocol):
         """Exact peak of allocated bytes on a device of that budget; None when it doesn't fit."""
 
     def seconds(self, device: Device) -> Floats | None:
-        """[num_blocks + 1, num_blocks + 1]: seconds of one request; None when unknown."""
+        """[num_blocks + 1, num_blocks + 1]: seconds of one pass; None when unknown."""
+
+    def update_seconds(self, device: Device) -> Floats | None:
+        """The same of what comes after all passes, on all devices at once; None for nothing."""
+
+    @property
+    def more_passes(self) -> int | None:
+        """Passes that follow the first one through the stages, as one piece of work with it.
+
+        None where a pass is a request, for itself: what is quickest for one isn't for many.
+        """
 
 
 class Memory:

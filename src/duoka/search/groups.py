@@ -21,6 +21,7 @@ class Group:
     devices: tuple[int, ...]
     budget_bytes: int
     seconds: Floats | None
+    updates: Floats | None
 
 
 def link_seconds(costs: StageCosts, fleet: Fleet) -> Floats:
@@ -73,6 +74,7 @@ def group_devices(
             devices=tuple(group),
             budget_bytes=fleet.devices[group[0]].budget_bytes,
             seconds=costs.seconds(fleet.devices[group[0]]) if timed else None,
+            updates=costs.update_seconds(fleet.devices[group[0]]) if timed else None,
         )
         for index, group in enumerate(members)
     )

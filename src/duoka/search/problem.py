@@ -34,6 +34,17 @@ _PRESSURE_UNITS = 2.0**18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Caps:
+    """What every pass and transfer, and every update, of a placement takes at most."""
+
+    pass_seconds: float = math.inf
+    update_seconds: float = math.inf
+
+
+NO_CAPS = Caps()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shortfall:
     """How far the nearest placement is from fitting.
 
@@ -87,13 +98,15 @@ class Problem:
             )
         most = min(num_devices, costs.num_blocks)
         self.aim: Aim = aim
-        self._num_stages = range(most if use_all else 1, min(most, limits.most_devices or most) + 1)
+        self.num_stages = range(most if use_all else 1, min(most, limits.most_devices or most) + 1)
+        self.more_passes = costs.more_passes or 0 if aim == "latency" else 0
         timed = aim in ("latency", "throughput")
         links = link_seconds(costs, fleet) if timed and fleet.links else None
         self._groups = group_devices(costs, fleet, links=links, timed=timed, alone=limits.devices)
         self._allowed = [limits.allow(costs.num_blocks, each.devices[0]) for each in self._groups]
         self._group_of = {device: group for group in self._groups for device in group.devices}
         self._links: Floats | None = None
+        self._caps = NO_CAPS
         if links is not None:
             senders = [group.devices[0] for group in self._groups]
             receivers = [group.devices[-1] for group in self._groups]
@@ -103,10 +116,22 @@ class Problem:
         self.places = range(1, self.memory.num_places + 1)
         self._is_limited = bool(limits) and limits.most_devices is None
 
-    def optimum(self) -> tuple[Stages, float]:
-        """A placement with exact costs that nothing with as few devices beats, and its cost."""
+    @property
+    def has_updates(self) -> bool:
+        """Whether something comes after all passes."""
+        return any(group.updates is not None for group in self._groups)
+
+    def cheapest(
+        self, caps: Caps = NO_CAPS, num_stages: range | None = None
+    ) -> tuple[Stages, float] | None:
+        """A placement with exact costs that nothing with as few devices beats, and its cost.
+
+        Of what takes time that is one pass, or the slowest part of one; `judge` says it all. None
+        where nothing fits within the caps.
+        """
+        self._caps = caps
         best: tuple[float, Stages] = (math.inf, ())
-        while (found := (programme := self._programme()).fewest()) is not None:
+        while (found := (programme := self._programme(num_stages)).fewest()) is not None:
             stages, bound = found
             if self.settle(stages):
                 return found
@@ -118,11 +143,15 @@ class Problem:
                     break
                 stages = again[0]
                 if self.settle(stages):
-                    best = min(best, (self.judge(stages)[0], stages), key=lambda pair: pair[0])
+                    best = min(best, (self._cost(stages), stages), key=lambda pair: pair[0])
                     break
             if best[0] <= bound:
                 return best[1], bound
-        raise self.none()
+        return None
+
+    def keep_within(self, caps: Caps) -> None:
+        """Look only at placements within the caps from now on."""
+        self._caps = caps
 
     def none(self) -> NoPlacement:
         """What is to be raised where nothing fits.
@@ -168,7 +197,53 @@ class Problem:
         )
 
     def judge(self, stages: Stages) -> tuple[float, int]:
-        """The cost of a placement as far as known, and the device with its dearest part."""
+        """The objective's cost of a placement, as far as known, and the device that limits it."""
+        cost, device = max(self._parts(stages), key=lambda part: part[0])
+        if self.aim != "latency":
+            return cost, device
+        slowest = self.slowest(stages)
+        more = self.more_passes * slowest.pass_seconds + slowest.update_seconds
+        return self._cost(stages) + more, device
+
+    def slowest(self, stages: Stages) -> Caps:
+        """What the slowest pass or transfer of a placement takes, and the slowest update."""
+        updates = [self._updates(self._group_of[stage.device]) for stage in stages]
+        return Caps(
+            pass_seconds=max(part for part, _ in self._parts(stages)),
+            update_seconds=max(
+                float(table[stage.start, stage.stop])
+                for table, stage in zip(updates, stages, strict=True)
+            ),
+        )
+
+    def least(self, num_stages: range) -> Caps:
+        """What the slowest parts of placements with so many stages take at least."""
+        passes = self._run(
+            self._tables(), transfers=self._links, slowest=True, num_stages=num_stages
+        ).best()
+        updates = [
+            [
+                np.where(self.may_be(group, place), self._updates(group), np.inf)
+                for group in self._groups
+            ]
+            for place in self.places
+        ]
+        last = self._run(updates, slowest=True, num_stages=num_stages).best()
+        assert passes is not None, "something fits"
+        assert last is not None, "the same fits"
+        return Caps(pass_seconds=passes[1], update_seconds=last[1])
+
+    def _updates(self, group: Group) -> Floats:
+        none = np.zeros_like(self._allowed[0], np.float64)
+        return none if group.updates is None else group.updates
+
+    def _cost(self, stages: Stages) -> float:
+        """The programme's cost of a placement."""
+        parts = [part for part, _ in self._parts(stages)]
+        return sum(parts) if self.aim == "latency" else max(parts)
+
+    def _parts(self, stages: Stages) -> list[tuple[float, int]]:
+        """What each stage and transfer costs, with its device."""
         parts: list[tuple[float, int]] = []
         before: Stage | None = None
         for place, stage in placed(stages):
@@ -180,13 +255,12 @@ class Problem:
             cost = self._costs(group, place)[stage.start, stage.stop]
             parts.append((float(cost), stage.device))
             before = stage
-        cost, device = max(parts, key=lambda part: part[0])
-        return (sum(part for part, _ in parts) if self.aim == "latency" else cost), device
+        return parts
 
     def shortfall(self) -> Shortfall:
         """How far the nearest placement is from fitting."""
         missing = [[self._missing(group, place) for group in self._groups] for place in self.places]
-        found = self._run(missing, slowest=False, num_stages=self._num_stages).best()
+        found = self._run(missing, slowest=False, num_stages=self.num_stages).best()
         assert found is not None, "there is always a placement that doesn't fit"
         fits = np.any([np.diagonal(fits, 1) for fits in self.memory.fits.values()], axis=0)
         return Shortfall(
@@ -215,7 +289,7 @@ class Problem:
     def _refuse_impossible(self) -> None:
         """Refuse limits that no placement obeys, however much memory there is."""
         tables = [np.where(np.triu(allowed, 1), 0.0, np.inf) for allowed in self._allowed]
-        if self._run([tables], slowest=False, num_stages=self._num_stages).best() is None:
+        if self._run([tables], slowest=False, num_stages=self.num_stages).best() is None:
             raise UsageError(
                 "the pins and the modules that stay uncut contradict each other: no cut of the "
                 "model into stages, one on each device, obeys them all",
@@ -236,8 +310,21 @@ class Problem:
         return np.where(fits, needed / budget if self.aim == "balance" else needed - budget, np.inf)
 
     def _tables(self) -> list[list[Floats]]:
-        """[place][group]: what the objective makes of each stage."""
-        return [[self._costs(group, place) for group in self._groups] for place in self.places]
+        """[place][group]: what the objective makes of each stage within the caps."""
+        within = [self._within(group) for group in self._groups]
+        return [
+            [
+                np.where(allowed, self._costs(group, place), np.inf)
+                for group, allowed in zip(self._groups, within, strict=True)
+            ]
+            for place in self.places
+        ]
+
+    def _within(self, group: Group) -> npt.NDArray[np.bool_]:
+        if group.seconds is None:
+            return np.ones_like(self._allowed[0])
+        quick = group.seconds <= self._caps.pass_seconds
+        return quick & (self._updates(group) <= self._caps.update_seconds)
 
     def _missing(self, group: Group, place: int) -> Floats:
         """What each stage's lower bound exceeds the budget by; a byte where it fits in spite."""
@@ -253,17 +340,22 @@ class Problem:
         headroom = np.maximum(group.budget_bytes - needed, 0)
         return np.asarray(np.rint(_PRESSURE_UNITS / (1 + headroom / unit)))
 
-    def _programme(self) -> Programme:
+    def _transfers(self) -> Floats | None:
+        if self._links is None:
+            return None
+        return np.where(self._links <= self._caps.pass_seconds, self._links, np.inf)
+
+    def _programme(self, num_stages: range | None = None) -> Programme:
         return self._run(
             self._tables(),
-            transfers=self._links,
+            transfers=self._transfers(),
             slowest=self.aim != "latency",
-            num_stages=self._num_stages,
+            num_stages=num_stages or self.num_stages,
         )
 
     def _tie_programme(self, bound: float, num_stages: int) -> Programme:
         """The pressure as the cost, among the placements that attain the bound."""
-        links, tables = self._links, self._tables()
+        links, tables = self._transfers(), self._tables()
         if self.aim == "latency":
             # Small enough that all pressures together stay within the tolerance.
             scale = _LATENCY_UNITS / (bound or 1.0)

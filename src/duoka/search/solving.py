@@ -15,6 +15,7 @@ from .filling import fill, furthest
 from .limits import NO_LIMITS, Limits
 from .problem import Aim, NoPlacement, Objective, Problem
 from .programme import Stages
+from .steps import quickest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +79,9 @@ def search(
         link given; without any link, transfers are free.
     objective : {"auto", "headroom", "latency", "throughput"}
         The largest minimum of free memory; the smallest sum of stage and transfer times of one
-        token; or the fastest slowest stage or transfer. "auto" is headroom when the speeds are
-        equal or unknown, and latency otherwise.
+        request; or the fastest slowest stage or transfer. "auto" is headroom when the speeds are
+        equal or unknown, and latency otherwise. Where passes follow each other as one piece of
+        work, a step of training, latency and throughput are both as little time for it as can be.
     use_all : bool
         Use every device, instead of as few as possible.
     strategy : {"auto", "balanced", "sequential"}
@@ -101,7 +103,10 @@ def search(
     balanced = strategy == "balanced"
     aim: Aim = "balance" if balanced else _resolve(objective, costs, fleet)
     problem = Problem(costs, fleet, aim, use_all=use_all or balanced, limits=limits)
-    stages, bound = problem.optimum()
+    found = quickest(problem)
+    if found is None:
+        raise problem.none()
+    stages, bound = found
     stages = problem.most_even(stages, bound)
     value, binding = problem.judge(stages)
     return Solution(
@@ -242,4 +247,5 @@ def _resolve(objective: Objective | Literal["auto"], costs: StageCosts, fleet: F
             "are unknown",
             hint="ask for the objective headroom",
         )
-    return objective
+    # A piece of work of many passes is quickest at once for itself and for many of them.
+    return objective if costs.more_passes is None else "latency"
