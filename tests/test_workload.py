@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,12 +25,47 @@ from . import tiny
         {"prefill_chunk_tokens": -5},
         {"prefill_chunk_tokens": "whole"},
         {"dtype": "int8"},
+        {"batch": 1.5},
+        {"batch": "3"},
+        {"batch": None},
+        {"batch": True},
+        {"prompt_tokens": float("nan")},
+        {"new_tokens": []},
+        {"images": True},
+        {"images": -1},
+        {"image_size": 7},
+        {"image_size": (1,)},
+        {"image_size": (10, 10, 10)},
+        {"image_size": (10,)},
+        {"prefill_chunk_tokens": True},
+        {"prefill_chunk_tokens": 1.5},
+        {"prefill_chunk_tokens": 2**25},
+        {"cache": ["int8"]},
+        {"quantize": None},
     ],
 )
 def test_what_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as caught:
         Workload(**wrong)
     assert str(next(iter(wrong.values()))) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lora_rank": 2.0}, {"micro_batches": True}, {"lora_targets": "q_proj"}]
+)
+def test_training_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as caught:
+        Training(**wrong)
+    assert str(next(iter(wrong.values()))) in str(caught.value)
+
+
+def test_numbers_are_kept_as_pythons_own() -> None:
+    three: Any = np.int64(3)
+    size: Any = [three, three]
+    workload = Workload(batch=three, prefill_chunk_tokens=three, image_size=size)
+    assert workload == Workload(batch=3, prefill_chunk_tokens=3, image_size=(3, 3))
+    assert from_dict(Workload, to_dict(workload)) == workload
+    assert {type(workload.batch), type(workload.prefill_chunk_tokens)} == {int}
 
 
 def test_context_is_prompt_and_answer() -> None:

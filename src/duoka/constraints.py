@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from .choices import choose
 from .errors import UsageError
 from .units import format_bytes
 
 Strategy = Literal["auto", "balanced", "sequential"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 _SHOWN = 60
 
@@ -57,11 +59,7 @@ class Constraints:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        if self.strategy not in get_args(Strategy):
-            raise UsageError(
-                f"the strategy {self.strategy!r} is unknown",
-                hint=f"known are {', '.join(get_args(Strategy))}",
-            )
+        choose("the strategy", self.strategy, STRATEGIES)
         _refuse_empty("a pin", [part for pin in self.pins for part in pin])
         _refuse_empty("an uncut module", self.uncut)
         _refuse_empty("a reserve", [device for device, _ in self.reserve])

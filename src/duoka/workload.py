@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+from .choices import choose
 from .errors import UsageError
 from .units import format_count
 
@@ -16,8 +17,14 @@ Quantization = Literal["none", "int8", "int4", "nf4", "auto"]
 AUTO_QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
 """What "auto" stands for: the first that fits."""
 Logits = Literal["last", "all"]
+Method = Literal["lora", "full"]
 Optimizer = Literal["adamw", "sgd"]
 Schedule = Literal["sequential", "gpipe", "1f1b"]
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+CACHES: tuple[Cache, ...] = get_args(Cache)
+QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
+QUANTIZED: tuple[Quantization, ...] = ("int8", "int4", "nf4")
+"""What weights can become."""
 
 
 # Far above what can be run; with more, bytes would no longer fit 64-bit integers.
@@ -54,10 +61,10 @@ class Training:
     Raises
     ------
     UsageError
-        If a number isn't positive or a name is unknown.
+        If a number isn't positive and whole or a name is unknown.
     """
 
-    method: Literal["lora", "full"] = "lora"
+    method: Method = "lora"
     optimizer: Optimizer = "adamw"
     lora_rank: int = 8
     lora_targets: tuple[str, ...] = ()
@@ -68,10 +75,15 @@ class Training:
 
     def __post_init__(self) -> None:
         for name in ("lora_rank", "micro_batches"):
-            _refuse_less(name, getattr(self, name), 1)
-        _refuse_unknown("method", self.method, ("lora", "full"))
-        _refuse_unknown("optimizer", self.optimizer, get_args(Optimizer))
-        _refuse_unknown("schedule", self.schedule, get_args(Schedule))
+            _make_whole(self, name, 1)
+        if isinstance(self.lora_targets, str):
+            raise UsageError(
+                f"lora_targets is {self.lora_targets!r}; it must be several names",
+                hint=f"write ({self.lora_targets!r},)",
+            )
+        choose("method", self.method, get_args(Method))
+        choose("optimizer", self.optimizer, get_args(Optimizer))
+        choose("schedule", self.schedule, get_args(Schedule))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +138,7 @@ class Workload:
     Raises
     ------
     UsageError
-        If a number isn't positive or a name is unknown.
+        If a number isn't positive and whole or a name is unknown.
 
     Examples
     --------
@@ -147,12 +159,11 @@ class Workload:
     training: Training | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch", "prompt_tokens", "new_tokens"):
-            if name != "new_tokens" or self.training is None:
-                _refuse_less(name, getattr(self, name), 1)
-        _refuse_less("images", self.images, 0)
-        for pixels in self.image_size:
-            _refuse_less("image_size", pixels, 1)
+        for name in ("batch", "prompt_tokens"):
+            _make_whole(self, name, 1)
+        _make_whole(self, "new_tokens", 1 if self.training is None else 0)
+        _make_whole(self, "images", 0)
+        self._make_size()
         if self.training is not None and self.new_tokens:
             raise UsageError(
                 f"new_tokens is {self.new_tokens}; training generates none",
@@ -161,20 +172,38 @@ class Workload:
         if self.training is not None:
             self._refuse_in_training()
         self._refuse_too_many()
+        self._make_chunk()
+        choose("dtype", self.dtype, DTYPES)
+        choose("cache", self.cache, CACHES)
+        choose("logits", self.logits, get_args(Logits))
+        choose("quantize", self.quantize, QUANTIZATIONS)
+
+    def _make_size(self) -> None:
+        try:
+            size = tuple(_whole("image_size", pixels, 1) for pixels in self.image_size)
+        except TypeError:  # nothing that can be gone through
+            size = ()
+        if len(size) != 2:
+            raise UsageError(
+                f"image_size is {self.image_size!r}; it must be two numbers",
+                hint="write height and width in pixels, as (1024, 768)",
+            )
+        object.__setattr__(self, "image_size", size)
+
+    def _make_chunk(self) -> None:
         chunk = self.prefill_chunk_tokens
         if isinstance(chunk, str) and chunk != "auto":
             raise UsageError(
                 f"prefill_chunk_tokens is {chunk!r}", hint='give a number, None or "auto"'
             )
-        if isinstance(chunk, int) and not 1 <= chunk <= MOST_TOKENS:
+        if chunk is None or chunk == "auto":
+            return
+        _make_whole(self, "prefill_chunk_tokens", 1)
+        if isinstance(chunk, int) and chunk > MOST_TOKENS:
             raise UsageError(
-                f"prefill_chunk_tokens is {chunk}; it must be from 1 to {MOST_TOKENS}",
+                f"prefill_chunk_tokens is {chunk}; it must be at most {MOST_TOKENS}",
                 hint="leave it out, and the largest chunk that fits is taken",
             )
-        _refuse_unknown("dtype", self.dtype, get_args(Dtype))
-        _refuse_unknown("cache", self.cache, get_args(Cache))
-        _refuse_unknown("logits", self.logits, get_args(Logits))
-        _refuse_unknown("quantize", self.quantize, get_args(Quantization))
 
     def _refuse_in_training(self) -> None:
         for name, got, plain in (
@@ -282,14 +311,21 @@ def with_quantization(workload: Workload) -> tuple[Workload, ...]:
     return tuple(replace(workload, quantize=each) for each in AUTO_QUANTIZATIONS)
 
 
-def _refuse_less(name: str, number: int, least: int) -> None:
+def _make_whole(data: Workload | Training, name: str, least: int) -> None:
+    """Hold a field to be a whole number, and keep it as Python's own."""
+    object.__setattr__(data, name, _whole(name, getattr(data, name), least))
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise UsageError(
+            f"{name} is {value!r}; it must be a whole number",
+            hint=f"write a number from {least} on, or leave it out",
+        )
+    number = operator.index(value)
     if number < least:
         raise UsageError(
             f"{name} is {number}; it must be at least {least}",
             hint=f"write a number from {least} on, or leave it out",
         )
-
-
-def _refuse_unknown(name: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise UsageError(f"{name} {value!r} is unknown", hint=f"known are {', '.join(known)}")
+    return number

@@ -21,11 +21,12 @@ from transformers import PreTrainedModel
 
 from duoka.api import load, plan_checkpoint
 from duoka.checkpoint import Checkpoint
+from duoka.choices import choose
 from duoka.errors import MachineError, UsageError
 from duoka.files import read_text, why
 from duoka.models.tokenization import load_tokenizer
 from duoka.planner import Question
-from duoka.workload import Quantization
+from duoka.workload import QUANTIZED, Quantization
 
 CONTEXT_TOKENS = 512
 MOST_TOKENS = 8192
@@ -145,15 +146,18 @@ def measure_quality(
     Raises
     ------
     UsageError
-        If the text can't be read, or is too short.
+        If the text can't be read, or is too short, or a form is unknown.
     InfeasibleError
         If a form of the model fits no GPUs of the fleet.
     MachineError
         If there isn't memory enough for the logits.
     """
+    for form in forms:
+        choose("quantize", form, QUANTIZED)
     windows = windows or windows_for(checkpoint)
+    text = _read(file)  # before its weights are downloaded
     checkpoint = checkpoint.fetch()
-    prefix, ids = _tokens(checkpoint, file, windows)
+    prefix, ids = _tokens(checkpoint, text, file, windows)
     scores = []
     for form in ("none", *forms):
         work = replace(
@@ -194,14 +198,19 @@ def _called(form: str) -> str:
     return "unquantized" if form == "none" else form
 
 
-def _tokens(checkpoint: Checkpoint, file: Path, windows: Windows) -> tuple[list[int], list[int]]:
-    """What every text begins with for this model, and the text's own tokens."""
+def _read(file: Path) -> str:
     try:
-        text = read_text(file, most_bytes=_MOST_BYTES)
+        return read_text(file, most_bytes=_MOST_BYTES)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{file} can't be read: {why(error)}", hint="give a file with text in UTF-8"
         ) from error
+
+
+def _tokens(
+    checkpoint: Checkpoint, text: str, file: Path, windows: Windows
+) -> tuple[list[int], list[int]]:
+    """What every text begins with for this model, and the text's own tokens."""
     tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
     prefix: list[int] = tokenizer.encode("")
     ids: list[int] = tokenizer.encode(text, split_special_tokens=True)[len(prefix) :]

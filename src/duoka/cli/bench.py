@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 import duoka
+from duoka.choices import choose
 from duoka.errors import UsageError
+from duoka.files import why
 from duoka.planner import Question
 from duoka.serial import to_dict
 from duoka.units import format_bytes
+from duoka.workload import QUANTIZED, Dtype, Quantization
 
 from . import options, planning
 from .terminal import stderr, stdout
@@ -106,7 +109,17 @@ def bench(
         _calibrate(named, json=json)
         return
     asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code, to_run=True)
-    wanted = _Wanted(quality, quantize, context, stride, tokens, dtype)
+    if model is None:
+        raise UsageError("no model was given", hint="name it: --quality FILE MODEL")
+    wanted = _Wanted(
+        file=quality,
+        forms=[choose("quantize", each, QUANTIZED) for each in quantize or ("int8", "int4")],
+        context=_read_tokens(context),
+        stride=_read_tokens(stride),
+        tokens=_read_tokens(tokens),
+        dtype=options.parse_dtype(dtype or "auto"),
+    )
+    _refuse_unreadable(quality)
     found = _measure(planning.open_checkpoint(model, asked), planning.read_fleet(named), wanted)
     if json:
         typer.echo(json_format.dumps(to_dict(found), indent=1, ensure_ascii=False))
@@ -124,40 +137,49 @@ def _refuse_beside_calibrate(said: Mapping[str, object]) -> None:
         )
 
 
+def _refuse_unreadable(file: Path) -> None:
+    """Look at a text before anything is said or downloaded of a model."""
+    try:
+        file.open("rb").close()
+    except OSError as error:
+        raise UsageError(
+            f"{file} can't be read: {why(error)}", hint="give a file with text in UTF-8"
+        ) from error
+
+
 class _Wanted(NamedTuple):
     """What a person said about measuring quality."""
 
     file: Path
-    quantize: list[str] | None
-    context: str | None
-    stride: str | None
-    tokens: str | None
-    dtype: str | None
+    forms: list[Quantization]
+    context: int | None
+    stride: int | None
+    tokens: int | None
+    dtype: Dtype
+
+
+def _read_tokens(text: str | None) -> int | None:
+    return None if text is None else options.parse_tokens(text)
 
 
 def _measure(checkpoint: duoka.Checkpoint, fleet: duoka.Fleet, wanted: _Wanted) -> Quality:
-    forms = wanted.quantize or ["int8", "int4"]
-    wrong = [form for form in forms if form not in ("int8", "int4", "nf4")]
-    if wrong:
-        raise UsageError(f"quantize {wrong[0]!r} is unknown", hint="known are int8, int4, nf4")
     from duoka.bench import measure_quality, windows_for
 
     chosen = windows_for(checkpoint)
     if wanted.context is not None:
-        context = options.parse_tokens(wanted.context)
-        chosen = replace(chosen, context_tokens=context, stride_tokens=max(context // 2, 1))
+        half = max(wanted.context // 2, 1)
+        chosen = replace(chosen, context_tokens=wanted.context, stride_tokens=half)
     if wanted.stride is not None:
-        chosen = replace(chosen, stride_tokens=options.parse_tokens(wanted.stride))
+        chosen = replace(chosen, stride_tokens=wanted.stride)
     if wanted.tokens is not None:
-        chosen = replace(chosen, most_tokens=options.parse_tokens(wanted.tokens))
-    dtype = options.parse_dtype(wanted.dtype or "auto")
+        chosen = replace(chosen, most_tokens=wanted.tokens)
     console = stderr()
     with console.status("measuring") as status:
         return measure_quality(
             checkpoint,
             wanted.file,
-            Question(fleet=fleet, workload=duoka.Workload(dtype=dtype)),
-            forms=forms,  # type: ignore[arg-type]
+            Question(fleet=fleet, workload=duoka.Workload(dtype=wanted.dtype)),
+            forms=wanted.forms,
             windows=chosen,
             told=status.update,
         )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from duoka.constraints import Constraints
+from duoka.choices import choose
+from duoka.constraints import STRATEGIES, Constraints
 from duoka.errors import UsageError
 from duoka.units import parse_bytes
 
@@ -32,9 +32,8 @@ def read_constraints(
     >>> read_constraints(None, ["lm_head=cuda:1"], [], ["cuda:0=2GiB"]).pins
     (('lm_head', 'cuda:1'),)
     """
-    named: Any = strategy or "auto"
     return Constraints(
-        strategy=named,
+        strategy=choose("the strategy", strategy or "auto", STRATEGIES),
         pins=tuple(_pairs("--pin", pins, "lm_head=cuda:1")),
         uncut=tuple(uncut),
         reserve=tuple(

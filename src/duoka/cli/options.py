@@ -6,10 +6,12 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import typer
 
+from duoka import workload
+from duoka.choices import choose
 from duoka.errors import UsageError
 from duoka.files import why
 
@@ -46,11 +48,11 @@ def parse_tokens(text: str) -> int:
     return int(match[1]) * _FACTORS[match[2].upper()]
 
 
-def parse_chunk(text: str) -> int | str | None:
+def parse_chunk(text: str) -> int | Literal["auto"] | None:
     """Read a prefill chunk: a number of tokens, "auto", or "none" for the whole prompt."""
-    if text in ("auto", "none"):
-        return None if text == "none" else text
-    return parse_tokens(text)
+    if text == "auto":
+        return "auto"
+    return None if text == "none" else parse_tokens(text)
 
 
 def parse_image_size(text: str) -> tuple[int, int]:
@@ -70,9 +72,9 @@ def parse_image_size(text: str) -> tuple[int, int]:
     return int(match[2]), int(match[1])
 
 
-def parse_dtype(text: str) -> Any:
-    """Read a type by torch's name of it, or a short one; what is unknown is told later."""
-    return _DTYPES.get(text.lower(), text)
+def parse_dtype(text: str) -> workload.Dtype:
+    """Read a type by torch's name of it, or a short one."""
+    return choose("dtype", _DTYPES.get(text.lower(), text), workload.DTYPES)
 
 
 def read_stdin(*, line: bool = False) -> str:
