@@ -10,7 +10,7 @@ JOBS ?= 2
 PYTHON ?=
 CANDIDATES := $(if $(PYTHON),$(PYTHON),python3.11 python3.12 python3.13 python3 python)
 
-.PHONY: demo test fuzz check schema clean
+.PHONY: demo test fuzz sweep check schema clean
 
 demo: $(STAMP)
 	$(BIN)/duoka demo
@@ -24,6 +24,10 @@ FUZZ_EXAMPLES ?= 10000
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 DUOKA_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) \
 	  $(BIN)/python -m pytest -m fuzz -n $(JOBS) --timeout 3600 --durations 0
+
+# Every family of transformers that a test knows, where `make test` takes a sample.
+sweep: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sweep -n $(JOBS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -11,9 +11,11 @@ import importlib
 import inspect
 import io
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -32,6 +34,17 @@ FAST = (
     "t5", "bart", "mbart", "m2m_100", "pegasus", "umt5",
 )  # fmt: skip
 """The tier that runs on every commit: dense, mixture of experts, state space, encoder-decoder."""
+
+_SAMPLED = 8
+
+
+def sample(names: Iterable[str]) -> list[Any]:
+    """Parameters for families beyond `FAST`: every eighth in each test run, all in `make sweep`."""
+    return [
+        pytest.param(name, marks=pytest.mark.sweep if index % _SAMPLED else ())
+        for index, name in enumerate(names)
+    ]
+
 
 VOCABULARY = 99
 

@@ -113,8 +113,7 @@ LEFT_OUT = NOT_BUILT | AT_FAULT | NOT_STEPPED | NOT_TRACED | NO_LOSS
 OTHERS = sorted(set(families.all_names()) - set(FAST) - LEFT_OUT)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", families.sample(OTHERS))
 def test_other_family(name: str) -> None:
     check_family(name)
 
@@ -123,7 +122,6 @@ UNSERVED = {name for names in towers.UNSERVED.values() for name in names}
 OTHER_PICTURES = sorted(set(towers.all_names()) - set(PICTURES) - UNSERVED - LEFT_OUT)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OTHER_PICTURES)
+@pytest.mark.parametrize("name", families.sample(OTHER_PICTURES))
 def test_other_family_with_pictures(name: str) -> None:
     check_pictures(name)

@@ -43,7 +43,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@fuzz(100)
+@fuzz(40)
 @given(gpus=GPUS | st.text(max_size=10), chosen=st.lists(OPTIONS, max_size=4))
 def test_plan(small_checkpoint: Path, gpus: str, chosen: list[tuple[str, ...]]) -> None:
     given_options = [part for option in chosen for part in option]
