@@ -15,12 +15,12 @@ from dataclasses import replace
 
 from optimality_profiles import draw_profile, draw_question
 
+from duoka.answering.largest import candidates, find_largest
 from duoka.errors import InfeasibleError, UsageError
 from duoka.fleet import Fleet
 from duoka.planner import Question, attempt
 from duoka.plans import Plan
 from duoka.profile import Profile
-from duoka.reach import candidates, reach
 from duoka.replicas import plan_replicas
 from duoka.workload import Workload
 
@@ -104,7 +104,7 @@ def reach_differs(rng: random.Random) -> tuple[bool, str]:
             break
         if attempt(profile, replace(question, largest=None, workload=_sized(question, number))):
             best = number
-    found = reach(profile, question, lambda asked: attempt(profile, replace(asked, largest=None)))
+    found = find_largest(profile, question)
     got = None if found is None else getattr(found.workload, field)
     if got is not None and what == "batch" and got > _LARGEST_BATCH:
         return True, ""  # more than was tried

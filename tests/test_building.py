@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 
 import duoka
 from duoka import Checkpoint, Placement, Plan, Workload, models, profiles, virtual
+from duoka.answering import workload_for
 from duoka.building import build_model
 from duoka.constraints import Constraints
 from duoka.dispatching import dispatch
 from duoka.errors import ModelError, UsageError
 from duoka.models.conversion import published_tensors
-from duoka.planner import Question
+from duoka.planner import Question, solve
 from duoka.quantization import num_bytes
 from duoka.tracing import Stepper
 from duoka.workload import Quantization
@@ -77,11 +78,10 @@ def test_auto_is_the_first_that_fits(glm: Checkpoint, budget: str, chosen: str) 
     assert plan.workload.quantize == chosen
     assert plan.request.workload.quantize == "auto"
     assert (chosen == "none") == (not any("they don't fit" in reason for reason in plan.why))
-    again = profiles.plan_from_cache(glm, Question(
-        fleet=duoka.Fleet.parse(f"virtual:{budget}"), workload=work
-    ))  # fmt: skip
-    assert again is not None
-    assert again.forecast == plan.forecast
+    profile = profiles.find_profile(glm.fingerprint, plan.workload)
+    assert profile is not None
+    asked = Question(fleet=duoka.Fleet.parse(f"virtual:{budget}"), workload=plan.workload)
+    assert solve(profile, asked).forecast == plan.forecast
 
 
 def test_a_model_that_is_there_already_is_not_quantized() -> None:
@@ -102,11 +102,11 @@ def test_the_forecast_of_a_published_one_is_measured(tmp_path: Path, name: str) 
 def test_a_published_model_takes_what_is_stored(tmp_path: Path, name: str) -> None:
     write = published.write_mxfp4 if name == "mxfp4" else lambda path: published.write(path, name)
     checkpoint = Checkpoint.open(write(tmp_path))
-    work = profiles.workload_for(checkpoint, WORK)
+    work = workload_for(checkpoint, WORK)
     model = build_model(checkpoint, work)
     assert sum(num_bytes(each) for each in model.parameters()) == checkpoint.weight_bytes
     with pytest.raises(UsageError, match="quantized already"):
-        profiles.workload_for(checkpoint, replace(WORK, quantize="int8"))
+        workload_for(checkpoint, replace(WORK, quantize="int8"))
 
 
 def test_a_published_model_needs_its_headers(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_missing_part_of_a_weight_is_named(tmp_path: Path, name: str, part: st
     save_file(tensors, path / "model.safetensors")
     checkpoint = Checkpoint.open(path)
     with pytest.raises(ModelError, match=r": 1 (parts of|tensors are) quantized[^0-9]*:") as caught:
-        build_model(checkpoint, profiles.workload_for(checkpoint, WORK))
+        build_model(checkpoint, workload_for(checkpoint, WORK))
     assert named in str(caught.value)
 
 

@@ -165,9 +165,12 @@ def test_more_copies_than_fit() -> None:
     question = Question(fleet=tiny.fleet(*[120] * 4), workload=LOAD)
     with pytest.raises(InfeasibleError, match="3 copies") as caught:
         plan_replicas(SMALL, question, 3)
-    assert caught.value.hint == "at most 2 do"
-    with pytest.raises(InfeasibleError, match="MadeUp does not fit"):
-        plan_replicas(SMALL, replace(question, fleet=tiny.fleet(50)))
+    assert str(caught.value).endswith("; 2 copies do")
+    assert caught.value.hint == "--replicas 2, or more GPUs"
+    with pytest.raises(InfeasibleError, match="MadeUp does not fit") as caught:
+        plan_replicas(SMALL, replace(question, fleet=tiny.fleet(50), gpus="50MiB"))
+    assert caught.value.ways_out
+    assert all("--replicas" in way.without for way in caught.value.ways_out)
 
 
 @pytest.mark.parametrize(

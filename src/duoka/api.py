@@ -13,7 +13,8 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, cast
 import torch
 from torch import nn
 
-from . import checker, devices, loader, profiles, replicas, ways
+from . import checker, devices, loader, profiles, replicas
+from .answering import answer, answer_checkpoint, whole_prompt, workload_for
 from .building import build_model, notes_of
 from .checkpoint import Checkpoint
 from .constraints import Constraints
@@ -120,11 +121,11 @@ def plan(
             "are loaded",
             hint="give the checkpoint's directory instead of the model",
         )
-    asked = profiles.whole_prompt(asked, is_encoder=_is_encoder(model))
+    asked = whole_prompt(asked, is_encoder=_is_encoder(model))
     profile = profile_module(model, asked, inputs)
     asked = asked if inputs is None else Workload(prompt_tokens=1, new_tokens=1)
     own = profile.dtype if profile.dtype in DTYPE_BYTES else "auto"
-    return ways.answer(
+    return answer(
         profile,
         replace(question, workload=replace(asked, dtype=cast(Dtype, own))),
         profile_for=partial(_known, profile, _is_encoder(model)),
@@ -170,9 +171,7 @@ def replicas_checkpoint(
 ) -> replicas.Replicas:
     """As many copies as a fleet holds; the checkpoint is traced where the cache has no profile."""
     find = partial(profile_checkpoint, checkpoint)
-    found = replicas.replicas_for(checkpoint, question, number, find)
-    assert found is not None, "the profile was made"
-    return found
+    return replicas.replicas_for(checkpoint, question, number, find)
 
 
 def _question(fleet: Fleet | str, workload: Workload | None, choices: Choices) -> Question:
@@ -197,7 +196,7 @@ def _question(fleet: Fleet | str, workload: Workload | None, choices: Choices) -
 
 def _known(profile: Profile, is_encoder: bool, workload: Workload) -> Profile | None:
     """The profile of a model that was given as an object, where it answers a workload."""
-    workload = profiles.whole_prompt(workload, is_encoder=is_encoder)
+    workload = whole_prompt(workload, is_encoder=is_encoder)
     return profile if workload.conditions == profile.conditions else None
 
 
@@ -213,14 +212,12 @@ def _refuse_unknown(choices: Choices) -> None:
 
 def plan_checkpoint(checkpoint: Checkpoint, question: Question) -> Plan:
     """Answer a question about a checkpoint; it is traced where the cache has no profile."""
-    plan = profiles.answer_with(checkpoint, question, partial(profile_checkpoint, checkpoint))
-    assert plan is not None, "there is a profile for every workload"
-    return plan
+    return answer_checkpoint(checkpoint, question, partial(profile_checkpoint, checkpoint))
 
 
 def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
     """The profile of a checkpoint: from the cache, or traced and kept there."""
-    workload = profiles.workload_for(checkpoint, workload)
+    workload = workload_for(checkpoint, workload)
     profile = profiles.find_profile(checkpoint.fingerprint, workload)
     if profile is None:
         model = build_model(checkpoint, workload)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from . import profiles
+from .answering import workload_for
 from .api import plan, plan_checkpoint, profile_checkpoint
 from .building import build_model
 from .checker import Subject, check_subject, complete, read_entries
@@ -22,11 +22,11 @@ from .dispatching import tensor_names
 from .errors import Faults, InfeasibleError, ModelError, PlacementError, UsageError
 from .fleet import Fleet
 from .images import image_inputs
-from .maps import DeviceMap
+from .maps import DeviceMap, judge
+from .outline import Outline
 from .placement import Placement
 from .planner import Question
 from .plans import Plan
-from .profile import Profile
 from .report import Report, Stop
 from .splits import splits
 from .workload import Training, Workload
@@ -243,7 +243,7 @@ def _of_own_code(
     checkpoint: Checkpoint, placement: Where | None, asked: _Asked, rest: Any
 ) -> Subject:
     """A checkpoint whose own code may run: that code, also where duoka has some of its own."""
-    workload = profiles.workload_for(checkpoint, asked.workload)
+    workload = workload_for(checkpoint, asked.workload)
     if isinstance(placement, Plan):
         placement.refuse_other(checkpoint.fingerprint, checkpoint.source)
     try:
@@ -262,7 +262,7 @@ def _of_checkpoint(
 ) -> Subject:
     workload = asked.workload
     if not isinstance(placement, Plan):
-        workload = profiles.workload_for(checkpoint, workload)
+        workload = workload_for(checkpoint, workload)
     if workload.quantize == "auto" and placement is not None:
         raise UsageError(
             'quantize="auto" is for plans: what fits is not known of a map',
@@ -284,8 +284,11 @@ def _of_checkpoint(
         entries = placement.entries
     else:
         profile = _or_note(lambda: profile_checkpoint(checkpoint, workload), _UNTRACED, notes)
-        judge = [name for name, _ in tensor_names(model)] if profile is None else profile
-        entries, faults, is_whole = _judged(judge, model, DeviceMap.of(placement), asked.fleet)
+        names = (name for name, _ in tensor_names(model))
+        outline = Outline.of_names(names) if profile is None else profile.outline
+        entries, faults, is_whole = _judged(
+            outline, model, (DeviceMap.of(placement), asked.fleet), notes
+        )
     return Subject(
         is_dispatched=is_whole,
         model=model,
@@ -381,15 +384,21 @@ def _whole(workload: Workload) -> Workload:
 
 
 def _judged(
-    profile: Profile | list[str], model: nn.Module, device_map: DeviceMap, fleet: Fleet | None
+    outline: Outline,
+    model: nn.Module,
+    given: tuple[DeviceMap, Fleet | None],
+    notes: list[str],
 ) -> tuple[tuple[tuple[str, str], ...], Faults, bool]:
     """A map by hand, in the names of the model or of its checkpoint, and what is wrong with it.
 
     One that only splits what should stay whole is run as it stands: then the faults are shown. The
     last result says whether the entries are whole blocks instead.
     """
+    device_map, fleet = given
     try:
-        return Placement.from_device_map(device_map, profile, fleet).entries, Faults(), True
+        judgement = judge(device_map, outline, fleet)
+        notes += judgement.notes
+        return judgement.placed, Faults(), True
     except PlacementError as error:
         faults = error.faults
     entries, wrong = complete(model, read_entries(dict(device_map.entries)))
@@ -398,4 +407,4 @@ def _judged(
     if faults.completed is None:
         raise PlacementError("the device map names nothing of this model", hint=None, faults=faults)
     completed = dict(faults.completed)
-    return Placement.from_device_map(completed, profile, fleet).entries, faults, True
+    return judge(completed, outline, fleet).placed, faults, True

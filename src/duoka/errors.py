@@ -22,7 +22,7 @@ turns `exit_code` into the process's own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -180,8 +180,6 @@ class InfeasibleError(DuokaError):
         How many bytes are missing on the whole fleet, as a lower bound.
     ways_out : sequence of WayOut
         What would fit, cheapest for quality first.
-    untraced : bool
-        Whether there may be more: the model would have to be traced for them.
     """
 
     exit_code = 7
@@ -193,13 +191,17 @@ class InfeasibleError(DuokaError):
         hint: str | None = None,
         shortfall_bytes: int = 0,
         ways_out: Sequence[WayOut] = (),
-        untraced: bool = False,
     ) -> None:
         told = "; or ".join(way.told for way in ways_out)
         super().__init__(message, hint=told or hint)
         self.shortfall_bytes = shortfall_bytes
         self.ways_out = tuple(ways_out)
-        self.untraced = untraced
+
+    def with_ways_out(self, ways: Iterable[WayOut]) -> InfeasibleError:
+        """The same error, with what would fit."""
+        return InfeasibleError(
+            str(self), hint=self.hint, shortfall_bytes=self.shortfall_bytes, ways_out=tuple(ways)
+        )
 
 
 class ProofError(DuokaError):

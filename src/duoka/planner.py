@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import Literal
 
 from . import search
 from .constraints import Constraints
@@ -19,14 +19,7 @@ from .plans import Largest, Plan, Request
 from .profile import Profile
 from .reasons import chunk_reason, number_reason, offload_reason
 from .replay import StageBytes
-from .search import (
-    NO_LIMITS,
-    Limits,
-    NoPlacement,
-    Objective,
-    Solution,
-    largest,
-)
+from .search import NO_LIMITS, Limits, NoPlacement, Objective, Solution
 from .seconds import Seconds
 from .training_costs import costs_of
 from .units import format_bytes, format_count
@@ -34,10 +27,7 @@ from .workload import Workload
 
 _SMALLEST_CHUNK_TOKENS = 512
 _LARGEST_CHUNK_TOKENS = 8192
-# How much less is tried where the largest fits but for fragmentation: down to a half of it.
-_STEPS_DOWN = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 _LEAST_TOLD = 4096
-Found = TypeVar("Found")
 _CPU_UNUSED = "The CPU computes nothing: it would be slow. A device map can put modules there."
 
 
@@ -46,10 +36,11 @@ class Question:
     """What the planner is asked, besides the profile.
 
     `gpus` is how the fleet was named, where it was; plans keep it. With a `device_map` the modules
-    go where it says (`given.answer`). What the constraints reserve has been taken off the fleet's
-    budgets already (`demands.usable`); `limits` is what they mean for a profile, once it is known.
-    With `largest` the context or batch is to be as large as fits (`reach.reach`). `refusals` is
-    what one replay tells all questions that are made of this one.
+    go where it says (`answering.mapped`). What the constraints reserve has been taken off the
+    fleet's budgets already (`demands.usable`); `limits` is what they mean for a profile, once it is
+    known.
+    With `largest` the context or batch is to be as large as fits (`answering.largest`). `refusals`
+    is what one replay tells all questions that are made of this one.
     """
 
     fleet: Fleet
@@ -62,6 +53,18 @@ class Question:
     limits: Limits | None = None
     largest: Largest | None = None
     refusals: Refusals = field(default_factory=Refusals, compare=False, repr=False)
+
+    @property
+    def request(self) -> Request:
+        """What a plan keeps of the question."""
+        return Request(
+            workload=self.workload,
+            objective=self.objective,
+            use_all=self.use_all,
+            gpus=self.gpus,
+            constraints=self.constraints,
+            largest=self.largest,
+        )
 
 
 def solve(profile: Profile, question: Question, *, source: str = "") -> Plan:
@@ -83,7 +86,7 @@ def solve(profile: Profile, question: Question, *, source: str = "") -> Plan:
     Raises
     ------
     InfeasibleError
-        If nothing fits: with the shortfall. `ways.answer` says what would fit instead.
+        If nothing fits: with the shortfall. `answering.answer` says what would fit instead.
     UsageError
         If the context is longer than the model was made for, or the constraints name what isn't
         there or contradict each other.
@@ -103,27 +106,29 @@ def attempt(profile: Profile, question: Question) -> Plan | None:
     return None if isinstance(found, NoPlacement) else found
 
 
-def possible(profile: Profile, question: Question) -> bool:
-    """Whether there is memory enough. `attempt` may find that it is too fragmented."""
-    return _fits(profile, _ready(profile, question))
-
-
 def conceivable(profile: Profile, question: Question) -> bool:
     """Whether lower bounds leave a plan possible; without it there is none. Nothing is replayed."""
     ready = _ready(profile, question)
-    try:
-        return any(
-            search.conceivable(
-                costs_of(profile, workload),
-                ready.fleet,
-                use_all=ready.use_all,
-                strategy=ready.constraints.strategy,
-                limits=_limits(ready),
-            )
-            for workload in reversed([*with_chunks(ready.workload)])
+    if _conceivable(profile, ready):
+        return True
+    if not question.constraints.offload or question.workload.training is not None:
+        return False
+    # Where a plan is possible, it mostly is with all that may be offloaded.
+    runs = reversed([blocks for _, blocks in candidates(profile)])
+    return any(_conceivable(profile.offloading(blocks), ready) for blocks in runs)
+
+
+def _conceivable(profile: Profile, ready: Question) -> bool:
+    return any(
+        search.conceivable(
+            costs_of(profile, workload),
+            ready.fleet,
+            use_all=ready.use_all,
+            strategy=ready.constraints.strategy,
+            limits=_limits(ready),
         )
-    except UsageError:
-        return False  # more than the profile knows
+        for workload in reversed([*with_chunks(ready.workload)])
+    )
 
 
 def _refuse_offload(workload: Workload) -> None:
@@ -141,7 +146,7 @@ def _refuse_offload(workload: Workload) -> None:
 
 
 def _solve(profile: Profile, question: Question, source: str) -> Plan | NoPlacement:
-    assert question.device_map is None, "given.answer follows maps"
+    assert question.device_map is None, "answering.mapped follows maps"
     ready = _ready(profile, question)
     found = _best(profile, ready, source)
     may_offload = question.constraints.offload and question.workload.training is None
@@ -170,15 +175,15 @@ def _offloaded(profile: Profile, question: Question, source: str) -> Plan | None
     gpus = without_cpu(question.fleet)
     most = [device.budget_bytes for device in question.fleet.devices if device not in gpus.devices]
     # Whatever the cuts: all stages together hold at least what one stage of everything does.
-    chunked = [(each, costs_of(profile, each)) for each in with_chunks(question.workload)]
-    least = min(int(costs.lower_bound_bytes[0, -1]) for _, costs in chunked)
+    chunked = [costs_of(profile, each) for each in with_chunks(question.workload)]
+    least = min(int(costs.lower_bound_bytes[0, -1]) for costs in chunked)
     missing = least - gpus.budget_bytes
     question = replace(question, fleet=gpus)
     for num_bytes, blocks in candidates(profile):
         if num_bytes < missing or any(num_bytes > budget for budget in most):
             continue
         streaming = profile.offloading(blocks)
-        if any(_fits(streaming, replace(question, workload=each)) for each, _ in chunked):
+        if _conceivable(streaming, question):
             found = _best(streaming, question, source)
             if not isinstance(found, NoPlacement):
                 return found
@@ -327,14 +332,7 @@ def _plan(
         value=float(solution.value),
         bound=float(solution.bound),
         binding_device=fleet.devices[solution.binding_device].name,
-        request=Request(
-            workload=question.workload,
-            objective=question.objective,
-            use_all=question.use_all,
-            gpus=question.gpus,
-            constraints=question.constraints,
-            largest=question.largest,
-        ),
+        request=question.request,
         why=tuple(_reasons(costs, solution, question)),
         offloaded=profile.offloaded,
     )
@@ -401,71 +399,9 @@ def _in_the_way(profile: Profile, question: Question) -> str:
     free = replace(
         question, constraints=replace(asked, strategy="auto", pins=(), uncut=()), limits=NO_LIMITS
     )
-    if not _works(profile, free):
+    if attempt(profile, free) is None:
         return ""
     said = [f"the strategy {asked.strategy}"] if asked.strategy != "auto" else []
     said += ["the pins"] if asked.pins else []
     said += ["the modules that stay uncut"] if asked.uncut else []
     return f"; without {' and '.join(said)} it fits"
-
-
-def _fits(profile: Profile, question: Question) -> bool:
-    """Whether there is memory enough; fragmentation may still spoil it, which `_works` tells."""
-    *_, least = with_chunks(question.workload)  # the smallest chunk needs the least memory
-    try:
-        return search.fits(
-            costs_of(profile, least, question.refusals),
-            question.fleet,
-            use_all=question.use_all,
-            strategy=question.constraints.strategy,
-            limits=_limits(question),
-        )
-    except UsageError:
-        # A profile that was traced for one workload says nothing of others.
-        return False
-
-
-def _works(profile: Profile, question: Question) -> bool:
-    """Whether `solve` would find a plan."""
-    for workload in with_chunks(question.workload):
-        try:
-            _search(costs_of(profile, workload, question.refusals), question)
-        except NoPlacement:
-            continue
-        return True
-    return False
-
-
-def largest_that_works(
-    possible: Callable[[int], bool], attempt: Callable[[int], Found | None], low: int, high: int
-) -> Found | None:
-    """What comes of the largest number from `low` to `high` with which something does.
-
-    Parameters
-    ----------
-    possible : callable
-        Whether a number may work; then any smaller one may as well. Cheap.
-    attempt : callable
-        What comes of a number; None where it doesn't work.
-    low, high : int
-    """
-    found = largest(possible, low, high)
-    if found is None:
-        return None
-    # Where the largest one fits but for fragmentation, somewhat less may do.
-    for step in _STEPS_DOWN:
-        number = max(low, found - step * found // _STEPS_DOWN[-1] // 2)
-        made = attempt(number)
-        if made is not None:
-            return made
-        if number == low:
-            break
-    return None
-
-
-def shortened(workload: Workload, context_tokens: int) -> Workload:
-    """The workload with so many tokens in all; at most half of them are new."""
-    if workload.training is not None:
-        return replace(workload, prompt_tokens=context_tokens)
-    new = max(1, min(workload.new_tokens, context_tokens // 2))
-    return replace(workload, new_tokens=new, prompt_tokens=context_tokens - new)

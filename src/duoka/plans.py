@@ -52,6 +52,8 @@ class Request:
         What was demanded of the placement.
     largest : {"context", "batch"}, optional
         What was to be as large as fits, whatever the workload says of it.
+    trust_remote_code : bool
+        Whether model code that comes with the checkpoint could run.
     """
 
     workload: Workload
@@ -60,6 +62,7 @@ class Request:
     gpus: str = ""
     constraints: Constraints = field(default_factory=Constraints)
     largest: Largest | None = None
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,11 +333,11 @@ class Plan:
             told, here = _named(self.fleet.device(each.device)), found[each.device]
             if here is None:
                 yield f"{told} is gone, hidden, or full"
-            elif here.budget_bytes < each.allocated_bytes:
+            elif here.budget_bytes < each.requested_bytes:
                 yield (
                     f"{told} can give {format_bytes(here.budget_bytes)} now, and the plan needs "
-                    f"{format_bytes(each.allocated_bytes)} there: "
-                    f"{format_bytes(each.allocated_bytes - here.budget_bytes)} are missing"
+                    f"{format_bytes(each.requested_bytes)} there: "
+                    f"{format_bytes(each.requested_bytes - here.budget_bytes)} are missing"
                 )
 
 

@@ -18,15 +18,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from .answering import Find, ProfileFor, answer, workload_for
 from .checkpoint import Checkpoint
 from .errors import InfeasibleError, UsageError
 from .fleet import Fleet
-from .planner import Question, attempt, objective_of, solve, without_cpu
-from .plans import Plan
+from .maps import find_device
+from .planner import Question, attempt, objective_of, without_cpu
+from .plans import Plan, Request
 from .profile import Profile
-from .profiles import workload_for
-from .search import exchangeable
-from .workload import Workload
+from .search import Objective, exchangeable
 
 Counts = tuple[int, ...]
 """How many devices of each kind."""
@@ -53,7 +53,7 @@ class Replicas:
 
     plans: tuple[Plan, ...]
     idle: tuple[str, ...]
-    objective: str
+    objective: Objective
     value: float
 
 
@@ -72,6 +72,8 @@ def plan_replicas(
     number: int | Literal["auto"] = "auto",
     *,
     source: str = "",
+    profile_for: ProfileFor | None = None,
+    request: Request | None = None,
 ) -> Replicas:
     """Find the most copies that the fleet holds, or so many.
 
@@ -82,32 +84,75 @@ def plan_replicas(
         What each copy is asked; with `use_all` no device may stay idle.
     number : int or "auto"
         How many copies.
-    source : str
-        The checkpoint's directory, kept in the plans.
+    source, profile_for, request
+        As for `answering.answer`.
 
     Raises
     ------
     InfeasibleError
-        If the fleet doesn't hold one copy, or as many as were asked for.
+        If the fleet doesn't hold one copy, with what would fit; or not as many as were asked for.
     UsageError
         If copies make no sense with what else was asked for.
     """
     _refuse_senseless(question, number)
+    request = request or question.request
     question = replace(question, fleet=without_cpu(question.fleet))
     dealer = _Dealer(profile, question, source)
     best = dealer.best()
     if not best:
-        solve(profile, replace(question, use_all=False), source=source)  # says what is missing
+        alone = replace(question, use_all=False)
+        try:
+            answer(profile, alone, profile_for=profile_for, request=request)
+        except InfeasibleError as error:
+            ways = (replace(way, without=(*way.without, "--replicas")) for way in error.ways_out)
+            raise error.with_ways_out(ways) from None
     wanted = max(best, default=0) if number == "auto" else number
     if wanted not in best:
-        raise InfeasibleError(
-            f"{wanted} copies of {profile.model} don't fit these GPUs"
-            + (" with every one of them in use" if question.use_all else ""),
-            hint=f"at most {max(best)} do" if best else "leave out --use-all",
-            shortfall_bytes=0,
-            ways_out=(),
+        raise _too_many(profile, question, wanted, max(best, default=0))
+    found = dealer.answer(best[wanted])
+    return replace(
+        found,
+        plans=tuple(_asking(plan, request, question, found.objective) for plan in found.plans),
+    )
+
+
+def _too_many(profile: Profile, question: Question, wanted: int, most: int) -> InfeasibleError:
+    everywhere = " with every one of them in use" if question.use_all else ""
+    if not most:
+        return InfeasibleError(
+            f"{profile.model} fits these GPUs, but no copies do{everywhere}",
+            hint="leave out --use-all",
         )
-    return dealer.answer(best[wanted])
+    return InfeasibleError(
+        f"{format_copies(wanted)} of {profile.model} don't fit these GPUs{everywhere}; "
+        f"{format_copies(most)} {'does' if most == 1 else 'do'}",
+        hint=f"--replicas {most}, or more GPUs",
+    )
+
+
+def format_copies(number: int) -> str:
+    """A number of copies, for people."""
+    return "1 copy" if number == 1 else f"{number} copies"
+
+
+def _asking(plan: Plan, request: Request, question: Question, objective: Objective) -> Plan:
+    """A copy's plan, keeping what asks for it alone: its own GPUs, where they have names."""
+    names, fleet = plan.fleet.names, question.fleet
+    uuids = [device.uuid for device in plan.fleet.devices]
+    gpus = ",".join(filter(None, uuids)) if all(uuids) else ""
+    alone = objective_of(replace(question, fleet=plan.fleet))
+    reserve = tuple(
+        (told, size)
+        for told, size in request.constraints.reserve
+        if find_device(told, fleet) in names
+    )
+    asked = replace(
+        request,
+        gpus=request.gpus if len(names) == len(fleet.names) else gpus,
+        objective=request.objective if alone == objective else objective,
+        constraints=replace(request.constraints, reserve=reserve),
+    )
+    return replace(plan, request=asked)
 
 
 def _refuse_senseless(question: Question, number: int | Literal["auto"]) -> None:
@@ -266,12 +311,9 @@ def _is_better(one: _Deal, other: _Deal) -> bool:
 
 
 def replicas_for(
-    checkpoint: Checkpoint,
-    question: Question,
-    number: int | Literal["auto"],
-    find: Callable[[Workload], Profile | None],
-) -> Replicas | None:
-    """The copies of a checkpoint; None when its profile is missing.
+    checkpoint: Checkpoint, question: Question, number: int | Literal["auto"], find: Find
+) -> Replicas:
+    """The copies of a checkpoint.
 
     Parameters
     ----------
@@ -279,7 +321,7 @@ def replicas_for(
     question : Question
     number : int or "auto"
     find : callable
-        The profile for a workload; None where there is none.
+        The profile for a workload.
 
     Raises
     ------
@@ -292,15 +334,11 @@ def replicas_for(
             "several copies are planned for one quantization of the weights",
             hint="give quantize none, int8, int4 or nf4",
         )
-    profile = find(workload)
-    if profile is None:
-        return None
-    asked = replace(question, workload=workload)
-    found = plan_replicas(profile, asked, number, source=checkpoint.source)
-    return replace(
-        found,
-        plans=tuple(
-            replace(plan, request=replace(plan.request, workload=question.workload))
-            for plan in found.plans
-        ),
+    return plan_replicas(
+        find(workload),
+        replace(question, workload=workload),
+        number,
+        source=checkpoint.source,
+        profile_for=lambda other: find(workload_for(checkpoint, other)),
+        request=replace(question.request, trust_remote_code=checkpoint.trust_remote_code),
     )

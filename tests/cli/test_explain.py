@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from duoka import Plan
-from duoka.render.command import command
+from duoka.command import command
 
 from .conftest import GPUS, SIZES, Program
 

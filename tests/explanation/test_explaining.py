@@ -9,11 +9,11 @@ import pytest
 from tiny import MIB, Costs, fleet, made_up
 
 from duoka import explain
+from duoka.answering import find as answer
 from duoka.errors import FormatError, UsageError
 from duoka.explanation import Alternative, Explanation
 from duoka.fleet import Fleet
 from duoka.forecast import Costs as Measured
-from duoka.given import answer
 from duoka.maps import DeviceMap
 from duoka.planner import Question, solve
 from duoka.plans import Plan
@@ -61,16 +61,16 @@ def test_changes_are_what_the_search_thinks_of_them() -> None:
         fits = min(change.giver.free_bytes, change.taker.free_bytes) >= 0
         assert (change.outcome == "impossible") == (not fits)
         if fits:
-            needs = [costs.allocated_bytes(s.start, s.stop, 1 << 50) or 0 for s in stages]
+            needs = [costs.requested_bytes(s.start, s.stop, 1 << 50) or 0 for s in stages]
             free = [
                 gpus.devices[s.device].budget_bytes - n for s, n in zip(stages, needs, strict=True)
             ]
             assert change.value == min(free)
             assert change.value <= plan.value  # the plan is the optimum
         for share, stage in zip((after[name] for name, _ in own), stages, strict=True):
-            needed = costs.allocated_bytes(stage.start, stage.stop, 1 << 50)
+            needed = costs.requested_bytes(stage.start, stage.stop, 1 << 50)
             told = [s for s in (change.giver, change.taker) if s.modules == share]
-            assert [each.allocated_bytes for each in told] == [needed]
+            assert [each.requested_bytes for each in told] == [needed]
 
 
 def test_a_change_that_does_not_fit_is_impossible() -> None:
@@ -95,7 +95,7 @@ def test_one_gpu_less_is_missing_something() -> None:
     assert found is not None
     assert found.devices == ("vgpu:0",)
     whole = Measured(PROFILE, plan.workload)
-    needed = whole.allocated_bytes(0, whole.num_blocks, 1 << 50)
+    needed = whole.requested_bytes(0, whole.num_blocks, 1 << 50)
     assert needed is not None
     assert 0 < found.missing_bytes <= needed - 100 * MIB
     everything = solve(PROFILE, Question(fleet=fleet(300, 300), workload=WORKLOAD, use_all=True))
@@ -164,9 +164,9 @@ def test_a_prompt_in_chunks_is_told_what_it_would_need_whole() -> None:
     assert plan.workload.prefill_chunk_tokens is not None
     (whole,) = explain(plan, profile).whole_prompt
     assert whole.free_bytes < 0
-    assert whole.allocated_bytes == Measured(
+    assert whole.requested_bytes == Measured(
         profile, replace(plan.workload, prefill_chunk_tokens=None)
-    ).allocated_bytes(0, 8, 1 << 50)
+    ).requested_bytes(0, 8, 1 << 50)
 
 
 def test_a_map_by_hand_is_explained_as_far_as_it_goes() -> None:

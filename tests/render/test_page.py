@@ -65,7 +65,6 @@ def test_everything_is_told() -> None:
         "2 GPUs and not 1",
         "No less: block.6 would go to vgpu:1",
         "equal numbers of layers",
-        "duoka plan MODEL --context 1024 --new-tokens 24",
     ):
         assert wanted in page.text, wanted
 

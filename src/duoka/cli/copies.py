@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import duoka
 from duoka.errors import UsageError
 from duoka.planner import Question
-from duoka.profiles import find_profile
 from duoka.replicas import Replicas, replicas_for
 from duoka.units import format_bytes, format_count
 
 from . import outputs
-from .terminal import stdout, working
+from .profiles import finding
+from .terminal import stdout
 
 
 def read_number(text: str) -> int | Literal["auto"]:
@@ -39,14 +38,8 @@ def make_copies(
     checkpoint: duoka.Checkpoint, question: Question, number: int | Literal["auto"]
 ) -> Replicas:
     """The plans of the copies; the model is traced where the cache has no profile."""
-    find = partial(find_profile, checkpoint.fingerprint)
-    found = replicas_for(checkpoint, question, number, find)
-    if found is None:
-        with working("tracing the model; the next plan of it takes a second"):
-            from duoka.api import replicas_checkpoint
-
-            found = replicas_checkpoint(checkpoint, question, number)
-    return found
+    with finding(checkpoint) as find:
+        return replicas_for(checkpoint, question, number, find)
 
 
 def files(save: Path, number: int) -> list[Path]:

@@ -10,23 +10,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import duoka
+from duoka.answering import GIVEN, answer_checkpoint
+from duoka.choices import choose
 from duoka.constraints import Constraints
 from duoka.demands import given_back, usable
-from duoka.errors import CheckpointError, InfeasibleError, UsageError
-from duoka.given import OBJECTIVE as GIVEN
+from duoka.errors import CheckpointError, UsageError
 from duoka.host import fleet_for
 from duoka.maps import DeviceMap
 from duoka.planner import Question
 from duoka.plans import Largest
-from duoka.profiles import plan_from_cache
 from duoka.replicas import Replicas
 from duoka.sampling import Sampling
-from duoka.workload import Training
+from duoka.search import OBJECTIVES
+from duoka.workload import CACHES, QUANTIZATIONS, Training
 
 from . import copies, outputs
 from .demands import read_constraints
 from .options import parse_chunk, parse_dtype, parse_image_size, parse_tokens
-from .terminal import progress_bars, stderr, working
+from .profiles import finding
+from .terminal import progress_bars, stderr
 
 if TYPE_CHECKING:
     from duoka.runtime import Generator
@@ -185,7 +187,7 @@ def _asked(model: str | None, wishes: Wishes, asked: Asked) -> tuple[duoka.Check
     question = Question(
         fleet=usable(fleet_for(read_fleet(gpus), device_map, offload=wishes.offload), constraints),
         workload=workload_for(checkpoint, wishes),
-        objective=wishes.objective or "auto",  # type: ignore[arg-type]
+        objective=choose("the objective", wishes.objective or "auto", OBJECTIVES),
         use_all=wishes.use_all,
         gpus=gpus,
         device_map=device_map,
@@ -259,20 +261,8 @@ def _show_code(checkpoint: duoka.Checkpoint) -> None:
 
 
 def _answer(checkpoint: duoka.Checkpoint, question: Question) -> duoka.Plan:
-    # A model that was planned before needs no torch to be planned again.
-    what, found = "tracing the model; the next plan of it takes a second", None
-    try:
-        found = plan_from_cache(checkpoint, question)
-    except InfeasibleError as error:
-        if not error.untraced:
-            raise
-        what = "looking for what would fit instead"
-    if found is None:
-        with working(what):
-            from duoka.api import plan_checkpoint
-
-            found = plan_checkpoint(checkpoint, question)
-    return found
+    with finding(checkpoint) as find:
+        return answer_checkpoint(checkpoint, question, find)
 
 
 def _reuse(plan: duoka.Plan, checkpoint: duoka.Checkpoint) -> duoka.Plan:
@@ -357,15 +347,14 @@ def workload_for(checkpoint: duoka.Checkpoint, wishes: Wishes) -> duoka.Workload
             f"{new} new tokens leave no room for a prompt in a context of {context}",
             hint="--context counts the prompt and the answer together",
         )
-    chunk: Any = parse_chunk(wishes.prefill_chunk or "auto")
     return duoka.Workload(
         batch=1 if wishes.batch is None else wishes.batch,
         prompt_tokens=context - new,
         new_tokens=new,
         dtype=parse_dtype(wishes.dtype or "auto"),
-        prefill_chunk_tokens=chunk,
-        cache=wishes.cache or "dynamic",  # type: ignore[arg-type]
-        quantize=wishes.quantize or "none",  # type: ignore[arg-type]
+        prefill_chunk_tokens=parse_chunk(wishes.prefill_chunk or "auto"),
+        cache=choose("cache", wishes.cache or "dynamic", CACHES),
+        quantize=choose("quantize", wishes.quantize or "none", QUANTIZATIONS),
         images=wishes.images or 0,
         training=wishes.training,
         **_image_size(wishes),

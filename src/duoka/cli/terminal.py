@@ -65,14 +65,14 @@ def correct_columns() -> None:
 
 
 @contextmanager
-def working(what: str) -> Iterator[None]:
-    """Say that something takes a while, on a terminal only."""
+def working(what: str) -> Iterator[Callable[[str], None]]:
+    """Say that something takes a while, on a terminal only; what is given says something else."""
     console = stderr()
     if not console.is_terminal:
-        yield
+        yield lambda text: None
         return
-    with console.status(what):
-        yield
+    with console.status(what) as status:
+        yield status.update
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from ..characters import printable
+from ..command import command
 from ..explanation import Explanation
 from ..fleet import Device
 from ..forecast import DeviceForecast
@@ -21,7 +22,6 @@ from ..layers import layer_of, main_list
 from ..plans import Plan
 from ..units import format_bytes, format_count
 from . import reasons
-from .command import command
 from .names import without_prefix
 from .reasons import Rival
 from .seconds import render_seconds
@@ -99,7 +99,7 @@ class _Page:
     why: list[str]
     by_gpu: list[_Reasons]
     rivals: list[Rival]
-    command: str
+    command: str | None
     footer: str
 
 

@@ -16,12 +16,13 @@ It knows nothing of models, workloads or how costs come about.
 from .costs import StageCosts
 from .groups import exchangeable
 from .limits import NO_LIMITS, Limits
-from .problem import NoPlacement, Objective, Shortfall
+from .problem import OBJECTIVES, NoPlacement, Objective, Shortfall
 from .programme import Stage
-from .solving import Solution, conceivable, fits, largest, search
+from .solving import Solution, conceivable, search
 
 __all__ = [
     "NO_LIMITS",
+    "OBJECTIVES",
     "Limits",
     "NoPlacement",
     "Objective",
@@ -31,7 +32,5 @@ __all__ = [
     "StageCosts",
     "conceivable",
     "exchangeable",
-    "fits",
-    "largest",
     "search",
 ]

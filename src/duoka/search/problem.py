@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from .limits import NO_LIMITS, Limits
 from .programme import Floats, Programme, Stage, Stages
 
 Objective = Literal["headroom", "latency", "throughput"]
+OBJECTIVES: tuple[Objective | Literal["auto"], ...] = ("auto", *get_args(Objective))
 Aim = Literal["headroom", "latency", "throughput", "balance"]
 """What the programme optimises: an objective, or the largest least share of a budget left free."""
 
@@ -168,14 +169,6 @@ class Problem:
     def conceivable(self) -> bool:
         """Whether any placement may fit, as far as is known."""
         return self._programme().best() is not None
-
-    def fits(self) -> bool:
-        """Whether any placement fits. Tried are those of most headroom under the bounds."""
-        while (found := self._programme().best()) is not None:
-            self.settle(found[0])
-            if math.isfinite(self.judge(found[0])[0]):
-                return True
-        return False
 
     def most_even(self, stages: Stages, bound: float) -> Stages:
         """Of the placements as good as `stages`, one that leaves memory free evenly."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from duoka.constraints import Strategy
+from duoka.choices import choose
+from duoka.constraints import STRATEGIES, Strategy
 from duoka.errors import UsageError
 from duoka.fleet import Fleet
 
 from .costs import StageCosts
 from .filling import fill, furthest
 from .limits import NO_LIMITS, Limits
-from .problem import Aim, NoPlacement, Objective, Problem
+from .problem import OBJECTIVES, Aim, Objective, Problem
 from .programme import Stages
 from .steps import quickest
 
@@ -141,11 +141,7 @@ def _filled(costs: StageCosts, fleet: Fleet, limits: Limits) -> Solution:
 def _refuse_contradictions(
     strategy: Strategy, objective: Objective | Literal["auto"], use_all: bool
 ) -> None:
-    if strategy not in get_args(Strategy):
-        raise UsageError(
-            f"the strategy {strategy!r} is unknown",
-            hint=f"known are {', '.join(get_args(Strategy))}",
-        )
+    choose("the strategy", strategy, STRATEGIES)
     if strategy != "auto" and objective != "auto":
         raise UsageError(
             f"the strategy {strategy} says what is optimised, and so does the objective "
@@ -158,32 +154,6 @@ def _refuse_contradictions(
             "all of them are to be used",
             hint="the strategy balanced uses them all",
         )
-
-
-def fits(
-    costs: StageCosts,
-    fleet: Fleet,
-    *,
-    use_all: bool = False,
-    strategy: Strategy = "auto",
-    limits: Limits = NO_LIMITS,
-) -> bool:
-    """Tell whether any placement fits; cheaper than `search`, because nothing is proved optimal.
-
-    Raises
-    ------
-    UsageError
-        As `search` does.
-    """
-    use_all = use_all or strategy == "balanced"
-    problem = Problem(costs, fleet, "headroom", use_all=use_all, limits=limits)
-    if strategy != "sequential":
-        return problem.fits()
-    try:
-        fill(problem, costs.num_blocks, len(fleet.devices))
-    except (NoPlacement, UsageError):
-        return False
-    return True
 
 
 def conceivable(
@@ -208,32 +178,8 @@ def conceivable(
     return problem.conceivable()
 
 
-def largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The largest number from `low` to `high` that fits, where any smaller one fits as well.
-
-    Examples
-    --------
-    >>> largest(lambda number: number * number <= 50, 1, 100)
-    7
-    >>> largest(lambda number: False, 1, 100) is None
-    True
-    """
-    if low > high or not fits(low):
-        return None
-    if fits(high):
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
 def _resolve(objective: Objective | Literal["auto"], costs: StageCosts, fleet: Fleet) -> Objective:
-    if objective not in (*get_args(Objective), "auto"):
-        raise UsageError(
-            f"the objective {objective!r} is unknown",
-            hint=f"known are auto, {', '.join(get_args(Objective))}",
-        )
+    choose("the objective", objective, OBJECTIVES)
     if objective == "headroom":
         return objective
     if objective == "auto" and len({device.speeds for device in fleet.devices}) == 1:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from . import catalogue
-from .demands import usable
-from .errors import DuokaError
-from .fleet import MAX_DEVICES, Device, Fleet
-from .fleet.editing import with_more, with_replaced
-from .planner import Question
-from .plans import Plan
-from .units import exact_bytes, format_bytes
+from .. import catalogue
+from ..demands import usable
+from ..errors import DuokaError
+from ..fleet import MAX_DEVICES, Device, Fleet
+from ..fleet.editing import with_more, with_replaced
+from ..planner import Question
+from ..plans import Plan
+from ..units import exact_bytes, format_bytes
 
 _GIB = 2**30
 _MOST_GPUS = 16
@@ -58,7 +58,7 @@ class _Size:
 
 def upgrades(
     question: Question,
-    possible: Callable[[Question], bool],
+    conceivable: Callable[[Question], bool],
     attempt: Callable[[Question], Plan | None],
 ) -> list[Upgrade]:
     """Find the smallest card that helps beside the others, and in the place of the smallest one.
@@ -69,11 +69,11 @@ def upgrades(
     ----------
     question : Question
         What doesn't fit. Its fleet's GPUs are taken to stay; the processor counts for nothing.
-    possible, attempt : callable
-        Whether there is memory enough for another question, and its plan.
+    conceivable, attempt : callable
+        Whether bounds leave a plan for another question possible, and that plan.
     """
     devices = [device for device in question.fleet.devices if device.name != "cpu"]
-    search = _Upgrades(question, devices, possible, attempt)
+    search = _Upgrades(question, devices, conceivable, attempt)
     found = [search.one_more(), search.replaced(), search.more_alike()]
     return sorted((each for each in found if each is not None), key=lambda each: each.new_bytes)
 
@@ -83,12 +83,12 @@ class _Upgrades:
         self,
         question: Question,
         devices: Sequence[Device],
-        possible: Callable[[Question], bool],
+        conceivable: Callable[[Question], bool],
         attempt: Callable[[Question], Plan | None],
     ) -> None:
         self._question = question
         self._devices = devices
-        self._possible = possible
+        self._conceivable = conceivable
         self._attempt = attempt
         self._sizes = list(_sizes())
         self._most = min(_MOST_GPUS, MAX_DEVICES) - len(devices)
@@ -153,11 +153,11 @@ class _Upgrades:
 
     def _may(self, gpus: str) -> bool:
         question = self._with(gpus)
-        return question is not None and self._possible(question)
+        return question is not None and self._conceivable(question)
 
     def _on(self, gpus: str) -> Plan | None:
         question = self._with(gpus)
-        if question is None or not self._possible(question):
+        if question is None or not self._conceivable(question):
             return None
         return self._attempt(question)
 

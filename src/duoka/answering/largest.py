@@ -1,4 +1,4 @@
-"""Reach: the longest context, or the largest batch, for which there is a plan.
+"""Largest: the longest context, or the largest batch, for which there is a plan.
 
 More tokens need more memory, but for what segments and fragmentation make of it: a context may fit
 where a slightly shorter one doesn't. So what is sought is said exactly. Contexts are whole
@@ -11,23 +11,21 @@ them, and grow with the number.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from .errors import UsageError
-from .planner import Question, conceivable
-from .plans import Plan
-from .profile import Profile
-from .workload import MOST_BATCH, MOST_BATCH_TOKENS, MOST_TOKENS, Workload
+from ..errors import UsageError
+from ..planner import Question, attempt, conceivable
+from ..plans import Plan
+from ..profile import Profile
+from ..workload import MOST_BATCH, MOST_BATCH_TOKENS, MOST_TOKENS, Workload
 
 STEP_TOKENS = 64
 COARSE_STEP_TOKENS = 256
 COARSE_FROM_TOKENS = 16_384
 
 
-def reach(
-    profile: Profile, question: Question, attempt: Callable[[Question], Plan | None]
-) -> Plan | None:
+def find_largest(profile: Profile, question: Question) -> Plan | None:
     """The plan for the largest context or batch that fits; None where not even the least does.
 
     Parameters
@@ -35,14 +33,12 @@ def reach(
     profile : Profile
     question : Question
         With `largest`. The context of its workload is not looked at, or else its batch; the new
-        tokens are as many as it says.
-    attempt : callable
-        The plan for a question; None where nothing fits.
+        tokens are as many as it says. In training the context is a sequence's length.
 
     Raises
     ------
     UsageError
-        If the question isn't for that.
+        If new tokens leave no room for a prompt, or the profile doesn't know of so much.
     """
     numbers = candidates(profile, question)
 
@@ -54,8 +50,9 @@ def reach(
 
     stop = bisect_left(range(len(numbers)), True, key=ruled_out)
     for index in reversed(range(stop)):
-        if (plan := attempt(asked(index))) is not None:
-            return plan
+        if (plan := attempt(profile, asked(index))) is not None:
+            reason = _reason(profile, question, plan, is_last=index == len(numbers) - 1)
+            return replace(plan, why=(reason, *plan.why))
     return None
 
 
@@ -69,11 +66,6 @@ def least(profile: Profile, question: Question) -> Question:
 def candidates(profile: Profile, question: Question) -> Sequence[int]:
     """The contexts or batches to choose from, in order."""
     workload = question.workload
-    if workload.training is not None and question.largest == "context":
-        raise UsageError(
-            "the largest context is for inference; a sequence to train on has a length",
-            hint="ask for the largest batch",
-        )
     if question.largest == "batch":
         most = min(MOST_BATCH, MOST_BATCH_TOKENS // workload.context_tokens)
         return range(1, most + 1)
@@ -94,3 +86,18 @@ def _with(question: Question, number: int) -> Workload:
     if question.largest == "batch":
         return replace(workload, batch=number)
     return replace(workload, prompt_tokens=number - workload.new_tokens)
+
+
+def _reason(profile: Profile, question: Question, plan: Plan, *, is_last: bool) -> str:
+    """That it is the largest, and what is in the way of more."""
+    tokens = plan.workload.context_tokens
+    if question.largest == "batch":
+        limit = "duoka plans for no more" if is_last else "memory is what limits it"
+        return (
+            f"The largest batch that fits {tokens} tokens each is {plan.workload.batch}: {limit}."
+        )
+    if tokens == profile.max_context_tokens:
+        return f"The longest context is {tokens} tokens: the model was made for no more."
+    step = STEP_TOKENS if tokens < COARSE_FROM_TOKENS else COARSE_STEP_TOKENS
+    limit = "duoka plans for no more" if is_last else "memory is what limits it"
+    return f"The longest context that fits is {tokens} tokens, in steps of {step}: {limit}."

@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
+from tiny import MIB
 
-from duoka import Device, Fleet, Plan, Workload, ways
+from duoka import Device, Fleet, Plan, Workload, answering
+from duoka.answering import find as answer
 from duoka.errors import InfeasibleError, PlacementError, UsageError
-from duoka.given import answer
 from duoka.maps import DeviceMap
 from duoka.planner import Question, solve
 from duoka.profile import Profile
 from duoka.profiles import keep_profile
 from duoka.replay import Replay
-
-from . import tiny
-from .tiny import MIB
 
 LOAD = Workload(prompt_tokens=700, new_tokens=40, dtype="bfloat16", prefill_chunk_tokens=None)
 LAYERS = tiny.made_up([60 * MIB, *[40 * MIB] * 6, 60 * MIB], tiny.Costs(cache=2048))
@@ -37,20 +36,11 @@ def ask(device_map: object, *budgets_mib: float, load: Workload = LOAD) -> Quest
 
 
 def scattered(profile: Profile, num_devices: int, seed: int) -> dict[str, int]:
-    """Every block anywhere; tied ones with their partners, and all before the layers together.
-
-    What a model's own code makes between two blocks (a mask) counts as the earlier one's, and
-    Bloom makes its mask from the inputs when two blocks have run.
-    """
+    """Every block anywhere, tied ones with their partners."""
     chance = random.Random(seed)
     at: list[int] = []
-    is_early = True
     for block in profile.blocks:
-        is_early = is_early and not any(
-            name.split(".")[-1].isdecimal() or ".0." in name for name in block.modules
-        )
-        anywhere = at[0] if at and is_early else chance.randrange(num_devices)
-        at.append(anywhere if block.tied_to is None else at[block.tied_to])
+        at.append(chance.randrange(num_devices) if block.tied_to is None else at[block.tied_to])
     pairs = zip(profile.blocks, at, strict=True)
     return {module: device for block, device in pairs for module in block.modules}
 
@@ -145,7 +135,7 @@ def test_what_does_not_fit_is_refused_device_by_device() -> None:
     assert "vgpu:2" not in told
     assert caught.value.shortfall_bytes >= 10 * MIB + 160 * MIB
     with pytest.raises(InfeasibleError) as caught:
-        ways.answer(LAYERS, ask({"": 0}, 240, 300))
+        answering.answer(LAYERS, ask({"": 0}, 240, 300))
     assert "duoka's own plan instead of the map" in str(caught.value.hint)
     own = solve(LAYERS, replace(ask({}, 240, 300), device_map=None))
     for device in own.devices:
@@ -187,7 +177,7 @@ def test_a_map_is_planned_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_pat
 import sys
 from duoka import Fleet, Workload
 from duoka.errors import PlacementError
-from duoka.given import answer
+from duoka.answering import find as answer
 from duoka.maps import DeviceMap
 from duoka.planner import Question
 from duoka.profiles import find_profile

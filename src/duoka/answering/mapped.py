@@ -4,43 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 
-from . import planner
-from .errors import InfeasibleError, UsageError
-from .fleet import Device, Fleet
-from .forecast import DeviceForecast, Forecast
-from .maps import Judgement, judge
-from .placement import Placement
-from .planner import (
-    Question,
-    check_context,
-    solve,
-    with_chunks,
-)
-from .plans import Plan, Request
-from .profile import Profile
-from .reach import least, reach
-from .reasons import chunk_reason
-from .rehearsal import replay_of
-from .replay import StageBytes
-from .seconds import Seconds
-from .training_costs import costs_of
-from .units import format_bytes
-from .workload import Workload
+from .. import planner
+from ..errors import InfeasibleError, UsageError
+from ..fleet import Device, Fleet
+from ..forecast import DeviceForecast, Forecast
+from ..maps import Judgement, judge
+from ..placement import Placement
+from ..planner import Question, check_context, with_chunks
+from ..plans import Plan
+from ..profile import Profile
+from ..reasons import chunk_reason
+from ..rehearsal import replay_of
+from ..replay import StageBytes
+from ..seconds import Seconds
+from ..training_costs import costs_of
+from ..units import format_bytes
+from ..workload import Workload
 
 OBJECTIVE = "given"
 """What a plan for a map has in the place of an objective: nothing was optimised."""
 
 
-def answer(profile: Profile, question: Question, *, source: str = "") -> Plan:
-    """The best plan, or the plan for the question's device map where it has one.
+def plan(profile: Profile, question: Question, *, source: str = "") -> Plan:
+    """The plan for the question's device map.
 
     Parameters
     ----------
     profile : Profile
     question : Question
+        With a `device_map`.
     source : str
         The checkpoint's directory, kept in the plan.
 
@@ -49,50 +43,25 @@ def answer(profile: Profile, question: Question, *, source: str = "") -> Plan:
     PlacementError
         If the map isn't complete: with all names at fault, and a completed one.
     InfeasibleError
-        If nothing fits, or the map doesn't: with the shortfall.
+        If the map doesn't fit: with the shortfall.
     UsageError
         If the context is longer than the model was made for, or the question asks for an optimum
         where a map has decided.
     """
-    if question.largest is not None:
-        return _largest(profile, question, source)
-    if question.device_map is None:
-        return solve(profile, question, source=source)
     return _given(profile, question).plan(source)
 
 
-def _largest(profile: Profile, question: Question, source: str) -> Plan:
-    if question.device_map is not None:
-        raise UsageError(
-            f"the largest {question.largest} is looked for where duoka places the modules",
-            hint="leave out the device map",
-        )
-    found = reach(profile, question, partial(planner.attempt, profile))
-    if found is None:
-        return solve(profile, least(profile, question), source=source)  # says what is missing
-    return replace(found, source=source)
-
-
 def attempt(profile: Profile, question: Question) -> Plan | None:
-    """The plan that `answer` finds; None where nothing fits."""
-    if question.device_map is None:
-        return planner.attempt(profile, question)
+    """The plan that `plan` finds; None where the map doesn't fit."""
     try:
-        return _given(profile, question).plan("")
+        return plan(profile, question)
     except InfeasibleError:
         return None
 
 
-def possible(profile: Profile, question: Question) -> bool:
-    """Whether there is memory enough. `attempt` may find that it is too fragmented."""
-    if question.device_map is None:
-        return planner.possible(profile, question)
-    return _given(profile, question).possible()
-
-
 def _given(profile: Profile, question: Question) -> _Given:
     """The question's map, judged."""
-    assert question.device_map is not None, "planner.solve answers without one"
+    assert question.device_map is not None, "the planner answers without one"
     if question.use_all or question.objective != "auto":
         raise UsageError(
             "a device map says which GPUs are used, and how: nothing is left to optimise",
@@ -141,15 +110,6 @@ class _Given:
                 return self._made(workload, needs, source)
         raise self._infeasible(needs)
 
-    def possible(self) -> bool:
-        """Whether the map fits with the smallest chunk, which needs the least."""
-        *_, least = with_chunks(self.question.workload)
-        try:
-            needs = self._needs(least)
-        except UsageError:
-            return False  # a profile of one workload knows no other
-        return all(need.peaks is not None for need in needs)
-
     def _needs(self, workload: Workload) -> list[_Need]:
         devices = self.placement.devices
         return [
@@ -187,11 +147,7 @@ class _Given:
             value=free,
             bound=free if best is None else max(free, best),
             binding_device=tightest.device,
-            request=Request(
-                workload=question.workload,
-                gpus=question.gpus,
-                constraints=question.constraints,
-            ),
+            request=question.request,
             why=tuple(self._reasons(workload, tightest, own)),
         )
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import tiny
 
 from duoka import Fleet, Workload, catalogue
+from duoka.answering.upgrades import Upgrade, upgrades
 from duoka.errors import InfeasibleError
 from duoka.fleet.editing import with_more, with_replaced
-from duoka.planner import Question, attempt, possible, solve
+from duoka.planner import Question, attempt, conceivable, solve
 from duoka.profile import Profile
-from duoka.upgrades import Upgrade, upgrades
-
-from . import tiny
 
 GIB = 2**30
 LOAD = Workload(prompt_tokens=700, new_tokens=40, dtype="bfloat16", prefill_chunk_tokens=None)
@@ -23,7 +22,7 @@ def found(gpus: str, profile: Profile = LARGE) -> list[Upgrade]:
     assert attempt(profile, question) is None
     return upgrades(
         question,
-        lambda asked: possible(profile, asked),
+        lambda asked: conceivable(profile, asked),
         lambda asked: attempt(profile, asked),
     )
 

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import pytest
+import tiny
 from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import MIB
 
 from duoka import Workload
+from duoka.answering import find as answer
+from duoka.answering.largest import candidates, find_largest
 from duoka.constraints import Constraints
 from duoka.errors import InfeasibleError, UsageError
-from duoka.given import answer
 from duoka.maps import DeviceMap
 from duoka.planner import Question, attempt
 from duoka.plans import Largest
 from duoka.profile import Profile
-from duoka.reach import candidates, reach
-
-from . import tiny
-from .tiny import MIB
 
 LOAD = Workload(prompt_tokens=700, new_tokens=40, dtype="bfloat16")
 
@@ -52,7 +50,7 @@ def scan(profile: Profile, question: Question) -> int | None:
 
 
 def told(profile: Profile, question: Question) -> int | None:
-    plan = reach(profile, question, partial(attempt, profile))
+    plan = find_largest(profile, question)
     if plan is None:
         return None
     load = plan.workload
