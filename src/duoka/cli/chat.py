@@ -61,24 +61,7 @@ def chat(
     """
     options.refuse_damaged(system or "")
     chosen = planning.chosen(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    wishes = planning.Wishes(
-        gpus=gpus,
-        context=context,
-        new_tokens=new_tokens,
-        batch=batch,
-        dtype=dtype,
-        prefill_chunk=prefill_chunk,
-        cache=cache,
-        quantize=quantize,
-        objective=objective,
-        use_all=use_all,
-        strategy=strategy,
-        pin=pin,
-        uncut=uncut,
-        reserve=reserve,
-        offload=offload,
-        device_map=device_map,
-    )
+    wishes = planning.Wishes.of(locals())
     asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code, to_run=True)
     made = planning.make_plan(model, plan_file, wishes, replan=replan, asked=asked)
     generator = planning.load_generator(

@@ -108,18 +108,7 @@ def check(
 
     [bold]duoka check[/] ./chatglm3-6b --device-map map.json --save-device-map completed.json
     """
-    wishes = planning.Wishes(
-        gpus=gpus,
-        context=context,
-        new_tokens=new_tokens,
-        batch=batch,
-        dtype=dtype,
-        quantize=quantize,
-        prefill_chunk=None,
-        objective=None,
-        use_all=False,
-        device_map=device_map,
-    )
+    wishes = planning.Wishes.of(locals())
     fixes = fixing.Fixes(wanted=fix, in_place=in_place, output=output)
     fixes.refuse_contradictions()
     outputs.check(sarif, "the SARIF log")

@@ -81,24 +81,9 @@ def generate(
     options.refuse_damaged(system or "")
     questions = _questions(prompt or [], prompt_file or [])
     chosen = planning.chosen(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    wishes = planning.Wishes(
-        gpus=gpus,
-        context=context,
-        new_tokens=new_tokens,
-        batch=batch if batch is not None or plan_file is not None else len(questions),
-        dtype=dtype,
-        prefill_chunk=prefill_chunk,
-        cache=cache,
-        quantize=quantize,
-        objective=objective,
-        use_all=use_all,
-        strategy=strategy,
-        pin=pin,
-        uncut=uncut,
-        reserve=reserve,
-        offload=offload,
-        device_map=device_map,
-    )
+    if batch is None and plan_file is None:
+        batch = len(questions)
+    wishes = planning.Wishes.of(locals())
     asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code, to_run=True)
     made = planning.make_plan(model, plan_file, wishes, replan=replan, asked=asked)
     generator = planning.load_generator(

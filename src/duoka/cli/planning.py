@@ -53,15 +53,15 @@ _OPTION = {
 class Wishes:
     """What a person said about planning; None where nothing was said."""
 
-    gpus: str | None
-    context: str | None
-    new_tokens: str | None
-    batch: int | None
-    dtype: str | None
-    prefill_chunk: str | None
-    objective: str | None
-    use_all: bool
-    device_map: Path | None
+    gpus: str | None = None
+    context: str | None = None
+    new_tokens: str | None = None
+    batch: int | None = None
+    dtype: str | None = None
+    prefill_chunk: str | None = None
+    objective: str | None = None
+    use_all: bool = False
+    device_map: Path | None = None
     cache: str | None = None
     quantize: str | None = None
     images: int | None = None
