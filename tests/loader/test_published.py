@@ -23,7 +23,8 @@ from transformers import (
 )
 
 import duoka
-from duoka import Checkpoint, Placement, Workload, profiles, virtual
+from duoka import Checkpoint, Placement, Workload, virtual
+from duoka.answering import workload_for
 from duoka.building import build_model
 from duoka.errors import LoadError
 from duoka.loader import load_published, refuse_unloadable
@@ -72,7 +73,7 @@ def torchao(made: dict[str, tuple[Path, PreTrainedModel]]) -> Path:
 def load_on(path: Path, device: str, **others: Any) -> PreTrainedModel:
     """Load what lies in a directory, past the front door."""
     checkpoint = Checkpoint.open(path)
-    model = build_model(checkpoint, profiles.workload_for(checkpoint, WORK))
+    model = build_model(checkpoint, workload_for(checkpoint, WORK))
     placement = Placement(entries=(("", device),))
     return load_published(checkpoint, model, placement, dtype=torch.bfloat16, **others)
 
@@ -141,7 +142,7 @@ def test_what_would_be_unpacked_is_refused(tmp_path: Path) -> None:
 def test_what_the_files_lack_is_named_and_nothing_is_left(torchao: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((torchao / "config.json").read_bytes())
     checkpoint = Checkpoint.open(torchao)
-    model = build_model(checkpoint, profiles.workload_for(checkpoint, WORK))
+    model = build_model(checkpoint, workload_for(checkpoint, WORK))
     kept = load_file(torchao / "model.safetensors")
     del kept["model.norm.weight"]
     with safe_open(torchao / "model.safetensors", "pt") as file:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import tiny
 import torch
+from torch import nn
 
 from duoka import models
 from duoka.quantization import is_composed, notes, quantize_model
@@ -38,6 +41,26 @@ def test_shapes_that_a_kernel_does_not_take_stay() -> None:
     assert kept
     assert not any(is_composed(model.get_parameter(name)) for name in kept)
     assert "shapes that int4 doesn't take" in notes(model, "int4")[1]
+
+
+def test_routers_are_known_by_where_they_are() -> None:
+    """A layer called "classifier" is one only inside of a router, as in Switch transformers."""
+    model = models.build(tiny.CONFIGS["llama"], dtype=torch.bfloat16)
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    mlp.router = nn.Module()
+    mlp.router.classifier = nn.Linear(64, 64, bias=False, device="meta", dtype=torch.bfloat16)
+    attention.classifier = copy.deepcopy(mlp.router.classifier)
+    quantize_model(model, "int8")
+    assert not is_composed(mlp.router.classifier.weight)
+    assert is_composed(attention.classifier.weight)
+    assert "routers (1)" in notes(model, "int8")[1]
+
+
+def test_what_is_left_out_is_told_only_where_something_is() -> None:
+    model = models.build(tiny.CONFIGS["llama"], dtype=torch.bfloat16)
+    model.model.embed_tokens = model.lm_head = nn.Identity()
+    quantize_model(model, "int8")
+    assert not any(text.startswith("Not quantized") for text in notes(model, "int8"))
 
 
 def test_nothing_to_quantize_is_said() -> None:

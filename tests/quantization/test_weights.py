@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from duoka import virtual
@@ -14,6 +15,7 @@ from duoka.errors import ModelError, UsageError
 from duoka.loader.quantizing import Quantizer
 from duoka.quantization import (
     Scheme,
+    computes_in,
     empty_weight,
     fill_rows,
     moved,
@@ -22,7 +24,8 @@ from duoka.quantization import (
     quantize,
     takes_rows,
 )
-from duoka.quantization.weights import require
+from duoka.quantization.needed import require
+from duoka.quantization.weights import let_compute_in
 
 ROWS, COLUMNS = 208, 1152  # int4's groups are 128 long, and its rows padded to 2048
 SCHEMES: tuple[Scheme, ...] = ("int8", "int4", "nf4")
@@ -113,10 +116,36 @@ def test_a_missing_package_is_named(
     def gone(name: str) -> object:
         return None if name == package else there(name)
 
-    monkeypatch.setattr("duoka.quantization.weights.find_spec", gone)
+    monkeypatch.setattr("duoka.quantization.needed.find_spec", gone)
     with pytest.raises(UsageError, match=f"need {package}") as caught:
         require(scheme)
     assert "pip install" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "where", "name", "tested"),
+    [
+        ("int4", "torchao.quantization.utils", "groupwise_affine_quantize_tensor", "torchao 0.18"),
+        ("int8", "torchao.quantization", "PerRow", "torch 2.11 and 2.13 with torchao 0.18"),
+    ],
+)
+def test_what_a_package_lacks_is_named_with_the_tested_versions(
+    scheme: Scheme, where: str, name: str, tested: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require(scheme)
+    monkeypatch.delattr(f"{where}.{name}")
+    with pytest.raises(UsageError, match=f"need {where}.{name}, which isn't in torch") as caught:
+        require(scheme)
+    assert tested in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_copy_knows_what_it_was_made_from(weight: Tensor, scheme: Scheme) -> None:
+    made = nn.Parameter(quantize(weight.to("meta"), scheme), requires_grad=False)
+    let_compute_in(made, torch.float16)
+    copied = copy.deepcopy(made)
+    assert type(copied) is type(made)
+    assert computes_in(copied) == torch.float16
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -1,10 +1,11 @@
 """Quantization: which weights of a model become smaller, in which form, and how they are filled."""
 
 from .choosing import notes, quantize_model
+from .needed import Scheme
 from .parts import is_composed, num_bytes, parts
 from .rows import fill_rows, takes_rows
 from .stored import StoredWeight
-from .weights import Scheme, computes_in, empty_weight, moved, quantize
+from .weights import computes_in, empty_weight, moved, quantize
 
 __all__ = [
     "Scheme",

@@ -13,13 +13,14 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.base import HfQuantizer
 
+from .needed import Scheme, require
 from .nf4 import BLOCK
 from .parts import is_composed, num_bytes
-from .weights import GROUPS, MADE_FROM, ROWS, Scheme, computes_in, quantize, require
+from .weights import GROUPS, ROWS, computes_in, let_compute_in, quantize
 
-_ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "classifier"})
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 _LEAST_STACK = 3  # dimensions of a stack of experts
 
 
@@ -40,13 +41,12 @@ def quantize_model(model: PreTrainedModel, scheme: Scheme) -> None:
     require(scheme)
     left = _left_alone(model)
     for name, module, key in _matrices(model):
-        parameter = module._parameters[key]
-        assert parameter is not None
+        parameter = module.get_parameter(key)
         if _reason(model, scheme, name, left) is None:
             made = nn.Parameter(quantize(parameter.detach(), scheme), requires_grad=False)
             # The layout for tensor cores is always bfloat16; the processor's has the model's type.
-            setattr(made, MADE_FROM, parameter.dtype)
-            module._parameters[key] = made
+            let_compute_in(made, parameter.dtype)
+            module.register_parameter(key, made)
 
 
 def notes(model: PreTrainedModel, scheme: Scheme) -> tuple[str, ...]:
@@ -55,8 +55,7 @@ def notes(model: PreTrainedModel, scheme: Scheme) -> tuple[str, ...]:
     before = after = count = 0
     kept: dict[str, int] = {}
     for name, module, key in _matrices(model):
-        parameter = module._parameters[key]
-        assert parameter is not None
+        parameter = module.get_parameter(key)
         if is_composed(parameter):
             count += 1
             before += parameter.numel() * computes_in(parameter).itemsize
@@ -70,17 +69,17 @@ def notes(model: PreTrainedModel, scheme: Scheme) -> tuple[str, ...]:
     return (
         f"{count} weights of linear layers are quantized to {scheme} while they are loaded: to "
         f"{after / before:.0%} of their bytes, scales and padding included.",
-        f"Not quantized: {others}.",
-        f"Answers change a little; `duoka bench --quality FILE MODEL --quantize {scheme}` says how "
-        "much on your text.",
+        *([f"Not quantized: {others}."] if others else []),
+        f"What that changes in the answers `duoka bench --quality FILE MODEL --quantize {scheme}` "
+        "says, on your text.",
     )
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Every parameter with two dimensions or more: its name, its module, its name there."""
     for prefix, module in model.named_modules():
-        for key, parameter in list(module._parameters.items()):
-            if parameter is not None and parameter.ndim > 1:
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.ndim > 1:
                 yield f"{prefix}.{key}" if prefix else key, module, key
 
 
@@ -96,7 +95,7 @@ def _reason(
         return "embeddings" if isinstance(module, nn.Embedding) else "what is no linear layer"
     if owner in left_alone:
         return "the head, and what is tied"
-    if owner.rpartition(".")[2] in _ROUTERS:
+    if not _ROUTERS.isdisjoint(owner.split(".")[-2:]):  # or a layer of one
         return "routers"
     if parameter.dtype != model.dtype and parameter.dtype == torch.float32:
         return "what the architecture keeps in float32"
@@ -104,7 +103,7 @@ def _reason(
 
 
 def _left_alone(model: PreTrainedModel) -> frozenset[str]:
-    return frozenset(get_keys_to_not_convert(model))
+    return frozenset(HfQuantizer.get_modules_to_not_convert(model))
 
 
 def _misshapen(scheme: Scheme, parameter: torch.Tensor) -> str | None:

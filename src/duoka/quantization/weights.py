@@ -11,20 +11,15 @@ Both packages are optional parts: they are imported when something is quantized.
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any, Literal
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from duoka.errors import ModelError, UsageError
+from duoka.errors import ModelError
 
+from .needed import Scheme
 from .nf4 import Nf4Weight
 from .parts import empty_on
-
-Scheme = Literal["int8", "int4", "nf4"]
 
 GROUPS = (128, 64, 32)
 """Sizes of int4's groups: the first one is taken that divides a row."""
@@ -39,24 +34,7 @@ _SCHEMES: dict[str, Scheme] = {
     _OPAQUE: "int4",
     "Nf4Weight": "nf4",
 }
-MADE_FROM = "_duoka_made_from"
-"""The attribute of a quantized parameter that names the type that it was made from."""
-
-
-def require(scheme: Scheme) -> None:
-    """Refuse to quantize where the package for it isn't installed.
-
-    Raises
-    ------
-    UsageError
-        With the command that installs it.
-    """
-    package, extra = ("bitsandbytes", "bnb") if scheme == "nf4" else ("torchao", "quantize")
-    if find_spec(package) is None:
-        raise UsageError(
-            f"{scheme} weights need {package}, which isn't installed",
-            hint=f'pip install "duoka[{extra}]"',
-        )
+_MADE_FROM = "_duoka_made_from"
 
 
 def quantize(weight: Tensor, scheme: Scheme) -> Tensor:
@@ -76,14 +54,21 @@ def quantize(weight: Tensor, scheme: Scheme) -> Tensor:
         One that `torch.nn.functional.linear` takes as a weight, of the same shape.
     """
     if scheme == "int8":
-        ao = import_module("torchao.quantization")
-        return _tensor(ao.Int8Tensor.from_hp(weight, granularity=ao.PerRow()))
+        from torchao.quantization import Int8Tensor, PerRow
+
+        made: Tensor = Int8Tensor.from_hp(weight, granularity=PerRow())
+        return made
     if scheme == "nf4":
         return Nf4Weight.of(weight)
-    if weight.device.type == "cpu":
-        opaque = import_module("torchao.prototype.quantization.int4").Int4OpaqueTensor
-        return _tensor(opaque.from_hp(weight, [1, group_of(weight.shape[1])]))
-    return _tiled(weight)
+    return _opaque(weight) if weight.device.type == "cpu" else _tiled(weight)
+
+
+def _opaque(weight: Tensor) -> Tensor:
+    """A weight in int4, laid out for the processor."""
+    from torchao.prototype.quantization.int4 import Int4OpaqueTensor
+
+    made: Tensor = Int4OpaqueTensor.from_hp(weight, [1, group_of(weight.shape[1])])
+    return made
 
 
 def _tiled(weight: Tensor) -> Tensor:
@@ -91,26 +76,31 @@ def _tiled(weight: Tensor) -> Tensor:
 
     torchao's own constructor does the same, and asks for a CUDA device first.
     """
+    from torchao.quantization import Int4TilePackedTo4dTensor
+    from torchao.quantization.utils import groupwise_affine_quantize_tensor
+
     rows, columns = weight.shape
     group = group_of(columns)
-    utils = import_module("torchao.quantization.utils")
     padded = F.pad(weight.to(torch.bfloat16), (0, -columns % _COLUMNS))
-    numbers, scale_and_zero = utils.groupwise_affine_quantize_tensor(padded, 4, group)
+    numbers, scale_and_zero = groupwise_affine_quantize_tensor(padded, 4, group)
     packed = torch.ops.aten._convert_weight_to_int4pack(numbers, _TILES)
-    tiled = import_module("torchao.quantization").Int4TilePackedTo4dTensor
-    return _tensor(tiled(packed, scale_and_zero, [1, group], torch.Size((rows, columns))))
+    shape = torch.Size((rows, columns))
+    made: Tensor = Int4TilePackedTo4dTensor(packed, scale_and_zero, [1, group], shape)
+    return made
 
 
 def empty_weight(tensor: Tensor, device: torch.device) -> Tensor:
     """A quantized weight like another on a device, not filled, in the layout of its kernels."""
     if type(tensor).__name__ != _TILED or device.type != "cpu":
         return empty_on(tensor, device)
-    opaque = import_module("torchao.prototype.quantization.int4").Int4OpaqueTensor
+    from torchao.prototype.quantization.int4 import Int4OpaqueTensor
+
     rows, columns = tensor.shape
     group = group_of(columns)
     numbers = torch.empty((rows, columns // 2), dtype=torch.uint8)
     scales = torch.empty((columns // group, rows, 2), dtype=computes_in(tensor))
-    return _tensor(opaque(numbers, scales, [1, group], tensor.shape))
+    made: Tensor = Int4OpaqueTensor(numbers, scales, [1, group], tensor.shape)
+    return made
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -139,15 +129,15 @@ def scheme_of(tensor: Tensor) -> Scheme:
 
 def computes_in(tensor: Tensor) -> torch.dtype:
     """The type that a quantized weight was made from; some layouts have one of their own."""
-    found: torch.dtype = getattr(tensor, MADE_FROM, tensor.dtype)
+    found: torch.dtype = getattr(tensor, _MADE_FROM, tensor.dtype)
     return found
+
+
+def let_compute_in(tensor: Tensor, dtype: torch.dtype) -> None:
+    """Note the type that a quantized weight was made from; copies of it know it, too."""
+    setattr(tensor, _MADE_FROM, dtype)
 
 
 def group_of(columns: int) -> int:
     """The size of int4's groups in rows of so many numbers."""
     return next(group for group in GROUPS if columns % group == 0)
-
-
-def _tensor(value: Any) -> Tensor:
-    assert isinstance(value, Tensor)
-    return value
