@@ -78,7 +78,7 @@ class Tables:
     def bounds_at(self, place: int) -> np.ndarray:
         return self.lower_bound_bytes
 
-    def allocated_bytes(
+    def requested_bytes(
         self, start: int, stop: int, budget_bytes: int, *, place: int = 1
     ) -> int | None:
         needed = int(self.exact[budget_bytes][start, stop])
@@ -157,7 +157,7 @@ def placements(case: Case) -> Iterator[Stages]:
 
 def needed(case: Case, stage: Stage) -> int | None:
     budget = case.fleet.devices[stage.device].budget_bytes
-    found: int | None = case.costs.allocated_bytes(stage.start, stage.stop, budget)
+    found: int | None = case.costs.requested_bytes(stage.start, stage.stop, budget)
     return found
 
 

@@ -63,7 +63,7 @@ class MadeUp:
     def bounds_at(self, place: int) -> np.ndarray:
         return self.lower_bound_bytes
 
-    def allocated_bytes(
+    def requested_bytes(
         self, start: int, stop: int, budget_bytes: int, *, place: int = 1
     ) -> int | None:
         reserved = int(self.exact[start, stop])

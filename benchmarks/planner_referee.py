@@ -86,9 +86,9 @@ class Referee:
 
     def _replayed(self, start: int, stop: int, budget: int) -> bool:
         """Whether a replay says so: a brief one, and where that's close, one with every step."""
-        if self.costs.allocated_bytes(start, stop, budget) is not None:
+        if self.costs.requested_bytes(start, stop, budget) is not None:
             return True
-        needed = self.costs.allocated_bytes(start, stop, _ENDLESS)
+        needed = self.costs.requested_bytes(start, stop, _ENDLESS)
         assert needed is not None, "nothing limits this"
         if needed > budget * _CLOSE:
             return False
@@ -261,7 +261,7 @@ class Audit:
         peaks = brief.run(blocks)
         assert peaks is not None, "nothing limits this run"
         bound = int(referee.costs.lower_bound_bytes[start, stop])
-        told = referee.costs.allocated_bytes(start, stop, _ENDLESS)
+        told = referee.costs.requested_bytes(start, stop, _ENDLESS)
         fits = referee.fits(start, stop, budget)
         place = f"{referee.profile.model} {referee.workload} [{start}, {stop}) on {budget}"
         if bound > peaks.reserved:

@@ -40,7 +40,7 @@ class Costs:
     def bounds_at(self, place: int) -> np.ndarray:
         return self.lower_bound_bytes
 
-    def allocated_bytes(
+    def requested_bytes(
         self, start: int, stop: int, budget_bytes: int, *, place: int
     ) -> int | None:
         assert 0 <= start < stop <= self.num_blocks

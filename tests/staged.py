@@ -33,6 +33,7 @@ def forecast(device: str, layers: int, budget_bytes: int) -> DeviceForecast:
         kv_cache_bytes=0,
         activation_bytes=activations,
         allocated_bytes=weights + activations,
+        requested_bytes=weights + activations,
         reserved_bytes=weights + activations,
         budget_bytes=budget_bytes,
     )

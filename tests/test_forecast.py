@@ -139,7 +139,7 @@ def test_parts_add_up() -> None:
     parts = device.weight_bytes + device.kv_cache_bytes + device.activation_bytes
     assert parts == device.allocated_bytes
     assert device.overhead_bytes == device.reserved_bytes - device.allocated_bytes
-    assert device.free_bytes == device.budget_bytes - device.allocated_bytes
+    assert device.free_bytes == device.budget_bytes - device.requested_bytes
     # Two for keys and values, four layers, four heads of 32, two bytes; the last token isn't kept.
     kept = 2 * 4 * (4 * 32 * 2) * 2 * (workload.context_tokens - 1)
     assert 0.9 * kept < device.kv_cache_bytes < 1.3 * kept
@@ -184,7 +184,7 @@ def stages(costs: Costs) -> list[tuple[int, int]]:
 def test_bounds_never_exceed_what_is_needed(workload: Workload, profile: Profile) -> None:
     costs = Costs(profile, workload)
     for start, stop in stages(costs):
-        needed = costs.allocated_bytes(start, stop, 2**50)
+        needed = costs.requested_bytes(start, stop, 2**50)
         assert needed is not None
         assert costs.lower_bound_bytes[start, stop] <= needed
 
@@ -197,7 +197,7 @@ def test_bounds_never_exceed_what_models_need(
 ) -> None:
     costs = Costs(tiny.regular(name), workload)
     start, stop = data.draw(st.sampled_from(stages(costs)))
-    needed = costs.allocated_bytes(start, stop, 2**50)
+    needed = costs.requested_bytes(start, stop, 2**50)
     assert needed is not None
     assert costs.lower_bound_bytes[start, stop] <= needed
 
@@ -234,11 +234,11 @@ def test_a_tied_block_goes_with_its_partner() -> None:
 
 def test_a_stage_over_its_budget_is_refused() -> None:
     costs = Costs(PROFILES[0], load(500, 20))
-    needed = costs.allocated_bytes(0, 5, 2**50)
+    needed = costs.requested_bytes(0, 5, 2**50)
     assert needed is not None
     bound = int(costs.lower_bound_bytes[0, 5])
     assert bound <= needed
-    assert costs.allocated_bytes(0, 5, bound - 1) is None
+    assert costs.requested_bytes(0, 5, bound - 1) is None
 
 
 def test_what_was_replayed_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +268,7 @@ def test_free_memory_is_what_the_budget_leaves() -> None:
         activation_bytes=1,
         allocated_bytes=8,
         reserved_bytes=12,
+        requested_bytes=7,
         budget_bytes=20,
     )
-    assert (device.overhead_bytes, device.free_bytes) == (4, 12)
+    assert (device.overhead_bytes, device.free_bytes) == (4, 13)

@@ -39,7 +39,7 @@ def headrooms(profile: Profile, question: Question) -> Iterator[tuple[int, float
             for chosen in itertools.permutations(budgets, count):
                 free = []
                 for (start, stop), budget in zip(itertools.pairwise(edges), chosen, strict=True):
-                    needed = costs.allocated_bytes(start, stop, budget)
+                    needed = costs.requested_bytes(start, stop, budget)
                     if needed is None or costs.stage_bytes(start, stop, budget) is None:
                         break
                     free.append(budget - needed)

@@ -37,6 +37,7 @@ def test_what_training_holds_at_its_peak() -> None:
         optimizer=3 * weights,
         allocated=5 * weights,
         reserved=2 * 2**20,
+        requested=5 * weights,
     )
 
 

@@ -75,7 +75,7 @@ def left_free(
         peaks = replay.run(costs.blocks_of(start, stop), budget)
         if peaks is None:
             return None
-        told.append((budget - peaks.allocated, budget))
+        told.append((budget - peaks.requested, budget))
     return told
 
 

@@ -15,6 +15,7 @@ forecast and a virtual run can't disagree about the rules. It knows nothing of t
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 ROUND_BYTES = 512
 SMALL_REQUEST_BYTES = 2**20
@@ -39,20 +40,6 @@ class OutOfCapacity(MemoryError):
         self.reserved_bytes = allocator.reserved_bytes
 
 
-class Allocation:
-    """A block of a segment: in use, or free and waiting to be used again."""
-
-    __slots__ = ("address", "following", "free", "preceding", "size", "small")
-
-    def __init__(self, address: int, size: int, small: bool) -> None:
-        self.address = address
-        self.size = size
-        self.small = small
-        self.free = False
-        self.preceding: Allocation | None = None
-        self.following: Allocation | None = None
-
-
 def rounded_bytes(num_bytes: int) -> int:
     """Bytes that a request occupies: at least 512, in multiples of 512."""
     return max(ROUND_BYTES, -(-num_bytes // ROUND_BYTES) * ROUND_BYTES)
@@ -67,29 +54,112 @@ def segment_bytes(rounded: int) -> int:
     return -(-rounded // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
 
 
-class _Pool:
-    """The free blocks of one size class, ordered by size, then address."""
+Block = int
+"""A run of bytes, in use or free: its size, shifted by `ADDRESS_BITS`, and its address.
 
-    __slots__ = ("blocks", "keys")
+So blocks are ordered by size, then by address, as the allocator looks for them; and comparing,
+finding and keeping one is as quick as it can be, which is what a replay's time goes into.
+"""
 
-    def __init__(self) -> None:
-        self.keys: list[tuple[int, int]] = []
-        self.blocks: dict[int, Allocation] = {}
+ADDRESS_BITS = 56
+ADDRESS = (1 << ADDRESS_BITS) - 1
 
-    def add(self, block: Allocation) -> None:
-        insort(self.keys, (block.size, block.address))
-        self.blocks[block.address] = block
 
-    def remove(self, block: Allocation) -> None:
-        del self.keys[bisect_left(self.keys, (block.size, block.address))]
-        del self.blocks[block.address]
+class Pool:
+    """The segments of one size class, and their free blocks.
 
-    def take_best_fit(self, size: int) -> Allocation | None:
-        index = bisect_left(self.keys, (size, 0))
-        if index == len(self.keys):
+    Attributes
+    ----------
+    free : list of Block
+        The free ones, each as large as can be, in order. Nothing else decides what comes next.
+    """
+
+    __slots__ = ("_ends", "_least_rest", "_segments", "_starts", "free")
+
+    def __init__(self, *, least_rest: int) -> None:
+        self.free: list[Block] = []
+        self._least_rest = least_rest
+        self._segments: dict[int, int] = {}
+        self._starts: dict[int, int] = {}  # of free blocks: address, size
+        self._ends: dict[int, int] = {}  # of free blocks: address behind it, address
+
+    def add_segment(self, address: int, size: int) -> None:
+        """Take in a new segment, wholly free. Nothing may lie right before it or behind it."""
+        self._segments[address] = size
+        self._starts[address], self._ends[address + size] = size, address
+        insort(self.free, size << ADDRESS_BITS | address)
+
+    def take(self, size: int) -> Block | None:
+        """The smallest free block of so many bytes or more, split; None where there is none."""
+        free = self.free
+        index = bisect_left(free, size << ADDRESS_BITS)
+        if index == len(free):
             return None
-        _, address = self.keys.pop(index)
-        return self.blocks.pop(address)
+        block = free.pop(index)
+        address = block & ADDRESS
+        rest = (block >> ADDRESS_BITS) - size
+        del self._starts[address]
+        if rest < self._least_rest:
+            del self._ends[address + size + rest]
+            return block
+        behind = address + size
+        insort(free, rest << ADDRESS_BITS | behind)
+        self._starts[behind], self._ends[behind + rest] = rest, behind
+        return size << ADDRESS_BITS | address
+
+    def give(self, block: Block) -> None:
+        """Take a block back, and merge it with its free neighbours."""
+        free, starts, ends = self.free, self._starts, self._ends
+        address = block & ADDRESS
+        end = address + (block >> ADDRESS_BITS)
+        size = starts.pop(end, 0)
+        if size:
+            del free[bisect_left(free, size << ADDRESS_BITS | end)]
+            end += size
+        before = ends.pop(address, None)
+        if before is not None:
+            del free[bisect_left(free, (address - before) << ADDRESS_BITS | before)]
+            address = before
+        starts[address], ends[end] = end - address, address
+        insort(free, (end - address) << ADDRESS_BITS | address)
+
+    def become(self, free: Iterable[Block]) -> None:
+        """Have these free blocks, in order, and all else in use; segments stay as they are."""
+        self.free = [*free]
+        self._starts = {block & ADDRESS: block >> ADDRESS_BITS for block in self.free}
+        self._ends = {start + size: start for start, size in self._starts.items()}
+
+    def drop_free_segments(self) -> int:
+        """Give every wholly free segment back to the device; how many bytes that were."""
+        wholly = [
+            (address, size)
+            for address, size in self._segments.items()
+            if self._starts.get(address) == size
+        ]
+        for address, size in wholly:
+            del self._segments[address], self._starts[address], self._ends[address + size]
+            del self.free[bisect_left(self.free, size << ADDRESS_BITS | address)]
+        return sum(size for _, size in wholly)
+
+
+class Allocation:
+    """What a request was given."""
+
+    __slots__ = ("block", "is_free")
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        self.is_free = False
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return self.block & ADDRESS
+
+    @property
+    def size(self) -> int:
+        """Bytes that it occupies, which can be more than were asked for."""
+        return self.block >> ADDRESS_BITS
 
 
 class CachingAllocator:
@@ -108,6 +178,8 @@ class CachingAllocator:
         The peaks since the start or the last `reset_peak`.
     is_pressed : bool
         Whether the capacity was ever reached, and cached segments were given back.
+    small, large : Pool
+        Requests up to `SMALL_REQUEST_BYTES` are served from the one, others from the other.
 
     Examples
     --------
@@ -127,8 +199,8 @@ class CachingAllocator:
         self.reserved_bytes = 0
         self.max_allocated_bytes = 0
         self.max_reserved_bytes = 0
-        self._small = _Pool()
-        self._large = _Pool()
+        self.small = Pool(least_rest=ROUND_BYTES)
+        self.large = Pool(least_rest=SMALL_REQUEST_BYTES + ROUND_BYTES)
         self._next_address = 0
 
     def malloc(self, num_bytes: int) -> Allocation:
@@ -139,78 +211,65 @@ class CachingAllocator:
         OutOfCapacity
             If the request doesn't fit, even after every wholly free segment was given back.
         """
-        size = rounded_bytes(num_bytes)
-        small = size <= SMALL_REQUEST_BYTES
-        pool = self._small if small else self._large
-        block = pool.take_best_fit(size) or self._reserve(size, small)
-        if block is None:
-            self.is_pressed = True
-            self.empty_cache()
-            block = self._reserve(size, small)
-            if block is None:
-                raise OutOfCapacity(num_bytes, self)
-        block.free = False
-        remaining = block.size - size
-        if remaining >= ROUND_BYTES if small else remaining > SMALL_REQUEST_BYTES:
-            self._split(block, size, pool)
-        self.allocated_bytes += block.size
+        allocation = Allocation(self.take(rounded_bytes(num_bytes)))
+        self.allocated_bytes += allocation.size
         if self.allocated_bytes > self.max_allocated_bytes:
             self.max_allocated_bytes = self.allocated_bytes
+        return allocation
+
+    def free(self, allocation: Allocation) -> None:
+        """Give back what `malloc` gave."""
+        assert not allocation.is_free, "freed twice"
+        allocation.is_free = True
+        self.allocated_bytes -= allocation.size
+        self.give(allocation.block)
+
+    def take(self, size: int) -> Block:
+        """A block for a rounded request, which counts as reserved and not as allocated.
+
+        Raises
+        ------
+        OutOfCapacity
+            As `malloc` does.
+        """
+        pool = self.small if size <= SMALL_REQUEST_BYTES else self.large
+        block = pool.take(size)
+        if block is None:
+            self._reserve(pool, size)
+            block = pool.take(size)
+            assert block is not None, "a new segment holds what it was made for"
         return block
 
-    def free(self, block: Allocation) -> None:
-        """Give a block back to its pool, merged with its free neighbours."""
-        assert not block.free, "freed twice"
-        self.allocated_bytes -= block.size
-        block.free = True
-        pool = self._small if block.small else self._large
-        left, right = block.preceding, block.following
-        if right is not None and right.free:
-            pool.remove(right)
-            _absorb(block, right)
-        if left is not None and left.free:
-            pool.remove(left)
-            _absorb(left, block)
-            block = left
-        pool.add(block)
+    def give(self, block: Block) -> None:
+        """Take back what `take` gave."""
+        # A block of the large pool is always larger than one of the small pool.
+        is_small = block >> ADDRESS_BITS <= SMALL_REQUEST_BYTES
+        (self.small if is_small else self.large).give(block)
+
+    def has_room_for(self, segment: int) -> bool:
+        """Whether so many more bytes can be reserved."""
+        return self.capacity_bytes is None or self.reserved_bytes + segment <= self.capacity_bytes
 
     def empty_cache(self) -> None:
         """Give every wholly free segment back to the device."""
-        for pool in (self._small, self._large):
-            for block in list(pool.blocks.values()):
-                if block.preceding is None and block.following is None:
-                    pool.remove(block)
-                    self.reserved_bytes -= block.size
+        for pool in (self.small, self.large):
+            self.reserved_bytes -= pool.drop_free_segments()
 
     def reset_peak(self) -> None:
         """Start both peaks again from what is in use now."""
         self.max_allocated_bytes = self.allocated_bytes
         self.max_reserved_bytes = self.reserved_bytes
 
-    def _reserve(self, size: int, small: bool) -> Allocation | None:
+    def _reserve(self, pool: Pool, size: int) -> None:
         segment = segment_bytes(size)
-        if self.capacity_bytes is not None and self.reserved_bytes + segment > self.capacity_bytes:
-            return None
-        block = Allocation(self._next_address, segment, small)
-        self._next_address += segment
+        if not self.has_room_for(segment):
+            self.is_pressed = True
+            self.empty_cache()
+            if not self.has_room_for(segment):
+                raise OutOfCapacity(size, self)
+        pool.add_segment(self._next_address, segment)
+        # Segments don't merge, so they don't touch.
+        self._next_address += segment + ROUND_BYTES
         self.reserved_bytes += segment
         if self.reserved_bytes > self.max_reserved_bytes:
             self.max_reserved_bytes = self.reserved_bytes
-        return block
-
-    def _split(self, block: Allocation, size: int, pool: _Pool) -> None:
-        rest = Allocation(block.address + size, block.size - size, block.small)
-        rest.free = True
-        rest.preceding, rest.following = block, block.following
-        if block.following is not None:
-            block.following.preceding = rest
-        block.following = rest
-        block.size = size
-        pool.add(rest)
-
-
-def _absorb(left: Allocation, right: Allocation) -> None:
-    left.size += right.size
-    left.following = right.following
-    if right.following is not None:
-        right.following.preceding = left

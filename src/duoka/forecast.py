@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .allocator import SMALL_REQUEST_BYTES, rounded_bytes
+from .allocator import rounded_bytes
 from .fleet import Device
 from .profile import Profile, Ref, buffer_bytes, evaluate
 from .replay import Replay, StageBytes, Step
@@ -24,6 +24,8 @@ class DeviceForecast:
     add up to `allocated_bytes`, at the moment of its peak; the last two are those of training.
     `reserved_bytes` is the peak of what the allocator takes from the device, cached blocks and
     rounding included; it never exceeds the budget, since cached memory is given back before that.
+    `requested_bytes` is the most that tensors ask for at a time, in multiples of 512: a block that
+    is hardly larger than what was asked for isn't split, and counts whole as allocated.
     """
 
     device: str
@@ -32,6 +34,7 @@ class DeviceForecast:
     activation_bytes: int
     allocated_bytes: int
     reserved_bytes: int
+    requested_bytes: int
     budget_bytes: int
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
@@ -43,8 +46,8 @@ class DeviceForecast:
 
     @property
     def free_bytes(self) -> int:
-        """What the budget leaves beside what is allocated at the peak."""
-        return self.budget_bytes - self.allocated_bytes
+        """What the budget leaves beside what tensors ask for at the peak."""
+        return self.budget_bytes - self.requested_bytes
 
     @classmethod
     def of(cls, device: Device, peaks: StageBytes) -> DeviceForecast:
@@ -56,6 +59,7 @@ class DeviceForecast:
             activation_bytes=peaks.activations,
             allocated_bytes=peaks.allocated,
             reserved_bytes=peaks.reserved,
+            requested_bytes=peaks.requested,
             budget_bytes=device.budget_bytes,
             gradient_bytes=peaks.gradients,
             optimizer_bytes=peaks.optimizer,
@@ -116,8 +120,8 @@ class Costs:
     """A profile at one workload, as the search asks for it.
 
     A stage fits a device when every step of it, replayed, stays within the budget. What is
-    optimised is what it has allocated at its peak: what PyTorch's allocator holds beyond that,
-    cached and fragmented, it gives back as far as it can before it fails.
+    optimised is the most that its tensors ask for at a time: what PyTorch's allocator holds beyond
+    that, cached and fragmented, depends on the budget, and doesn't add to the room that is left.
 
     The chain that is cut into stages is every block but those tied to an earlier one: such a
     block goes wherever its partner goes, and is counted there.
@@ -180,12 +184,12 @@ class Costs:
         """How many places from the end differ; all before the last of them are like it."""
         return 1
 
-    def allocated_bytes(
+    def requested_bytes(
         self, start: int, stop: int, budget_bytes: int, *, place: int = 1
     ) -> int | None:
-        """What a stage has allocated at its peak; None when it doesn't fit the budget."""
+        """What a stage's tensors ask for at the peak; None when it doesn't fit the budget."""
         peaks = self.stage_bytes(start, stop, budget_bytes, place=place)
-        return None if peaks is None else peaks.allocated
+        return None if peaks is None else peaks.requested
 
     def stage_bytes(
         self, start: int, stop: int, budget_bytes: int, *, place: int = 1
@@ -307,9 +311,9 @@ class Costs:
         return alike
 
     def _lower_bounds(self) -> NDArray[np.int64]:
-        """Never more than the exact bytes: what is allocated at the peak of each step's blocks.
+        """Never more than the exact bytes: what is requested at the peak of each step's blocks.
 
-        Left out are small transients, and tensors while no block reads them. While a step is in
+        Left out are tensors while no block reads them. While a step is in
         one block, the caches of those before it have grown and those behind it haven't.
         """
         num = self.num_blocks
@@ -363,10 +367,11 @@ class Costs:
             sizes = {evaluate(read.size, replay.steps[step].values)}
             for index in alike:
                 maker, number = replay.key_of(index, read.ref, step)
-                sizes.add(replay.sizes(maker, step)[number])
-            size = rounded_bytes(min(sizes))
-            if size > SMALL_REQUEST_BYTES:
-                held[read.ref] = min(size, held.get(read.ref, size))
+                # What is kept counts as a cache of its maker, on whose stage this one may be.
+                is_kept = number in replay.tape(maker, step).kept
+                sizes.add(0 if is_kept else replay.sizes(maker, step)[number])
+            size = rounded_bytes(min(sizes)) if all(sizes) else 0
+            held[read.ref] = min(size, held.get(read.ref, size))
         return held
 
     def _cache_and_peaks(self, block: int) -> Iterator[tuple[int, int, int]]:
@@ -385,9 +390,7 @@ class Costs:
                 if event is None:
                     if count in kept:
                         born.append(sizes[count])
-                        live += sizes[count]
-                    elif sizes[count] > SMALL_REQUEST_BYTES:
-                        live += sizes[count]
+                    live += sizes[count]
                     peak = max(peak, live)
                     count += 1
                 elif event.origin == "kept":
@@ -395,7 +398,7 @@ class Costs:
                     live -= cache[event.index]
                 elif event in held:
                     live -= held.pop(event)
-                elif event.origin == "own" and sizes[event.index] > SMALL_REQUEST_BYTES:
+                elif event.origin == "own":
                     live -= sizes[event.index]
             cache = [size for slot, size in enumerate(cache) if slot not in dropped] + born
             yield before, sum(cache), peak

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .allocator import Allocation, CachingAllocator, OutOfCapacity, rounded_bytes
+from .allocator import rounded_bytes
+from .playing import DROP, KEEP, MALLOC, RELEASE, RELEASE_FAR, Event, Held, Key, Player
 from .profile import TRAINING_PHASES, Profile, evaluate, training_monomials
-from .replay import DROP, KEEP, MALLOC, RELEASE, RELEASE_FAR, Event, Key, Replay, StageBytes, Step
+from .replay import Replay, StageBytes, Step
 from .workload import Training, Workload
 
 FORWARD, BACKWARD, ACCUMULATE = range(3)
@@ -36,8 +37,6 @@ class Rehearsal(Replay):
     ----------
     profile : Profile
     workload : Workload
-    brief : bool
-        Rehearse one step, with the optimizer's states there, instead of the first two.
     place : int
         How many stages there are from this one to the end, itself included: with the schedule
         "1f1b" that many micro-batches are in flight.
@@ -48,42 +47,17 @@ class Rehearsal(Replay):
         If the workload is larger than what the profile knows, or under other conditions.
     """
 
-    def __init__(
-        self, profile: Profile, workload: Workload, *, brief: bool = False, place: int = 1
-    ) -> None:
+    def __init__(self, profile: Profile, workload: Workload, *, place: int = 1) -> None:
         assert workload.training is not None, "the workload is to train"
         self.training: Training = workload.training
         self.place = place
-        super().__init__(profile, workload, brief=brief)
+        super().__init__(profile, workload)
         self._ended_by = dict(self._ends())
 
     @property
     def in_flight(self) -> int:
         """Micro-batches that have run forward and not backward, at most."""
         return in_flight(self.training, self.place)
-
-    def run(
-        self,
-        blocks: Sequence[int],
-        capacity_bytes: int | None = None,
-        *,
-        device_of: Sequence[str] | None = None,
-    ) -> StageBytes | None:
-        """The peaks of a stage; None where it doesn't fit its capacity.
-
-        Parameters
-        ----------
-        blocks : sequence of int
-            The stage's blocks in execution order.
-        capacity_bytes : int, optional
-            The device's budget. When it is reached, cached segments are given back, as CUDA does.
-        device_of : sequence of str, optional
-            Makes no difference here.
-        """
-        try:
-            return _StageRun(self, blocks, capacity_bytes).run()
-        except OutOfCapacity:
-            return None
 
     def weighted_steps(self) -> list[tuple[Step, float]]:
         """The passes of a step of training, each with how often it runs."""
@@ -97,6 +71,11 @@ class Rehearsal(Replay):
     def first_number(self, block: int, step: int) -> int:
         """The number of the first allocation in a block's tape."""
         return 0 if step == FORWARD else len(self.tape(block, FORWARD).sizes)
+
+    def _stage_run(
+        self, blocks: Sequence[int], capacity: int | None, device_of: Sequence[str] | None
+    ) -> _StageRun:
+        return _StageRun(self, blocks, capacity)
 
     def _compile(self, block: int, step: int) -> Iterator[Event]:
         # In the names of a tape, not of its block: kinds stand for many blocks.
@@ -135,13 +114,11 @@ class Rehearsal(Replay):
         ]
 
 
-def replay_of(
-    profile: Profile, workload: Workload, *, brief: bool = False, place: int = 1
-) -> Replay:
+def replay_of(profile: Profile, workload: Workload, *, place: int = 1) -> Replay:
     """What replays a stage at a workload; in training, one at a place from the end."""
     if workload.training is None:
-        return Replay(profile, workload, brief=brief)
-    return Rehearsal(profile, workload, brief=brief, place=place)
+        return Replay(profile, workload)
+    return Rehearsal(profile, workload, place=place)
 
 
 def in_flight(training: Training, place: int) -> int:
@@ -151,45 +128,44 @@ def in_flight(training: Training, place: int) -> int:
 
 
 class _StageRun:
-    """One rehearsal: the allocator and what is alive on it."""
+    """One rehearsal: the device and what is alive on it. What is told apart are states."""
 
     def __init__(self, rehearsal: Rehearsal, blocks: Sequence[int], capacity: int | None) -> None:
         self.rehearsal = rehearsal
         self.blocks = frozenset(blocks)
-        self.allocator = CachingAllocator(capacity)
+        self.player = Player(capacity, rehearsal.memo)
+        self.num_begun = 0
         self.order = range(len(rehearsal.profile.blocks))
-        self.gradients: dict[int, list[Allocation]] = {block: [] for block in blocks}
-        self.gradient_bytes = self.optimizer_bytes = 0
-        self.at_peak = (0, 0)
+        self.gradients: dict[int, list[Held]] = {block: [] for block in blocks}
         profile = rehearsal.profile
         self.kinds = [profile.kinds[profile.blocks[block].kind] for block in sorted(blocks)]
         self.trained = [size for kind in self.kinds for size in kind.trained_bytes]
 
     def run(self) -> StageBytes:
+        player = self.player
         for kind in self.kinds:
             for size in kind.weight_bytes:
-                self.allocator.malloc(size)
-        weights = self.allocator.allocated_bytes
-        if self.rehearsal.brief:
-            self._make_states()
-        for step in range(1 if self.rehearsal.brief else _STEPS):
+                player.hold(size)
+        weights = player.allocated
+        for step in range(_STEPS):
             self._run_micro_batches()
-            self._update(is_first=step == 0 and not self.rehearsal.brief)
-        peak, (gradients, optimizer) = self.allocator.max_allocated_bytes, self.at_peak
+            self._update(is_first=step == 0)
+        gradients, optimizer = player.cached_at_peak, player.aside_at_peak
         return StageBytes(
             weights=weights,
             kv_cache=0,
-            activations=peak - weights - gradients - optimizer,
-            allocated=peak,
-            reserved=self.allocator.max_reserved_bytes,
+            activations=player.peak - weights - gradients - optimizer,
+            allocated=player.peak,
+            reserved=player.allocator.max_reserved_bytes,
+            requested=player.requested_peak,
             gradients=gradients,
             optimizer=optimizer,
-            pressed=self.allocator.is_pressed,
+            pressed=player.allocator.is_pressed,
         )
 
     def _run_micro_batches(self) -> None:
         training, limit = self.rehearsal.training, self.rehearsal.in_flight
-        flying: list[dict[Key, Allocation]] = []
+        flying: list[dict[Key, Held]] = []
         step = BACKWARD
         for _ in range(min(training.micro_batches, limit + _ROUNDS)):
             if len(flying) == limit:
@@ -200,8 +176,8 @@ class _StageRun:
             self._backward(flying.pop(0), step)
             step = ACCUMULATE
 
-    def _forward(self) -> dict[Key, Allocation]:
-        alive: dict[Key, Allocation] = {}
+    def _forward(self) -> dict[Key, Held]:
+        alive: dict[Key, Held] = {}
         for block in self.order:
             self._pass(block, FORWARD, alive)
         for key in list(alive):
@@ -211,95 +187,50 @@ class _StageRun:
                 self._release(alive, key)
         return alive
 
-    def _backward(self, alive: dict[Key, Allocation], step: int) -> None:
+    def _backward(self, alive: dict[Key, Held], step: int) -> None:
         for block in reversed(self.order):
             self._pass(block, step, alive)
         for key in list(alive):
             self._release(alive, key)
 
-    def _pass(self, block: int, step: int, alive: dict[Key, Allocation]) -> None:
+    def _pass(self, block: int, step: int, alive: dict[Key, Held]) -> None:
         if block in self.blocks:
             self._move_in(block, step, alive)
-            self._run_block(block, step, alive)
+            part, gradients = self.rehearsal.part(block, step), self.gradients[block]
+            self.gradients[block] = self.player.play(part, block, alive, gradients)
             return
         for ref in self.rehearsal.foreign_frees(block, step):
             self._release(alive, self.rehearsal.key_of(block, ref, step))
 
-    def _run_block(self, block: int, step: int, alive: dict[Key, Allocation]) -> None:
-        malloc, free = self._malloc, self.allocator.free
-        slots: list[Allocation | None] = list(self.gradients[block])
-        born: list[Allocation] = []
-        for code, number, other in self.rehearsal.events(block, step):
-            if code == MALLOC:
-                alive[block, number] = malloc(other)
-            elif code == RELEASE:
-                allocation = alive.pop((block - number, other), None)
-                if allocation is not None:
-                    free(allocation)
-            elif code == KEEP:
-                born.append(self._keep(other))
-            elif code == DROP:
-                self._drop(slots, number)
-            else:
-                self._release(alive, (number, other))
-        self.gradients[block] = [slot for slot in slots if slot is not None] + born
-
-    def _move_in(self, block: int, step: int, alive: dict[Key, Allocation]) -> None:
+    def _move_in(self, block: int, step: int, alive: dict[Key, Held]) -> None:
         rehearsal = self.rehearsal
         values = rehearsal.steps[step].values
         for read in rehearsal.tape(block, step).reads:
             key = rehearsal.key_of(block, read.ref, step)
             here = key[0] in self.blocks or (key[0] == -1 and 0 in self.blocks)
             if not here and key not in alive:
-                alive[key] = self._malloc(evaluate(read.size, values))
+                alive[key] = self.player.hold(evaluate(read.size, values))
 
     def _update(self, *, is_first: bool) -> None:
         """What the optimizer does, and gradients set to None."""
+        optimizer, player = self.rehearsal.training.optimizer, self.player
         if is_first:
-            self._make_states()
-        optimizer = self.rehearsal.training.optimizer
-        before = self.optimizer_bytes
-        temporary = []
-        for size in self.trained * TEMPORARIES[optimizer]:
-            self.optimizer_bytes += rounded_bytes(size)
-            temporary.append(self._malloc(size))
-        for allocation in temporary:
-            self.allocator.free(allocation)
-        self.optimizer_bytes = before
+            for size in self.trained:
+                for _ in range(STATES[optimizer]):
+                    self._hold_aside(size)
+        before = player.aside
+        for held in [self._hold_aside(size) for size in self.trained * TEMPORARIES[optimizer]]:
+            player.release(held)
+        player.aside = before
         for kept in self.gradients.values():
-            for allocation in kept:
-                self.allocator.free(allocation)
+            for held in kept:
+                player.release(held, cached=True)
             kept.clear()
-        self.gradient_bytes = 0
 
-    def _make_states(self) -> None:
-        for size in self.trained:
-            for _ in range(STATES[self.rehearsal.training.optimizer]):
-                self.optimizer_bytes += rounded_bytes(size)
-                self._malloc(size)
+    def _hold_aside(self, size: int) -> Held:
+        self.player.aside += rounded_bytes(size)
+        return self.player.hold(size)
 
-    def _malloc(self, num_bytes: int) -> Allocation:
-        allocator = self.allocator
-        allocation = allocator.malloc(num_bytes)
-        if allocator.allocated_bytes == allocator.max_allocated_bytes:
-            self.at_peak = self.gradient_bytes, self.optimizer_bytes
-        return allocation
-
-    def _keep(self, num_bytes: int) -> Allocation:
-        allocation = self.allocator.malloc(num_bytes)
-        self.gradient_bytes += allocation.size
-        if self.allocator.allocated_bytes == self.allocator.max_allocated_bytes:
-            self.at_peak = self.gradient_bytes, self.optimizer_bytes
-        return allocation
-
-    def _drop(self, slots: list[Allocation | None], index: int) -> None:
-        allocation = slots[index]
-        assert allocation is not None, "a gradient is dropped twice"
-        slots[index] = None
-        self.gradient_bytes -= allocation.size
-        self.allocator.free(allocation)
-
-    def _release(self, alive: dict[Key, Allocation], key: Key) -> None:
-        allocation = alive.pop(key, None)
-        if allocation is not None:
-            self.allocator.free(allocation)
+    def _release(self, alive: dict[Key, Held], key: Key) -> None:
+        if (held := alive.pop(key, None)) is not None:
+            self.player.release(held)

@@ -9,15 +9,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from .allocator import (
-    SMALL_REQUEST_BYTES,
-    Allocation,
-    CachingAllocator,
-    OutOfCapacity,
-    rounded_bytes,
-    segment_bytes,
+from .allocator import SMALL_REQUEST_BYTES, OutOfCapacity, rounded_bytes, segment_bytes
+from .playing import (
+    DROP,
+    KEEP,
+    MALLOC,
+    RELEASE,
+    RELEASE_FAR,
+    Event,
+    Held,
+    Key,
+    Memo,
+    Part,
+    Player,
 )
 from .profile import Kind, Phase, Profile, Ref, Tape, buffer_bytes, evaluate, monomials
 from .workload import Workload, refuse_short
@@ -34,14 +40,6 @@ _MOST_EVENTS = 200_000
 _SMALL_GROWTH_BYTES = 4096
 _MOST_STEPS_BETWEEN = 4096
 
-MALLOC, KEEP, RELEASE, DROP, RELEASE_FAR = range(5)
-Event = tuple[int, int, int]
-"""A code with two numbers: allocate (number, bytes), keep (number, bytes), release (blocks back,
-number), drop (slot, 0), release far (block, number)."""
-
-Key = tuple[int, int]
-"""A block and the number of an allocation in its tape; block -1 stands for the model's inputs."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBytes:
@@ -49,7 +47,10 @@ class StageBytes:
 
     `weights`, `kv_cache`, `activations`, `gradients` and `optimizer` add up to `allocated`, at
     the moment of its peak; `reserved` is the peak of what the allocator takes from the device.
-    It was `pressed` where cached memory had to be given back; where not, more makes no difference.
+    `requested` is the most that tensors ask for at a time, rounded, which is the same on any
+    device; a block that is hardly larger than what was asked for isn't split and counts whole in
+    `allocated`. It was `pressed` where cached memory had to be given back; where not, more of it
+    makes no difference.
     """
 
     weights: int
@@ -57,6 +58,7 @@ class StageBytes:
     activations: int
     allocated: int
     reserved: int
+    requested: int
     gradients: int = 0
     optimizer: int = 0
     pressed: bool = False
@@ -75,6 +77,16 @@ class Step:
     regime: int
     values: tuple[int, ...]
     large_only: bool = False
+
+
+class Run(Protocol):
+    """One replay of a stage."""
+
+    num_begun: int
+    """How many steps have been begun."""
+
+    def run(self) -> StageBytes:
+        """Replay it; `OutOfCapacity` where it doesn't fit."""
 
 
 class Replay:
@@ -103,6 +115,8 @@ class Replay:
         self.brief = brief
         self._sizes: dict[tuple[int, int], list[int]] = {}
         self._events: dict[tuple[int, int], list[Event]] = {}
+        self._parts: dict[tuple[int, int], Part] = {}
+        self.memo = Memo()
         self._foreign_frees: dict[tuple[int, int], tuple[Ref, ...]] = {}
         self._large_ones: dict[tuple[int, int], frozenset[int]] = {}
         self.steps = self._schedule()
@@ -132,6 +146,13 @@ class Replay:
             self._events[key] = list(compiled)
         return self._events[key]
 
+    def part(self, block: int, step: int) -> Part:
+        """The same, made ready for being played."""
+        key = (self.profile.blocks[block].kind, step)
+        if key not in self._parts:
+            self._parts[key] = Part(self.events(block, step))
+        return self._parts[key]
+
     def run(
         self,
         blocks: Sequence[int],
@@ -149,14 +170,20 @@ class Replay:
             The device's budget. When it is reached, cached segments are given back, as CUDA does.
         device_of : sequence of str, optional
             The device of every block. It matters where the stage isn't contiguous: what a module
-            is given may reach a part of it by way of the device of the module's first part.
+            is given may reach a part of it by way of the device of the module's first part. In
+            training it makes no difference.
         """
-        run = _StageRun(self, blocks, capacity_bytes, device_of)
+        run = self._stage_run(blocks, capacity_bytes, device_of)
         try:
             return run.run()
         except OutOfCapacity:
             self.refusing = tuple(self.steps[: run.num_begun])
             return None
+
+    def _stage_run(
+        self, blocks: Sequence[int], capacity: int | None, device_of: Sequence[str] | None
+    ) -> Run:
+        return _StageRun(self, blocks, capacity, device_of)
 
     def foreign_frees(self, block: int, step: int) -> tuple[Ref, ...]:
         """The frees in a block's tape that end what other blocks made."""
@@ -301,7 +328,7 @@ class Replay:
 
 
 class _StageRun:
-    """One replay: the allocator and what is alive on it."""
+    """One replay: the device and what is alive on it."""
 
     def __init__(
         self,
@@ -313,66 +340,71 @@ class _StageRun:
         self.replay = replay
         self.device_of = device_of
         self.blocks = frozenset(blocks)
-        self.allocator = CachingAllocator(capacity)
-        self.kept: dict[int, list[Allocation]] = {block: [] for block in blocks}
+        self.player = Player(capacity, replay.memo)
+        self.kept: dict[int, list[Held]] = {block: [] for block in blocks}
         self.num_begun = 0
-        self.kept_bytes = 0
-        self.kept_bytes_at_peak = 0
-        self.alive: dict[Key, Allocation] = {}
+        self.alive: dict[Key, Held] = {}
         # Copies of copies: they live as long as what they were made from.
-        self.detoured: dict[Key, dict[tuple[str, ...], Allocation]] = {}
+        self.detoured: dict[Key, dict[tuple[str, ...], Held]] = {}
 
     def run(self) -> StageBytes:
-        profile = self.replay.profile
+        profile, player = self.replay.profile, self.player
         for block in sorted(self.blocks):
             for size in profile.kinds[profile.blocks[block].kind].weight_bytes:
-                self.allocator.malloc(size)
+                player.hold(size)
         for size in buffer_bytes(profile.streamed_bytes(sorted(self.blocks))):
-            self.allocator.malloc(size)
-        weights = self.allocator.allocated_bytes
+            player.hold(size)
+        weights = player.allocated
         for step in range(len(self.replay.steps)):
             self.num_begun = step + 1
             self._run_step(step)
-        peak = self.allocator.max_allocated_bytes
         return StageBytes(
             weights=weights,
-            kv_cache=self.kept_bytes_at_peak,
-            activations=peak - weights - self.kept_bytes_at_peak,
-            allocated=peak,
-            reserved=self.allocator.max_reserved_bytes,
-            pressed=self.allocator.is_pressed,
+            kv_cache=player.cached_at_peak,
+            activations=player.peak - weights - player.cached_at_peak,
+            allocated=player.peak,
+            reserved=player.allocator.max_reserved_bytes,
+            requested=player.requested_peak,
+            pressed=player.allocator.is_pressed,
         )
 
     def _run_step(self, step: int) -> None:
         replay = self.replay
-        for block in range(len(replay.profile.blocks)):
+        for block in range(min(self.blocks), max(self.blocks) + 1):
             if block in self.blocks:
+                self._move_in(block, step)
                 self._run_block(block, step)
             elif self.alive or self.detoured:
                 for ref in replay.foreign_frees(block, step):
                     self._release(replay.key_of(block, ref, step))
+        # Blocks behind the last one free what is theirs; nothing is allocated in between.
         for key in [*self.alive, *self.detoured]:
             self._release(key)
 
     def _run_block(self, block: int, step: int) -> None:
-        self._move_in(block, step)
-        replay, alive = self.replay, self.alive
-        malloc, free = self._malloc, self.allocator.free
-        slots: list[Allocation | None] = list(self.kept[block])
-        born: list[Allocation] = []
-        for code, number, other in replay.events(block, step):
+        if self.detoured:
+            self._run_events(block, step)
+            return
+        part = self.replay.part(block, step)
+        self.kept[block] = self.player.play(part, block, self.alive, self.kept[block])
+
+    def _run_events(self, block: int, step: int) -> None:
+        """The same one by one, where what is freed may have been copied further."""
+        player = self.player
+        slots: list[Held | None] = list(self.kept[block])
+        born: list[Held] = []
+        for code, number, other in self.replay.events(block, step):
             if code == MALLOC:
-                alive[block, number] = malloc(other)
+                self.alive[block, number] = player.hold(other)
             elif code == RELEASE:
-                allocation = alive.pop((block - number, other), None)
-                if allocation is not None:
-                    free(allocation)
-                if self.detoured:
-                    self._release((block - number, other))
+                self._release((block - number, other))
             elif code == KEEP:
-                born.append(self._keep(other))
+                born.append(player.hold(other, cached=True))
             elif code == DROP:
-                self._drop(slots, number)
+                dropped = slots[number]
+                assert dropped is not None, "a cache entry is dropped twice"
+                slots[number] = None
+                player.release(dropped, cached=True)
             else:
                 self._release((number, other))
         self.kept[block] = [slot for slot in slots if slot is not None] + born
@@ -387,11 +419,12 @@ class _StageRun:
                 copies = self.detoured.setdefault(key, {})
                 if detour not in copies:
                     size = evaluate(read.size, self.replay.steps[step].values)
-                    copies[detour] = self._malloc(size)
+                    copies[detour] = self.player.hold(size)
                 continue
             here = key[0] in self.blocks or (key[0] == -1 and 0 in self.blocks)
             if not here and key not in self.alive:
-                self.alive[key] = self._malloc(evaluate(read.size, self.replay.steps[step].values))
+                size = evaluate(read.size, self.replay.steps[step].values)
+                self.alive[key] = self.player.hold(size)
 
     def _detour(self, block: int, maker: int) -> tuple[str, ...]:
         """The devices over which something comes to a block from its maker."""
@@ -406,33 +439,12 @@ class _StageRun:
             hops.pop()
         return tuple(hops[1:])
 
-    def _malloc(self, num_bytes: int) -> Allocation:
-        allocator = self.allocator
-        allocation = allocator.malloc(num_bytes)
-        if allocator.allocated_bytes == allocator.max_allocated_bytes:
-            self.kept_bytes_at_peak = self.kept_bytes
-        return allocation
-
-    def _keep(self, num_bytes: int) -> Allocation:
-        allocation = self.allocator.malloc(num_bytes)
-        self.kept_bytes += allocation.size
-        if self.allocator.allocated_bytes == self.allocator.max_allocated_bytes:
-            self.kept_bytes_at_peak = self.kept_bytes
-        return allocation
-
-    def _drop(self, slots: list[Allocation | None], index: int) -> None:
-        allocation = slots[index]
-        assert allocation is not None, "a cache entry is dropped twice"
-        slots[index] = None
-        self.kept_bytes -= allocation.size
-        self.allocator.free(allocation)
-
     def _release(self, key: Key) -> None:
-        allocation = self.alive.pop(key, None)
-        if allocation is not None:
-            self.allocator.free(allocation)
+        held = self.alive.pop(key, None)
+        if held is not None:
+            self.player.release(held)
         for copy in self.detoured.pop(key, {}).values():
-            self.allocator.free(copy)
+            self.player.release(copy)
 
 
 def _ends(items: Sequence[T]) -> Sequence[T]:

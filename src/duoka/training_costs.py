@@ -79,7 +79,7 @@ class TrainingCosts(Costs):
 
     def replay(self, *, brief: bool, place: int = 1) -> Rehearsal:
         """A rehearsal of a stage at a place from the end."""
-        return Rehearsal(self.profile, self.workload, brief=brief, place=place)
+        return Rehearsal(self.profile, self.workload, place=place)
 
     def variant(self, place: int) -> int:
         """How many micro-batches are in flight."""
@@ -96,7 +96,7 @@ class _Bounds:
         self.costs = costs
         self.training = costs.training
         self.flying = in_flight(costs.training, place)
-        self.rehearsal = Rehearsal(costs.profile, costs.workload, brief=True, place=place)
+        self.rehearsal = Rehearsal(costs.profile, costs.workload, place=place)
         self.num = costs.num_blocks
 
     def table(self) -> Ints:

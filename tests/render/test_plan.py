@@ -26,6 +26,7 @@ def forecast(device: str, weights: float, budget: float) -> DeviceForecast:
         kv_cache_bytes=sizes[1],
         activation_bytes=sizes[2],
         allocated_bytes=allocated,
+        requested_bytes=allocated,
         reserved_bytes=allocated + GIB // 4,
         budget_bytes=round(budget * GIB),
     )

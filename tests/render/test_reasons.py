@@ -20,7 +20,7 @@ def share(device: str, modules: tuple[str, ...], needed: float, budget: float) -
     return Share(
         device=device,
         modules=modules,
-        allocated_bytes=round(needed * GIB),
+        requested_bytes=round(needed * GIB),
         budget_bytes=round(budget * GIB),
     )
 

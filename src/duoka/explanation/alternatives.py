@@ -98,7 +98,7 @@ def _best_equal(trial: Trial, devices: Sequence[int]) -> Stages:
     No other order of the devices leaves more free on the tightest one.
     """
     cuts = _equal_cuts(trial, len(devices))
-    needs = [share.allocated_bytes for share in trial.shares(_staged(cuts, devices))]
+    needs = [share.requested_bytes for share in trial.shares(_staged(cuts, devices))]
     hungriest = sorted(range(len(needs)), key=lambda place: -needs[place])
     largest = sorted(devices, key=lambda device: -trial.fleet.devices[device].budget_bytes)
     at = dict(zip(hungriest, largest, strict=True))

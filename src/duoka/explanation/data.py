@@ -19,19 +19,19 @@ class Share:
     device : str
     modules : tuple of str
         In execution order.
-    allocated_bytes, budget_bytes : int
-        What is allocated there at the peak, and what the device can give.
+    requested_bytes, budget_bytes : int
+        What tensors ask for there at the peak, and what the device can give.
     """
 
     device: str
     modules: tuple[str, ...]
-    allocated_bytes: int
+    requested_bytes: int
     budget_bytes: int
 
     @property
     def free_bytes(self) -> int:
         """What is left; negative where it doesn't fit."""
-        return self.budget_bytes - self.allocated_bytes
+        return self.budget_bytes - self.requested_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

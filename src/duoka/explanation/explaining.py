@@ -108,7 +108,7 @@ def _shares(plan: Plan) -> Iterator[Share]:
         yield Share(
             device=device.device,
             modules=tuple(name for name, at in plan.placement.entries if at == device.device),
-            allocated_bytes=device.allocated_bytes,
+            requested_bytes=device.requested_bytes,
             budget_bytes=device.budget_bytes,
         )
 

@@ -48,16 +48,16 @@ class Trial:
     def _share(self, stage: Stage, place: int) -> Share:
         device = self.fleet.devices[stage.device]
         start, stop, budget = stage.start, stage.stop, device.budget_bytes
-        allocated = self.costs.allocated_bytes(start, stop, budget, place=place)
+        allocated = self.costs.requested_bytes(start, stop, budget, place=place)
         if allocated is None:
-            least = self.costs.allocated_bytes(start, stop, _UNLIMITED, place=place)
+            least = self.costs.requested_bytes(start, stop, _UNLIMITED, place=place)
             assert least is not None, "nothing limits it"
             # What fits in bytes and not for fragmentation misses one byte at least.
             allocated = max(least, budget + 1)
         return Share(
             device=device.name,
             modules=self.modules(start, stop),
-            allocated_bytes=allocated,
+            requested_bytes=allocated,
             budget_bytes=budget,
         )
 

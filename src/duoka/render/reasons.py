@@ -86,7 +86,7 @@ def shortly(seconds: float) -> str:
 def holds(share: Share) -> str:
     """How full a device is."""
     return (
-        f"It needs {format_bytes(share.allocated_bytes)} of {format_bytes(share.budget_bytes)}: "
+        f"It needs {format_bytes(share.requested_bytes)} of {format_bytes(share.budget_bytes)}: "
         f"{format_bytes(share.free_bytes)} to spare."
     )
 
@@ -104,7 +104,7 @@ def why_not_else(explanation: Explanation, device: str) -> Iterator[str]:
 
 def _less(change: Change, now: dict[str, Share]) -> str:
     what, taker = name_modules(change.modules), change.taker
-    more = taker.allocated_bytes - now[taker.device].allocated_bytes
+    more = taker.requested_bytes - now[taker.device].requested_bytes
     free = now[taker.device].free_bytes
     return (
         f"{what} would go to {taker.device}, which has {format_bytes(free)} to spare and needs "
@@ -115,7 +115,7 @@ def _less(change: Change, now: dict[str, Share]) -> str:
 def _more(change: Change) -> str:
     what, taker = name_modules(change.modules), change.taker
     return (
-        f"with {what} of {change.giver.device} it would need {format_bytes(taker.allocated_bytes)} "
+        f"with {what} of {change.giver.device} it would need {format_bytes(taker.requested_bytes)} "
         f"of {format_bytes(taker.budget_bytes)}"
     )
 
@@ -217,7 +217,7 @@ def _verdict(other: Alternative, explanation: Explanation) -> str:
 
 def _shortages(over: Sequence[Share]) -> str:
     told = [
-        f"{share.device} would need {format_bytes(share.allocated_bytes)} of "
+        f"{share.device} would need {format_bytes(share.requested_bytes)} of "
         f"{format_bytes(share.budget_bytes)}"
         for share in over[:_MOST_NAMED]
     ]

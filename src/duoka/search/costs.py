@@ -28,11 +28,11 @@ class StageCosts(Protocol):
         """How many places from the end differ; all before the last of them are like it."""
 
     def bounds_at(self, place: int) -> npt.NDArray[np.int64]:
-        """[num_blocks + 1, num_blocks + 1], by start and stop: at most what is allocated."""
+        """[num_blocks + 1, num_blocks + 1], by start and stop: at most what is requested."""
 
     @property
     def alike(self) -> npt.NDArray[np.int64]:
-        """[num_blocks + 1, num_blocks + 1]: stages of equal numbers allocate equal bytes.
+        """[num_blocks + 1, num_blocks + 1]: stages of equal numbers request equal bytes.
 
         That is at equal places. A model repeats its layers, so one exact answer is an answer for
         many stages. Unique numbers are right when nothing is known.
@@ -46,10 +46,10 @@ class StageCosts(Protocol):
     def boundary_transfers(self) -> Floats:
         """[num_blocks + 1]: in how many pieces it does, each with the link's latency."""
 
-    def allocated_bytes(
+    def requested_bytes(
         self, start: int, stop: int, budget_bytes: int, *, place: int
     ) -> int | None:
-        """Exact peak of allocated bytes on a device of that budget; None when it doesn't fit."""
+        """Exact peak of requested bytes on a device of that budget; None when it doesn't fit."""
 
     def seconds(self, device: Device) -> Floats | None:
         """[num_blocks + 1, num_blocks + 1]: seconds of one pass; None when unknown."""
@@ -66,7 +66,7 @@ class StageCosts(Protocol):
 
 
 class Memory:
-    """What is known of stages' allocated bytes: bounds, made exact one by one.
+    """What is known of stages' requested bytes: bounds, made exact one by one.
 
     Attributes
     ----------
@@ -109,11 +109,11 @@ class Memory:
             self.num_evaluations += 1
             alike = self._alike == self._alike[start, stop]
             self._exact[key][alike] = True
-            allocated = self._costs.allocated_bytes(start, stop, budget, place=place)
-            if allocated is None or allocated > budget:
+            requested = self._costs.requested_bytes(start, stop, budget, place=place)
+            if requested is None or requested > budget:
                 self.fits[key][alike] = False
                 return False
-            assert allocated >= self.bytes[key][alike].max(), "the lower bound is none"
-            as_thought &= bool(allocated == self.bytes[key][alike].min())
-            self.bytes[key][alike] = allocated
+            assert requested >= self.bytes[key][alike].max(), "the lower bound is none"
+            as_thought &= bool(requested == self.bytes[key][alike].min())
+            self.bytes[key][alike] = requested
         return as_thought
