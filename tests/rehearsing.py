@@ -12,6 +12,7 @@ import torch
 
 from duoka import Placement, Workload, models, virtual
 from duoka.dispatching import dispatch
+from duoka.outline import NamedTensor, Roster
 from duoka.profile import (
     TRAINING_MONOMIALS,
     TRAINING_PHASES,
@@ -72,6 +73,10 @@ def made_up(layers: Sequence[Layer]) -> Profile:
             for phase in TRAINING_PHASES
         ),
         conditions=Conditions(training=Training(method="full")),
+        roster=Roster.of(
+            ([f"b{number}"], [NamedTensor(name=f"b{number}.weight", num_bytes=layer.weight)])
+            for number, layer in enumerate(layers)
+        ),
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rehearsing
 import tiny
 from tiny import MIB
 
@@ -70,6 +71,20 @@ def test_duokas_own_plan_by_hand_is_forecast_the_same(
     assert plan.placement == own.placement
     assert plan.value == plan.bound == own.value
     assert plan.binding_device == own.binding_device
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_map_to_train_with_is_forecast_by_places_too(schedule: str) -> None:
+    layer = rehearsing.Layer(weight=2 * MIB, result=MIB, saved=6 * MIB)
+    profile = rehearsing.made_up([layer] * 6)
+    load = rehearsing.load(1, method="full", micro_batches=8, schedule=schedule)
+    own = solve(profile, replace(ask({}, 200, 190, 180, load=load), device_map=None, use_all=True))
+    plan = answer(profile, ask(own.device_map, 200, 190, 180, load=load))
+    assert (plan.forecast, plan.placement) == (own.forecast, own.placement)
+    assert plan.value == plan.bound == own.value
+    held = [device.activation_bytes // (6 * MIB) for device in plan.forecast.devices]
+    assert len(held) == 3
+    assert held[0] > 0
 
 
 def test_the_bound_is_what_stages_could_reach() -> None:

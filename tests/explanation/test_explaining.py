@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import rehearsing
 from tiny import MIB, Costs, fleet, made_up
 
 from duoka import explain
@@ -155,6 +156,26 @@ def test_with_speeds_other_objectives_are_held_against() -> None:
     for crossing in found.crossings:
         assert crossing.per == "token"
         assert crossing.num_bytes > 0
+
+
+def test_a_step_of_training_has_one_shortest_time() -> None:
+    gpus = Fleet.parse(CARDS.format(900, 880))
+    layer = rehearsing.Layer(weight=2 * MIB, result=MIB, saved=6 * MIB)
+    profile = rehearsing.made_up([layer] * 6)
+    load = rehearsing.load(1, method="full", micro_batches=8, schedule="1f1b")
+    question = Question(fleet=gpus, workload=load, objective="throughput", use_all=True)
+    plan = solve(profile, question)
+    found = explain(plan, profile)
+    assert (found.work, found.objective, found.value) == ("step", "latency", plan.value)
+    assert not [other for other in found.alternatives if "fastest slowest" in other.name]
+    assert {change.outcome for change in found.changes} <= {"worse", "equal", "impossible"}
+    for other in found.alternatives:
+        longer = other.value is None or other.value > plan.value * (1 - 1e-9)
+        assert longer or len(other.shares) == 1
+        assert other.request_seconds == other.value
+    (crossing,) = found.crossings
+    # Eight micro-batches, and the gradients' way back.
+    assert (crossing.per, crossing.num_bytes) == ("step", 8 * 2 * MIB)
 
 
 def test_a_prompt_in_chunks_is_told_what_it_would_need_whole() -> None:
