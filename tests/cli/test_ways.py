@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import rehearsing
+import tiny as tiny_profiles
+from tiny import MIB
 
+from duoka import Checkpoint, Plan, Workload
 from duoka.cli.main import run
 from duoka.cli.ways import command_line, told
 from duoka.errors import InfeasibleError, WayOut
+from duoka.profile import Profile
+from duoka.profiles import keep_profile
+from duoka.workload import Training
+
+from .conftest import TINY
 
 
 def way(*options: str, without: tuple[str, ...] = (), **more: Any) -> WayOut:
@@ -65,33 +76,98 @@ def test_lines_are_as_narrow_as_the_terminal_and_commands_whole() -> None:
     assert told(error, ["check", model], set(), 40) is None
 
 
-@pytest.fixture
-def refused(
-    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> list[str]:
-    """The commands that a refused one tells."""
-    monkeypatch.setenv("COLUMNS", "80")
-    arguments = f"plan {tiny} --gpus virtual:64MiB --context 1K --batch 512 --prefill-chunk none"
-    assert run([*shlex.split(arguments), "--json"]) == 7
-    out, err = capsys.readouterr()
-    content = json.loads(out)
-    assert content["shortfall_bytes"] > 0
-    assert [each["kind"] for each in content["ways_out"]][:2] == ["context", "batch"]
-    lines = [line.strip() for line in err.splitlines() if line.startswith("     duoka ")]
-    assert len(lines) == len(content["ways_out"])
-    return lines
+WEIGHTS = [60 * MIB, *[40 * MIB] * 6, 60 * MIB]
+SHARES = {"none": 1.0, "int8": 0.5, "int4": 0.25}
 
 
-def test_every_command_that_is_told_works(
-    refused: list[str], capsys: pytest.CaptureFixture[str]
+def answering(workload: Workload) -> Profile:
+    """A made-up model, its weights and cache in so many bits."""
+    weights = [int(size * SHARES[workload.quantize]) for size in WEIGHTS]
+    cache = 1024 if workload.cache == "int8" else 2048
+    return tiny_profiles.made_up(weights, tiny_profiles.Costs(cache=cache, work=20_000))
+
+
+def learning(workload: Workload) -> Profile:
+    """The same in training: adapters are small, and what is computed again isn't kept."""
+    training = workload.training
+    assert training is not None
+    saved = 2_000 if training.gradient_checkpointing else 30_000
+    share = 64 if training.method == "lora" else 1
+    layers = [rehearsing.Layer(size // share, 4_000, saved) for size in WEIGHTS]
+    profile = rehearsing.made_up(layers)
+    kinds = zip(profile.kinds, WEIGHTS, strict=True)
+    return replace(
+        profile, kinds=tuple(replace(kind, weight_bytes=(size,)) for kind, size in kinds)
+    )
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A model to plan for whose profiles are all in the cache, made up."""
+    folder = tmp_path_factory.mktemp("made-up")
+    path = folder / "config.json"
+    path.write_text(json.dumps({**TINY, "torch_dtype": "bfloat16", "seq_length": 8_192}))
+    checkpoint = Checkpoint.open(path)
+    work = Workload(dtype="bfloat16")
+    kinds = [
+        replace(work, cache=cache, quantize=quantize)
+        for cache in ("dynamic", "int8")
+        for quantize in ("none", "int8", "int4")
+    ]
+    kinds += [
+        replace(work, new_tokens=0, training=Training(method=method, gradient_checkpointing=again))
+        for method in ("lora", "full")
+        for again in (False, True)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DUOKA_CACHE", str(folder / "cache"))
+        patch.setenv("COLUMNS", "80")
+        for kind in kinds:
+            profile = answering(kind) if kind.training is None else learning(kind)
+            profile = replace(
+                profile,
+                fingerprint=checkpoint.fingerprint,
+                conditions=kind.conditions,
+                max_context_tokens=8_192,
+            )
+            keep_profile(profile, kind)
+        yield path
+
+
+@pytest.mark.parametrize(
+    ("asked", "kinds"),
+    [
+        ("--gpus 270MiB,250MiB --context 3K --batch 4", "context batch int8 int4 offload gpu"),
+        ("--gpus 600MiB --context 8K --prefill-chunk none", "context chunk cache int8 offload gpu"),
+        # Two at once, where one alone won't do.
+        ("--gpus 300MiB --context 8K --prefill-chunk none", "int8 int4 gpu"),
+        ("--gpus 240MiB --max-batch --context 8K", "int4 gpu"),
+        ("--gpus 120MiB,100MiB --replicas 2 --context 3K", "int4 gpu"),
+        ("--gpus 60MiB --quantize auto --context 2K", "gpu"),
+        (
+            "--gpus 2GiB --train full --batch 8 --context 512",
+            "checkpointing batch lora sgd context",
+        ),
+        ("--gpus 800MiB --train lora --batch 8 --context 2K", "batch context gpu"),
+    ],
+)
+def test_every_way_is_what_its_command_makes(
+    config: Path, capsys: pytest.CaptureFixture[str], asked: str, kinds: str
 ) -> None:
-    for line in refused:
-        _, *arguments = shlex.split(line)
-        assert run(arguments) == 0, line
-        plan = json.loads(capsys.readouterr().out)
-        assert all(
-            each["allocated_bytes"] <= each["budget_bytes"] for each in plan["forecast"]["devices"]
-        )
+    assert run(["plan", str(config), *shlex.split(asked), "--json"]) == 7
+    out, err = capsys.readouterr()
+    ways = json.loads(out)["ways_out"]
+    assert {*kinds.split()} <= {each["kind"] for each in ways}
+    lines = [line.strip() for line in err.splitlines() if line.startswith("     duoka ")]
+    assert len(lines) == len(ways)
+    for line, each in zip(lines, ways, strict=True):
+        assert run(shlex.split(line)[1:]) == 0, line
+        plan = Plan.from_json(capsys.readouterr().out)
+        assert each["context_tokens"] == plan.workload.context_tokens, line
+        assert each["batch"] == plan.workload.batch, line
+        assert each["prefill_chunk_tokens"] == plan.workload.prefill_chunk_tokens, line
+        assert each["num_gpus"] == len(plan.devices), line
+        assert each["free_bytes"] == min(d.free_bytes for d in plan.forecast.devices), line
 
 
 def test_offload_on_the_command_line(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

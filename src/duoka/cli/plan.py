@@ -125,11 +125,11 @@ def plan(
         json=json,
     )
     answer.check()
-    if replicas is not None:
-        answer.refuse_beside_copies(replan=replan)
-        answer.give_copies(planning.make_copies(model, plan_file, wishes, asked=asked))
-        return
     try:
+        if replicas is not None:
+            answer.refuse_beside_copies(replan=replan)
+            answer.give_copies(planning.make_copies(model, plan_file, wishes, asked=asked))
+            return
         made = planning.make_plan(model, plan_file, wishes, replan=replan, asked=asked)
     except PlacementError as error:
         answer.refuse(error)
