@@ -1,0 +1,201 @@
+"""Exports held against the tools' own parsers, cut out of their packages.
+
+    pip download --no-deps -d wheels vllm==0.33.0 sglang==0.5.23 torchtitan==0.3.0 deepspeed==0.19.8
+    for wheel in wheels/*.whl; do python -m zipfile -e "$wheel" tools; done
+    tar -xzf wheels/deepspeed-*.tar.gz -C tools
+    python benchmarks/exports.py tools
+
+Nothing of the tools is installed or imported: they want CUDA, and their own torch. Of each one the
+very function that reads what duoka writes is taken from its file and called, for plans of published
+shapes on unequal machines; options of command lines must be among those that the tool declares.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+import logging
+import os
+import shlex
+import sys
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import accumulate, pairwise, product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from planner_models import MACHINES, MODELS
+from torch import nn
+
+import duoka
+from duoka.exports.pipeline import read_pipeline
+
+SHAPES = ("glm-4-9b-chat", "llama-3.1-8b", "qwen2.5-32b")
+PLACES = ("2 x 24", "24 + 12", "12 + 24", "80 + 24", "8 + 12 + 24", "8 unequal")
+QUESTION = duoka.Workload(batch=2, prompt_tokens=4096, new_tokens=256, prefill_chunk_tokens=1024)
+
+
+class Tool:
+    """The files of one tool, unpacked somewhere under a directory."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        self.root, self.name = root, name
+
+    @property
+    def version(self) -> str:
+        for pattern in (f"{self.name}-*.dist-info/METADATA", f"{self.name}-*/PKG-INFO"):
+            for path in self.root.rglob(pattern):
+                lines = path.read_text(encoding="utf-8").splitlines()
+                return next(line[9:] for line in lines if line.startswith("Version: "))
+        return "?"
+
+    def tree(self, file: str) -> ast.Module:
+        return ast.parse(next(self.root.rglob(f"{self.name}/{file}")).read_text(encoding="utf-8"))
+
+    def function(self, file: str, name: str, **names: Any) -> Callable[..., Any]:
+        """One function of a file, with what it looks up outside of itself."""
+        found = [
+            node
+            for node in self.tree(file).body
+            if isinstance(node, ast.FunctionDef) and node.name == name
+        ]
+        for argument in ast.walk(found[0]):
+            if isinstance(argument, ast.arg):
+                argument.annotation = None  # types that aren't imported here
+        found[0].returns = None
+        scope = dict(names)
+        exec(compile(ast.Module(body=list(found), type_ignores=[]), file, "exec"), scope)
+        made: Callable[..., Any] = scope[name]
+        return made
+
+    def options(self, *files: str) -> set[str]:
+        """What looks like an option in some files: texts with dashes, and fields."""
+        found: set[str] = set()
+        for file in files:
+            for path in self.root.rglob(f"{self.name}/{file}"):
+                for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                    if isinstance(node, ast.Constant) and str(node.value).startswith("--"):
+                        found.add(str(node.value))
+                    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                        found.add("--" + node.target.id.replace("_", "-"))
+        return found
+
+
+def command(plan: duoka.Plan, tool: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Environment and options of an exported command line."""
+    words = shlex.split(duoka.export(plan, tool).text.replace("\\\n", " "))
+    environment = dict(word.split("=", 1) for word in words if "=" in word.partition("-")[0])
+    start = next(
+        place for place, word in enumerate(words) if word.startswith(("--dtype", "--pipe", "--pp"))
+    )
+    return environment, dict(zip(words[start::2], words[start + 1 :: 2], strict=True))
+
+
+def bounds(plan: duoka.Plan) -> list[tuple[int, int]]:
+    """The layers of each stage as they were planned."""
+    stops = list(accumulate(read_pipeline(plan, "any").counts))
+    return list(zip([0, *stops], stops, strict=False))
+
+
+def vllm(tool: Tool, plan: duoka.Plan) -> None:
+    environment, options = command(plan, "vllm")
+    partition = environment.get("VLLM_PP_LAYER_PARTITION")
+    parse = tool.function(
+        "distributed/utils.py", "get_pp_indices",
+        envs=SimpleNamespace(VLLM_PP_LAYER_PARTITION=partition), logger=logging.getLogger(),
+    )  # fmt: skip
+    size = int(options.get("--pipeline-parallel-size", 1))
+    assert [parse(bounds(plan)[-1][1], rank, size) for rank in range(size)] == bounds(plan)
+    declared = tool.options("engine/arg_utils.py")
+    assert options.keys() <= declared, options.keys() - declared
+
+
+def sglang(tool: Tool, plan: duoka.Plan) -> None:
+    environment, options = command(plan, "sglang")
+    parse = tool.function("srt/distributed/utils.py", "get_pp_indices", os=os)
+    size = int(options.get("--pp-size", 1))
+    os.environ.pop("SGLANG_PP_LAYER_PARTITION", None)
+    os.environ |= {name: value for name, value in environment.items() if name.startswith("SGLANG")}
+    assert [parse(bounds(plan)[-1][1], rank, size) for rank in range(size)] == bounds(plan)
+    declared = tool.options("srt/arg_groups/fields/*.py")
+    assert options.keys() <= declared, options.keys() - declared
+
+
+def torchtitan(tool: Tool, plan: duoka.Plan) -> None:
+    split = tool.function(
+        "distributed/pipeline_parallel.py", "_split_module",
+        copy=copy, nn=nn, ModuleDict=nn.ModuleDict, ModuleList=nn.ModuleList,
+    )  # fmt: skip
+    read = tomllib.loads(duoka.export(plan, "torchtitan").text)["parallelism"]
+    num = bounds(plan)[-1][1]
+    whole = nn.Module()
+    whole.tok_embeddings, whole.norm, whole.lm_head = (nn.Linear(1, 1) for _ in range(3))
+    whole.layers = nn.ModuleDict({str(number): nn.Linear(1, 1) for number in range(num)})
+    kept = [
+        {name.rpartition(".")[0] for name, _ in split(whole, names).named_parameters()}
+        for names in read["module_fqns_per_model_part"]
+    ]
+    for place, (start, stop) in enumerate(bounds(plan)):
+        expected = {f"layers.{number}" for number in range(start, stop)}
+        expected |= {"tok_embeddings"} if place == 0 else set()
+        expected |= {"norm", "lm_head"} if place == len(kept) - 1 else set()
+        assert kept[place] == expected
+    assert sum(map(len, kept)) == num + 3
+
+
+def deepspeed(tool: Tool, plan: duoka.Plan) -> None:
+    deal = tool.function("runtime/utils.py", "partition_uniform")
+    text = duoka.export(plan, "deepspeed").text
+    line = next(line for line in text.splitlines() if line.startswith("boundaries = "))
+    boundaries = ast.literal_eval(line.removeprefix("boundaries = "))
+    stages = len(boundaries) - 1
+    assert deal(stages, stages) == list(range(stages + 1))  # one to each
+    # The embedding goes with the first layers, norm and head with the last ones.
+    inner = [(start - 1, stop - 1) for start, stop in pairwise(boundaries)]
+    assert inner == [
+        (-1 if place == 0 else start, stop + 2 * (place == stages - 1))
+        for place, (start, stop) in enumerate(bounds(plan))
+    ]
+
+
+TOOLS = {"vllm": vllm, "sglang": sglang, "torchtitan": torchtitan, "deepspeed": deepspeed}
+
+
+def plans() -> Iterator[duoka.Plan]:
+    with tempfile.TemporaryDirectory() as directory:
+        for shape in SHAPES:
+            path = Path(directory) / f"{shape}.json"
+            path.write_text(json.dumps({**MODELS[shape], "dtype": "bfloat16"}))
+            for place, strategy in product(PLACES, ("balanced", "sequential")):
+                limits = duoka.Constraints(strategy=strategy)
+                with suppress(duoka.errors.InfeasibleError):
+                    yield duoka.plan(path, MACHINES[place], QUESTION, constraints=limits)
+
+
+def main(directory: str) -> int:
+    root, wrong = Path(directory), 0
+    made = list(plans())
+    print(f"{len(made)} plans of {', '.join(SHAPES)}, up to "
+          f"{max(len(plan.devices) for plan in made)} stages\n")  # fmt: skip
+    print("| tool | version | plans read as planned | refused by duoka |\n|---|---|---|---|")
+    for name, check in TOOLS.items():
+        tool, read, refused = Tool(root, name), 0, 0
+        for plan in made:
+            try:
+                check(tool, plan)
+                read += 1
+            except duoka.errors.UsageError:
+                refused += 1  # a GPU that has no layer, say
+            except (AssertionError, ValueError) as error:
+                print(f"# {name}: {plan.model} on {', '.join(plan.devices)}: {error}")
+        wrong += read + refused < len(made)
+        print(f"| {name} | {tool.version} | {read} of {len(made) - refused} | {refused} |")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
