@@ -91,6 +91,7 @@ PAIRS = [
     pair("gemma-3-4b", "2x40GiB", 2, 600, micro_batches=2, schedule="gpipe"),
     pair("qwen2.5-7b", "4x80GiB", 1, 1024, **FULL, micro_batches=4, schedule="1f1b"),
     pair("bloom-7b1", "2x80GiB", 1, 512),
+    pair("bloom-7b1", "4x80GiB", 1, 700, **FULL, micro_batches=4, schedule="1f1b"),
 ]
 
 

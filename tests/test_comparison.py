@@ -12,6 +12,7 @@ from duoka import compare
 from duoka.comparison import Comparison
 from duoka.errors import UsageError
 from duoka.render import render_comparison
+from duoka.seconds import Seconds, StageSeconds
 from duoka.workload import Training
 
 
@@ -67,6 +68,53 @@ def test_bytes_stand_side_by_side(width: int) -> None:
 
 def test_seconds_are_told_where_they_are_known() -> None:
     assert compare(staged([3]), staged([3])).seconds == ()
+    stage = StageSeconds(
+        device="vgpu:0",
+        prefill_seconds=2.0,
+        decode_seconds=1.0,
+        prefill_transfer_seconds=0.0,
+        decode_transfer_seconds=0.0,
+    )
+    seconds = Seconds(
+        stages=(stage,),
+        total_seconds=3.0,
+        slowest_seconds=3.0,
+        first_token_seconds=2.0,
+        token_seconds=0.5,
+        tokens_per_second=1.25,
+    )
+    timed = replace(staged([3]), forecast=replace(staged([3]).forecast, seconds=seconds))
+    found = compare(staged([3]), timed)
+    assert found.seconds == (
+        ("total_seconds", None, 3.0),
+        ("slowest_seconds", None, 3.0),
+        ("first_token_seconds", None, 2.0),
+        ("token_seconds", None, 0.5),
+        ("tokens_per_second", None, 1.25),
+    )
+    text = " ".join(printed(found, 80).split())
+    assert "a request unknown 3.00 s" in text
+    assert "tokens per second unknown 1.2" in text
+
+
+def test_a_step_of_training_is_told_once() -> None:
+    seconds = Seconds(
+        stages=(),
+        total_seconds=3.0,
+        slowest_seconds=2.0,
+        first_token_seconds=None,
+        token_seconds=None,
+        tokens_per_second=100.0,
+        step_seconds=3.0,
+    )
+    plan = replace(staged([3]), forecast=replace(staged([3]).forecast, seconds=seconds))
+    found = compare(plan, staged([3, 2]))
+    assert [name for name, *_ in found.seconds] == [
+        "slowest_seconds",
+        "tokens_per_second",
+        "step_seconds",
+    ]
+    assert "a step 3.00 s unknown" in " ".join(printed(found, 80).split())
 
 
 def test_training_and_generating_are_no_pair() -> None:

@@ -62,9 +62,10 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs, bytes and modules included."""
+        """Whether nothing differs, bytes, seconds and modules included."""
         same_bytes = all(each.first == each.second for each in self.devices)
-        return same_bytes and not self.differences and self.moves == ()
+        same_seconds = all(first == second for _, first, second in self.seconds)
+        return same_bytes and same_seconds and not self.differences and self.moves == ()
 
     def to_dict(self) -> dict[str, Any]:
         """The form that `json.dumps` takes."""
@@ -162,8 +163,10 @@ def _seconds(first: Plan, second: Plan) -> Iterator[tuple[str, float | None, flo
         return
     known = one or other
     assert known is not None
+    # In training the total is a step, which stands there by that name.
+    left_out = {"stages"} if known.step_seconds is None else {"stages", "total_seconds"}
     for part in fields(known):
-        if part.name != "stages":
+        if part.name not in left_out:
             values = [None if each is None else getattr(each, part.name) for each in (one, other)]
             if values != [None, None]:
                 yield part.name, values[0], values[1]

@@ -28,7 +28,8 @@ _NEVER = 2**60
 def costs_of(profile: Profile, workload: Workload, refusals: Refusals | None = None) -> Costs:
     """What stages cost at a workload, be it inference or training.
 
-    `refusals` is what replays of other workloads have told.
+    `refusals` is what replays of other workloads have told; in training, where steps don't begin
+    alike, none tells anything of another.
     """
     if workload.training is not None:
         return TrainingCosts(profile, workload)

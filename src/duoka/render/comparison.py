@@ -21,6 +21,7 @@ _SECONDS = {
     "slowest_seconds": "the slowest stage",
     "first_token_seconds": "to the first token",
     "token_seconds": "a token",
+    "step_seconds": "a step",
 }
 
 
