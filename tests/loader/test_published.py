@@ -129,6 +129,13 @@ def test_nothing_is_proved_or_read_for_what_can_not_run(
         duoka.load(plan)
 
 
+@pytest.mark.parametrize("stated", [{}, {"quant_type": "int8"}, {"quant_type": {"default": {}}}])
+def test_settings_that_nobody_can_read_are_refused(stated: dict[str, Any]) -> None:
+    config = {**LLAMA, "quantization_config": {"quant_method": "torchao", **stated}}
+    with pytest.raises(LoadError, match="can't read how this torchao checkpoint is quantized"):
+        refuse_unloadable(config, Placement(entries=(("", "cpu"),)))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs FP8")
 def test_what_would_be_unpacked_is_refused(tmp_path: Path) -> None:
     path = published.write(tmp_path, "fp8")
