@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate
 
+from .allocator import rounded_bytes
 from .profile import Profile
 
 
@@ -52,5 +53,5 @@ def offloadable(profile: Profile) -> list[int]:
 
 
 def weight_bytes(profile: Profile, block: int) -> int:
-    """The weights of a block, in bytes."""
-    return sum(profile.kinds[profile.blocks[block].kind].weight_bytes)
+    """The weights of a block in bytes, each tensor rounded up as allocators do."""
+    return sum(map(rounded_bytes, profile.kinds[profile.blocks[block].kind].weight_bytes))

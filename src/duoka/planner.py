@@ -28,6 +28,7 @@ from .workload import Workload
 _SMALLEST_CHUNK_TOKENS = 512
 _LARGEST_CHUNK_TOKENS = 8192
 _LEAST_TOLD = 4096
+_HOST_UNKNOWN = "Whether the host has so much memory isn't known: its GPUs were declared."
 _CPU_UNUSED = "The CPU computes nothing: it would be slow. A device map can put modules there."
 
 
@@ -180,13 +181,13 @@ def _offloaded(profile: Profile, question: Question, source: str) -> Plan | None
     missing = least - gpus.budget_bytes
     question = replace(question, fleet=gpus)
     for num_bytes, blocks in candidates(profile):
-        if num_bytes < missing or any(num_bytes > budget for budget in most):
+        if num_bytes < missing or any(num_bytes > each for each in most):
             continue
         streaming = profile.offloading(blocks)
         if _conceivable(streaming, question):
             found = _best(streaming, question, source)
             if not isinstance(found, NoPlacement):
-                return found
+                return found if most else replace(found, why=(*found.why, _HOST_UNKNOWN))
     return None
 
 

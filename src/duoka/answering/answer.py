@@ -107,6 +107,10 @@ def _resolved(checkpoint: Checkpoint, question: Question) -> Iterator[Question]:
 def _why_quantized(plan: Plan, tried: Sequence[str]) -> Iterator[str]:
     """Why the weights are what they are, where that was left open."""
     names = ["unquantized" if each == "none" else f"in {each}" for each in tried]
-    if names and plan.workload.quantize != "none":
-        didnt = " or ".join(names)
-        yield f"The weights become {plan.workload.quantize}: {didnt} they don't fit."
+    if names:
+        became = (
+            "Some weights leave the GPUs"
+            if plan.offloaded
+            else f"The weights become {plan.workload.quantize}"
+        )
+        yield f"{became}: {' or '.join(names)} they don't fit."

@@ -1,0 +1,78 @@
+"""What is tried where the quantization is left open, and in which order."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import tiny
+from tiny import MIB
+
+from duoka import Checkpoint, Workload
+from duoka.answering import answer_checkpoint
+from duoka.constraints import Constraints
+from duoka.errors import InfeasibleError
+from duoka.planner import Question
+from duoka.profile import Profile
+
+WORK = Workload(prompt_tokens=700, new_tokens=40, quantize="auto", prefill_chunk_tokens=None)
+SHARES = {"none": 1.0, "int8": 0.5, "int4": 0.25}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    path = tmp_path_factory.mktemp("glm") / "config.json"
+    path.write_text(json.dumps({**tiny.CONFIGS["glm"], "dtype": "bfloat16"}))
+    return Checkpoint.open(path)
+
+
+def profile_for(workload: Workload) -> Profile:
+    """Six layers that become smaller, and an embedding and a head that don't."""
+    layers = [round(40 * MIB * SHARES[workload.quantize])] * 6
+    made = tiny.made_up([60 * MIB, *layers, 59 * MIB], tiny.Costs(cache=2048))
+    blocks = made.blocks
+    if workload.quantize != "none":
+        blocks = tuple(replace(block, streams=False) for block in blocks)
+    return replace(made, blocks=blocks, conditions=workload.conditions)
+
+
+@pytest.mark.parametrize(
+    ("budget", "chosen", "reason"),
+    [
+        (400, "none", None),
+        (300, "int8", "The weights become int8: unquantized they don't fit."),
+        (230, "int4", "The weights become int4: unquantized or in int8 they don't fit."),
+    ],
+)
+@pytest.mark.parametrize("offload", [False, True])
+def test_weights_are_quantized_before_any_are_offloaded(
+    checkpoint: Checkpoint, budget: int, chosen: str, reason: str | None, offload: bool
+) -> None:
+    constraints = Constraints(offload=offload)
+    asked = Question(fleet=tiny.fleet(budget), workload=WORK, constraints=constraints)
+    plan = answer_checkpoint(checkpoint, asked, profile_for)
+    assert plan.workload.quantize == chosen
+    assert plan.offloaded == ()
+    assert [each for each in plan.why if "they don't fit" in each] == ([reason] if reason else [])
+    assert plan.request.constraints.offload == offload
+
+
+def test_weights_are_offloaded_where_four_bits_do_not_fit(checkpoint: Checkpoint) -> None:
+    large = tiny.made_up([60 * MIB, *[40 * MIB] * 6, 59 * MIB], tiny.Costs(cache=2048))
+
+    def find(workload: Workload) -> Profile:
+        streams = workload.quantize == "none"
+        blocks = tuple(replace(each, streams=streams and each.streams) for each in large.blocks)
+        return replace(large, blocks=blocks, conditions=workload.conditions)
+
+    asked = Question(fleet=tiny.fleet(300), workload=WORK)
+    with pytest.raises(InfeasibleError):
+        answer_checkpoint(checkpoint, asked, find)
+    asked = replace(asked, constraints=Constraints(offload=True))
+    plan = answer_checkpoint(checkpoint, asked, find)
+    assert plan.workload.quantize == "none"
+    assert plan.offloaded
+    assert plan.why[0] == (
+        "Some weights leave the GPUs: unquantized or in int8 or in int4 they don't fit."
+    )
