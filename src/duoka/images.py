@@ -48,6 +48,16 @@ _READ_PIXELS = frozenset({"idefics2", "idefics3", "smolvlm"})
 """Families whose code leaves out images that are black, so that it reads every pixel."""
 _BY_PROMPT = frozenset({"idefics", "instructblipvideo", *_READ_PIXELS})
 """Families whose pixels are [prompts, images, channels, height, width]."""
+_UNFIT = (
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What transformers' processors and a model's tower raise for settings that don't suit them."""
 _HINT = "pass inputs yourself: duoka.check or duoka.plan(model, …, inputs={...})"
 
 
@@ -146,14 +156,12 @@ class ImagePrompts:
 
     @contextmanager
     def _guessing(self) -> Iterator[None]:
-        """Say that this family isn't known where something fails."""
+        """Say that this family isn't known where what was guessed of its settings fails."""
         try:
             yield
-        except ModelError:
-            raise
-        except Exception as error:
-            # Transformers' processors and the model's tower run here, on settings guessed from
-            # the configuration: any error means that the guess doesn't serve this family.
+        except torch.OutOfMemoryError:
+            raise  # which is a RuntimeError, and says nothing of the guess
+        except _UNFIT as error:
             raise ModelError(
                 f"duoka doesn't know how {type(self._model).__name__} takes images of "
                 f"{_listed(self._sizes)}: {type(error).__name__}: {error}",

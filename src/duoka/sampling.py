@@ -118,5 +118,6 @@ class Sampling:
 
 
 def _number(value: object, low: float, high: float) -> float | None:
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-    return float(value) if usable else None  # type: ignore[arg-type]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if low <= value <= high else None

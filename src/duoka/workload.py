@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, SupportsIndex, get_args
 
 from .choices import choose
 from .errors import UsageError
@@ -317,7 +317,7 @@ def _make_whole(data: Workload | Training, name: str, least: int) -> None:
 
 
 def _whole(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise UsageError(
             f"{name} is {value!r}; it must be a whole number",
             hint=f"write a number from {least} on, or leave it out",

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import SupportsIndex
 
 from ..errors import FormatError, UsageError
 from ..files import read_text, why
@@ -119,9 +120,11 @@ class _Pairs(list[tuple[str, object]]):
 
 def _whole(value: object) -> int | None:
     """A number, of Python's or of any library's; None for everything else."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
     try:
-        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
+        return operator.index(value)
+    except TypeError:  # an array of several
         return None
 
 

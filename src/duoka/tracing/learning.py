@@ -53,13 +53,13 @@ class Learner:
     def forward(self) -> torch.Tensor:
         """Run the model over one micro-batch; its loss."""
         with torch.enable_grad(), self._autocast():
-            loss = self.model(**self._inputs()).loss
+            loss: torch.Tensor | None = self.model(**self._inputs()).loss
         if loss is None:
             raise ModelError(
                 f"{type(self.model).__name__} computes no loss from labels",
                 hint="duoka forecasts the training of models that do",
             )
-        return loss  # type: ignore[no-any-return]
+        return loss
 
     def update(self) -> None:
         """Let the optimizer make its step, and drop the gradients."""
