@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from duoka import models
+from duoka.allocator import SEGMENT_ROUND_BYTES
 from duoka.errors import ModelError
 from duoka.profile import Profile
 from duoka.tracing import Subject
@@ -83,15 +84,16 @@ def test_what_is_left_out_is_what_would_have_been_recorded(
     assert brief == trace_alone(name, workload, **{layers: 7})
 
 
-def test_layers_of_several_blocks_are_never_forecast_too_low() -> None:
-    cuts = [4, 11]  # within layers
+@pytest.mark.parametrize("cuts", [[3, 10], [4, 11]])  # within layers
+def test_layers_of_several_blocks_are_never_forecast_too_low(cuts: list[int]) -> None:
     workload = rehearsing.load(300, batch=2, **FULL)
     profile = trace_alone("bloom", workload)
     told = rehearsing.forecast(profile, workload, cuts)
     measured = rehearsing.measure("bloom", profile, workload, cuts)
     for peaks, (allocated, reserved) in zip(told, measured, strict=True):
         assert allocated <= peaks.allocated <= 1.01 * allocated
-        assert 0.99 * reserved <= peaks.reserved <= 1.03 * reserved
+        # One segment is 4 % of so small a model.
+        assert reserved <= peaks.reserved <= reserved + SEGMENT_ROUND_BYTES
 
 
 def trace_alone(name: str, workload: Any, **changes: Any) -> Profile:
