@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .allocator import rounded_bytes
+from .bounds import lower_bounds
+from .chain import Chain
 from .fleet import Device
-from .profile import Profile, Ref, buffer_bytes, evaluate
+from .profile import Profile
 from .replay import Replay, StageBytes, Step
 from .seconds import Floats, Seconds, Times
 from .workload import Workload
@@ -89,22 +90,28 @@ class Forecast:
     copy_seconds: float | None = None
 
 
-class Refusals:
-    """Stages that turned out too fragmented, with the steps at whose end they did.
+class Findings:
+    """What was found out at one workload, for others of the same profile.
 
-    Another workload that begins with the same steps ends there as well: a longer context whose
+    That is the chain, and stages that turned out too fragmented, with the steps at whose end they
+    did. Another workload that begins with the same steps ends there as well: a longer context whose
     prompt runs in chunks of the same size, above all. So one replay answers for many contexts.
     """
 
     def __init__(self) -> None:
-        self._profiles: dict[int, Profile] = {}  # kept, so that no other gets their number
+        self._chains: dict[int, Chain] = {}  # which keep the profile, so that its number is its own
         self._steps: dict[tuple[int, tuple[int, ...], int], list[tuple[Step, ...]]] = {}
+
+    def chain(self, profile: Profile) -> Chain:
+        """The profile's chain."""
+        if id(profile) not in self._chains:
+            self._chains[id(profile)] = Chain(profile)
+        return self._chains[id(profile)]
 
     def add(
         self, profile: Profile, signature: tuple[int, ...], budget_bytes: int, steps: Sequence[Step]
     ) -> None:
         """Note the steps of a replay on a device of this budget, up to the one where it failed."""
-        self._profiles[id(profile)] = profile
         key = (id(profile), signature, budget_bytes)
         self._steps.setdefault(key, []).append(tuple(steps))
 
@@ -131,30 +138,24 @@ class Costs:
     profile : Profile
     workload : Workload
         With its prefill chunk and dtype resolved.
-    refusals : Refusals, optional
-        What other workloads' replays have told.
+    findings : Findings, optional
+        What other workloads have told.
     """
 
     def __init__(
-        self, profile: Profile, workload: Workload, refusals: Refusals | None = None
+        self, profile: Profile, workload: Workload, findings: Findings | None = None
     ) -> None:
         self.profile = profile
-        self._refusals = refusals or Refusals()
+        self._findings = findings or Findings()
         self.workload = workload
         self._fulls: dict[int, Replay] = {}
         self._brief = self.replay(brief=True)
-        blocks = profile.blocks
-        self.chain = [index for index, block in enumerate(blocks) if block.tied_to is None]
-        self._attached: dict[int, list[int]] = {index: [] for index in self.chain}
-        for index, block in enumerate(blocks):
-            if block.tied_to is not None:
-                self._attached[_root(profile, index)].append(index)
+        self._chain = self._findings.chain(profile)
         self._peaks: dict[tuple[tuple[int, ...], int], StageBytes | None] = {}
         # Of stages that had memory enough: more of it makes no difference.
         self._unpressed: dict[tuple[int, ...], StageBytes] = {}
-        self.num_blocks = len(self.chain)
+        self.num_blocks = len(self._chain)
         self.lower_bound_bytes = self._lower_bounds()
-        self.alike = self._alike()
         self._times: Times | None = None
 
     @property
@@ -172,8 +173,17 @@ class Costs:
 
     def blocks_of(self, start: int, stop: int) -> tuple[int, ...]:
         """The blocks of a stage, tied ones included, in execution order."""
-        chain = self.chain[start:stop]
-        return tuple(sorted([*chain, *(tied for index in chain for tied in self._attached[index])]))
+        return self._chain.stage(start, stop)
+
+    @property
+    def chain(self) -> list[int]:
+        """The blocks that are cut apart."""
+        return self._chain.blocks
+
+    @property
+    def alike(self) -> NDArray[np.int64]:
+        """[start, stop]: equal numbers only where equal bytes are needed."""
+        return self._chain.alike
 
     def streamed_bytes(self, start: int, stop: int) -> int:
         """What a stage copies from the host's memory in each step."""
@@ -221,7 +231,7 @@ class Costs:
     def _replayed(
         self, blocks: Sequence[int], signature: tuple[int, ...], budget_bytes: int, place: int
     ) -> StageBytes | None:
-        replay, known = self._full_at(place), self._refusals
+        replay, known = self._full_at(place), self._findings
         if known.tell(self.profile, signature, budget_bytes, replay.steps):
             return None
         peaks = replay.run(blocks, budget_bytes)
@@ -253,7 +263,7 @@ class Costs:
     def times(self) -> Times:
         """Seconds of the blocks that are cut apart; computed on demand."""
         if self._times is None:
-            places = [(index, *self._attached[index]) for index in self.chain]
+            places = [(index, *self._chain.attached[index]) for index in self.chain]
             self._times = Times(self._brief, places)
         return self._times
 
@@ -286,131 +296,14 @@ class Costs:
         return np.asarray(self.times.boundary_transfers.sum(axis=0) / self.times.num_passes)
 
     def _signature(self, blocks: Sequence[int], place: int) -> tuple[int, ...]:
-        """Equal for stages that cost the same: kinds in order, and whether the input is here."""
-        kinds = tuple(self.profile.blocks[block].kind for block in blocks)
-        ends_model = blocks[-1] == len(self.profile.blocks) - 1
-        return (*kinds, int(blocks[0] == 0), int(ends_model), self.variant(place))
-
-    def _alike(self) -> NDArray[np.int64]:
-        """[start, stop]: equal numbers only where the signatures are equal.
-
-        A stage's number stands for its first block's place and the blocks up to its last one.
-        """
-        last = len(self.profile.blocks) - 1
-        blocks = [
-            (self.profile.blocks[index].kind, tuple(self._attached[index]), index == last)
-            for index in self.chain
-        ]
-        numbers: dict[tuple[int, tuple[int, tuple[int, ...], bool]], int] = {}
-        alike = np.zeros((self.num_blocks + 1, self.num_blocks + 1), np.int64)
-        for start in range(self.num_blocks):
-            number = int(start == 0)
-            for stop in range(start + 1, self.num_blocks + 1):
-                number = numbers.setdefault((number, blocks[stop - 1]), len(numbers) + 2)
-                alike[start, stop] = number
-        return alike
+        """Equal for stages that cost the same."""
+        return (*self._chain.signature(blocks), self.variant(place))
 
     def _lower_bounds(self) -> NDArray[np.int64]:
-        """Never more than the exact bytes: what is requested at the peak of each step's blocks.
-
-        Left out are tensors while no block reads them. While a step is in
-        one block, the caches of those before it have grown and those behind it haven't.
-        """
-        num = self.num_blocks
-        kinds = [self.profile.blocks[index].kind for index in self.chain]
-        block_of = dict(zip(kinds, self.chain, strict=True))
-        steps = {kind: list(self._cache_and_peaks(block)) for kind, block in block_of.items()}
-        weights = np.zeros(num + 1, np.int64)
-        for position, index in enumerate(self.chain):
-            weights[position + 1] = sum(
-                rounded_bytes(size)
-                for block in (index, *self._attached[index])
-                for size in self.profile.kinds[self.profile.blocks[block].kind].weight_bytes
-            )
-        bounds = np.zeros((num + 1, num + 1), np.int64)
-        ahead = np.triu(np.ones((num, num), np.bool_))
-        for step in range(len(self._brief.steps)):
-            before, after, peaks = np.array([steps[kind][step] for kind in kinds]).T
-            grown = np.concatenate([[0], np.cumsum(after)])
-            to_grow = np.concatenate([[0], np.cumsum(before)])
-            own = np.where(ahead, (grown[:-1] - to_grow[1:] + peaks)[None, :], -(1 << 62))
-            most = np.maximum.accumulate(own, axis=1)
-            bytes_now = most + to_grow[None, 1:] - grown[:-1, None]
-            np.maximum(bounds[:-1, 1:], np.where(ahead, bytes_now, 0), out=bounds[:-1, 1:])
-        total = np.cumsum(weights)
-        bounds += np.triu(total[None, :] - total[:, None]) + self._buffers()
-        return bounds
-
-    def _buffers(self) -> NDArray[np.int64]:
-        """[start, stop]: bytes of the buffers for weights that come for a call."""
-        buffers = np.zeros((self.num_blocks + 1, self.num_blocks + 1), np.int64)
-        if self.profile.offloaded:
-            for start in range(self.num_blocks):
-                streamed: list[int] = []
-                for stop in range(start + 1, self.num_blocks + 1):
-                    streamed += self.profile.streamed_bytes([self.chain[stop - 1]])
-                    buffers[start, stop] = sum(map(rounded_bytes, buffer_bytes(streamed)))
-        return buffers
-
-    def _held(self, block: int, step: int) -> dict[Ref, int]:
-        """Bytes at least of what other blocks made and this one, or one of its kind, reads.
-
-        Where a stage begins it is moved in, as large as what is read; elsewhere it is still there,
-        as large as it was made.
-        """
-        replay, kind = self._brief, self.profile.blocks[block].kind
-        alike = [index for index in self.chain if self.profile.blocks[index].kind == kind]
-        held: dict[Ref, int] = {}
-        for read in replay.tape(block, step).reads:
-            if read.ref.origin not in ("earlier", "carried"):
-                continue
-            sizes = {evaluate(read.size, replay.steps[step].values)}
-            for index in alike:
-                maker, number = replay.key_of(index, read.ref, step)
-                # What is kept counts as a cache of its maker, on whose stage this one may be.
-                is_kept = number in replay.tape(maker, step).kept
-                sizes.add(0 if is_kept else replay.sizes(maker, step)[number])
-            size = rounded_bytes(min(sizes)) if all(sizes) else 0
-            held[read.ref] = min(size, held.get(read.ref, size))
-        return held
-
-    def _cache_and_peaks(self, block: int) -> Iterator[tuple[int, int, int]]:
-        """For each step the cache bytes of a block before and after it, and its peak with them."""
-        cache: list[int] = []
-        for step in range(len(self._brief.steps)):
-            tape = self._brief.tape(block, step)
-            sizes = [rounded_bytes(size) for size in self._brief.sizes(block, step)]
-            kept, held = frozenset(tape.kept), self._held(block, step)
-            before = sum(cache)
-            live = peak = before + sum(held.values())
-            born: list[int] = []
-            dropped: set[int] = set()
-            count = 0
-            for event in tape.events:
-                if event is None:
-                    if count in kept:
-                        born.append(sizes[count])
-                    live += sizes[count]
-                    peak = max(peak, live)
-                    count += 1
-                elif event.origin == "kept":
-                    dropped.add(event.index)
-                    live -= cache[event.index]
-                elif event in held:
-                    live -= held.pop(event)
-                elif event.origin == "own":
-                    live -= sizes[event.index]
-            cache = [size for slot, size in enumerate(cache) if slot not in dropped] + born
-            yield before, sum(cache), peak
+        return lower_bounds(self._chain, self._brief)
 
 
 def between(values: Floats) -> Floats:
     """[start, stop]: sums of values, one for each place."""
     total = np.concatenate([[0.0], np.cumsum(values)])
     return np.asarray(total[None, :] - total[:, None], np.float64)
-
-
-def _root(profile: Profile, index: int) -> int:
-    while (partner := profile.blocks[index].tied_to) is not None:
-        index = partner
-    return index

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from . import search
 from .constraints import Constraints
-from .demands import limits_for, told
+from .demands import limits_for
 from .errors import InfeasibleError, UsageError
 from .fleet import Fleet
-from .forecast import Costs, DeviceForecast, Forecast, Refusals
+from .forecast import Costs, DeviceForecast, Findings, Forecast
 from .maps import DeviceMap
 from .offloads import candidates
 from .placement import Placement
 from .plans import Largest, Plan, Request
 from .profile import Profile
-from .reasons import chunk_reason, number_reason, offload_reason
+from .reasons import chunk_reason, demand_reasons, number_reason, offload_reason
 from .replay import StageBytes
 from .search import NO_LIMITS, Limits, NoPlacement, Objective, Solution
 from .seconds import Seconds
@@ -40,7 +40,7 @@ class Question:
     go where it says (`answering.mapped`). What the constraints reserve has been taken off the
     fleet's budgets already (`demands.usable`); `limits` is what they mean for a profile, once it is
     known.
-    With `largest` the context or batch is to be as large as fits (`answering.largest`). `refusals`
+    With `largest` the context or batch is to be as large as fits (`answering.largest`). `findings`
     is what one replay tells all questions that are made of this one.
     """
 
@@ -53,7 +53,7 @@ class Question:
     constraints: Constraints = field(default_factory=Constraints)
     limits: Limits | None = None
     largest: Largest | None = None
-    refusals: Refusals = field(default_factory=Refusals, compare=False, repr=False)
+    findings: Findings = field(default_factory=Findings, compare=False, repr=False)
 
     @property
     def request(self) -> Request:
@@ -209,24 +209,32 @@ def without_cpu(fleet: Fleet) -> Fleet:
 
 def _best(profile: Profile, question: Question, source: str) -> Plan | NoPlacement:
     """The plan with the fewest devices, and of those the one with the largest chunk."""
-    best: Plan | None = None
-    shortage: NoPlacement | None = None
-    asked = question
-    for workload in with_chunks(question.workload):
-        costs = costs_of(profile, workload, question.refusals)
-        try:
-            best = _plan(costs, *_search(costs, asked), question, source)
-        except NoPlacement as none:
-            shortage = none
-            continue
-        fewer = len(best.devices) - 1
-        if not fewer or question.use_all or question.constraints.strategy != "auto":
-            break
-        # A smaller chunk is worth it where it saves a device.
-        asked = replace(question, limits=replace(_limits(question), most_devices=fewer))
-    found = best or shortage
-    assert found is not None, "there is always a chunk to try"
-    return found
+    chunked = [
+        costs_of(profile, workload, question.findings)
+        for workload in with_chunks(question.workload)
+    ]
+    try:
+        for limits in _limits_to_try(chunked, question):
+            for costs in chunked:
+                asked = replace(question, limits=limits)
+                try:
+                    return _plan(costs, *_search(costs, asked), question, source)
+                except NoPlacement as none:
+                    shortage = none
+    except NoPlacement as none:
+        shortage = none
+    return shortage
+
+
+def _limits_to_try(chunked: Sequence[Costs], question: Question) -> Iterator[Limits]:
+    """One number of devices after the other, where fewer are better than larger chunks."""
+    limits = _limits(question)
+    if question.use_all or question.constraints.strategy != "auto" or len(chunked) == 1:
+        yield limits
+        return
+    most = min(len(question.fleet.devices), chunked[0].num_blocks)
+    for number in range(search.fewest(chunked, question.fleet, limits=limits), most + 1):
+        yield replace(limits, num_devices=number)
 
 
 def _search(costs: Costs, question: Question) -> tuple[Solution, list[StageBytes]]:
@@ -363,15 +371,18 @@ def _reasons(costs: Costs, solution: Solution, question: Question) -> Iterator[s
     if question.constraints.strategy == "auto":
         first = question.fleet.devices[solution.stages[0].device].name
         yield from number_reason(used, given, first, is_limited=bool(question.limits))
-    yield from told(question.constraints, question.fleet)
+    names = question.fleet.names
+    devices = [names[stage.device] for stage in solution.stages]
+    yield from demand_reasons(question.constraints, question.fleet, devices)
     if costs.has_ties and used > 1:
         yield "Tied weights are kept once: the tied module runs on its partner's GPU."
     yield from costs.profile.notes
-    yield from offload_reason(
-        len(costs.profile.offloaded),
-        costs.streamed_bytes(0, costs.num_blocks),
-        _copy_seconds(costs, solution, question.fleet),
-    )
+    if question.constraints.offload:
+        yield from offload_reason(
+            len(costs.profile.offloaded),
+            costs.streamed_bytes(0, costs.num_blocks),
+            _copy_seconds(costs, solution, question.fleet),
+        )
     yield from chunk_reason(question.workload, costs.workload)
 
 

@@ -8,6 +8,7 @@ its account, and none is given back: the pools are worked through together where
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -50,25 +51,25 @@ class Part:
         self._asked: list[int] = []
         kept: list[int] = []
         made: dict[int, int] = {}  # by number, as long as it lives
-        steps: list[tuple[str, int, bool]] = []
+        steps: list[tuple[str, int, int]] = []
         for code, number, other in events:
             if code in (MALLOC, KEEP):
-                steps.append(("made", len(self._asked), True))
+                steps.append(("made", len(self._asked), 1))
                 if code == KEEP:
                     kept.append(len(self._asked))
                 else:
                     made[number] = len(self._asked)
                 self._asked.append(rounded_bytes(other))
             elif code == RELEASE and not number and other in made:
-                steps.append(("made", made.pop(other), False))
+                steps.append(("made", made.pop(other), -1))
             elif code == RELEASE:
-                steps.append(("near", len(self.near), False))
+                steps.append(("near", len(self.near), -1))
                 self.near.append((number, other))
             elif code == RELEASE_FAR:
-                steps.append(("far", len(self.far), False))
+                steps.append(("far", len(self.far), -1))
                 self.far.append((number, other))
             else:
-                steps.append(("dropped", len(self.dropped), False))
+                steps.append(("dropped", len(self.dropped), -1))
                 self.dropped.append(number)
         dropped = len(self.near) + len(self.far)
         first = {
@@ -77,7 +78,7 @@ class Part:
             "dropped": dropped,
             "made": dropped + len(self.dropped),
         }
-        self._steps = [(first[what] + index, is_made) for what, index, is_made in steps]
+        self._steps = [(first[what] + index, sign) for what, index, sign in steps]
         self._left = [(number, first["made"] + index) for number, index in made.items()]
         self._kept = [first["made"] + index for index in kept]
         self._cached = frozenset([*range(dropped, first["made"]), *self._kept])
@@ -93,55 +94,31 @@ class Part:
 
     def _compiled(self, given: tuple[int, ...]) -> Passage:
         sizes = [*given, *self._asked]
-        moves: list[Move] = []
-        small: list[tuple[int, int]] = []
-        large: list[LargeMove] = []
-        # Since the last large move: its own, what small ones come to beside what there was when
-        # the block began, the most of that behind a request, and what of it was cached then.
-        last = (0, 0, 0, 0)
-        level = cached = cached_then = requested = peak = 0
-        most = _NEVER
-        for place, is_made in self._steps:
-            size = sizes[place]
-            if not size:
-                continue
-            sign = 1 if is_made else -1
-            is_cached = place in self._cached
-            requested += sign * size
-            if requested > peak:
-                peak = requested
-            if size <= SMALL_REQUEST_BYTES:
-                small.append((place, size * is_made))
-                level += sign * size
-                cached += sign * size * is_cached
-            else:
-                large.append((*last, most, cached_then))
-                last = (place, size * is_made, sign * is_cached, len(moves))
-                most = _NEVER
-            if is_made and level >= most:
-                most, cached_then = level, cached
-            moves.append((place, size, sign, is_cached))
-        large.append((*last, most, cached_then))
+        moves = [
+            (place, sizes[place], sign, place in self._cached)
+            for place, sign in self._steps
+            if sizes[place]
+        ]
+        small = [move for move in moves if move[1] <= SMALL_REQUEST_BYTES]
         left = [(number, place, sizes[place]) for number, place in self._left]
         kept = [(place, sizes[place]) for place in self._kept]
+        behind = [*((place, size) for _, place, size in left), *kept]
+        requested = [0, *itertools.accumulate(size * sign for _, size, sign, _ in moves)]
+        lead, *large = _large_moves(moves)
         return Passage(
             moves=moves,
-            small=small,
-            large=large[1:],
-            lead=large[0][-2:],
+            small=[(place, size if sign > 0 else 0) for place, size, sign, _ in small],
+            large=large,
+            lead=lead[-2:],
             given=[index for index, size in enumerate(given) if 0 < size <= SMALL_REQUEST_BYTES],
             left=left,
             kept=kept,
-            out=[
-                place
-                for place, size in [*((place, size) for _, place, size in left), *kept]
-                if size <= SMALL_REQUEST_BYTES
-            ],
+            out=[place for place, size in behind if size <= SMALL_REQUEST_BYTES],
             num_made=len(self._asked),
-            small_by=level,
-            small_cached_by=cached,
-            requested_by=requested,
-            peak=peak,
+            small_by=sum(size * sign for _, size, sign, _ in small),
+            small_cached_by=sum(size * sign for _, size, sign, cached in small if cached),
+            requested_by=requested[-1],
+            peak=max(requested),
         )
 
 
@@ -153,6 +130,26 @@ LargeMove = tuple[int, int, int, int, int, int]
 """Of the large pool: place; bytes, 0 for an end; how often it counts as cached (-1, 0, 1); its
 index among all moves; then the most that small requests come to up to the next such move, beside
 what there was when the block began, and what of that is cached then."""
+
+
+def _large_moves(moves: Sequence[Move]) -> list[LargeMove]:
+    """Those of the large pool, after a first one that stands for what is before them."""
+    found: list[LargeMove] = []
+    last = (0, 0, 0, 0)
+    # What small ones come to, the most of that behind a request, and what is cached then.
+    level = cached = cached_then = 0
+    most = _NEVER
+    for index, (place, size, sign, is_cached) in enumerate(moves):
+        if size <= SMALL_REQUEST_BYTES:
+            level += sign * size
+            cached += sign * size * is_cached
+        else:
+            found.append((*last, most, cached_then))
+            last = (place, size if sign > 0 else 0, sign * is_cached, index)
+            most = _NEVER
+        if sign > 0 and level >= most:
+            most, cached_then = level, cached
+    return [*found, (*last, most, cached_then)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from .allocator import rounded_bytes
 from .fleet import Device
-from .forecast import Costs, Refusals, between
+from .forecast import Costs, Findings, between
 from .profile import Kind, Profile, Ref, evaluate
 from .rehearsal import ACCUMULATE, BACKWARD, FORWARD, STATES, TEMPORARIES, Rehearsal, in_flight
 from .workload import Training, Workload
@@ -25,15 +25,14 @@ _NEVER = 2**60
 """More bytes than any budget."""
 
 
-def costs_of(profile: Profile, workload: Workload, refusals: Refusals | None = None) -> Costs:
+def costs_of(profile: Profile, workload: Workload, findings: Findings | None = None) -> Costs:
     """What stages cost at a workload, be it inference or training.
 
-    `refusals` is what replays of other workloads have told; in training, where steps don't begin
-    alike, none tells anything of another.
+    `findings` is what other workloads have told.
     """
     if workload.training is not None:
-        return TrainingCosts(profile, workload)
-    return Costs(profile, workload, refusals)
+        return TrainingCosts(profile, workload, findings)
+    return Costs(profile, workload, findings)
 
 
 class TrainingCosts(Costs):
@@ -44,13 +43,17 @@ class TrainingCosts(Costs):
     profile : Profile
     workload : Workload
         With training, and its dtype resolved.
+    findings : Findings, optional
+        What other workloads have told.
     """
 
-    def __init__(self, profile: Profile, workload: Workload) -> None:
+    def __init__(
+        self, profile: Profile, workload: Workload, findings: Findings | None = None
+    ) -> None:
         assert workload.training is not None, "the workload is to train"
         self.training: Training = workload.training
         self._by_flight: dict[int, Ints] = {}
-        super().__init__(profile, workload)
+        super().__init__(profile, workload, findings)
 
     @property
     def num_places(self) -> int:

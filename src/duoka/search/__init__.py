@@ -18,7 +18,7 @@ from .groups import exchangeable
 from .limits import NO_LIMITS, Limits
 from .problem import OBJECTIVES, NoPlacement, Objective, Shortfall
 from .programme import Stage
-from .solving import Solution, conceivable, search
+from .solving import Solution, conceivable, fewest, search
 
 __all__ = [
     "NO_LIMITS",
@@ -32,5 +32,6 @@ __all__ = [
     "StageCosts",
     "conceivable",
     "exchangeable",
+    "fewest",
     "search",
 ]

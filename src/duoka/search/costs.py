@@ -76,7 +76,13 @@ class Memory:
         By budget and place, each [num_blocks + 1, num_blocks + 1].
     """
 
-    def __init__(self, costs: StageCosts, budgets: Sequence[int], num_places: int) -> None:
+    def __init__(
+        self,
+        costs: StageCosts,
+        budgets: Sequence[int],
+        num_places: int,
+        others: Sequence[StageCosts] = (),
+    ) -> None:
         shape = (costs.num_blocks + 1, costs.num_blocks + 1)
         stages = np.triu(np.ones(shape, dtype=bool), 1)
         self._costs = costs
@@ -85,7 +91,8 @@ class Memory:
         self.num_evaluations = 0
         self.bytes: dict[tuple[int, int], Floats] = {}
         for place in range(1, self.num_places + 1):
-            bound = np.where(stages, costs.bounds_at(place), np.inf)
+            least = np.minimum.reduce([each.bounds_at(place) for each in (costs, *others)])
+            bound = np.where(stages, least, np.inf)
             self.bytes |= {(budget, place): bound.copy() for budget in budgets}
         self.fits = {key: bound <= key[0] for key, bound in self.bytes.items()}
         self._exact = {key: np.zeros(shape, dtype=bool) for key in self.bytes}

@@ -18,13 +18,13 @@ class Limits:
         Blocks that no stage begins with, but for the first one of all.
     pins : tuple of (int, int)
         Blocks, each with the fleet's device, by index, that it must be on.
-    most_devices : int, optional
-        How many may be used.
+    num_devices : int, optional
+        How many are to be used.
     """
 
     uncut: frozenset[int] = frozenset()
     pins: tuple[tuple[int, int], ...] = ()
-    most_devices: int | None = None
+    num_devices: int | None = None
 
     def __bool__(self) -> bool:
         """Whether anything is demanded of modules."""

@@ -79,7 +79,10 @@ class NoPlacement(Exception):
 
 
 class Problem:
-    """One search: its groups of devices, its objective, and what is known of memory so far."""
+    """One search: its groups of devices, its objective, and what is known of memory so far.
+
+    With `others` bounds are the least of all these costs': what none of them can go below.
+    """
 
     def __init__(
         self,
@@ -89,6 +92,7 @@ class Problem:
         *,
         use_all: bool = False,
         limits: Limits = NO_LIMITS,
+        others: Sequence[StageCosts] = (),
     ) -> None:
         num_devices = len(fleet.devices)
         if use_all and num_devices > costs.num_blocks:
@@ -99,7 +103,8 @@ class Problem:
             )
         most = min(num_devices, costs.num_blocks)
         self.aim: Aim = aim
-        self.num_stages = range(most if use_all else 1, min(most, limits.most_devices or most) + 1)
+        fewest = most if use_all else limits.num_devices or 1
+        self.num_stages = range(fewest, min(most, limits.num_devices or most) + 1)
         self.more_passes = costs.more_passes or 0 if aim == "latency" else 0
         timed = aim in ("latency", "throughput")
         links = link_seconds(costs, fleet) if timed and fleet.links else None
@@ -113,9 +118,9 @@ class Problem:
             receivers = [group.devices[-1] for group in self._groups]
             self._links = links[np.ix_(senders, receivers)]
         budgets = [group.budget_bytes for group in self._groups]
-        self.memory = Memory(costs, budgets, num_places=most)
+        self.memory = Memory(costs, budgets, most, others)
         self.places = range(1, self.memory.num_places + 1)
-        self._is_limited = bool(limits) and limits.most_devices is None
+        self._is_limited = bool(limits) and limits.num_devices is None
 
     @property
     def has_updates(self) -> bool:
@@ -168,7 +173,12 @@ class Problem:
 
     def conceivable(self) -> bool:
         """Whether any placement may fit, as far as is known."""
-        return self._programme().best() is not None
+        return self.fewest() is not None
+
+    def fewest(self) -> int | None:
+        """On how few devices a placement may fit, as far as is known; None where on no number."""
+        found = self._programme().fewest()
+        return None if found is None else len(found[0])
 
     def most_even(self, stages: Stages, bound: float) -> Stages:
         """Of the placements as good as `stages`, one that leaves memory free evenly."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -176,6 +177,22 @@ def conceivable(
     if strategy == "sequential":
         return furthest(problem, costs.num_blocks, len(fleet.devices)) is not None
     return problem.conceivable()
+
+
+def fewest(costs: Sequence[StageCosts], fleet: Fleet, *, limits: Limits = NO_LIMITS) -> int:
+    """How many devices it takes at the least, by lower bounds, whichever of these costs are so.
+
+    Raises
+    ------
+    NoPlacement, UsageError
+        If all devices are too few, or no placement obeys the limits.
+    """
+    one, *others = costs
+    problem = Problem(one, fleet, "headroom", limits=limits, others=others)
+    number = problem.fewest()
+    if number is None:
+        raise problem.none()
+    return number
 
 
 def _resolve(objective: Objective | Literal["auto"], costs: StageCosts, fleet: Fleet) -> Objective:
