@@ -301,7 +301,8 @@ def _local(path: str | os.PathLike[str]) -> Path | None:
     if not stat.S_ISREG(mode) or root.suffix != ".json":
         raise CheckpointError(
             f"{root} is neither a directory nor a config",
-            hint="give the directory that holds config.json and the weights",
+            hint="give the directory that holds config.json and the weights; a saved plan is given "
+            "with --plan",
         )
     return root
 

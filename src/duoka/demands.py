@@ -61,8 +61,8 @@ class _Reader:
         found: dict[int, int] = {}
         said: dict[int, str] = {}
         for name, told in pins:
-            device = fleet.names.index(find_device(told, fleet))
-            for block in self._blocks(name):
+            device, blocks = self._pinned(name, told, fleet)
+            for block in blocks:
                 place = self._place[self._root(block)]
                 if found.setdefault(place, device) != device:
                     raise UsageError(
@@ -72,6 +72,24 @@ class _Reader:
                     )
                 said.setdefault(place, name)
         return found
+
+    def _pinned(self, name: str, told: str, fleet: Fleet) -> tuple[int, list[int]]:
+        """The device of a pin and its blocks; both are told where both are wrong."""
+        problems = []
+        try:
+            blocks = self._blocks(name)
+        except UsageError as error:
+            problems.append(error)
+        try:
+            device = fleet.names.index(find_device(told, fleet))
+        except UsageError as error:
+            problems.append(error)
+        if problems:
+            hints = "; ".join(error.hint for error in problems if error.hint)
+            raise UsageError(
+                f"the pin {name}={told}: {' and '.join(map(str, problems))}", hint=hints
+            )
+        return device, blocks
 
     def uncut(self, text: str) -> Iterator[int]:
         """The places in the chain before which nothing may be cut."""
@@ -167,16 +185,3 @@ def given_back(plan: Plan) -> Fleet:
     """The fleet of a plan with what was to be left free, as before `usable`."""
     taken = reserves(plan.request.constraints, plan.fleet)
     return plan.fleet.reserving({name: -size for name, size in taken.items()})
-
-
-def told(constraints: Constraints, fleet: Fleet) -> Iterator[str]:
-    """What was demanded, as reasons for a plan."""
-    if constraints.strategy == "balanced":
-        yield "Every GPU is used, and the fullest has as large a share free as can be."
-    if constraints.strategy == "sequential":
-        yield "The GPUs are filled in the order given, each as far as it goes before the next."
-    if constraints.pins:
-        pins = [f"{name} on {find_device(at, fleet)}" for name, at in constraints.pins]
-        yield f"As pinned: {', '.join(pins)}."
-    if constraints.uncut:
-        yield f"As asked, nothing is cut at {', '.join(constraints.uncut)}."

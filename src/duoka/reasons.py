@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
+from .constraints import Constraints
+from .demands import reserves
+from .fleet import Fleet
+from .maps import find_device
 from .units import format_bytes, format_count
 from .workload import Workload
 
@@ -21,9 +25,27 @@ def number_reason(used: int, given: int, first: str, *, is_limited: bool) -> Ite
         yield f"{used} of {given} GPUs are needed; {fewer} the workload{pinned}."
 
 
+def demand_reasons(constraints: Constraints, fleet: Fleet, used: Collection[str]) -> Iterator[str]:
+    """What was demanded, and obeyed. What stays free on devices in use stands beside them."""
+    if constraints.strategy == "balanced":
+        yield "Every GPU is used, and the fullest has as large a share free as can be."
+    if constraints.strategy == "sequential":
+        yield "The GPUs are filled in the order given, each as far as it goes before the next."
+    if constraints.pins:
+        pins = [f"{name} on {find_device(at, fleet)}" for name, at in constraints.pins]
+        yield f"As pinned: {', '.join(pins)}."
+    if constraints.uncut and len(used) > 1:
+        yield f"As asked, nothing is cut at {', '.join(constraints.uncut)}."
+    for name, size in reserves(constraints, fleet).items():
+        if name not in used:
+            yield f"As asked, {format_bytes(size)} of {name} were to stay free; it isn't used."
+
+
 def offload_reason(num_modules: int, num_bytes: int, seconds: float | None) -> Iterator[str]:
-    """What lies in the host's memory, and what that costs."""
-    if num_modules:
+    """What lies in the host's memory, and what that costs, where offloading was asked for."""
+    if not num_modules:
+        yield "Nothing is offloaded: all weights fit the GPUs."
+    else:
         took = f"about {seconds:.2g} s" if seconds else "how long that takes isn't known"
         yield (
             f"The weights of {format_count(num_modules, 'module')} stay in the host's memory, "

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from .answering import Find, ProfileFor, answer, workload_for
 from .checkpoint import Checkpoint
+from .constraints import Constraints
 from .errors import InfeasibleError, UsageError
 from .fleet import Fleet
 from .maps import find_device
@@ -141,18 +142,19 @@ def _asking(plan: Plan, request: Request, question: Question, objective: Objecti
     uuids = [device.uuid for device in plan.fleet.devices]
     gpus = ",".join(filter(None, uuids)) if all(uuids) else ""
     alone = objective_of(replace(question, fleet=plan.fleet))
-    reserve = tuple(
-        (told, size)
-        for told, size in request.constraints.reserve
-        if find_device(told, fleet) in names
-    )
     asked = replace(
         request,
         gpus=request.gpus if len(names) == len(fleet.names) else gpus,
         objective=request.objective if alone == objective else objective,
-        constraints=replace(request.constraints, reserve=reserve),
+        constraints=_of_group(request.constraints, fleet, names),
     )
     return replace(plan, request=asked)
+
+
+def _of_group(constraints: Constraints, fleet: Fleet, names: Collection[str]) -> Constraints:
+    """What is demanded of a group: what other devices leave free is no matter of it."""
+    reserve = [each for each in constraints.reserve if find_device(each[0], fleet) in names]
+    return replace(constraints, reserve=tuple(reserve))
 
 
 def _refuse_senseless(question: Question, number: int | Literal["auto"]) -> None:
@@ -286,11 +288,12 @@ class _Dealer:
             objective=self._objective,
             use_all=True,
             gpus="",
+            constraints=_of_group(self._question.constraints, fleet, names),
         )
         try:
             return attempt(self._profile, group)
         except UsageError:
-            return None  # more devices than blocks
+            return None  # more devices than stages
 
     def _worth(self, plan: Plan) -> float:
         """What a group adds, to be made large."""

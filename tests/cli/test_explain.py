@@ -47,7 +47,7 @@ def test_a_page_is_written(tiny: Path, program: Program, tmp_path: Path) -> None
     assert done.stderr.endswith(f"saved to {page}\n")
     text = page.read_text(encoding="utf-8")
     assert text.startswith("<!doctype html>")
-    assert "Held against" in text
+    assert "Alternatives" in text
     refused = program("plan", tiny, *GPUS, *SIZES, "--html", tmp_path / "no" / "page.html")
     assert refused.returncode == 2
     assert "the page can't be written" in refused.stderr

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import duoka
 from duoka.errors import UsageError
 from duoka.planner import Question
-from duoka.replicas import Replicas, replicas_for
-from duoka.units import format_bytes, format_count
+from duoka.replicas import Replicas, format_copies, replicas_for
+from duoka.units import format_bytes
 
 from . import outputs
 from .profiles import finding
@@ -61,9 +62,34 @@ def show_copies(found: Replicas) -> None:
     from duoka.render import render_plan
 
     stdout().print("\n".join(_told(found)), markup=False)
+    alike: dict[object, list[int]] = {}
     for index, plan in enumerate(found.plans):
-        stdout().print("", f"copy {index + 1} of {len(found.plans)}", markup=False, sep="\n")
+        alike.setdefault(_nameless(plan), []).append(index)
+    for first, *others in alike.values():
+        plan = found.plans[first]
+        title = f"copy {first + 1} of {len(found.plans)}"
+        if others:
+            title += ", and others like it: " + "; ".join(
+                f"copy {index + 1} on {', '.join(found.plans[index].fleet.names)}"
+                for index in others
+            )
+        stdout().print("", title, markup=False, sep="\n")
         stdout().print(render_plan(plan))
+
+
+def _nameless(plan: duoka.Plan) -> object:
+    """What a plan says but for which of equal GPUs it is on."""
+    place = {name: index for index, name in enumerate(plan.devices)}
+    return (
+        tuple((module, place[at]) for module, at in plan.placement.entries),
+        tuple(replace(each, device="") for each in plan.forecast.devices),
+        tuple(
+            replace(plan.fleet.device(name), name="cuda:0", uuid="", pci_address="")
+            for name in plan.devices
+        ),
+        plan.workload,
+        plan.forecast.seconds and plan.forecast.seconds.total_seconds,
+    )
 
 
 def _told(found: Replicas) -> Iterator[str]:
@@ -73,6 +99,6 @@ def _told(found: Replicas) -> Iterator[str]:
         "latency": f"a request takes {found.value:.3g} s on the slowest",
         "throughput": f"{found.value:.3g} requests a second together",
     }[found.objective]
-    yield f"{format_count(number, 'copy') if number == 1 else f'{number} copies'}: {what}"
+    yield f"{format_copies(number)}: {what}"
     if found.idle:
         yield f"idle: {', '.join(found.idle)}"

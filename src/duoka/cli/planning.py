@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,7 +117,7 @@ class Wishes:
             offload=self.offload,
         )
 
-    def refuse_any(self) -> None:
+    def refuse_any(self, *, replan: bool = False) -> None:
         """Raise UsageError if anything was said: a saved plan has decided it all."""
         said = [
             _OPTION.get(field.name, f"--{field.name}")
@@ -128,7 +127,10 @@ class Wishes:
         if said:
             raise UsageError(
                 f"{', '.join(said)} can't be given with --plan: the plan has decided that",
-                hint="leave out --plan to make a new one",
+                hint="leave out --plan to make a new one"
+                if not replan
+                else "--replan asks again what the plan was made for; to ask for something else, "
+                "leave out --plan and --replan",
             )
 
 
@@ -156,7 +158,7 @@ def make_plan(
             hint="name the model; a plan keeps its own revision",
         )
     if plan_file is not None:
-        wishes.refuse_any()
+        wishes.refuse_any(replan=replan)
         saved = duoka.Plan.load(plan_file)
         if model is None and not replan and not asked.trust_remote_code:
             return saved  # to look at it, neither the checkpoint nor the GPUs need be here
@@ -308,8 +310,10 @@ def save_page(plan: duoka.Plan, file: Path) -> None:
     from duoka.render import render_page
 
     explanation = None
-    with suppress(UsageError):
+    try:
         explanation = duoka.explain(plan)
+    except UsageError as error:
+        stderr().print(f"the page says no reasons: {error}", markup=False, soft_wrap=True)
     outputs.write(file, render_page(plan, explanation), "the page")
 
 
@@ -342,6 +346,8 @@ def workload_for(checkpoint: duoka.Checkpoint, wishes: Wishes) -> duoka.Workload
         new = 0
     if wishes.new_tokens is not None:
         new = parse_tokens(wishes.new_tokens)
+    if wishes.max_context:
+        context = max(context, new + 1)  # which is looked for
     if new >= context:
         raise UsageError(
             f"{new} new tokens leave no room for a prompt in a context of {context}",

@@ -61,8 +61,8 @@ def find_device(told: str, fleet: Fleet) -> str:
     """
     try:
         return Devices(fleet).find(told)
-    except NoDevice as problem:
+    except NoDevice:
         raise UsageError(
-            f"{told[:60]!r} is no device of these GPUs: {problem}",
+            f"{told[:60]!r} is no device of these GPUs",
             hint=f"they are {', '.join(fleet.names)}",
         ) from None

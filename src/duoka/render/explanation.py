@@ -14,7 +14,7 @@ from .names import name_modules
 
 
 def render_explanation(explanation: Explanation) -> RenderableType:
-    """What rich prints: the objective, each GPU, and what the plan was held against."""
+    """What rich prints: the objective, each GPU, and the alternatives."""
     return _View(explanation)
 
 
@@ -49,7 +49,7 @@ def _crossings(explanation: Explanation) -> Iterator[RenderableType]:
 def _rivals(explanation: Explanation) -> Iterator[RenderableType]:
     others = list(reasons.rivals(explanation))
     if others:
-        yield Text("held against", style="bold")
+        yield Text("alternatives", style="bold")
     for rival in others:
         yield _indented(rival.name, style="bold" if rival.is_plan else "")
         yield _indented(rival.dealt, by=4)

@@ -49,7 +49,7 @@ def aim(explanation: Explanation) -> Iterator[str]:
     num = len(explanation.shares)
     where = "on one GPU" if num == 1 else f"on {num} GPUs"
     if told not in _REACHED:
-        yield f"Wanted was this order: {_AIMS[told]}."
+        yield f"The GPUs are taken in the order given: {_AIMS[told]}."
         return
     subject, verb, beyond = _REACHED[told]
     who = subject.format(binding, work=explanation.work)
@@ -192,7 +192,7 @@ def dealt(shares: Sequence[Share]) -> str:
     if counts is None:
         return ", ".join(share.device for share in shares)
     return ", ".join(
-        f"{share.device} {format_count(count, 'layer')}"
+        f"{share.device} {format_count(count, 'layer') if count else name_modules(share.modules)}"
         for share, count in zip(shares, counts, strict=True)
     )
 

@@ -1,0 +1,90 @@
+"""The command of a plan asks for what was asked, word for word."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+import typer
+
+from duoka import Checkpoint, Workload
+from duoka.cli import planning
+from duoka.cli.main import run
+from duoka.command import change, command
+from duoka.demo.checkpoint import CONFIG
+from duoka.planner import Question, solve
+from duoka.plans import Request
+
+PLAN = solve(
+    tiny.made_up([tiny.MIB] * 3),
+    Question(fleet=tiny.fleet(100), workload=Workload(dtype="bfloat16")),
+)
+LINES = (
+    "",
+    "--context 8K --new-tokens 100 --batch 3 --prefill-chunk none --trust-remote-code",
+    "--max-context --new-tokens 8K --prefill-chunk 512 --cache static",
+    "--max-batch --context 2K --dtype fp16 --cache int8 --quantize auto",
+    "--images 2 --image-size 640x480 --objective latency --use-all",
+    "--pin a=b=cuda:0 --pin c=1 --uncut x.0-7 --uncut y --reserve cuda:0=2GiB --reserve cuda:1=1B",
+    "--train full --optimizer sgd --master-weights --gradient-checkpointing --strategy balanced",
+    "--train full --micro-batches 3 --schedule 1f1b --batch 2 --context 64 --offload",
+    "--train lora --lora-rank 4 --lora-target q_proj --lora-target 'v proj'",
+)
+Ask = Callable[[str], Request]
+
+
+@pytest.fixture
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
+    """What the program understands of options; nothing is planned."""
+    model = tmp_path / "my model.json"
+    model.write_text(json.dumps({**CONFIG, "seq_length": 2**17}), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    seen: list[Request] = []
+
+    def note(checkpoint: Checkpoint, question: Question) -> None:
+        trusted = checkpoint.trust_remote_code
+        seen.append(replace(question.request, trust_remote_code=trusted))
+        raise typer.Exit
+
+    monkeypatch.setattr(planning, "_answer", note)
+
+    def understood(line: str) -> Request:
+        assert run(shlex.split(line)[1:]) == 0
+        return seen.pop()
+
+    return understood
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_same_is_asked_again(ask: Ask, line: str) -> None:
+    start = "duoka plan 'my model.json' --gpus 2x24GiB"
+    request = ask(f"{start} {line}")
+    told = command(replace(PLAN, source="my model.json", request=request))
+    assert told is not None
+    assert ask(told) == request
+    # Beside another question only what differs is said.
+    plain = replace(request, workload=Workload(prompt_tokens=9, new_tokens=9), largest=None)
+    options, without = change(plain, request)
+    assert {*options}.isdisjoint({"--gpus", "--objective", "--pin", "--offload"})
+    assert set(without) <= {"--context"}
+    assert change(request, request) == ((), ())
+
+
+def test_no_command_is_told_that_asks_for_something_else() -> None:
+    known = replace(PLAN, source="model", request=replace(PLAN.request, gpus="24GiB"))
+    assert command(known) == "duoka plan model --gpus 24GiB --context 2304 --new-tokens 256 " + (
+        "--dtype bfloat16"
+    )
+    scored = replace(known.request.workload, logits="all")
+    for other in (
+        replace(known, source=""),
+        replace(known, request=replace(known.request, gpus="")),
+        replace(known, objective="given"),
+        replace(known, request=replace(known.request, workload=scored)),
+    ):
+        assert command(other) is None
