@@ -139,8 +139,11 @@ class Problem:
         best: tuple[float, Stages] = (math.inf, ())
         while (found := (programme := self._programme(num_stages)).fewest()) is not None:
             stages, bound = found
+            if self.aim != "latency":
+                # Of equally good ones the most even is wanted in the end: one that is both.
+                stages, _ = self._tie_programme(bound, len(stages)).fewest() or found
             if self.settle(stages):
-                return found
+                return stages, bound
             # The programme is dear: once it has run, most that it would find next is found by
             # walking again over the costs that are known by then.
             for _ in range(_WALKS):

@@ -24,6 +24,8 @@ Used: TypeAlias = tuple[int, ...]
 # Sets of equally many devices. More than this takes minutes; 16 devices that all differ have
 # 12,870 at most.
 MAX_SETS = 1 << 14
+# Numbers that are compared at a time: as many as a processor's cache holds.
+_MOST_CELLS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,26 +116,42 @@ class Programme:
         """Put one more stage before every suffix of the last layer."""
         _refuse_too_many(self._groups, num_stages)
         layer: dict[Used, dict[int, Floats]] = {}
-        after = np.full(self._num_blocks + self._longest - 1, np.inf)
-        windows = np.lib.stride_tricks.sliding_window_view(after, self._longest)
         bands = self._bands_at(num_stages)
-        for rest, suffixes in self._layers[-1].items():
-            for group, used in self._with_one_more(rest):
-                after[: self._num_blocks] = self._after(group, suffixes)[1:]
-                cost = np.full(self._num_blocks + 1, np.inf)
-                np.min(self._join(bands[group], windows), axis=1, out=cost[:-1])
+        states = [*self._layers[-1].items()]
+        for group, members in enumerate(self._groups):
+            ready = [state for state in states if state[0][group] < len(members)]
+            first = -1 if self._transfers is None else group
+            for (rest, _), cost in zip(
+                ready, self._before(group, bands[group], ready), strict=True
+            ):
                 if cost.min() == np.inf:
                     continue
-                firsts = layer.setdefault(used, {})
-                first = -1 if self._transfers is None else group
+                firsts = layer.setdefault(_with_one_more(rest, group), {})
                 firsts[first] = np.minimum(firsts[first], cost) if first in firsts else cost
         self._layers.append(layer)
+
+    def _before(
+        self, group: int, band: Floats, states: Sequence[tuple[Used, dict[int, Floats]]]
+    ) -> Iterator[Floats]:
+        """Least cost from each block on with a stage of `group` before each of the states."""
+        size = max(1, _MOST_CELLS // band.size)
+        for some in (states[start : start + size] for start in range(0, len(states), size)):
+            after = np.full((len(some), self._num_blocks + self._longest - 1), np.inf)
+            for row, (_, suffixes) in zip(after, some, strict=True):
+                row[: self._num_blocks] = self._after(group, suffixes)[1:]
+            windows = np.lib.stride_tricks.sliding_window_view(after, self._longest, axis=1)
+            costs = np.full((len(some), self._num_blocks + 1), np.inf)
+            np.min(self._join(band, windows), axis=2, out=costs[:, :-1])
+            yield from costs
 
     def _finish(self) -> tuple[float, Used]:
         """Put the first stage before the last layer: the least cost, and the devices in use."""
         best: tuple[float, list[int], Used] = (np.inf, [], ())
         for rest, suffixes in self._layers[-1].items():
-            for group, used in self._with_one_more(rest):
+            for group, members in enumerate(self._groups):
+                if rest[group] == len(members):
+                    continue
+                used = _with_one_more(rest, group)
                 cost, _ = self._first_stage(sum(used), group, suffixes, 0)
                 # Of equally good sets of devices the one that the user named first.
                 devices = sorted(
@@ -143,11 +161,6 @@ class Programme:
                 )
                 best = min(best, (cost, devices, used))
         return best[0], best[2]
-
-    def _with_one_more(self, used: Used) -> Iterator[tuple[int, Used]]:
-        for group, members in enumerate(self._groups):
-            if used[group] < len(members):
-                yield group, (*used[:group], used[group] + 1, *used[group + 1 :])
 
     def _after(self, group: int, suffixes: dict[int, Floats]) -> Floats:
         """Least cost of what comes after a stage of `group`, by block, transfers included."""
@@ -193,6 +206,10 @@ class Programme:
             stages.append(Stage(start=start, stop=stop, device=device))
             start = stop
         return tuple(stages)
+
+
+def _with_one_more(used: Used, group: int) -> Used:
+    return (*used[:group], used[group] + 1, *used[group + 1 :])
 
 
 def _band(table: Floats, longest: int) -> Floats:
