@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,18 @@ def test_perplexity_is_that_of_the_whole_text(model: Path, text: Path) -> None:
     assert found.scores[1].weight_bytes < found.scores[0].weight_bytes
 
 
+def test_a_cache_in_8_bit_is_read_back(model: Path, text: Path) -> None:
+    checkpoint = Checkpoint.open(model)
+    cached = replace(QUESTION, workload=Workload(cache="int8"))
+    whole = Windows(context_tokens=250, stride_tokens=200)
+    found = measure_quality(checkpoint, text, cached, forms=(), windows=whole)
+    plain, rounded = found.scores
+    assert (plain.cache, rounded.cache) == ("dynamic", "int8")
+    assert plain.weight_bytes == rounded.weight_bytes
+    assert plain.perplexity != rounded.perplexity
+    assert rounded.perplexity == pytest.approx(plain.perplexity, rel=0.01)
+
+
 def test_windows_are_no_longer_than_the_model(model: Path) -> None:
     assert windows_for(Checkpoint.open(model)) == Windows(context_tokens=256, stride_tokens=128)
 
@@ -83,14 +96,15 @@ def test_the_program_prints_a_table_and_json(
     model: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("bench", "--quality", str(text), str(model), "--gpus", "virtual:64MiB")
-    words = (*words, "--quantize", "int8", "--context", "64", "--tokens", "80")
+    words = (*words, "--cache", "int8", "--context", "64", "--tokens", "80")
     assert run(words) == 0
     table = capsys.readouterr().out
     assert "perplexity" in table
     assert "tokens of" in table
     assert run((*words, "--json")) == 0
     told = json.loads(capsys.readouterr().out)
-    assert [score["weights"] for score in told["scores"]] == ["float32", "int8"]
+    assert [score["weights"] for score in told["scores"]] == ["float32", "float32"]
+    assert [score["cache"] for score in told["scores"]] == ["dynamic", "int8"]
     assert told["windows"]["stride_tokens"] == 32
 
 

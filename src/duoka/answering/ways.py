@@ -26,8 +26,8 @@ from .upgrades import upgrades
 ProfileFor = Callable[[Workload], Profile | None]
 """The profile for a workload; None where there is none."""
 
+_CACHE = " --cache int8"
 _QUALITY = "some accuracy: `duoka bench --quality FILE{}` measures it on your text"
-_LOSES = {"cache": _QUALITY.format(" --cache int8"), "weights": _QUALITY.format("")}
 
 
 class WaysOut:
@@ -113,7 +113,7 @@ class WaysOut:
             plan = self._plan_or_chunked(self._asked(cache="int8"))
             if plan is not None:
                 text = f"the KV cache in 8 bit{self._pieces(plan)}"
-                yield self._way("cache", text, plan, loses=_LOSES["cache"])
+                yield self._way("cache", text, plan, loses=_QUALITY.format(_CACHE))
         for scheme in _smaller(self._workload):
             asked = self._asked(quantize=scheme)
             both = self._asked(quantize=scheme, cache="int8")
@@ -130,13 +130,14 @@ class WaysOut:
 
     def _quantized(self, scheme: str, plan: Plan, more: str = "") -> WayOut:
         weights = sum(each.weight_bytes for each in plan.forecast.devices)
-        if plan.workload.cache != self._workload.cache:
+        cache = "" if plan.workload.cache == self._workload.cache else _CACHE
+        if cache:
             more += ", and the KV cache in 8 bit"
         text = (
             f"weights in {scheme.removeprefix('int')} bit ({scheme}): {format_bytes(weights)} "
             f"instead of {format_bytes(self._profile.weight_bytes)}{more}{self._pieces(plan)}"
         )
-        return self._way(scheme, text, plan, loses=_LOSES["weights"])
+        return self._way(scheme, text, plan, loses=_QUALITY.format(f" --quantize {scheme}{cache}"))
 
     # ── what training may do without ──
 

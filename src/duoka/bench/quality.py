@@ -1,7 +1,9 @@
 """Quality: what quantization does to a model, as its perplexity on a person's text.
 
 The text is read in windows that overlap: in each, the tokens that none before it has scored are
-scored, with at least the overlap before them. Models are loaded one after another, each as it
+scored, with at least the overlap before them. A KV cache in 8 bit is read back as answers read it:
+a window then runs in steps, each of which attends to what the cache has kept of those before.
+Models are loaded one after another, each as it
 would be to generate, and freed before the next one.
 """
 
@@ -20,18 +22,20 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from duoka.api import load, plan_checkpoint
+from duoka.caches import cache_name, new_cache
 from duoka.checkpoint import Checkpoint
 from duoka.choices import choose
 from duoka.errors import MachineError, UsageError
 from duoka.files import read_text, why
 from duoka.models.tokenization import load_tokenizer
 from duoka.planner import Question
-from duoka.workload import QUANTIZED, Quantization
+from duoka.workload import QUANTIZED, Cache, Quantization
 
 CONTEXT_TOKENS = 512
 MOST_TOKENS = 8192
 _MOST_BYTES = 64 * 2**20
 _FEWEST_TOKENS = 16
+_STEP_TOKENS = 32  # of a window, where a cache is measured
 _ROWS = 64  # logits in float32 at a time
 
 Told = Callable[[str], None]
@@ -92,11 +96,14 @@ class Score:
     weight_bytes : int
         On the devices, scales and padding included.
     perplexity : float
+    cache : {"dynamic", "int8"}
+        The KV cache that attention reads.
     """
 
     weights: str
     weight_bytes: int
     perplexity: float
+    cache: Cache = "dynamic"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +144,8 @@ def measure_quality(
     file : Path
         A text in UTF-8.
     question : Question
-        Its fleet is used, and of its workload the type of the weights.
+        Its fleet is used, and of its workload the type of the weights; and the cache, "dynamic" or
+        "int8", with which all but the first model are read. With "int8" that model is one of them.
     forms : sequence of {"int8", "int4", "nf4"}
     windows : Windows, optional
         How the text is read; by default as `windows_for` says.
@@ -159,7 +167,9 @@ def measure_quality(
     checkpoint = checkpoint.fetch()
     prefix, ids = _tokens(checkpoint, text, file, windows)
     scores = []
-    for form in ("none", *forms):
+    cache = question.workload.cache
+    first: list[tuple[Quantization, Cache]] = [("none", "dynamic")]
+    for form, kind in dict.fromkeys([*first, ("none", cache), *((each, cache) for each in forms)]):
         work = replace(
             question.workload,
             batch=1,
@@ -167,17 +177,18 @@ def measure_quality(
             new_tokens=1,
             logits="all",
             quantize=form,
+            cache=kind,
         )
         told(f"{_called(form)}: planning and loading")
         plan = plan_checkpoint(checkpoint, replace(question, workload=work))
         model = load(plan, trust_remote_code=checkpoint.trust_remote_code)
         told(f"{_called(form)}: reading the text")
-        perplexity = _perplexity(model, prefix, ids, windows)
+        perplexity = _perplexity(model, prefix, ids, windows, kind)
         del model
         gc.collect()
         name = plan.workload.dtype if form == "none" else form
         held = sum(device.weight_bytes for device in plan.forecast.devices)
-        scores.append(Score(weights=name, weight_bytes=held, perplexity=perplexity))
+        scores.append(Score(weights=name, weight_bytes=held, perplexity=perplexity, cache=kind))
     return Quality(
         model=checkpoint.name,
         file=str(file),
@@ -231,7 +242,11 @@ def _tokens(
 
 @torch.inference_mode()
 def _perplexity(
-    model: PreTrainedModel, prefix: Sequence[int], ids: Sequence[int], windows: Windows
+    model: PreTrainedModel,
+    prefix: Sequence[int],
+    ids: Sequence[int],
+    windows: Windows,
+    cache: Cache,
 ) -> float:
     """The perplexity of a text's tokens; without a prefix the first one has nothing before it."""
     room = replace(windows, context_tokens=windows.context_tokens - len(prefix))
@@ -241,7 +256,7 @@ def _perplexity(
         window = torch.tensor([[*prefix, *ids[start:stop]]], device=device)  # [1, tokens]
         wanted = stop - scored if scored or prefix else stop - 1
         try:
-            logits = _last_logits(model, window, wanted + 1)
+            logits = _last_logits(model, window, wanted + 1, cache)
         except torch.OutOfMemoryError as error:
             raise MachineError(
                 f"not enough memory for the logits of {wanted} tokens: {error}",
@@ -254,9 +269,13 @@ def _perplexity(
     return math.exp(total / count)
 
 
-def _last_logits(model: PreTrainedModel, window: Tensor, count: int) -> Tensor:
+def _last_logits(model: PreTrainedModel, window: Tensor, count: int, kind: Cache) -> Tensor:
     """[count, vocabulary]: of the last tokens of a window, where the model can make just these."""
     accepted = inspect.signature(model.forward).parameters
-    few = {"logits_to_keep": count} if "logits_to_keep" in accepted else {}
-    found: Tensor = model(input_ids=window, use_cache=False, **few).logits[0, -count:]
-    return found
+    if kind == "dynamic":
+        few = {"logits_to_keep": count} if "logits_to_keep" in accepted else {}
+        whole: Tensor = model(input_ids=window, use_cache=False, **few).logits[0, -count:]
+        return whole
+    cache = {cache_name(model): new_cache(model, kind), "use_cache": True}
+    steps = window.split(_STEP_TOKENS, dim=1)
+    return torch.cat([model(input_ids=step, **cache).logits[0] for step in steps])[-count:]

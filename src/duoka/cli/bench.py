@@ -17,13 +17,15 @@ from duoka.files import why
 from duoka.planner import Question
 from duoka.serial import to_dict
 from duoka.units import format_bytes
-from duoka.workload import QUANTIZED, Dtype, Quantization
+from duoka.workload import QUANTIZED, Cache, Dtype, Quantization
 
 from . import options, planning
 from .terminal import stderr, stdout
 
 if TYPE_CHECKING:
     from duoka.bench import Calibrated, Quality
+
+_MEASURED: tuple[Cache, ...] = ("dynamic", "int8")
 
 
 def bench(
@@ -50,6 +52,15 @@ def bench(
         typer.Option(
             metavar="KIND",
             help="With --quality: int8, int4 or nf4; repeatable. By default int8 and int4.",
+            show_default=False,
+        ),
+    ] = None,
+    cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND",
+            help="With --quality: int8 measures a KV cache in 8 bit, and with --quantize both "
+            "together.",
             show_default=False,
         ),
     ] = None,
@@ -99,6 +110,7 @@ def bench(
             {
                 "a model": model,
                 "--quantize": quantize,
+                "--cache": cache,
                 "--context": context,
                 "--stride": stride,
                 "--tokens": tokens,
@@ -111,9 +123,12 @@ def bench(
     asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code, to_run=True)
     if model is None:
         raise UsageError("no model was given", hint="name it: --quality FILE MODEL")
+    # What is measured where only one of the two was said.
+    forms = ("int8", "int4") if cache is None else ()
     wanted = _Wanted(
         file=quality,
-        forms=[choose("quantize", each, QUANTIZED) for each in quantize or ("int8", "int4")],
+        forms=[choose("quantize", each, QUANTIZED) for each in quantize or forms],
+        cache=choose("cache", cache or "dynamic", _MEASURED),
         context=_read_tokens(context),
         stride=_read_tokens(stride),
         tokens=_read_tokens(tokens),
@@ -152,6 +167,7 @@ class _Wanted(NamedTuple):
 
     file: Path
     forms: list[Quantization]
+    cache: Cache
     context: int | None
     stride: int | None
     tokens: int | None
@@ -178,7 +194,7 @@ def _measure(checkpoint: duoka.Checkpoint, fleet: duoka.Fleet, wanted: _Wanted) 
         return measure_quality(
             checkpoint,
             wanted.file,
-            Question(fleet=fleet, workload=duoka.Workload(dtype=wanted.dtype)),
+            Question(fleet=fleet, workload=duoka.Workload(dtype=wanted.dtype, cache=wanted.cache)),
             forms=wanted.forms,
             windows=chosen,
             told=status.update,
@@ -190,14 +206,18 @@ def _print_quality(found: Quality) -> None:
     from rich.table import Table
 
     first = found.scores[0]
+    cached = any(score.cache != first.cache for score in found.scores)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("weights")
+    if cached:
+        table.add_column("cache")
     for name in ("bytes", "of it", "perplexity", "more", "in percent"):
         table.add_column(name, justify="right")
     for score in found.scores:
         more = score.perplexity - first.perplexity
         table.add_row(
             score.weights,
+            *([score.cache] if cached else []),
             format_bytes(score.weight_bytes),
             f"{score.weight_bytes / first.weight_bytes:.0%}",
             f"{score.perplexity:.4f}",
