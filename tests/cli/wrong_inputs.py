@@ -83,6 +83,8 @@ def prepare() -> None:
     _model("no-type", {})
     _model("unknown", {"model_type": "frobnicator", "architectures": ["Frobnicator"]})
     _model("own-code", {"model_type": "frob", "auto_map": {"AutoModelForCausalLM": "a.Frob"}})
+    _model("quantized", {**tiny, "quantization_config": {"quant_method": "awq"}})
+    _model("spelled", {**tiny, "quantization_config": {"quant_method": "spell"}})
     _model("no-heads", {**tiny, "num_attention_heads": 0})
     _model("huge", {**tiny, "num_layers": 10**9})
     _model("truncated", tiny, b"\x08")
