@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from duoka.allocator import OutOfCapacity, rounded_bytes, segment_bytes
-from duoka.playing import DROP, KEEP, MALLOC, RELEASE, Key
-from duoka.profile import buffer_bytes, evaluate
+from duoka.playing import DROP, KEEP, MALLOC, RELEASE
+from duoka.profile import Key, buffer_bytes, evaluate
 from duoka.replay import Replay
 
 MIB = 2**20

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from duoka.allocator import CachingAllocator, OutOfCapacity
-from duoka.playing import KEEP, MALLOC, RELEASE, Held, Key, Memo, Part, Player
-from duoka.profile import Profile
+from duoka.playing import KEEP, MALLOC, RELEASE, Held, Memo, Part, Player
+from duoka.profile import Key, Profile
 from duoka.replay import Replay
 from duoka.workload import Workload
 

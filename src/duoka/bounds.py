@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .allocator import rounded_bytes
 from .chain import Chain
-from .profile import Ref, buffer_bytes, evaluate
+from .profile import Ref, Tape, buffer_bytes, evaluate
 from .replay import Replay
 
 
 def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
     """Never more than the exact bytes: what is requested at the peak of each step's blocks.
 
-    Left out are tensors while no block reads them. While a step is in one block, the caches of
-    those before it have grown and those behind it haven't.
+    While a step is in one block, the caches of those before it have grown and those behind it
+    haven't. Left out is some of what goes by way of tied blocks.
 
     Parameters
     ----------
@@ -43,11 +43,14 @@ def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
         )
     bounds = np.zeros((num + 1, num + 1), np.int64)
     ahead = np.triu(np.ones((num, num), np.bool_))
+    starts, places = np.indices((num, num))
     for step in range(len(replay.steps)):
-        before, after, peaks = np.array([steps[kind][step] for kind in kinds]).T
+        before, after, peaks, fuller, back = np.array([steps[kind][step] for kind in kinds]).T
         grown = np.concatenate([[0], np.cumsum(after)])
         to_grow = np.concatenate([[0], np.cumsum(before)])
-        own = np.where(ahead, (grown[:-1] - to_grow[1:] + peaks)[None, :], -(1 << 62))
+        busiest = np.where(starts <= places - back, fuller, peaks)
+        busiest = busiest + _waiting(chain, replay, step)
+        own = np.where(ahead, grown[:-1] - to_grow[1:] + busiest, -(1 << 62))
         most = np.maximum.accumulate(own, axis=1)
         bytes_now = most + to_grow[None, 1:] - grown[:-1, None]
         np.maximum(bounds[:-1, 1:], np.where(ahead, bytes_now, 0), out=bounds[:-1, 1:])
@@ -68,34 +71,65 @@ def _buffers(chain: Chain) -> NDArray[np.int64]:
     return buffers
 
 
-def _cache_and_peaks(chain: Chain, replay: Replay, block: int) -> Iterator[tuple[int, int, int]]:
-    """For each step the cache bytes of a block before and after it, and its peak with them."""
+def _cache_and_peaks(
+    chain: Chain, replay: Replay, block: int
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """For each step the cache bytes of a block before and after it, and its peak with them.
+
+    Then its peak where the blocks before it are on its stage as well, of which it frees something
+    that it doesn't read, and how many blocks back that goes.
+    """
     cache: list[int] = []
     for step in range(len(replay.steps)):
         tape = replay.tape(block, step)
         sizes = [rounded_bytes(size) for size in replay.sizes(block, step)]
-        kept, held = frozenset(tape.kept), _held(chain, replay, block, step)
+        held = _held(chain, replay, block, step)
+        left = {
+            ref: _made(chain, replay, block, step, ref)
+            for ref in tape.events
+            if ref is not None and ref.origin == "earlier" and ref not in held
+        }
+        back = max((_back(chain, block, ref) for ref in left), default=0)
+        peak = _peak(tape, sizes, cache, held)
+        fuller = _peak(tape, sizes, cache, held | left) if left else peak
         before = sum(cache)
-        live = peak = before + sum(held.values())
-        born: list[int] = []
-        dropped: set[int] = set()
-        count = 0
-        for event in tape.events:
-            if event is None:
-                if count in kept:
-                    born.append(sizes[count])
-                live += sizes[count]
-                peak = max(peak, live)
-                count += 1
-            elif event.origin == "kept":
-                dropped.add(event.index)
-                live -= cache[event.index]
-            elif event.origin == "own":
-                live -= sizes[event.index]
-            elif event in held:
-                live -= held.pop(event)
-        cache = [size for slot, size in enumerate(cache) if slot not in dropped] + born
-        yield before, sum(cache), peak
+        dropped = {ref.index for ref in tape.events if ref is not None and ref.origin == "kept"}
+        cache = [size for slot, size in enumerate(cache) if slot not in dropped]
+        cache += [sizes[number] for number in sorted(tape.kept)]
+        yield before, sum(cache), peak, fuller, back
+
+
+def _peak(tape: Tape, sizes: Sequence[int], cache: Sequence[int], held: dict[Ref, int]) -> int:
+    """The most that a block has at a time, with its caches and what it holds of others."""
+    live = peak = sum(cache) + sum(held.values())
+    count = 0
+    for event in tape.events:
+        if event is None:
+            live += sizes[count]
+            peak = max(peak, live)
+            count += 1
+        elif event.origin == "kept":
+            live -= cache[event.index]
+        elif event.origin == "own":
+            live -= sizes[event.index]
+        else:
+            live -= held.get(event, 0)
+    return peak
+
+
+def _waiting(chain: Chain, replay: Replay, step: int) -> NDArray[np.int64]:
+    """[start, place]: bytes on a stage from `start` on that the block at a place doesn't touch."""
+    waiting = np.zeros((len(chain), len(chain)), np.int64)
+    for wait in chain.waits(replay.steps[step].regime):
+        size = rounded_bytes(replay.sizes(wait.block, step)[wait.number])
+        waiting[: wait.place + 1, wait.during] += size
+    return waiting
+
+
+def _back(chain: Chain, block: int, ref: Ref) -> int:
+    """How many places before a block's place in the chain something was made."""
+    made = block - ref.back
+    return sum(made <= index < block for index in chain.blocks) if ref.back else 0
 
 
 def _held(chain: Chain, replay: Replay, block: int, step: int) -> dict[Ref, int]:
@@ -106,14 +140,19 @@ def _held(chain: Chain, replay: Replay, block: int, step: int) -> dict[Ref, int]
     """
     held: dict[Ref, int] = {}
     for read in replay.tape(block, step).reads:
-        if read.ref.origin not in ("earlier", "carried"):
-            continue
-        sizes = {evaluate(read.size, replay.steps[step].values)}
-        for index in chain.likes(block, read.ref):
-            maker, number = replay.key_of(index, read.ref, step)
-            # What is kept counts as a cache of its maker, on whose stage this one may be.
-            is_kept = number in replay.tape(maker, step).kept
-            sizes.add(0 if is_kept else replay.sizes(maker, step)[number])
-        size = rounded_bytes(min(sizes)) if all(sizes) else 0
-        held[read.ref] = min(size, held.get(read.ref, size))
+        if read.ref.origin in ("earlier", "carried"):
+            moved = rounded_bytes(evaluate(read.size, replay.steps[step].values))
+            size = min(moved, _made(chain, replay, block, step, read.ref))
+            held[read.ref] = min(size, held.get(read.ref, size))
     return held
+
+
+def _made(chain: Chain, replay: Replay, block: int, step: int, ref: Ref) -> int:
+    """Bytes of what a block refers to, as small as it is for any block of its kind."""
+    sizes = []
+    for index in chain.likes(block, ref):
+        maker, number = replay.key_of(index, ref, step)
+        # What is kept counts as a cache of its maker, on whose stage this one may be.
+        is_kept = number in replay.tape(maker, step).kept
+        sizes.append(0 if is_kept else rounded_bytes(replay.sizes(maker, step)[number]))
+    return min(sizes)

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .profile import Profile, Ref
+from .profile import Profile, Ref, Tape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Wait:
+    """Something that a block leaves to others, while blocks between them don't touch it.
+
+    Parameters
+    ----------
+    block, number, place : int
+        The block that makes it, the number of the allocation in its tape, and its place.
+    during : [places]
+        The places of the blocks that don't touch it while it is there.
+    """
+
+    block: int
+    number: int
+    place: int
+    during: NDArray[np.int64]
 
 
 class Chain:
@@ -34,6 +53,7 @@ class Chain:
         for index, block in enumerate(blocks):
             if block.tied_to is not None:
                 self.attached[_root(profile, index)].append(index)
+        self._waits: dict[int, list[Wait]] = {}
 
     def __len__(self) -> int:
         """How many blocks can be cut apart."""
@@ -80,12 +100,57 @@ class Chain:
         found = {kinds[index - ref.back].kind: index for index in self._of_kind[kinds[block].kind]}
         return list(found.values())
 
+    def waits(self, regime: int) -> list[Wait]:
+        """What is there for longer than from one block to the next, in steps of a regime."""
+        if regime not in self._waits:
+            self._waits[regime] = [*self._found_waits(regime)]
+        return self._waits[regime]
+
+    def _found_waits(self, regime: int) -> Iterator[Wait]:
+        blocks, carried = self.profile.blocks, self.profile.regimes[regime].carried
+        tapes = [kind.tapes[regime] for kind in self.profile.kinds]
+        reads = [{read.ref for read in tape.reads} for tape in tapes]
+        left = [_left(tape) for tape in tapes]
+        ended = {
+            self.profile.key_of(index, ref, regime): index
+            for index, block in reversed([*enumerate(blocks)])
+            for ref in tapes[block.kind].events
+            if ref is not None and ref.origin in ("earlier", "carried")
+        }
+        for place, block in enumerate(self.blocks):
+            for number in left[blocks[block].kind]:
+                stop = ended.get((block, number), len(blocks))
+                if stop == block + 1:
+                    continue
+                by_index = carried.index((block, number)) if (block, number) in carried else -1
+                far = Ref(origin="carried", index=by_index)
+                during = [
+                    later
+                    for later, index in enumerate(self.blocks)
+                    if block < index < stop
+                    and far not in reads[blocks[index].kind]
+                    and Ref(origin="earlier", index=number, back=index - block)
+                    not in reads[blocks[index].kind]
+                ]
+                if during:
+                    yield Wait(block=block, number=number, place=place, during=np.array(during))
+
     @cached_property
     def _of_kind(self) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
         for index in self.blocks:
             found.setdefault(self.profile.blocks[index].kind, []).append(index)
         return found
+
+
+def _left(tape: Tape) -> list[int]:
+    """The numbers of what a block leaves to others in its step."""
+    gone = {ref.index for ref in tape.events if ref is not None and ref.origin == "own"}
+    return [
+        number
+        for number in range(len(tape.sizes))
+        if number not in gone and number not in tape.kept
+    ]
 
 
 def _root(profile: Profile, index: int) -> int:

@@ -20,14 +20,12 @@ from .allocator import (
     rounded_bytes,
     segment_bytes,
 )
+from .profile import Key
 
 MALLOC, KEEP, RELEASE, DROP, RELEASE_FAR = range(5)
 Event = tuple[int, int, int]
 """A code with two numbers: allocate (number, bytes), keep (number, bytes), release (blocks back,
 number), drop (slot, 0), release far (block, number)."""
-
-Key = tuple[int, int]
-"""A block and the number of an allocation in its tape; block -1 stands for the model's inputs."""
 
 Held = tuple[Block, int]
 """What a request was given, and how many bytes it asked for, rounded."""

@@ -92,6 +92,10 @@ def evaluate(rule: Rule, values: Sequence[int]) -> int:
     return round(sum(c * v for c, v in zip(rule, values, strict=False) if c))
 
 
+Key = tuple[int, int]
+"""A block and the number of an allocation in its tape; block -1 stands for the model's inputs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ref:
     """One allocation, seen from a block.
@@ -351,6 +355,16 @@ class Profile:
                 kind = replace(kind, weight_bytes=(), streamed_bytes=streamed)
             changed.append(replace(block, kind=number.setdefault(kind, len(number))))
         return replace(self, blocks=tuple(changed), kinds=tuple(number))
+
+    def key_of(self, block: int, ref: Ref, regime: int) -> Key:
+        """Whose allocation a reference in a block's tape means."""
+        if ref.origin == "own":
+            return block, ref.index
+        if ref.origin == "earlier":
+            return block - ref.back, ref.index
+        if ref.origin == "carried":
+            return self.regimes[regime].carried[ref.index]
+        return -1, ref.index
 
     def answers(self, batch: int) -> bool:
         """Whether there are rules for so many sequences: one, or several."""

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from .allocator import rounded_bytes
-from .playing import DROP, KEEP, MALLOC, RELEASE, RELEASE_FAR, Event, Held, Key, Player
-from .profile import TRAINING_PHASES, Profile, evaluate, training_monomials
+from .playing import DROP, KEEP, MALLOC, RELEASE, RELEASE_FAR, Event, Held, Player
+from .profile import TRAINING_PHASES, Key, Profile, evaluate, training_monomials
 from .replay import Replay, StageBytes, Step
 from .workload import Training, Workload
 

@@ -20,12 +20,11 @@ from .playing import (
     RELEASE_FAR,
     Event,
     Held,
-    Key,
     Memo,
     Part,
     Player,
 )
-from .profile import Kind, Phase, Profile, Ref, Tape, buffer_bytes, evaluate, monomials
+from .profile import Key, Kind, Phase, Profile, Ref, Tape, buffer_bytes, evaluate, monomials
 from .workload import Workload, refuse_short
 
 T = TypeVar("T")
@@ -198,13 +197,7 @@ class Replay:
 
     def key_of(self, block: int, ref: Ref, step: int) -> Key:
         """Whose allocation a reference in a block's tape means."""
-        if ref.origin == "own":
-            return block, ref.index
-        if ref.origin == "earlier":
-            return block - ref.back, ref.index
-        if ref.origin == "carried":
-            return self.profile.regimes[self.steps[step].regime].carried[ref.index]
-        return -1, ref.index
+        return self.profile.key_of(block, ref, self.steps[step].regime)
 
     def _compile(self, block: int, step: int) -> Iterator[Event]:
         tape, sizes = self.tape(block, step), self.sizes(block, step)
