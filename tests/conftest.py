@@ -38,8 +38,13 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Profiles are cached in a directory of this test run, not in the user's."""
-    directory = tmp_path_factory.mktemp("cache")
+    """Profiles are cached in a directory of this test run, not in the user's.
+
+    Its workers share it: what one has traced, the other needn't.
+    """
+    base = tmp_path_factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "profiles"
+    directory.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DUOKA_CACHE", str(directory))
         yield directory

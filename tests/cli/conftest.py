@@ -43,10 +43,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def environment(own_cache: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR",)}
-    cache = str(tmp_path_factory.mktemp("cache"))
-    return {**kept, "DUOKA_CACHE": cache, "TERM": "xterm", "COLUMNS": "80", "PYTHONUTF8": "1"}
+    return {
+        **kept,
+        "DUOKA_CACHE": str(own_cache),
+        "TERM": "xterm",
+        "COLUMNS": "80",
+        "PYTHONUTF8": "1",
+    }
 
 
 @pytest.fixture(scope="session")

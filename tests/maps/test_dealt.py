@@ -15,11 +15,14 @@ import torch
 from checkpoints import write_random
 
 import duoka
-from duoka import Checkpoint, Workload, api
+from duoka import Checkpoint, Workload
+from duoka.answering import workload_for
+from duoka.building import build_model
 from duoka.demo.checkpoint import CONFIG
 from duoka.errors import PlacementError
 from duoka.maps import judge
 from duoka.outline import Outline
+from duoka.tracing import Subject, trace_workload
 
 FIRST = ("transformer.word_embeddings", "transformer.final_layernorm", "lm_head")
 FIRST_LAYERS = "transformer.layers"
@@ -66,7 +69,18 @@ TINY = {
     "kv_channels": 16,
     "multi_query_group_num": 1,
 }
-LOAD = Workload(prompt_tokens=20, new_tokens=4)
+LOAD = Workload(prompt_tokens=20, new_tokens=4, prefill_chunk_tokens=None)
+
+
+def outlined(path: Path) -> Outline:
+    """The names of a checkpoint's tensors, without all the rules of what it costs."""
+    checkpoint = Checkpoint.open(path)
+    subject = Subject(
+        fingerprint=checkpoint.fingerprint,
+        published=None if checkpoint.tensors is None else tuple(checkpoint.tensors),
+    )
+    load = workload_for(checkpoint, LOAD)
+    return trace_workload(build_model(checkpoint, load), subject, [load]).outline
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +91,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outline(checkpoint: Path) -> Outline:
-    return api.profile_checkpoint(Checkpoint.open(checkpoint), LOAD).outline
+    return outlined(checkpoint)
 
 
 def refused(device_map: Mapping[str, object], outline: Outline, num_gpus: int) -> PlacementError:
@@ -126,16 +140,14 @@ def test_what_the_maps_miss(outline: Outline, num_gpus: int) -> None:
 
 @pytest.mark.parametrize("name", ["chatglm2-6b", "chatglm3-6b", "chatglm3-6b-128k"])
 def test_what_they_miss_of_the_published_models(shared_data: Path, name: str) -> None:
-    config = Checkpoint.open(shared_data / "configs" / f"{name}.json")
-    outline = api.profile_checkpoint(config, Workload()).outline
+    outline = outlined(shared_data / "configs" / f"{name}.json")
     for num_gpus in GPUS:
         check_first(outline, num_gpus)
         check_later(outline, num_gpus)
 
 
 def test_what_they_miss_of_glm_4(shared_data: Path) -> None:
-    config = Checkpoint.open(shared_data / "configs" / "glm-4-9b-chat.json")
-    outline = api.profile_checkpoint(config, Workload()).outline
+    outline = outlined(shared_data / "configs" / "glm-4-9b-chat.json")
     for num_gpus in GPUS:
         check_first(outline, num_gpus, count=40)
         check_later(outline, num_gpus, count=40)

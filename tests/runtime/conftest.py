@@ -30,10 +30,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # Not for the session: a test elsewhere may configure other virtual GPUs for this process.
 @pytest.fixture(scope="module")
-def generator(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator:
+def generator(tiny: Path) -> Generator:
     """On two virtual GPUs, planned for 3 prompts of 64 tokens and 32 new ones."""
     workload = Workload(batch=3, prompt_tokens=64, new_tokens=32, prefill_chunk_tokens=None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DUOKA_CACHE", str(tmp_path_factory.mktemp("cache")))
-        plan = duoka.plan(tiny, "virtual:2x64MiB", workload, use_all=True)
+    plan = duoka.plan(tiny, "virtual:2x64MiB", workload, use_all=True)
     return Generator.of(duoka.load(plan), Checkpoint.open(tiny), plan.workload)
