@@ -297,8 +297,8 @@ class Problem:
         tables = [np.where(np.triu(allowed, 1), 0.0, np.inf) for allowed in self._allowed]
         if self._run([tables], slowest=False, num_stages=self.num_stages).best() is None:
             raise UsageError(
-                "the pins and the modules that stay uncut contradict each other: no cut of the "
-                "model into stages, one on each device, obeys them all",
+                "what is demanded of modules contradicts itself: no cut of the model into stages, "
+                "one on each device, obeys all of it",
                 hint="a device holds one run of modules, in the order in which they run; take "
                 "some pins away",
             )

@@ -73,9 +73,10 @@ class Programme:
         self._num_stages = num_stages
         self._num_blocks = tables[0][0].shape[0] - 1
         # Kept by start and length: the long stages, which fit nowhere, are left out.
-        possible = [np.isfinite(table) for here in tables for table in here]
-        starts, stops = np.nonzero(np.any(possible, axis=0))
-        self._longest = max(1, int(np.max(stops - starts, initial=0)))
+        self._lengths = [max(map(_longest, each)) for each in zip(*tables, strict=True)]
+        self._longest = max(self._lengths)
+        by_device = zip(self._lengths, groups, strict=True)
+        self._most = sorted((length for length, each in by_device for _ in each), reverse=True)
         self.revise(tables)
         end = np.full(self._num_blocks + 1, np.inf)
         end[-1] = -np.inf if slowest else 0.0
@@ -134,14 +135,20 @@ class Programme:
         self, group: int, band: Floats, states: Sequence[tuple[Used, dict[int, Floats]]]
     ) -> Iterator[Floats]:
         """Least cost from each block on with a stage of `group` before each of the states."""
-        size = max(1, _MOST_CELLS // band.size)
+        length, stages = self._lengths[group], len(self._layers)
+        # What is before the stage must fit as many of the largest devices as are left for it.
+        last = sum(self._most[: max(0, self._num_stages.stop - 1 - stages)])
+        first = self._num_blocks - sum(self._most[:stages])
+        rows = slice(max(0, first), min(self._num_blocks, last + 1))
+        band = band[rows, :length]
+        size = max(1, _MOST_CELLS // max(1, band.size))
         for some in (states[start : start + size] for start in range(0, len(states), size)):
-            after = np.full((len(some), self._num_blocks + self._longest - 1), np.inf)
+            after = np.full((len(some), self._num_blocks + length - 1), np.inf)
             for row, (_, suffixes) in zip(after, some, strict=True):
                 row[: self._num_blocks] = self._after(group, suffixes)[1:]
-            windows = np.lib.stride_tricks.sliding_window_view(after, self._longest, axis=1)
+            windows = np.lib.stride_tricks.sliding_window_view(after, length, axis=1)
             costs = np.full((len(some), self._num_blocks + 1), np.inf)
-            np.min(self._join(band, windows), axis=2, out=costs[:, :-1])
+            np.min(self._join(band, windows[:, rows]), axis=2, out=costs[:, rows])
             yield from costs
 
     def _finish(self) -> tuple[float, Used]:
@@ -206,6 +213,12 @@ class Programme:
             stages.append(Stage(start=start, stop=stop, device=device))
             start = stop
         return tuple(stages)
+
+
+def _longest(table: Floats) -> int:
+    """The length of the longest stage that can be, and 1 where none can."""
+    starts, stops = np.nonzero(np.isfinite(table))
+    return max(1, int(np.max(stops - starts, initial=0)))
 
 
 def _with_one_more(used: Used, group: int) -> Used:
