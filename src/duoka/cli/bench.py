@@ -123,11 +123,9 @@ def bench(
     asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code, to_run=True)
     if model is None:
         raise UsageError("no model was given", hint="name it: --quality FILE MODEL")
-    # What is measured where only one of the two was said.
-    forms = ("int8", "int4") if cache is None else ()
     wanted = _Wanted(
         file=quality,
-        forms=[choose("quantize", each, QUANTIZED) for each in quantize or forms],
+        forms=_forms(quantize, cache),
         cache=choose("cache", cache or "dynamic", _MEASURED),
         context=_read_tokens(context),
         stride=_read_tokens(stride),
@@ -172,6 +170,12 @@ class _Wanted(NamedTuple):
     stride: int | None
     tokens: int | None
     dtype: Dtype
+
+
+def _forms(quantize: list[str] | None, cache: str | None) -> list[Quantization]:
+    """What the weights become; nothing where only a cache is to be measured."""
+    usual = ["int8", "int4"] if cache is None else []
+    return [choose("quantize", each, QUANTIZED) for each in quantize or usual]
 
 
 def _read_tokens(text: str | None) -> int | None:

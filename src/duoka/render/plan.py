@@ -77,7 +77,9 @@ def _heading(plan: Plan) -> Text:
 
 def _table(plan: Plan) -> Table:
     unit, divisor = _unit(plan)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    # With a column more, as training has, names would be broken at 80 columns but for the edges.
+    wide = plan.workload.training is None
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=wide)
     table.add_column("GPU", no_wrap=True)
     table.add_column("modules", overflow="fold", ratio=1)
     kinds = [kind for kind in _kinds(plan) if kind != "free"]

@@ -154,7 +154,7 @@ def fewer(explanation: Explanation) -> str:
 def _missing(num_bytes: int, least: str = "") -> str:
     # As a bound it may be next to nothing, where it is the cut or fragmentation that is in the way.
     if num_bytes < _LEAST_TOLD:
-        return "it doesn't fit by a little, whatever the cut"
+        return "it doesn't fit by a little" + (", whatever the cut" if least else "")
     return f"{least}{format_bytes(num_bytes)} are missing"
 
 
