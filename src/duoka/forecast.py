@@ -249,15 +249,11 @@ class Costs:
         """A replay of the profile at the workload, for a stage at a place from the end."""
         return Replay(self.profile, self.workload, brief=brief)
 
-    def variant(self, place: int) -> int:
-        """Equal for places from the end at which equal blocks cost the same."""
-        return 1
-
     def _full_at(self, place: int) -> Replay:
-        variant = self.variant(place)
-        if variant not in self._fulls:
-            self._fulls[variant] = self.replay(brief=False, place=place)
-        return self._fulls[variant]
+        place = min(place, self.num_places)
+        if place not in self._fulls:
+            self._fulls[place] = self.replay(brief=False, place=place)
+        return self._fulls[place]
 
     @property
     def times(self) -> Times:
@@ -297,7 +293,7 @@ class Costs:
 
     def _signature(self, blocks: Sequence[int], place: int) -> tuple[int, ...]:
         """Equal for stages that cost the same."""
-        return (*self._chain.signature(blocks), self.variant(place))
+        return (*self._chain.signature(blocks), min(place, self.num_places))
 
     def _lower_bounds(self) -> NDArray[np.int64]:
         return lower_bounds(self._chain, self._brief)

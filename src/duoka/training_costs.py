@@ -52,7 +52,7 @@ class TrainingCosts(Costs):
     ) -> None:
         assert workload.training is not None, "the workload is to train"
         self.training: Training = workload.training
-        self._by_flight: dict[int, Ints] = {}
+        self._by_place: dict[int, Ints] = {}
         super().__init__(profile, workload, findings)
 
     @property
@@ -76,18 +76,14 @@ class TrainingCosts(Costs):
 
     def bounds_at(self, place: int) -> Ints:
         """[start, stop]: never more than the exact bytes of a stage at this place."""
-        flying = in_flight(self.training, place)
-        if flying not in self._by_flight:
-            self._by_flight[flying] = _Bounds(self, place).table()
-        return self._by_flight[flying]
+        place = min(place, self.num_places)
+        if place not in self._by_place:
+            self._by_place[place] = _Bounds(self, place).table()
+        return self._by_place[place]
 
     def replay(self, *, brief: bool, place: int = 1) -> Rehearsal:
         """A rehearsal of a stage at a place from the end."""
         return Rehearsal(self.profile, self.workload, place=place)
-
-    def variant(self, place: int) -> int:
-        """How many micro-batches are in flight."""
-        return in_flight(self.training, place)
 
     def _lower_bounds(self) -> Ints:
         return self.bounds_at(1)
