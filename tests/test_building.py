@@ -90,7 +90,7 @@ def test_a_model_that_is_there_already_is_not_quantized() -> None:
         duoka.plan(model, "virtual:1GiB", Workload(quantize="int8"))
 
 
-@pytest.mark.parametrize("name", ["fp8 experts"])
+@pytest.mark.parametrize("name", ["fp8 experts", "nf4"])
 def test_the_forecast_of_a_published_one_is_measured(tmp_path: Path, name: str) -> None:
     checkpoint = Checkpoint.open(published.write(tmp_path, name))
     plan = duoka.plan(checkpoint, "virtual:2x64MiB", WORK, use_all=True)

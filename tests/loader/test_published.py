@@ -163,6 +163,13 @@ def test_what_the_files_lack_is_named_and_nothing_is_left(torchao: Path, tmp_pat
         assert world.memory_reserved(0) == 0
 
 
+def test_too_little_memory_is_told(torchao: Path) -> None:
+    with virtual.gpus([3 * 2**20], data="cpu") as world:
+        with pytest.raises(LoadError, match="the weights don't fit: vgpu out of memory"):
+            load_on(torchao, "vgpu:0")
+        assert world.memory_reserved(0) == 0
+
+
 def test_an_interrupt_leaves_nothing_behind(torchao: Path) -> None:
     def stop(done: int, total: int) -> None:
         if done > total // 2:

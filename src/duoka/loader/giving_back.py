@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from duoka.errors import LoadError
+
 
 @contextmanager
 def nothing_left(
@@ -21,6 +23,11 @@ def nothing_left(
     devices : collection of torch.device
     undo : callable, optional
         Called first where it fails.
+
+    Raises
+    ------
+    LoadError
+        If it failed for want of memory on a device.
     """
     try:
         yield
@@ -29,6 +36,11 @@ def nothing_left(
             undo()
         _forget_locals(error)
         _empty_caches(devices)
+        if isinstance(error, torch.OutOfMemoryError):
+            raise LoadError(
+                f"the weights don't fit: {error}",
+                hint="something else uses the memory that the plan counted on",
+            ) from error
         raise
     _empty_caches(devices)
 

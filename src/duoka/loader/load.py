@@ -210,13 +210,7 @@ def _fill(
     sources: Mapping[str, Source],
     progress: Progress | None,
 ) -> None:
-    try:
-        move_tensors(model, devices)
-    except torch.OutOfMemoryError as error:
-        raise LoadError(
-            f"the weights don't fit: {error}",
-            hint="something else uses the memory that the plan counted on",
-        ) from error
+    move_tensors(model, devices)
     filler = Filler(dict(tensor_names(model)), sources, progress)
     with torch.no_grad():
         filler.fill(recipe)
