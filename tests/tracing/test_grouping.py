@@ -409,6 +409,15 @@ def test_what_is_made_on_an_earlier_device_keeps_blocks_together(how: str) -> No
     assert names(Masked(how=how), tokens()) == (together if made else apart)
 
 
+@pytest.mark.parametrize(("how", "number"), [("named", 2), ("computed", 3)])
+def test_where_moves_are_heard_features_may_be_put_together_later(how: str, number: int) -> None:
+    model = Masked(how=how)
+    with virtual.gpus([None], data="meta"), torch.no_grad():
+        place(model, Placement(entries=(("", "vgpu:0"),)))
+        ids = tokens().to("vgpu:0")
+        assert len(find_groups(model, lambda: model(ids), hears_moves=True)) == number
+
+
 # Models of transformers, without any of their lists of class names.
 
 SIZES: dict[str, Any] = {

@@ -61,7 +61,7 @@ def find_groups(
     list of Group
         Every parameter and buffer belongs to exactly one.
     """
-    experiment = _Experiment(model)
+    experiment = _Experiment(model, hears_moves=hears_moves)
     moved = experiment.moved if hears_moves else lambda result, source, place: result
     moves = Moves(experiment.place_of, moved, experiment.made)
     with experiment.watching(), virtual.observe(experiment), moves:
@@ -109,8 +109,9 @@ def _containing(name: str) -> Iterator[str]:
 class _Experiment:
     """A run with tags: who executes when, and which owners an operation mixes."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, hears_moves: bool) -> None:
         self.model = model
+        self.hears_moves = hears_moves
         self.owners = [name for name, module in model.named_modules() if _owns(module)]
         self.containers = {
             name
@@ -153,7 +154,9 @@ class _Experiment:
         if not tags:
             return
         representative = min(tags)
-        if has_made:
+        # A tower's features are put together when all of it has run, before they are moved. What
+        # its layers worked with is free by then, and this is less.
+        if has_made and not self.hears_moves:
             self.work.add((representative, self.running))
         for tag in tags:
             self._union(representative, tag)
