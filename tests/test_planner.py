@@ -6,12 +6,15 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from duoka import Device, Fleet, Workload
+from duoka.constraints import Constraints
+from duoka.demands import usable
 from duoka.errors import InfeasibleError, UsageError
 from duoka.forecast import Costs
 from duoka.planner import Question, solve, with_chunks
@@ -169,6 +172,24 @@ def test_a_chunk_that_saves_a_gpu_is_taken() -> None:
 
 
 # Refusals.
+
+
+def test_what_was_demanded_is_told_where_it_matters() -> None:
+    profile = tiny.made_up([40 * tiny.MIB] * 4)
+
+    def why(*budgets: int, **demands: Any) -> str:
+        constraints = Constraints(**demands)
+        fleet = usable(tiny.fleet(*budgets), constraints)
+        question = Question(fleet=fleet, workload=Workload(), constraints=constraints)
+        return " ".join(solve(profile, question).why)
+
+    unused = "As asked, 300.00 MiB of vgpu:0 were to stay free; it isn't used."
+    assert unused in why(400, 400, reserve=(("vgpu:0", 300 * tiny.MIB),))
+    assert unused not in why(900, 400, reserve=(("vgpu:0", 300 * tiny.MIB),))
+    assert "nothing is cut at block.1" in why(120, 120, uncut=("block.1",))
+    assert "nothing is cut" not in why(400, uncut=("block.1",))
+    assert "Nothing is offloaded" in why(400, offload=True)
+    assert "offloaded" not in why(400)
 
 
 def test_a_context_beyond_the_models_is_refused() -> None:

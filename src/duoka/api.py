@@ -314,17 +314,7 @@ def load(
     LoadError
         If what is in the files isn't what the model expects; nothing stays loaded then.
     """
-    if plan.workload.training is not None:
-        raise UsageError(
-            "the plan is for training, and a model is loaded to generate",
-            hint="duoka.dispatch(model, plan) spreads a model that you train; to generate, plan "
-            "without training",
-        )
-    if not plan.source:
-        raise CheckpointError(
-            "the plan was made for a model that was given as an object; there is nothing to load",
-            hint="spread that model with duoka.dispatch(model, plan)",
-        )
+    _refuse_unloadable(plan)
     checkpoint = Checkpoint.open(plan.source, trust_remote_code=trust_remote_code)
     if not checkpoint.has_weights:
         raise CheckpointError(
@@ -357,6 +347,21 @@ def load(
         keeping=keeping,
     )
     return spread(model, plan.placement, offloaded=plan.offloaded)
+
+
+def _refuse_unloadable(plan: Plan) -> None:
+    """Refuse a plan that nothing is loaded for."""
+    if plan.workload.training is not None:
+        raise UsageError(
+            "the plan is for training, and a model is loaded to generate",
+            hint="duoka.dispatch(model, plan) spreads a model that you train; to generate, plan "
+            "without training",
+        )
+    if not plan.source:
+        raise CheckpointError(
+            "the plan was made for a model that was given as an object; there is nothing to load",
+            hint="spread that model with duoka.dispatch(model, plan)",
+        )
 
 
 def _refuse_untrusted(plan: Plan, checkpoint: Checkpoint) -> None:
