@@ -1,4 +1,7 @@
-"""vLLM, SGLang and llama.cpp: command lines, read back with the tools' documented rules."""
+"""vLLM, SGLang and llama.cpp: command lines, read back with the tools' documented rules.
+
+`benchmarks/exports.py` asks the functions of vLLM and SGLang themselves.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""accelerate, torch's pipelines, torchtitan and DeepSpeed: read by the tools or their rules."""
+"""accelerate, torch's pipelines, torchtitan and DeepSpeed: read by the tools or their rules.
+
+`benchmarks/exports.py` asks the functions of torchtitan and DeepSpeed themselves.
+"""
 
 from __future__ import annotations
 
