@@ -331,6 +331,13 @@ def load(
     checker.prove(plan, build_model(checkpoint, plan.workload))
     checkpoint = checkpoint.fetch(download_progress)
     plan.refuse_other(checkpoint.fingerprint, plan.source)
+    return _filled(plan, checkpoint, progress, keeping)
+
+
+def _filled(
+    plan: Plan, checkpoint: Checkpoint, progress: Progress | None, keeping: Keeping | None
+) -> Any:
+    """The model with its weights, spread as the plan says."""
     model = build_model(checkpoint, plan.workload)
     if method_of(checkpoint.config) is not None:
         dtype = getattr(torch, plan.workload.dtype)
