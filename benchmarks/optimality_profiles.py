@@ -156,17 +156,13 @@ class Brute:
         self.chain = [index for index, block in enumerate(profile.blocks) if block.tied_to is None]
         self.costs = Costs(profile, workload)
         self.full = Replay(profile, workload)
-        self.brief = Replay(profile, workload, brief=True)
 
     def needed(self, start: int, stop: int, budget: int) -> int | None:
         blocks = self.chain[start:stop]
         roots = [block.tied_to for block in self.profile.blocks]
         blocks += [index for index, root in enumerate(roots) if root is not None and start == 0]
-        if self.full.run(blocks, budget) is None:
-            return None
-        peaks = self.brief.run(blocks)
-        assert peaks is not None, "nothing limits this run"
-        return min(peaks.reserved, budget)
+        peaks = self.full.run(blocks, budget)
+        return None if peaks is None else peaks.requested
 
     def placements(self) -> Iterator[tuple[int, float]]:
         """How many GPUs each placement uses, and its value: the larger the better."""

@@ -86,7 +86,7 @@ def judge(subject: Subject, workload: Workload, machines: Sequence[str]) -> Iter
         started = time.perf_counter()
         verdict = bench.judge(budgets)
         if verdict.num_gpus != (None if plan is None else len(plan.devices)):
-            verdict = bench.judge_in_full(budgets)
+            verdict = bench.judge(budgets)
         yield {
             "model": subject.name,
             "machine": machine,

@@ -2,8 +2,9 @@
 
 Lengths are multiples of `GRID`, up to the longest of the benchmark or what the model was made for.
 For the best split, the referee looks for a placement of more than duoka plans for: one step more,
-and at `PROBES` lengths from there up to what brief replays allow, since a longer one might fit
-where a shorter one fragments. Where none holds, duoka's is the best.
+and at `PROBES` lengths from there up to what weights and the full cache allow, since a longer one
+might fit where a shorter one fragments. Where none holds, duoka's is the best. duoka's own is what
+`--max-context` finds.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from dataclasses import replace
 from planner_auto import holds
 from planner_cells import Row, Subject, workload_of
 from planner_models import CONTEXTS, MACHINES
-from planner_referee import CHUNKS, Bench, Referee, chunked
+from planner_referee import Bench, Referee, chunked
 
+from duoka.answering.largest import find_largest
 from duoka.fleet import Fleet
-from duoka.planner import Question, attempt
+from duoka.planner import Question
 from duoka.profile import Profile
 
 GRID = 256
@@ -29,14 +31,13 @@ def contexts(subject: Subject, machines: Sequence[str]) -> Iterator[Row]:
     for machine in machines:
         fleet = Fleet.parse(MACHINES[machine])
         budgets = [device.budget_bytes for device in fleet.devices]
-        allowed = in_brief(subject.profile, budgets, limit)
-        own = planned(subject.profile, fleet, allowed)
+        allowed = conceivable(subject.profile, budgets, limit)
+        own = planned(subject.profile, fleet, limit)
         best = best_split(subject.profile, budgets, own, allowed)
         yield {
             "model": subject.name,
             "machine": machine,
             "limit": limit * GRID,
-            "in_brief": allowed * GRID,
             "best": best * GRID,
             "duoka": own * GRID,
             "auto": mapped(subject, machine, fleet, best) * GRID,
@@ -57,36 +58,28 @@ def most(fits: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-def in_brief(profile: Profile, budgets: Sequence[int], limit: int) -> int:
-    """The most that brief replays allow in any chunk: the smallest first, the others beyond it."""
-    found = 0
-    for chunk in CHUNKS:
-
-        def referee(number: int, chunk: int | None = chunk) -> Referee:
-            workload = replace(workload_of(number * GRID, 1), prefill_chunk_tokens=chunk)
-            return Referee(profile, workload)
-
-        high = most(lambda number: referee(number).may_fit(budgets), found + 1, limit)
-        if found < high and (chunk == CHUNKS[0] or referee(found + 1).any(budgets) is not None):
-            found = most(lambda number: referee(number).any(budgets) is not None, found + 1, high)
-    return found
-
-
-def planned(profile: Profile, fleet: Fleet, allowed: int) -> int:
-    """The most that duoka plans for."""
+def conceivable(profile: Profile, budgets: Sequence[int], limit: int) -> int:
+    """The most that weights and the full cache allow."""
 
     def fits(number: int) -> bool:
-        question = Question(fleet=fleet, workload=workload_of(number * GRID, 1))
-        return attempt(profile, question) is not None
+        return Referee(profile, workload_of(number * GRID, 1)).may_fit(budgets)
 
-    return most(fits, 1, allowed)
+    return most(fits, 1, limit)
+
+
+def planned(profile: Profile, fleet: Fleet, limit: int) -> int:
+    """The most that duoka finds."""
+    question = Question(fleet=fleet, workload=workload_of(GRID, 1), largest="context")
+    profile = replace(profile, max_context_tokens=limit * GRID)
+    found = find_largest(profile, question)
+    return 0 if found is None else found.workload.context_tokens // GRID
 
 
 def best_split(profile: Profile, budgets: Sequence[int], own: int, allowed: int) -> int:
     """The most that a placement holds, every step replayed, from duoka's own on."""
 
     def fits(number: int) -> bool:
-        return Bench(profile, workload_of(number * GRID, 1)).any_in_full(budgets)
+        return Bench(profile, workload_of(number * GRID, 1)).any(budgets)
 
     probes = {own + 1 + step * (allowed - own - 1) // PROBES for step in range(PROBES)}
     beaten = [number for number in sorted(probes) if own < number <= allowed and fits(number)]

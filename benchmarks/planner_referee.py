@@ -6,7 +6,7 @@ savings: GPUs of equal budgets are one; what couldn't be completed once from a b
 same GPUs left, isn't tried again; nor is a first part whose rest can't be placed even if nothing
 but weights and the full cache counted; and a stage whose lower bound is over the budget isn't
 replayed. `Audit` checks the last, and that replays remembered for stages that look alike are
-right, on a sample. A placement counts when every step of its stages has been replayed.
+right, on a sample. A stage fits when every step of it has been replayed.
 
 How many bytes a stage needs is asked of `duoka.forecast.Costs`, whose answers are held against
 virtual GPUs elsewhere (`forecast.py`, and `planner.py --measure`).
@@ -31,8 +31,6 @@ Stages = tuple[tuple[int, int, int], ...]
 
 Likeness = tuple[tuple[int, ...], int]
 
-# A stage whose brief replay needs up to so much of a budget may hold when every step is replayed.
-_CLOSE = 1.06
 _ENDLESS = 1 << 60
 
 CHUNKS = (512, 1024, 2048, 4096, 8192, None)
@@ -54,8 +52,8 @@ class Referee:
         self.num_blocks = self.costs.num_blocks
         self.floor = list(accumulate(self._held(), initial=0))
         self._fits: dict[Likeness, bool] = {}
-        self._confirmed: set[Likeness] = set()
         self._bounds = self.costs.lower_bound_bytes.tolist()
+        self._replay = Replay(profile, workload)
 
     def fewest(self, budgets: Sequence[int], most: int) -> Stages | None:
         """A placement on as few of the GPUs as can be, and not on more than `most`."""
@@ -79,25 +77,10 @@ class Referee:
         """Whether a stage fits a GPU of that budget."""
         key = (self._likeness(start, stop), budget)
         if key not in self._fits:
-            self._fits[key] = self._bounds[start][stop] <= budget and self._replayed(
-                start, stop, budget
+            self._fits[key] = self._bounds[start][stop] <= budget and (
+                self._replay.run(self.costs.blocks_of(start, stop), budget) is not None
             )
         return self._fits[key]
-
-    def _replayed(self, start: int, stop: int, budget: int) -> bool:
-        """Whether a replay says so: a brief one, and where that's close, one with every step."""
-        if self.costs.requested_bytes(start, stop, budget) is not None:
-            return True
-        needed = self.costs.requested_bytes(start, stop, _ENDLESS)
-        assert needed is not None, "nothing limits this"
-        if needed > budget * _CLOSE:
-            return False
-        self._confirmed.add((self._likeness(start, stop), budget))
-        return self._holds(start, stop, budget)
-
-    def _holds(self, start: int, stop: int, budget: int) -> bool:
-        blocks = self.costs.blocks_of(start, stop)
-        return Replay(self.profile, self.workload).run(blocks, budget) is not None
 
     def _likeness(self, start: int, stop: int) -> tuple[int, ...]:
         """Equal for stages of equal blocks, with equal ones before and after them."""
@@ -105,17 +88,6 @@ class Referee:
         around = (blocks[0] - 1, *blocks, blocks[-1] + 1)
         kinds = self.profile.blocks
         return tuple(kinds[at].kind if 0 <= at < len(kinds) else -1 for at in around)
-
-    def confirm(self, stages: Stages) -> bool:
-        """Replay every step of a placement's stages; one that overflows is out from now on."""
-        for start, stop, budget in stages:
-            key = (self._likeness(start, stop), budget)
-            if key not in self._confirmed:
-                self._fits[key] = self._holds(start, stop, budget)
-                self._confirmed.add(key)
-            if not self._fits[key]:
-                return False
-        return True
 
     def _held(self) -> Iterator[int]:
         """What each block of the chain holds at the end of the last step: weights and cache."""
@@ -219,22 +191,9 @@ class Bench:
                 best = Verdict(stages=found, referee=referee)
         return best
 
-    def judge_in_full(self, budgets: Sequence[int]) -> Verdict:
-        """The same, and every step of what is found has been replayed."""
-        while True:
-            verdict = self.judge(budgets)
-            if verdict.stages is None or verdict.referee is None:
-                return verdict
-            if verdict.referee.confirm(verdict.stages):
-                return verdict
-
-    def any_in_full(self, budgets: Sequence[int]) -> bool:
-        """Whether a placement on however many GPUs holds when every step is replayed."""
-        for referee in self.referees:
-            while (found := referee.any(budgets)) is not None:
-                if referee.confirm(found):
-                    return True
-        return False
+    def any(self, budgets: Sequence[int]) -> bool:
+        """Whether there is a placement on however many GPUs."""
+        return any(referee.any(budgets) is not None for referee in self.referees)
 
 
 @dataclass
@@ -245,7 +204,7 @@ class Audit:
     drawn: int = 0
     bounds_too_high: int = 0
     memory_of_alikes_wrong: int = 0
-    refused_but_fits: int = 0
+    verdict_wrong: int = 0
     told: list[str] = field(default_factory=list)
 
     def draw(self, referee: Referee, budgets: Sequence[int], times: int) -> None:
@@ -257,22 +216,22 @@ class Audit:
 
     def _check(self, referee: Referee, start: int, stop: int, budget: int) -> None:
         blocks = referee.costs.blocks_of(start, stop)
-        brief = Replay(referee.profile, referee.workload, brief=True)
-        peaks = brief.run(blocks)
+        afresh = Replay(referee.profile, referee.workload)
+        peaks = afresh.run(blocks)
         assert peaks is not None, "nothing limits this run"
         bound = int(referee.costs.lower_bound_bytes[start, stop])
         told = referee.costs.requested_bytes(start, stop, _ENDLESS)
         fits = referee.fits(start, stop, budget)
         place = f"{referee.profile.model} {referee.workload} [{start}, {stop}) on {budget}"
-        if bound > peaks.reserved:
+        if bound > peaks.requested:
             self.bounds_too_high += 1
-            self.told.append(f"bound {bound} > {peaks.reserved}: {place}")
-        if told != peaks.reserved:
+            self.told.append(f"bound {bound} > {peaks.requested}: {place}")
+        if told != peaks.requested:
             self.memory_of_alikes_wrong += 1
-            self.told.append(f"remembered {told}, replayed {peaks.reserved}: {place}")
-        if not fits and Replay(referee.profile, referee.workload).run(blocks, budget) is not None:
-            self.refused_but_fits += 1
-            self.told.append(f"refused, needs {peaks.reserved}, and fits: {place}")
+            self.told.append(f"remembered {told}, replayed {peaks.requested}: {place}")
+        if fits != (afresh.run(blocks, budget) is not None):
+            self.verdict_wrong += 1
+            self.told.append(f"judged {fits}, which it is not: {place}")
 
 
 def _near(referee: Referee, budget: int, rng: random.Random) -> tuple[int, int, int]:

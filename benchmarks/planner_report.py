@@ -213,6 +213,6 @@ def _audit(found: Row) -> Iterator[str]:
     yield (
         f"{audit['drawn']} stages were replayed afresh: {audit['bounds_too_high']} bounds were too "
         f"high, {audit['memory_of_alikes_wrong']} remembered replays were wrong, and "
-        f"{audit['refused_but_fits']} stages were refused that hold when every step is replayed."
+        f"{audit['verdict_wrong']} stages were judged wrongly."
     )
     yield from (f"- {line}" for line in audit["told"])
