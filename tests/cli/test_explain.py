@@ -39,6 +39,7 @@ def test_without_the_profile_a_saved_plan_is_not_explained(
     assert done.returncode == 2
     assert "no profile of ChatGLMForCausalLM in the cache" in done.stderr
     assert page.returncode == 0  # the page says what the plan says
+    assert "the page says no reasons: " in page.stderr
 
 
 def test_a_page_is_written(tiny: Path, program: Program, tmp_path: Path) -> None:

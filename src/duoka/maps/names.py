@@ -64,5 +64,5 @@ def find_device(told: str, fleet: Fleet) -> str:
     except NoDevice:
         raise UsageError(
             f"{told[:60]!r} is no device of these GPUs",
-            hint=f"they are {', '.join(fleet.names)}",
+            hint=f"the devices are {', '.join(fleet.names)}",
         ) from None
