@@ -62,7 +62,8 @@ def conceivable(profile: Profile, budgets: Sequence[int], limit: int) -> int:
     """The most that weights and the full cache allow."""
 
     def fits(number: int) -> bool:
-        return Referee(profile, workload_of(number * GRID, 1)).may_fit(budgets)
+        whole = replace(workload_of(number * GRID, 1), prefill_chunk_tokens=None)
+        return Referee(profile, whole).may_fit(budgets)
 
     return most(fits, 1, limit)
 

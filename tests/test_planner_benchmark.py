@@ -23,6 +23,7 @@ def planner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespac
         patch.syspath_prepend(str(BENCHMARKS))
         found = SimpleNamespace(**{n: importlib.import_module(f"planner_{n}") for n in names})
         found.optimality = importlib.import_module("optimality")
+        found.profiles = importlib.import_module("optimality_profiles")
         found.subject = found.cells.Subject.of("llama-3.2-3b", tmp_path_factory.mktemp("configs"))
         found.rows = [
             row
@@ -82,3 +83,13 @@ def test_the_search_and_the_planner_equal_brute_force(planner: SimpleNamespace) 
         counts, different = run(number, seed=7)
         assert counts["cases"] == number > counts["fit"] / 5 > 0
         assert not different
+
+
+@pytest.mark.parametrize("number", [468, 741, 1781, 2453])
+def test_stages_that_fragment_less_than_short_replays_say_are_planned(
+    planner: SimpleNamespace, number: int
+) -> None:
+    """Cases in which a replay of the first and last steps alone refused what holds."""
+    case = planner.profiles.planned_case(random.Random(f"20261121 profiles {number}"))
+    assert case.fits
+    assert not case.difference
