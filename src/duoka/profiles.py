@@ -17,7 +17,7 @@ from .profile import Profile
 from .serial import from_dict, parse_json_object, to_dict
 from .workload import Workload
 
-_VERSION = 6
+_VERSION = 7
 _MOST_BYTES = 2**30
 _PACKAGES = ("torch", "transformers", "duoka")
 
