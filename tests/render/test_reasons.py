@@ -91,6 +91,17 @@ def test_every_reason_has_its_numbers(width: int) -> None:
         assert wanted in words, wanted
 
 
+def test_fragmentation_is_no_number() -> None:
+    fragmented = share("cuda:0", (*FIRST.modules, LAYERS[0]), 24 + 1 / GIB, 24)
+    impossible = replace(EXPLANATION.changes[0], taker=fragmented)
+    other = replace(EXPLANATION.alternatives[0], shares=(fragmented, SECOND))
+    changed = replace(EXPLANATION, changes=(impossible,), alternatives=(other,))
+    words = " ".join(printed(changed).split())
+    assert "No less: with layers.24 the memory of cuda:0 would be too fragmented." in words
+    assert "No more: with layers.24 of cuda:1 its memory would be too fragmented." in words
+    assert "does not fit: the memory of cuda:0 would be too fragmented" in words
+
+
 def test_a_map_is_not_called_an_optimum() -> None:
     words = " ".join(printed(replace(EXPLANATION, objective="given", fewer=None)).split())
     assert "Nothing was optimised, the map was given" in words

@@ -33,6 +33,11 @@ class Share:
         """What is left; negative where it doesn't fit."""
         return self.budget_bytes - self.requested_bytes
 
+    @property
+    def is_fragmented(self) -> bool:
+        """Whether there are bytes enough, but not in one piece: said as one byte too many."""
+        return self.free_bytes == -1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:

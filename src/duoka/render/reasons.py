@@ -104,6 +104,8 @@ def why_not_else(explanation: Explanation, device: str) -> Iterator[str]:
 
 def _less(change: Change, now: dict[str, Share]) -> str:
     what, taker = name_modules(change.modules), change.taker
+    if taker.is_fragmented:
+        return f"with {what} the memory of {taker.device} would be too fragmented"
     more = taker.requested_bytes - now[taker.device].requested_bytes
     free = now[taker.device].free_bytes
     return (
@@ -114,6 +116,8 @@ def _less(change: Change, now: dict[str, Share]) -> str:
 
 def _more(change: Change) -> str:
     what, taker = name_modules(change.modules), change.taker
+    if taker.is_fragmented:
+        return f"with {what} of {change.giver.device} its memory would be too fragmented"
     return (
         f"with {what} of {change.giver.device} it would need {format_bytes(taker.requested_bytes)} "
         f"of {format_bytes(taker.budget_bytes)}"
@@ -124,6 +128,8 @@ def _judged(change: Change, explanation: Explanation) -> str:
     """What becomes of the objective, as the end of a sentence."""
     if change.outcome == "forbidden":
         return ": the pins and uncut modules forbid it."
+    if change.taker.is_fragmented:
+        return "."
     if change.value is None:
         return f": {_missing(-min(change.giver.free_bytes, change.taker.free_bytes))}."
     now = {share.device: share for share in explanation.shares}
@@ -217,7 +223,9 @@ def _verdict(other: Alternative, explanation: Explanation) -> str:
 
 def _shortages(over: Sequence[Share]) -> str:
     told = [
-        f"{share.device} would need {format_bytes(share.requested_bytes)} of "
+        f"the memory of {share.device} would be too fragmented"
+        if share.is_fragmented
+        else f"{share.device} would need {format_bytes(share.requested_bytes)} of "
         f"{format_bytes(share.budget_bytes)}"
         for share in over[:_MOST_NAMED]
     ]
