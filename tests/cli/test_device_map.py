@@ -78,9 +78,7 @@ def test_buffers_of_a_map_follow_their_block(
     """As transformers' own map of a model has its rotary frequencies: last of all."""
     saved = tmp_path / "as-planned.json"
     given = write({**COMPLETE, ROTARY: 2})
-    done = program(
-        command, tiny, *FLEET, *SIZES, "--device-map", given, "--save-device-map", saved
-    )
+    done = program(command, tiny, *FLEET, *SIZES, "--device-map", given, "--save-device-map", saved)
     assert done.returncode == 0, done.stderr
     note = "model.rotary_emb goes to vgpu:0 with model.embed_tokens, and not to vgpu:2"
     assert note in " ".join(done.stdout.split())
