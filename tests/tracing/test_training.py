@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from duoka.errors import ModelError
 from duoka.profile import Profile
 from duoka.tracing import Subject
 from duoka.tracing import training as tracing
+from duoka.training_costs import costs_of
 from duoka.workload import Conditions, Training
 
 from .. import tiny
@@ -94,6 +96,21 @@ def test_layers_of_several_blocks_are_never_forecast_too_low(cuts: list[int]) ->
         assert allocated <= peaks.allocated <= 1.01 * allocated
         # One segment is 4 % of so small a model.
         assert reserved <= peaks.reserved <= reserved + SEGMENT_ROUND_BYTES
+
+
+def test_what_a_left_out_block_keeps_for_its_backward_pass_is_counted() -> None:
+    cuts = [11, 14]  # within the encoder's last layer, and behind it
+    workload = rehearsing.load(300, batch=2, **FULL, micro_batches=3, schedule="gpipe")
+    profile = trace_alone("pair", workload)
+    told = rehearsing.forecast(profile, workload, cuts)
+    measured = rehearsing.measure("pair", profile, workload, cuts)
+    for peaks, (allocated, _) in zip(told, measured, strict=True):
+        assert allocated <= peaks.allocated <= 1.02 * allocated
+    costs = costs_of(profile, workload)
+    for start, stop in combinations(range(10, 17), 2):
+        found = costs.stage_bytes(start, stop, 2**60)
+        assert found is not None
+        assert costs.bounds_at(1)[start, stop] <= found.requested
 
 
 def trace_alone(name: str, workload: Any, **changes: Any) -> Profile:

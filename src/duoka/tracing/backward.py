@@ -80,6 +80,7 @@ class TrainingRecorder(Recorder):
         self._is_backward = False
         second.like = first.like
         self._resolve(second)
+        _keep_arguments(first, second)
         return MicroBatch(first, second)
 
     def allocated(self, gpu: object, storage_id: int, num_bytes: int) -> None:
@@ -179,3 +180,19 @@ class TrainingRecorder(Recorder):
             if number == self._number and index >= self._first_numbers[block]:
                 self._slots[block].append(storage)
                 self._tapes[block].kept += (index,)
+
+
+def _keep_arguments(forward: Pass, backward: Pass) -> None:
+    """Take away frees of what a block that was left out keeps for its backward pass.
+
+    Its stand-in keeps no arguments, so that they end in the forward pass, in some other block.
+    """
+    kept = {
+        (number, at + block - first, index)
+        for block, first in enumerate(forward.like)
+        if block != first
+        for number, at, index in filter(None, backward.tapes[first].events)
+        if 0 <= at < first
+    }
+    for tape in forward.tapes:
+        tape.events = [event for event in tape.events if event not in kept]
