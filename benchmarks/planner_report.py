@@ -170,22 +170,28 @@ def _times(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _contexts(rows: Sequence[Row]) -> Iterator[str]:
-    yield "\n## The longest context, one sequence\n"
-    some = [row for row in rows if row["best"]]
-    shares = [row["auto"] / row["best"] for row in some]
-    mean = 100 * sum(shares) / max(1, len(shares))
-    yield "| | |\n|---|---:|"
-    yield line("models on machines", len(rows))
-    yield line("that hold any", len(some))
-    yield line("duoka plans for as much", sum(row["duoka"] >= row["best"] for row in some))
-    yield line("`auto` holds as much", sum(row["auto"] >= row["best"] for row in some))
-    yield line("`auto` holds nothing", sum(not row["auto"] for row in some))
-    yield line("what `auto` holds of the best split's, mean", f"{mean:.0f} %")
-    yield ""
-    yield line("model", "machine", "limit", "best split", "duoka", "`auto`")
-    yield "|---|---|---:|---:|---:|---:|"
-    for row in some:
-        yield line(*(row[name] for name in ("model", "machine", "limit", "best", "duoka", "auto")))
+    yield "\n## The longest context of one sequence, and the largest batch\n"
+    yield "| | contexts | batches of 8K |\n|---|---:|---:|"
+    kinds = [[row for row in rows if row["what"] == what] for what in ("context", "batch")]
+    some = [[row for row in own if row["best"]] for own in kinds]
+    yield line("models on machines", *map(len, kinds))
+    yield line("that hold any", *map(len, some))
+    yield line("duoka plans for as much", *(sum(map(_as_much, own)) for own in some))
+    held = [[row["auto"] / row["best"] for row in own] for own in some]
+    yield line("`auto` holds as much", *(sum(share >= 1 for share in own) for own in held))
+    yield line("`auto` holds nothing", *(sum(not share for share in own) for own in held))
+    means = [f"{100 * sum(own) / max(1, len(own)):.0f} %" for own in held]
+    yield line("what `auto` holds of the best split's, mean", *means)
+    for own, unit in zip(some, ("tokens", "sequences"), strict=True):
+        yield ""
+        yield line("model", "machine", f"limit, {unit}", "best split", "duoka", "`auto`")
+        yield "|---|---|---:|---:|---:|---:|"
+        names = ("model", "machine", "limit", "best", "duoka", "auto")
+        yield from (line(*(row[name] for name in names)) for row in own)
+
+
+def _as_much(row: Row) -> bool:
+    return bool(row["duoka"] >= row["best"])
 
 
 def _measured(rows: Sequence[Row]) -> Iterator[str]:

@@ -48,13 +48,16 @@ def test_what_auto_holds_fits_as_well(planner: SimpleNamespace) -> None:
     assert all(row["auto_gpus"] > 1 for row in planner.rows if row["gpus"] > 1)
 
 
-def test_the_longest_context_is_that_of_the_best_split(
+def test_the_longest_context_and_the_largest_batch_are_those_of_the_best_split(
     planner: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(planner.models.MACHINES, "small", "4GiB,2.75GiB")
-    (row,) = planner.contexts.contexts(planner.subject, ["small"])
-    assert 0 < row["duoka"] == row["best"] < row["limit"]
-    assert row["auto"] <= row["best"]
+    rows = [*planner.contexts.contexts(planner.subject, ["small"])]
+    assert [row["what"] for row in rows] == ["context", "batch"]
+    for row in rows:
+        assert row["duoka"] == row["best"] < row["limit"]
+        assert row["auto"] <= row["best"]
+    assert rows[0]["duoka"]
 
 
 def test_the_savings_of_the_exhaustive_search_are_right(planner: SimpleNamespace) -> None:
