@@ -120,16 +120,18 @@ def conceivable(profile: Profile, question: Question) -> bool:
 
 
 def _conceivable(profile: Profile, ready: Question) -> bool:
-    return any(
-        search.conceivable(
-            costs_of(profile, workload),
-            ready.fleet,
-            use_all=ready.use_all,
-            strategy=ready.constraints.strategy,
-            limits=_limits(ready),
-        )
-        for workload in reversed([*with_chunks(ready.workload)])
+    return search.conceivable(
+        _chunked(profile, ready),
+        ready.fleet,
+        use_all=ready.use_all,
+        strategy=ready.constraints.strategy,
+        limits=_limits(ready),
     )
+
+
+def _chunked(profile: Profile, question: Question) -> list[Costs]:
+    """The costs of each chunk that the prompt may run in, the largest first."""
+    return [costs_of(profile, each, question.findings) for each in with_chunks(question.workload)]
 
 
 def _refuse_offload(workload: Workload) -> None:
@@ -176,8 +178,7 @@ def _offloaded(profile: Profile, question: Question, source: str) -> Plan | None
     gpus = without_cpu(question.fleet)
     most = [device.budget_bytes for device in question.fleet.devices if device not in gpus.devices]
     # Whatever the cuts: all stages together hold at least what one stage of everything does.
-    chunked = [costs_of(profile, each) for each in with_chunks(question.workload)]
-    least = min(int(costs.lower_bound_bytes[0, -1]) for costs in chunked)
+    least = min(int(costs.lower_bound_bytes[0, -1]) for costs in _chunked(profile, question))
     missing = least - gpus.budget_bytes
     question = replace(question, fleet=gpus)
     for num_bytes, blocks in candidates(profile):
@@ -209,10 +210,7 @@ def without_cpu(fleet: Fleet) -> Fleet:
 
 def _best(profile: Profile, question: Question, source: str) -> Plan | NoPlacement:
     """The plan with the fewest devices, and of those the one with the largest chunk."""
-    chunked = [
-        costs_of(profile, workload, question.findings)
-        for workload in with_chunks(question.workload)
-    ]
+    chunked = _chunked(profile, question)
     try:
         for limits in _limits_to_try(chunked, question):
             for costs in chunked:

@@ -158,14 +158,14 @@ def _refuse_contradictions(
 
 
 def conceivable(
-    costs: StageCosts,
+    costs: Sequence[StageCosts],
     fleet: Fleet,
     *,
     use_all: bool = False,
     strategy: Strategy = "auto",
     limits: Limits = NO_LIMITS,
 ) -> bool:
-    """Tell whether lower bounds leave a placement possible: without it none fits.
+    """Tell whether lower bounds leave a placement possible, whichever of these costs are so.
 
     Raises
     ------
@@ -173,9 +173,10 @@ def conceivable(
         As `search` does.
     """
     use_all = use_all or strategy == "balanced"
-    problem = Problem(costs, fleet, "headroom", use_all=use_all, limits=limits)
+    one, *others = costs
+    problem = Problem(one, fleet, "headroom", use_all=use_all, limits=limits, others=others)
     if strategy == "sequential":
-        return furthest(problem, costs.num_blocks, len(fleet.devices)) is not None
+        return furthest(problem, one.num_blocks, len(fleet.devices)) is not None
     return problem.conceivable()
 
 
