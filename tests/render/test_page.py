@@ -63,7 +63,7 @@ def test_everything_is_told() -> None:
         "Not used: vgpu:2 (budget 4.00 MiB)",
         "Optimised was headroom",
         "2 GPUs and not 1",
-        "No less: block.6 would go to vgpu:1",
+        "No less: with block.6 the memory of vgpu:1 would be too fragmented",
         "equal numbers of layers",
     ):
         assert wanted in page.text, wanted

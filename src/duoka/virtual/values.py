@@ -93,7 +93,9 @@ def caller() -> tuple[str, int]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_TORCH_FOLDER, _OWN_FOLDER, "<frozen")):
+        is_ours = file.startswith((_TORCH_FOLDER, _OWN_FOLDER, "<frozen"))
+        # What listens to all of torch's functions is on the way to every one of them.
+        if not is_ours and frame.f_code.co_name != "__torch_function__":
             return file, frame.f_lineno
         frame = frame.f_back
     return "unknown", 0
