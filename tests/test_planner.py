@@ -251,3 +251,14 @@ def test_no_seconds_without_speeds() -> None:
     assert solve(LAYERS, ask(1000)).forecast.seconds is None
     with pytest.raises(UsageError, match="needs speeds"):
         solve(LAYERS, replace(ask(1000), objective="latency"))
+
+
+def test_a_further_gpu_makes_no_more_missing() -> None:
+    profile = tiny.made_up([30 * MIB, *[20 * MIB] * 4, 30 * MIB], tiny.Costs(cache=4096, work=9000))
+    workload = Workload(prompt_tokens=900, new_tokens=4, dtype="bfloat16")
+    missing = []
+    for budgets in ((161,), (161, 2)):
+        with pytest.raises(InfeasibleError) as caught:
+            solve(profile, Question(fleet=tiny.fleet(*budgets), workload=workload))
+        missing.append(caught.value.shortfall_bytes)
+    assert missing == [1, 1]

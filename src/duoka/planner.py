@@ -211,6 +211,7 @@ def without_cpu(fleet: Fleet) -> Fleet:
 def _best(profile: Profile, question: Question, source: str) -> Plan | NoPlacement:
     """The plan with the fewest devices, and of those the one with the largest chunk."""
     chunked = _chunked(profile, question)
+    shortage = NoPlacement()
     try:
         for limits in _limits_to_try(chunked, question):
             for costs in chunked:
@@ -218,9 +219,9 @@ def _best(profile: Profile, question: Question, source: str) -> Plan | NoPlaceme
                 try:
                     return _plan(costs, *_search(costs, asked), question, source)
                 except NoPlacement as none:
-                    shortage = none
+                    shortage |= none
     except NoPlacement as none:
-        shortage = none
+        return none  # whatever the number
     return shortage
 
 

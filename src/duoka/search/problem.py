@@ -69,13 +69,18 @@ class Shortfall:
 class NoPlacement(Exception):
     """Nothing fits. The planner turns it into an `InfeasibleError` with the ways out."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, *problems: Problem) -> None:
         super().__init__("no placement fits the fleet")
-        self._problem = problem
+        self._problems = problems
 
     def shortfall(self) -> Shortfall:
         """Say by how much; computed on demand, because a search for ways out fails often."""
-        return self._problem.shortfall()
+        found = [problem.shortfall() for problem in self._problems]
+        return min(found, key=lambda each: each.shortfall_bytes)
+
+    def __or__(self, other: NoPlacement) -> NoPlacement:
+        """That nothing fits in either way: by how much in the nearer one."""
+        return NoPlacement(*self._problems, *other._problems)
 
 
 class Problem:
