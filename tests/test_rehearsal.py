@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import rehearsing
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rehearsing import Layer, load
 
+from duoka import rehearsal
 from duoka.errors import UsageError
 from duoka.rehearsal import Rehearsal, in_flight
 from duoka.replay import StageBytes
@@ -95,3 +98,30 @@ def test_a_budget_that_is_too_small() -> None:
 def test_a_profile_for_training_answers_for_nothing_else() -> None:
     with pytest.raises(UsageError, match="doesn't answer for training"):
         Rehearsal(PROFILE, load(1, method="lora"))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.builds(
+            Layer,
+            weight=st.integers(1, 4).map(lambda number: number * 2**19),
+            result=st.integers(1, 40).map(lambda number: number * 100 * KIB),
+            saved=st.integers(1, 40).map(lambda number: number * 130 * KIB),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    st.sampled_from(["sequential", "1f1b"]),
+    st.integers(1, 14),
+    st.integers(1, 3),
+)
+def test_micro_batches_that_are_left_out_do_what_others_did(
+    made: list[Layer], schedule: str, number: int, place: int
+) -> None:
+    workload = load(1, method="full", micro_batches=number, schedule=schedule)
+    profile, blocks = rehearsing.made_up(made), range(len(made))
+    found = Rehearsal(profile, workload, place=place).run(blocks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rehearsal._StageRun, "_layout", lambda *_: object())
+        assert found == Rehearsal(profile, workload, place=place).run(blocks)

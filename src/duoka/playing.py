@@ -263,6 +263,11 @@ class Player:
         self.cached -= (block >> ADDRESS_BITS) * cached
         self.requested -= size
 
+    def free_blocks(self) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+        """Of the small pool and of the large one."""
+        self._catch_up()
+        return tuple(self.allocator.small.free), tuple(self.allocator.large.free)
+
     def play(self, part: Part, block: int, alive: dict[Key, Held], kept: list[Held]) -> list[Held]:
         """Play what a block does.
 

@@ -12,6 +12,7 @@ device: a placement that isn't contiguous is rehearsed as if they came straight.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from .allocator import rounded_bytes
 from .playing import DROP, KEEP, MALLOC, RELEASE, RELEASE_FAR, Event, Held, Player
@@ -24,8 +25,8 @@ FORWARD, BACKWARD, ACCUMULATE = range(3)
 
 # States are made in the first step, and are there from the second one on.
 _STEPS = 2
-# Micro-batches after which a schedule has come round: more of them do what the last ones did.
-_ROUNDS = 2
+# Where what is free doesn't come round to what it was before, so many micro-batches stand for all.
+_MOST_ROUNDS = 64
 STATES = {"adamw": 2, "sgd": 0}
 TEMPORARIES = {"adamw": 1, "sgd": 0}
 
@@ -164,17 +165,31 @@ class _StageRun:
         )
 
     def _run_micro_batches(self) -> None:
-        training, limit = self.rehearsal.training, self.rehearsal.in_flight
-        flying: list[dict[Key, Held]] = []
+        limit, flying = self.rehearsal.in_flight, list[dict[Key, Held]]()
         step = BACKWARD
-        for _ in range(min(training.micro_batches, limit + _ROUNDS)):
+        seen: dict[Any, int] = {}
+        left = min(self.rehearsal.training.micro_batches, limit + _MOST_ROUNDS)
+        while left:
             if len(flying) == limit:
                 self._backward(flying.pop(0), step)
                 step = ACCUMULATE
+                # From what is laid out as before, the same follows as before.
+                period = seen.setdefault(self._layout(flying), left) - left
+                if period:
+                    left %= period
+                    seen.clear()
+                    if not left:
+                        break
             flying.append(self._forward())
+            left -= 1
         while flying:
             self._backward(flying.pop(0), step)
             step = ACCUMULATE
+
+    def _layout(self, flying: Sequence[dict[Key, Held]]) -> Any:
+        """What is free, and where what the micro-batches in flight have made is."""
+        pools = self.player.free_blocks()
+        return *pools, *(tuple(sorted(alive.items())) for alive in flying)
 
     def _forward(self) -> dict[Key, Held]:
         alive: dict[Key, Held] = {}
