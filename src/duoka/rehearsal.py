@@ -23,9 +23,9 @@ from .workload import Training, Workload
 FORWARD, BACKWARD, ACCUMULATE = range(3)
 """The steps of a rehearsal: passes of a micro-batch, by their place in `Rehearsal.steps`."""
 
-# States are made in the first step, and are there from the second one on.
-_STEPS = 2
-# Where what is free doesn't come round to what it was before, so many micro-batches stand for all.
+# Where what is free doesn't come round to what it was before, so many steps and micro-batches stand
+# for all. The optimizer's states are made in the first step, and are there from the second one on.
+_MOST_STEPS = 6
 _MOST_ROUNDS = 64
 STATES = {"adamw": 2, "sgd": 0}
 TEMPORARIES = {"adamw": 1, "sgd": 0}
@@ -148,9 +148,14 @@ class _StageRun:
             for size in kind.weight_bytes:
                 player.hold(size)
         weights = player.allocated
-        for step in range(_STEPS):
+        ends: set[Any] = set()
+        while len(ends) < _MOST_STEPS:
             self._run_micro_batches()
-            self._update(is_first=step == 0)
+            self._update(is_first=not ends)
+            end = self._layout(())
+            if end in ends:
+                break
+            ends.add(end)
         gradients, optimizer = player.cached_at_peak, player.aside_at_peak
         return StageBytes(
             weights=weights,

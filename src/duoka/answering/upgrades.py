@@ -73,6 +73,8 @@ def upgrades(
         Whether bounds leave a plan for another question possible, and that plan.
     """
     devices = [device for device in question.fleet.devices if device.name != "cpu"]
+    if not devices:
+        return []  # nobody says what card that machine could take
     search = _Upgrades(question, devices, conceivable, attempt)
     found = [search.one_more(), search.replaced(), search.more_alike()]
     return sorted((each for each in found if each is not None), key=lambda each: each.new_bytes)
