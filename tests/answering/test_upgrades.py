@@ -78,3 +78,8 @@ def test_fleets_are_edited_as_they_were_written(gpus: str, more: str, replaced: 
 def test_gpus_that_are_here_are_written_as_budgets(gpus: str) -> None:
     devices = Fleet.parse("24GiB,1537B").devices
     assert with_more(gpus, devices, "L4", 2) == "24GiB,1537B,2xL4"
+
+
+def test_a_cpu_alone_is_offered_no_card() -> None:
+    question = Question(fleet=Fleet.from_max_memory({"cpu": "1GiB"}), workload=LOAD)
+    assert upgrades(question, lambda _: True, lambda _: None) == []
