@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 
 from .allocator import rounded_bytes
@@ -50,6 +51,14 @@ def offloadable(profile: Profile) -> list[int]:
         and block.tied_to is None
         and index not in tied
     ]
+
+
+def lightest(profile: Profile) -> Profile:
+    """The same without any weights that can stay on the host: less no offload can need."""
+    streaming = profile.offloading(offloadable(profile))
+    return replace(
+        streaming, kinds=tuple(replace(kind, streamed_bytes=0) for kind in streaming.kinds)
+    )
 
 
 def weight_bytes(profile: Profile, block: int) -> int:

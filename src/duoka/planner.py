@@ -13,7 +13,7 @@ from .errors import InfeasibleError, UsageError
 from .fleet import Fleet
 from .forecast import Costs, DeviceForecast, Findings, Forecast
 from .maps import DeviceMap
-from .offloads import candidates
+from .offloads import candidates, lightest
 from .placement import Placement
 from .plans import Largest, Plan, Request
 from .profile import Profile
@@ -114,6 +114,8 @@ def conceivable(profile: Profile, question: Question) -> bool:
         return True
     if not question.constraints.offload or question.workload.training is not None:
         return False
+    if not _conceivable(lightest(profile), ready):
+        return False
     # Where a plan is possible, it mostly is with all that may be offloaded.
     runs = reversed([blocks for _, blocks in candidates(profile)])
     return any(_conceivable(profile.offloading(blocks), ready) for blocks in runs)
@@ -181,6 +183,8 @@ def _offloaded(profile: Profile, question: Question, source: str) -> Plan | None
     least = min(int(costs.lower_bound_bytes[0, -1]) for costs in _chunked(profile, question))
     missing = least - gpus.budget_bytes
     question = replace(question, fleet=gpus)
+    if not _conceivable(lightest(profile), question):
+        return None
     for num_bytes, blocks in candidates(profile):
         if num_bytes < missing or any(num_bytes > each for each in most):
             continue
