@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from made_up_costs import AnyPlace
 from optimality_fleets import reach_differs, replicas_differ
 from optimality_profiles import Planned, planned_case
 
@@ -40,7 +41,7 @@ Stages = tuple[Stage, ...]
 AIMS = ("headroom", "latency", "throughput", "balanced", "sequential")
 
 
-class Tables:
+class Tables(AnyPlace):
     """What the search asks about stages, answered from tables."""
 
     def __init__(self, rng: random.Random, budgets: set[int], speeds: set[float]) -> None:
@@ -68,15 +69,6 @@ class Tables:
         self.boundary_bytes = noise.integers(0, 5, self.num_blocks + 1).astype(float)
         self.boundary_transfers = noise.integers(0, 3, self.num_blocks + 1).astype(float)
         self.by_speed = {speed: noise.integers(0, 20, shape).astype(float) for speed in speeds}
-
-    num_places = 1
-    more_passes = None
-
-    def update_seconds(self, device: Device) -> None:
-        return None
-
-    def bounds_at(self, place: int) -> np.ndarray:
-        return self.lower_bound_bytes
 
     def requested_bytes(
         self, start: int, stop: int, budget_bytes: int, *, place: int = 1

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from made_up_costs import AnyPlace
 
 from duoka.checkpoint import Checkpoint
 from duoka.errors import InfeasibleError
@@ -37,7 +38,7 @@ ROUNDS = 5
 FLEETS = ("24GiB,24GiB", "24GiB,12GiB,8GiB", "8x24GiB")
 
 
-class MadeUp:
+class MadeUp(AnyPlace):
     """Layers of 400 MiB, all a little different, between an embedding and a head of 1200 MiB."""
 
     def __init__(self, num_blocks: int, *, looseness: float) -> None:
@@ -53,15 +54,6 @@ class MadeUp:
         self.alike = np.arange(self.exact.size).reshape(shape)
         self.boundary_bytes = np.full(num_blocks + 1, 8192)
         self.boundary_transfers = np.ones(num_blocks + 1)
-
-    num_places = 1
-    more_passes = None
-
-    def update_seconds(self, device: Device) -> None:
-        return None
-
-    def bounds_at(self, place: int) -> np.ndarray:
-        return self.lower_bound_bytes
 
     def requested_bytes(
         self, start: int, stop: int, budget_bytes: int, *, place: int = 1
