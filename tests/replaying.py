@@ -131,13 +131,14 @@ class _Plain:
                 if not here and key not in self.alive:
                     size = evaluate(read.size, replay.steps[step].values)
                     self.alive[key] = self.malloc(size)
+        sizes = replay.sizes(block, step)
         slots: list[Piece | None] = [*self.kept[block]]
         born = []
         for code, number, other in replay.events(block, step):
             if code == MALLOC:
-                self.alive[block, number] = self.malloc(other)
+                self.alive[block, number] = self.malloc(sizes[other])
             elif code == KEEP:
-                born.append(self.malloc(other, cached=True))
+                born.append(self.malloc(sizes[other], cached=True))
             elif code == DROP:
                 dropped = slots[number]
                 assert dropped is not None

@@ -32,12 +32,18 @@ class OutOfCapacity(MemoryError):
     "does not fit".
     """
 
-    def __init__(self, requested_bytes: int, allocator: CachingAllocator) -> None:
+    def __init__(
+        self,
+        requested_bytes: int,
+        capacity_bytes: int,
+        allocated_bytes: int,
+        reserved_bytes: int,
+    ) -> None:
         super().__init__(f"{requested_bytes} bytes requested")
         self.requested_bytes = requested_bytes
-        self.capacity_bytes = allocator.capacity_bytes
-        self.allocated_bytes = allocator.allocated_bytes
-        self.reserved_bytes = allocator.reserved_bytes
+        self.capacity_bytes = capacity_bytes
+        self.allocated_bytes = allocated_bytes
+        self.reserved_bytes = reserved_bytes
 
 
 def rounded_bytes(num_bytes: int) -> int:
@@ -266,7 +272,10 @@ class CachingAllocator:
             self.is_pressed = True
             self.empty_cache()
             if not self.has_room_for(segment):
-                raise OutOfCapacity(size, self)
+                assert self.capacity_bytes is not None
+                raise OutOfCapacity(
+                    size, self.capacity_bytes, self.allocated_bytes, self.reserved_bytes
+                )
         pool.add_segment(self._next_address, segment)
         # Segments don't merge, so they don't touch.
         self._next_address += segment + ROUND_BYTES

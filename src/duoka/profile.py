@@ -13,7 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from .allocator import rounded_bytes
 from .errors import ModelError, UsageError
@@ -43,6 +46,8 @@ _ATTENTION_ROWS = (32, 64, 128)
 Rule = tuple[float, ...]
 """Coefficients of `MONOMIALS` (or, in training, of `TRAINING_MONOMIALS`), in bytes or FLOPs;
 trailing zeros may be left out."""
+Rules: TypeAlias = npt.NDArray[np.float64]
+"""[rules, monomials]: several of them."""
 
 
 def monomials(batch: int, query: int, keys: int, context: int = 0) -> tuple[int, ...]:
@@ -90,6 +95,20 @@ def buffer_bytes(streamed_bytes: Sequence[int]) -> tuple[int, ...]:
 def evaluate(rule: Rule, values: Sequence[int]) -> int:
     """A rule's value at `monomials(…)`, rounded to the nearest integer."""
     return round(sum(c * v for c, v in zip(rule, values, strict=False) if c))
+
+
+def rules_of(rules: Sequence[Rule]) -> Rules:
+    """The same rules as one matrix, for `evaluate_all`."""
+    longest = max(map(len, rules), default=0)
+    padded = [[*rule, *[0.0] * (longest - len(rule))] for rule in rules]
+    return np.array(padded, np.float64).reshape(len(rules), longest)
+
+
+def evaluate_all(rules: Rules, values: Sequence[int]) -> list[int]:
+    """What `evaluate` gives for each of the rules, all at once."""
+    both = min(rules.shape[1], len(values))
+    found: list[int] = np.rint(rules[:, :both] @ values[:both]).astype(np.int64).tolist()
+    return found
 
 
 Key = tuple[int, int]

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .allocator import rounded_bytes
-from .playing import DROP, KEEP, MALLOC, RELEASE, RELEASE_FAR, Event, Held, Player
+from .memory import Held, new_memory
+from .playing import DROP, KEEP, MALLOC, RELEASE, RELEASE_FAR, Event
 from .profile import TRAINING_PHASES, Key, Profile, evaluate, training_monomials
 from .replay import Replay, StageBytes, Step
 from .workload import Training, Workload
@@ -80,12 +81,12 @@ class Rehearsal(Replay):
 
     def _compile(self, block: int, step: int) -> Iterator[Event]:
         # In the names of a tape, not of its block: kinds stand for many blocks.
-        tape, sizes = self.tape(block, step), self.sizes(block, step)
+        tape = self.tape(block, step)
         kept = frozenset(tape.kept)
         number = first = self.first_number(block, step)
         for ref in tape.events:
             if ref is None:
-                yield KEEP if number in kept else MALLOC, number, sizes[number - first]
+                yield KEEP if number in kept else MALLOC, number, number - first
                 number += 1
             elif ref.origin == "kept":
                 yield DROP, ref.index, 0
@@ -134,7 +135,7 @@ class _StageRun:
     def __init__(self, rehearsal: Rehearsal, blocks: Sequence[int], capacity: int | None) -> None:
         self.rehearsal = rehearsal
         self.blocks = frozenset(blocks)
-        self.player = Player(capacity, rehearsal.memo)
+        self.memory = new_memory(capacity)
         self.num_begun = 0
         self.order = range(len(rehearsal.profile.blocks))
         self.gradients: dict[int, list[Held]] = {block: [] for block in blocks}
@@ -143,11 +144,11 @@ class _StageRun:
         self.trained = [size for kind in self.kinds for size in kind.trained_bytes]
 
     def run(self) -> StageBytes:
-        player = self.player
+        memory = self.memory
         for kind in self.kinds:
             for size in kind.weight_bytes:
-                player.hold(size)
-        weights = player.allocated
+                memory.hold(size)
+        weights = memory.allocated
         ends: set[Any] = set()
         while len(ends) < _MOST_STEPS:
             self._run_micro_batches()
@@ -156,17 +157,17 @@ class _StageRun:
             if end in ends:
                 break
             ends.add(end)
-        gradients, optimizer = player.cached_at_peak, player.aside_at_peak
+        gradients, optimizer = memory.cached_at_peak, memory.aside_at_peak
         return StageBytes(
             weights=weights,
             kv_cache=0,
-            activations=player.peak - weights - gradients - optimizer,
-            allocated=player.peak,
-            reserved=player.allocator.max_reserved_bytes,
-            requested=player.requested_peak,
+            activations=memory.peak - weights - gradients - optimizer,
+            allocated=memory.peak,
+            reserved=memory.max_reserved,
+            requested=memory.requested_peak,
             gradients=gradients,
             optimizer=optimizer,
-            pressed=player.allocator.is_pressed,
+            pressed=memory.is_pressed,
         )
 
     def _run_micro_batches(self) -> None:
@@ -193,7 +194,7 @@ class _StageRun:
 
     def _layout(self, flying: Sequence[dict[Key, Held]]) -> Any:
         """What is free, and where what the micro-batches in flight have made is."""
-        pools = self.player.free_blocks()
+        pools = self.memory.free_blocks()
         return *pools, *(tuple(sorted(alive.items())) for alive in flying)
 
     def _forward(self) -> dict[Key, Held]:
@@ -216,8 +217,9 @@ class _StageRun:
     def _pass(self, block: int, step: int, alive: dict[Key, Held]) -> None:
         if block in self.blocks:
             self._move_in(block, step, alive)
-            part, gradients = self.rehearsal.part(block, step), self.gradients[block]
-            self.gradients[block] = self.player.play(part, block, alive, gradients)
+            part, sizes = self.rehearsal.part(block, step)
+            gradients = self.gradients[block]
+            self.gradients[block] = part.play(self.memory, sizes, block, alive, gradients)
             return
         for ref in self.rehearsal.foreign_frees(block, step):
             self._release(alive, self.rehearsal.key_of(block, ref, step))
@@ -229,28 +231,28 @@ class _StageRun:
             key = rehearsal.key_of(block, read.ref, step)
             here = key[0] in self.blocks or (key[0] == -1 and 0 in self.blocks)
             if not here and key not in alive:
-                alive[key] = self.player.hold(evaluate(read.size, values))
+                alive[key] = self.memory.hold(evaluate(read.size, values))
 
     def _update(self, *, is_first: bool) -> None:
         """What the optimizer does, and gradients set to None."""
-        optimizer, player = self.rehearsal.training.optimizer, self.player
+        optimizer, memory = self.rehearsal.training.optimizer, self.memory
         if is_first:
             for size in self.trained:
                 for _ in range(STATES[optimizer]):
                     self._hold_aside(size)
-        before = player.aside
+        before = memory.aside
         for held in [self._hold_aside(size) for size in self.trained * TEMPORARIES[optimizer]]:
-            player.release(held)
-        player.aside = before
+            memory.release(held)
+        memory.aside = before
         for kept in self.gradients.values():
             for held in kept:
-                player.release(held, cached=True)
+                memory.release(held, cached=True)
             kept.clear()
 
     def _hold_aside(self, size: int) -> Held:
-        self.player.aside += rounded_bytes(size)
-        return self.player.hold(size)
+        self.memory.aside += rounded_bytes(size)
+        return self.memory.hold(size)
 
     def _release(self, alive: dict[Key, Held], key: Key) -> None:
         if (held := alive.pop(key, None)) is not None:
-            self.player.release(held)
+            self.memory.release(held)

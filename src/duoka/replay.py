@@ -12,19 +12,23 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from .allocator import SMALL_REQUEST_BYTES, OutOfCapacity, rounded_bytes, segment_bytes
-from .playing import (
-    DROP,
-    KEEP,
-    MALLOC,
-    RELEASE,
-    RELEASE_FAR,
-    Event,
-    Held,
-    Memo,
-    Part,
-    Player,
+from .memory import Held, new_memory, sizes_of
+from .playing import DROP, KEEP, MALLOC, RELEASE, RELEASE_FAR, Event, Part
+from .profile import (
+    Key,
+    Kind,
+    Phase,
+    Profile,
+    Ref,
+    Rule,
+    Rules,
+    Tape,
+    buffer_bytes,
+    evaluate,
+    evaluate_all,
+    monomials,
+    rules_of,
 )
-from .profile import Key, Kind, Phase, Profile, Ref, Tape, buffer_bytes, evaluate, monomials
 from .workload import Workload, refuse_short
 
 T = TypeVar("T")
@@ -113,9 +117,10 @@ class Replay:
         self.workload = workload
         self.brief = brief
         self._sizes: dict[tuple[int, int], list[int]] = {}
-        self._events: dict[tuple[int, int], list[Event]] = {}
-        self._parts: dict[tuple[int, int], Part] = {}
-        self.memo = Memo()
+        self._rules: dict[int, Rules] = {}  # by the tape, which the profile keeps
+        self._packed: dict[tuple[int, int], bytes] = {}
+        self._events: dict[tuple[int, int, bool], list[Event]] = {}
+        self._parts: dict[tuple[int, int, bool], Part] = {}
         self._foreign_frees: dict[tuple[int, int], tuple[Ref, ...]] = {}
         self._large_ones: dict[tuple[int, int], frozenset[int]] = {}
         self.steps = self._schedule()
@@ -130,27 +135,30 @@ class Replay:
         """Bytes of each allocation that a block makes in one of `steps`."""
         key = (self.profile.blocks[block].kind, step)
         if key not in self._sizes:
-            values = self.steps[step].values
-            self._sizes[key] = [evaluate(rule, values) for rule in self.tape(block, step).sizes]
+            tape = self.tape(block, step)
+            if id(tape) not in self._rules:
+                self._rules[id(tape)] = rules_of(tape.sizes)
+            self._sizes[key] = evaluate_all(self._rules[id(tape)], self.steps[step].values)
         return self._sizes[key]
 
     def events(self, block: int, step: int) -> list[Event]:
-        """What a block does in one of `steps`, with sizes in bytes."""
-        key = (self.profile.blocks[block].kind, step)
+        """What a block does in one of `steps`."""
+        now = self.steps[step]
+        key = (self.profile.blocks[block].kind, now.regime, now.large_only)
         if key not in self._events:
-            large_only = self.steps[step].large_only
-            compiled = (
-                self._compile_large(block, step) if large_only else self._compile(block, step)
-            )
+            compiled = (self._compile_large if now.large_only else self._compile)(block, step)
             self._events[key] = list(compiled)
         return self._events[key]
 
-    def part(self, block: int, step: int) -> Part:
-        """The same, made ready for being played."""
-        key = (self.profile.blocks[block].kind, step)
+    def part(self, block: int, step: int) -> tuple[Part, bytes]:
+        """The same, and the sizes that go with it, made ready for being played."""
+        kind, now = self.profile.blocks[block].kind, self.steps[step]
+        if (kind, step) not in self._packed:
+            self._packed[kind, step] = sizes_of(self.sizes(block, step))
+        key = (kind, now.regime, now.large_only)
         if key not in self._parts:
             self._parts[key] = Part(self.events(block, step))
-        return self._parts[key]
+        return self._parts[key], self._packed[kind, step]
 
     def run(
         self,
@@ -200,12 +208,12 @@ class Replay:
         return self.profile.key_of(block, ref, self.steps[step].regime)
 
     def _compile(self, block: int, step: int) -> Iterator[Event]:
-        tape, sizes = self.tape(block, step), self.sizes(block, step)
+        tape = self.tape(block, step)
         kept = frozenset(tape.kept)
         count = 0
         for ref in tape.events:
             if ref is None:
-                yield KEEP if count in kept else MALLOC, count, sizes[count]
+                yield KEEP if count in kept else MALLOC, count, count
                 count += 1
             elif ref.origin == "kept":
                 yield DROP, ref.index, 0
@@ -222,8 +230,7 @@ class Replay:
         for ref in tape.events:
             if ref is None:
                 if count in large:
-                    size = evaluate(tape.sizes[count], now.values)
-                    yield KEEP if count in kept else MALLOC, count, size
+                    yield KEEP if count in kept else MALLOC, count, count
                 count += 1
             elif ref.origin == "kept":
                 yield DROP, ref.index, 0
@@ -333,32 +340,33 @@ class _StageRun:
         self.replay = replay
         self.device_of = device_of
         self.blocks = frozenset(blocks)
-        self.player = Player(capacity, replay.memo)
+        self.memory = new_memory(capacity)
         self.kept: dict[int, list[Held]] = {block: [] for block in blocks}
         self.num_begun = 0
         self.alive: dict[Key, Held] = {}
         # Copies of copies: they live as long as what they were made from.
         self.detoured: dict[Key, dict[tuple[str, ...], Held]] = {}
+        self._comings: dict[tuple[int, int], list[tuple[Key, Rule, tuple[str, ...]]]] = {}
 
     def run(self) -> StageBytes:
-        profile, player = self.replay.profile, self.player
+        profile, memory = self.replay.profile, self.memory
         for block in sorted(self.blocks):
             for size in profile.kinds[profile.blocks[block].kind].weight_bytes:
-                player.hold(size)
+                memory.hold(size)
         for size in buffer_bytes(profile.streamed_bytes(sorted(self.blocks))):
-            player.hold(size)
-        weights = player.allocated
+            memory.hold(size)
+        weights = memory.allocated
         for step in range(len(self.replay.steps)):
             self.num_begun = step + 1
             self._run_step(step)
         return StageBytes(
             weights=weights,
-            kv_cache=player.cached_at_peak,
-            activations=player.peak - weights - player.cached_at_peak,
-            allocated=player.peak,
-            reserved=player.allocator.max_reserved_bytes,
-            requested=player.requested_peak,
-            pressed=player.allocator.is_pressed,
+            kv_cache=memory.cached_at_peak,
+            activations=memory.peak - weights - memory.cached_at_peak,
+            allocated=memory.peak,
+            reserved=memory.max_reserved,
+            requested=memory.requested_peak,
+            pressed=memory.is_pressed,
         )
 
     def _run_step(self, step: int) -> None:
@@ -378,46 +386,58 @@ class _StageRun:
         if self.detoured:
             self._run_events(block, step)
             return
-        part = self.replay.part(block, step)
-        self.kept[block] = self.player.play(part, block, self.alive, self.kept[block])
+        part, sizes = self.replay.part(block, step)
+        kept = self.kept[block]
+        self.kept[block] = part.play(self.memory, sizes, block, self.alive, kept)
 
     def _run_events(self, block: int, step: int) -> None:
         """The same one by one, where what is freed may have been copied further."""
-        player = self.player
+        memory, sizes = self.memory, self.replay.sizes(block, step)
         slots: list[Held | None] = list(self.kept[block])
         born: list[Held] = []
         for code, number, other in self.replay.events(block, step):
             if code == MALLOC:
-                self.alive[block, number] = player.hold(other)
+                self.alive[block, number] = memory.hold(sizes[other])
             elif code == RELEASE:
                 self._release((block - number, other))
             elif code == KEEP:
-                born.append(player.hold(other, cached=True))
+                born.append(memory.hold(sizes[other], cached=True))
             elif code == DROP:
                 dropped = slots[number]
                 assert dropped is not None, "a cache entry is dropped twice"
                 slots[number] = None
-                player.release(dropped, cached=True)
+                memory.release(dropped, cached=True)
             else:
                 self._release((number, other))
         self.kept[block] = [slot for slot in slots if slot is not None] + born
 
     def _move_in(self, block: int, step: int) -> None:
-        if self.replay.steps[step].large_only:
+        now = self.replay.steps[step]
+        if now.large_only:
             return  # one token of each sequence
-        for read in self.replay.tape(block, step).reads:
-            key = self.replay.key_of(block, read.ref, step)
-            detour = self._detour(block, key[0])
+        for key, size, detour in self._coming(block, step):
             if detour:
                 copies = self.detoured.setdefault(key, {})
                 if detour not in copies:
-                    size = evaluate(read.size, self.replay.steps[step].values)
-                    copies[detour] = self.player.hold(size)
-                continue
-            here = key[0] in self.blocks or (key[0] == -1 and 0 in self.blocks)
-            if not here and key not in self.alive:
-                size = evaluate(read.size, self.replay.steps[step].values)
-                self.alive[key] = self.player.hold(size)
+                    copies[detour] = self.memory.hold(evaluate(size, now.values))
+            elif key not in self.alive:
+                self.alive[key] = self.memory.hold(evaluate(size, now.values))
+
+    def _coming(self, block: int, step: int) -> list[tuple[Key, Rule, tuple[str, ...]]]:
+        """What a block reads that isn't made on its device, and the devices that it comes over."""
+        regime = self.replay.steps[step].regime
+        if (block, regime) not in self._comings:
+            reads = self.replay.tape(block, step).reads
+            keys = [self.replay.key_of(block, read.ref, step) for read in reads]
+            self._comings[block, regime] = [
+                (key, read.size, detour)
+                for read, key in zip(reads, keys, strict=True)
+                if (detour := self._detour(block, key[0])) or not self._is_here(key[0])
+            ]
+        return self._comings[block, regime]
+
+    def _is_here(self, maker: int) -> bool:
+        return maker in self.blocks or (maker == -1 and 0 in self.blocks)
 
     def _detour(self, block: int, maker: int) -> tuple[str, ...]:
         """The devices over which something comes to a block from its maker."""
@@ -435,9 +455,9 @@ class _StageRun:
     def _release(self, key: Key) -> None:
         held = self.alive.pop(key, None)
         if held is not None:
-            self.player.release(held)
+            self.memory.release(held)
         for copy in self.detoured.pop(key, {}).values():
-            self.player.release(copy)
+            self.memory.release(copy)
 
 
 def _ends(items: Sequence[T]) -> Sequence[T]:
