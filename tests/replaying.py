@@ -124,7 +124,7 @@ class _Plain:
 
     def block(self, block: int, step: int) -> None:
         replay = self.replay
-        if not replay.steps[step].large_only:
+        if not replay.steps[step].large_at_tokens:
             for read in replay.tape(block, step).reads:
                 key = replay.key_of(block, read.ref, step)
                 here = key[0] in self.blocks or (key[0] == -1 and 0 in self.blocks)

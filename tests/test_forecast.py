@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duoka import Fleet, Workload
+from duoka import Fleet, Workload, replay
 from duoka.constraints import Constraints
-from duoka.forecast import Costs, DeviceForecast
+from duoka.forecast import Costs, DeviceForecast, Findings
 from duoka.planner import Question, attempt, solve
-from duoka.profile import Profile
+from duoka.profile import Profile, Tape
 from duoka.replay import Replay
 
 from . import tiny
@@ -215,10 +216,10 @@ def test_a_bound_is_no_empty_word(profile: Profile) -> None:
 @given(workload=workloads, profile=st.sampled_from(PROFILES))
 def test_stages_of_equal_number_cost_the_same(workload: Workload, profile: Profile) -> None:
     costs = Costs(profile, workload)
-    replay = Replay(profile, workload, brief=True)
+    brief = Replay(profile, workload, brief=True)
     by_number: dict[int, int] = {}
     for start, stop in stages(costs):
-        peaks = replay.run(costs.blocks_of(start, stop))
+        peaks = brief.run(costs.blocks_of(start, stop))
         assert peaks is not None
         number = int(costs.alike[start, stop])
         assert by_number.setdefault(number, peaks.reserved) == peaks.reserved
@@ -245,9 +246,9 @@ def test_what_was_replayed_is_remembered(monkeypatch: pytest.MonkeyPatch) -> Non
     runs: list[int | None] = []
     real = Replay.run
 
-    def run(replay: Replay, blocks: Sequence[int], capacity_bytes: int | None = None) -> Any:
+    def run(whole: Replay, blocks: Sequence[int], capacity_bytes: int | None = None) -> Any:
         runs.append(capacity_bytes)
-        return real(replay, blocks, capacity_bytes)
+        return real(whole, blocks, capacity_bytes)
 
     monkeypatch.setattr(Replay, "run", run)
     costs = Costs(PROFILES[0], load(500, 20))
@@ -258,6 +259,36 @@ def test_what_was_replayed_is_remembered(monkeypatch: pytest.MonkeyPatch) -> Non
     for _ in range(2):
         assert costs.stage_bytes(0, 5, bound - 1) is None
     assert runs == [2**50, bound - 1]
+
+
+def test_steps_of_a_longer_context_tell_nothing_of_a_shorter_one_that_leaves_more_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of decode steps only what is large is replayed, and that is more in a longer context."""
+    monkeypatch.setattr(replay, "_MOST_EVENTS", 0)
+    profile = tiny.made_up([MIB, 3 * MIB, MIB, 512], tiny.Costs(cache=21_035))
+    grows = replace(
+        profile,
+        kinds=tuple(
+            replace(kind, tapes=tuple(_growing(tape) for tape in kind.tapes))
+            for kind in profile.kinds
+        ),
+    )
+    findings = Findings()
+    long, short = (Costs(grows, load(1, new), findings) for new in (254, 109))
+    budget = 26 * MIB
+    assert long.stage_bytes(0, 4, budget) is None
+    told = short.stage_bytes(0, 4, budget)
+    assert told is not None
+    assert told == Costs(grows, load(1, 109)).stage_bytes(0, 4, budget)
+    again = Costs(grows, load(1, 254), findings)
+    monkeypatch.setattr(Replay, "run", None)  # nothing is replayed
+    assert again.stage_bytes(0, 4, budget) is None
+
+
+def _growing(tape: Tape) -> Tape:
+    """What a block works with, by the keys: more than 1 MiB at the end of the longer context."""
+    return replace(tape, sizes=(tiny.rule(bk=5066.0), *tape.sizes[1:]))
 
 
 def test_free_memory_is_what_the_budget_leaves() -> None:

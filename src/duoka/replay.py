@@ -71,7 +71,8 @@ class StageBytes:
 class Step:
     """One call of the model: its phase, sizes and regime.
 
-    With `large_only`, only what comes from large segments is replayed, and caches.
+    With `large_at_tokens`, only what comes from large segments in a context of so many tokens is
+    replayed, and caches.
     """
 
     phase: Phase
@@ -79,7 +80,7 @@ class Step:
     keys: int
     regime: int
     values: tuple[int, ...]
-    large_only: bool = False
+    large_at_tokens: int = 0
 
 
 class Run(Protocol):
@@ -119,8 +120,8 @@ class Replay:
         self._sizes: dict[tuple[int, int], list[int]] = {}
         self._rules: dict[int, Rules] = {}  # by the tape, which the profile keeps
         self._packed: dict[tuple[int, int], bytes] = {}
-        self._events: dict[tuple[int, int, bool], list[Event]] = {}
-        self._parts: dict[tuple[int, int, bool], Part] = {}
+        self._events: dict[tuple[int, int, int], list[Event]] = {}
+        self._parts: dict[tuple[int, int, int], Part] = {}
         self._foreign_frees: dict[tuple[int, int], tuple[Ref, ...]] = {}
         self._large_ones: dict[tuple[int, int], frozenset[int]] = {}
         self.steps = self._schedule()
@@ -144,10 +145,10 @@ class Replay:
     def events(self, block: int, step: int) -> list[Event]:
         """What a block does in one of `steps`."""
         now = self.steps[step]
-        key = (self.profile.blocks[block].kind, now.regime, now.large_only)
+        key = (self.profile.blocks[block].kind, now.regime, now.large_at_tokens)
         if key not in self._events:
-            compiled = (self._compile_large if now.large_only else self._compile)(block, step)
-            self._events[key] = list(compiled)
+            compiled = self._compile_large if now.large_at_tokens else self._compile
+            self._events[key] = list(compiled(block, step))
         return self._events[key]
 
     def part(self, block: int, step: int) -> tuple[Part, bytes]:
@@ -155,7 +156,7 @@ class Replay:
         kind, now = self.profile.blocks[block].kind, self.steps[step]
         if (kind, step) not in self._packed:
             self._packed[kind, step] = sizes_of(self.sizes(block, step))
-        key = (kind, now.regime, now.large_only)
+        key = (kind, now.regime, now.large_at_tokens)
         if key not in self._parts:
             self._parts[key] = Part(self.events(block, step))
         return self._parts[key], self._packed[kind, step]
@@ -286,8 +287,11 @@ class Replay:
         steps = [self.step_over(*chunk) for chunk in (_ends(chunks) if self.brief else chunks)]
         keys = range(self.workload.prompt_tokens + 1, self.workload.context_tokens)
         chosen, between = self._decode_lengths(keys)
+        last = self.workload.context_tokens
         return steps + [
-            replace(self._step("decode", 1, length), large_only=length not in chosen)
+            replace(
+                self._step("decode", 1, length), large_at_tokens=0 if length in chosen else last
+            )
             for length in sorted({*chosen, *between})
         ]
 
@@ -413,7 +417,7 @@ class _StageRun:
 
     def _move_in(self, block: int, step: int) -> None:
         now = self.replay.steps[step]
-        if now.large_only:
+        if now.large_at_tokens:
             return  # one token of each sequence
         for key, size, detour in self._coming(block, step):
             if detour:
