@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from rehearsing import Layer, load
 
 from duoka import rehearsal
+from duoka.allocator import rounded_bytes
 from duoka.errors import UsageError
 from duoka.rehearsal import Rehearsal, in_flight
 from duoka.replay import StageBytes
 from duoka.workload import Training
 
 KIB = 1024
+MIB = 2**20
 # One token, so that what depends on tokens is what the layer says.
 LAYERS = [Layer(weight=64 * KIB, result=8 * KIB, saved=32 * KIB)] * 3
 PROFILE = rehearsing.made_up(LAYERS)
@@ -42,6 +44,18 @@ def test_what_training_holds_at_its_peak() -> None:
         reserved=2 * 2**20,
         requested=5 * weights,
     )
+
+
+@pytest.mark.parametrize("weight", [9 * MIB + 700 * KIB, 11 * MIB + 5])
+def test_what_a_block_leaves_unsplit_of_a_state_is_the_optimizers(weight: int) -> None:
+    """At the update nothing else is there: no activation is."""
+    profile = rehearsing.made_up([Layer(weight=weight, result=512, saved=512)] * 3)
+    found = Rehearsal(profile, load(1, method="full")).run([0, 1, 2])
+    assert found is not None
+    assert found.activations == 0
+    assert found.requested == 15 * rounded_bytes(weight)
+    assert found.allocated == found.weights + found.gradients + found.optimizer
+    assert found.optimizer > 9 * rounded_bytes(weight)
 
 
 def test_sgd_has_no_states() -> None:

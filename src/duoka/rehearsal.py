@@ -250,8 +250,15 @@ class _StageRun:
             kept.clear()
 
     def _hold_aside(self, size: int) -> Held:
-        self.memory.aside += rounded_bytes(size)
-        return self.memory.hold(size)
+        memory = self.memory
+        memory.aside += rounded_bytes(size)
+        held = memory.hold(size)
+        if held[1] > held[2]:
+            # The block isn't split, and all of it counts, at the peak as well: it is taken anew.
+            memory.release(held)
+            memory.aside += held[1] - held[2]
+            held = memory.hold(size)
+        return held
 
     def _release(self, alive: dict[Key, Held], key: Key) -> None:
         if (held := alive.pop(key, None)) is not None:
