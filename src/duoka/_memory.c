@@ -1,180 +1,14 @@
-/* One device's memory, compiled: what playing.PlainMemory is, by the same rules.
+/* One device's memory, compiled: what memory.PlainMemory is.
 
-   Those of allocator.py decide which block a request is given. Numbers are bytes. Nothing here
-   knows of tensors, blocks of a model or steps: a program says what is taken and given back. */
+   Numbers are bytes. Nothing here knows of tensors, blocks of a model or steps: a program says
+   what is taken and given back. Whatever is passed in, no number leaves its range: what would
+   change that is refused before anything is changed. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
 
-enum {
-    ROUND = 512,
-    SMALL_REQUEST = 1 << 20,
-    SMALL_SEGMENT = 2 << 20,
-    LARGE_REQUEST = 10 << 20,
-    LARGE_SEGMENT = 20 << 20,
-    SEGMENT_ROUND = 2 << 20,
-};
-/* Larger than any memory, and small enough that a sum of two is a number still. */
-#define MOST_BYTES ((int64_t)1 << 60)
-
-/* What a function that may fail returns; NO_MEMORY is the machine's own. */
-enum { DONE, FULL, NO_MEMORY };
-
-/* ── Pairs of numbers, kept in order ──────────────────────────────────────────────────────────── */
-
-typedef struct {
-    int64_t major, minor;
-} Pair;
-
-typedef struct {
-    Pair *at;
-    Py_ssize_t count, room;
-} Pairs;
-
-/* The first pair that isn't less than these two. */
-static Py_ssize_t
-find(const Pairs *pairs, int64_t major, int64_t minor)
-{
-    Py_ssize_t low = 0, high = pairs->count;
-    while (low < high) {
-        Py_ssize_t middle = (low + high) / 2;
-        const Pair *pair = &pairs->at[middle];
-        if (pair->major < major || (pair->major == major && pair->minor < minor)) {
-            low = middle + 1;
-        }
-        else {
-            high = middle;
-        }
-    }
-    return low;
-}
-
-static int
-insert(Pairs *pairs, int64_t major, int64_t minor)
-{
-    if (pairs->count == pairs->room) {
-        Py_ssize_t room = pairs->room ? 2 * pairs->room : 32;
-        Pair *at = realloc(pairs->at, (size_t)room * sizeof(Pair));
-        if (at == NULL) {
-            return NO_MEMORY;
-        }
-        pairs->at = at;
-        pairs->room = room;
-    }
-    Py_ssize_t index = find(pairs, major, minor);
-    Pair *pair = &pairs->at[index];
-    memmove(pair + 1, pair, (size_t)(pairs->count - index) * sizeof(Pair));
-    pair->major = major;
-    pair->minor = minor;
-    pairs->count += 1;
-    return DONE;
-}
-
-static void
-delete_at(Pairs *pairs, Py_ssize_t index)
-{
-    Pair *pair = &pairs->at[index];
-    pairs->count -= 1;
-    memmove(pair, pair + 1, (size_t)(pairs->count - index) * sizeof(Pair));
-}
-
-/* ── The segments of one size class, and their free blocks ────────────────────────────────────── */
-
-typedef struct {
-    Pairs by_size;  /* of free blocks: size, address */
-    Pairs by_start; /* of the same: address, size */
-    Pairs segments; /* address, size */
-    int64_t least_rest;
-} Pool;
-
-typedef struct {
-    int64_t address, size, asked; /* nothing was asked where there is no block */
-} Block;
-
-static int
-add_free(Pool *pool, int64_t address, int64_t size)
-{
-    int failed = insert(&pool->by_size, size, address);
-    return failed ? failed : insert(&pool->by_start, address, size);
-}
-
-static void
-delete_free(Pool *pool, int64_t address, int64_t size)
-{
-    delete_at(&pool->by_size, find(&pool->by_size, size, address));
-    delete_at(&pool->by_start, find(&pool->by_start, address, 0));
-}
-
-/* The smallest free block that is large enough, split; FULL where there is none. */
-static int
-take_free(Pool *pool, int64_t asked, Block *block)
-{
-    Py_ssize_t index = find(&pool->by_size, asked, 0);
-    if (index == pool->by_size.count) {
-        return FULL;
-    }
-    Pair found = pool->by_size.at[index];
-    int64_t rest = found.major - asked;
-    delete_free(pool, found.minor, found.major);
-    block->address = found.minor;
-    if (rest < pool->least_rest) {
-        block->size = found.major;
-        return DONE;
-    }
-    block->size = asked;
-    return add_free(pool, found.minor + asked, rest);
-}
-
-/* Take a block back, and merge it with its free neighbours. */
-static int
-give_free(Pool *pool, int64_t address, int64_t size)
-{
-    Py_ssize_t behind = find(&pool->by_start, address, 0);
-    if (behind < pool->by_start.count && pool->by_start.at[behind].major == address + size) {
-        Pair next = pool->by_start.at[behind];
-        delete_free(pool, next.major, next.minor);
-        size += next.minor;
-    }
-    if (behind > 0) {
-        Pair before = pool->by_start.at[behind - 1];
-        if (before.major + before.minor == address) {
-            delete_free(pool, before.major, before.minor);
-            address = before.major;
-            size += before.minor;
-        }
-    }
-    return add_free(pool, address, size);
-}
-
-/* Give every wholly free segment back to the device; how many bytes that were. */
-static int64_t
-drop_free_segments(Pool *pool)
-{
-    int64_t dropped = 0;
-    for (Py_ssize_t index = pool->segments.count - 1; index >= 0; index--) {
-        Pair segment = pool->segments.at[index];
-        Py_ssize_t start = find(&pool->by_start, segment.major, 0);
-        if (start < pool->by_start.count && pool->by_start.at[start].major == segment.major
-            && pool->by_start.at[start].minor == segment.minor) {
-            delete_free(pool, segment.major, segment.minor);
-            delete_at(&pool->segments, index);
-            dropped += segment.minor;
-        }
-    }
-    return dropped;
-}
-
-static void
-clear_pool(Pool *pool)
-{
-    free(pool->by_size.at);
-    free(pool->by_start.at);
-    free(pool->segments.at);
-}
+#include "_allocator.h"
 
 /* ── A device's memory ────────────────────────────────────────────────────────────────────────── */
 
@@ -185,9 +19,8 @@ typedef struct {
     long long reserved, max_reserved;
     long long allocated, requested, cached, aside;
     long long peak, requested_peak, cached_at_peak, aside_at_peak;
+    int64_t refused; /* the last request that was */
     char is_pressed;
-    Block *slots; /* of the program that runs */
-    Py_ssize_t num_slots;
 } Memory;
 
 static Pool *
@@ -197,43 +30,56 @@ pool_of(Memory *memory, int64_t size)
     return size <= SMALL_REQUEST ? &memory->small : &memory->large;
 }
 
+static int64_t
+rounded(int64_t num_bytes, int64_t multiple)
+{
+    return (num_bytes + multiple - 1) / multiple * multiple;
+}
+
+static int
+has_room_for(const Memory *memory, int64_t segment)
+{
+    return memory->next_address + segment <= END_OF_ADDRESSES
+           && memory->reserved + segment <= memory->capacity;
+}
+
 static int
 reserve(Memory *memory, Pool *pool, int64_t asked)
 {
-    int64_t segment = (asked + SEGMENT_ROUND - 1) / SEGMENT_ROUND * SEGMENT_ROUND;
-    if (asked <= SMALL_REQUEST) {
-        segment = SMALL_SEGMENT;
-    }
-    else if (asked < LARGE_REQUEST) {
-        segment = LARGE_SEGMENT;
-    }
-    if (memory->reserved + segment > memory->capacity) {
+    int64_t segment = asked <= SMALL_REQUEST  ? SMALL_SEGMENT
+                      : asked < LARGE_REQUEST ? LARGE_SEGMENT
+                                              : rounded(asked, SEGMENT_ROUND);
+    if (!has_room_for(memory, segment)) {
         memory->is_pressed = 1;
         memory->reserved -= drop_free_segments(&memory->small);
         memory->reserved -= drop_free_segments(&memory->large);
-        if (memory->reserved + segment > memory->capacity) {
+        if (!has_room_for(memory, segment)) {
+            memory->refused = asked;
             return FULL;
         }
     }
-    if (insert(&pool->segments, memory->next_address, segment)) {
+    if (make_room(&pool->segments) || make_room_for_free(pool)) {
         return NO_MEMORY;
     }
-    int failed = add_free(pool, memory->next_address, segment);
+    insert(&pool->segments, memory->next_address, segment);
+    insert(&pool->by_start, memory->next_address, segment);
+    insert(&pool->by_size, segment, memory->next_address);
     /* Segments don't merge, so they don't touch. */
     memory->next_address += segment + ROUND;
     memory->reserved += segment;
     if (memory->reserved > memory->max_reserved) {
         memory->max_reserved = memory->reserved;
     }
-    return failed;
+    return DONE;
 }
 
 static int
 take(Memory *memory, int64_t num_bytes, int is_cached, Block *block)
 {
-    int64_t asked = num_bytes <= ROUND ? ROUND : (num_bytes + ROUND - 1) / ROUND * ROUND;
+    int64_t asked = num_bytes <= ROUND              ? ROUND
+                    : num_bytes >= END_OF_ADDRESSES ? END_OF_ADDRESSES
+                                                    : rounded(num_bytes, ROUND);
     Pool *pool = pool_of(memory, asked);
-    block->asked = asked;
     int failed = take_free(pool, asked, block);
     if (failed == FULL) {
         failed = reserve(memory, pool, asked);
@@ -259,13 +105,94 @@ take(Memory *memory, int64_t num_bytes, int is_cached, Block *block)
 static int
 give(Memory *memory, const Block *block, int is_cached)
 {
-    memory->requested -= block->asked;
-    memory->allocated -= block->size;
-    memory->cached -= is_cached ? block->size : 0;
-    return give_free(pool_of(memory, block->size), block->address, block->size);
+    Pool *pool = pool_of(memory, block->size);
+    if (block->asked <= 0 || block->asked > block->size || !is_inside(pool, block)) {
+        return NOT_HELD;
+    }
+    ptrdiff_t behind = find(&pool->by_start, block->address, 0);
+    int64_t allocated = memory->allocated - block->size;
+    int64_t requested = memory->requested - block->asked;
+    int64_t cached = memory->cached - (is_cached ? block->size : 0);
+    if (!is_taken(pool, block, behind) || requested < 0 || requested > allocated || cached < 0
+        || cached > allocated) {
+        return NOT_HELD;
+    }
+    if (make_room_for_free(pool)) {
+        return NO_MEMORY;
+    }
+    give_free(pool, block, behind);
+    memory->allocated = allocated;
+    memory->requested = requested;
+    memory->cached = cached;
+    return DONE;
+}
+
+/* ── A program ────────────────────────────────────────────────────────────────────────────────── */
+
+typedef struct {
+    int64_t slot, size, is_cached; /* the index of the size, or BACK */
+} Move;
+
+enum { BACK = -1 };
+
+typedef struct {
+    const char *moves; /* numbers may begin at any byte */
+    const char *sizes;
+    Py_ssize_t num_moves, num_sizes, num_slots;
+    Block *slots;
+} Program;
+
+static int
+run_program(Memory *memory, const Program *program)
+{
+    int failed = DONE;
+    for (Py_ssize_t index = 0; !failed && index < program->num_moves; index++) {
+        Move move;
+        memcpy(&move, program->moves + index * (Py_ssize_t)sizeof(Move), sizeof(Move));
+        if (move.slot < 0 || move.slot >= program->num_slots || move.size < BACK
+            || move.size >= program->num_sizes) {
+            return NO_SUCH;
+        }
+        Block *block = &program->slots[move.slot];
+        if (move.size != BACK) {
+            int64_t size;
+            memcpy(&size, program->sizes + move.size * (Py_ssize_t)sizeof(size), sizeof(size));
+            failed = take(memory, size, move.is_cached != 0, block);
+        }
+        else if (block->asked) {
+            failed = give(memory, block, move.is_cached != 0);
+            block->asked = 0;
+        }
+    }
+    return failed;
 }
 
 /* ── For Python ───────────────────────────────────────────────────────────────────────────────── */
+
+/* allocator.OutOfCapacity */
+static PyObject *out_of_capacity;
+
+static PyObject *
+refuse(const Memory *memory, int failed)
+{
+    if (failed == NO_MEMORY) {
+        return PyErr_NoMemory();
+    }
+    if (failed == FULL) {
+        PyObject *numbers = Py_BuildValue("(LLLL)", (long long)memory->refused,
+                                          (long long)memory->capacity, memory->allocated,
+                                          memory->reserved);
+        if (numbers != NULL) {
+            PyErr_SetObject(out_of_capacity, numbers);
+            Py_DECREF(numbers);
+        }
+        return NULL;
+    }
+    PyErr_SetString(PyExc_ValueError,
+                    failed == NOT_HELD ? "what is given back isn't in use, or not as that"
+                                       : "there is no such slot or size");
+    return NULL;
+}
 
 static PyObject *
 held_of(const Block *block)
@@ -274,95 +201,93 @@ held_of(const Block *block)
                          (long long)block->asked);
 }
 
-/* 0, or -1 with an exception: what comes from Python is what held_of made. */
+/* 0, or -1 with an exception. Runs no code of Python's, so nothing changes meanwhile. */
 static int
 read_held(PyObject *held, Block *block)
 {
-    long long address, size, asked;
-    if (!PyTuple_Check(held)) {
-        PyErr_SetString(PyExc_TypeError, "a block is a tuple of three numbers");
-        return -1;
+    long long numbers[3];
+    int is_tuple = PyTuple_Check(held) && PyTuple_Size(held) == 3;
+    for (Py_ssize_t index = 0; index < 3; index++) {
+        PyObject *number = is_tuple ? PyTuple_GetItem(held, index) : NULL;
+        if (number == NULL || !PyLong_Check(number)) {
+            PyErr_SetString(PyExc_TypeError, "a block is a tuple of three integers");
+            return -1;
+        }
+        numbers[index] = PyLong_AsLongLong(number);
+        if (numbers[index] == -1 && PyErr_Occurred()) {
+            return -1;
+        }
     }
-    if (!PyArg_ParseTuple(held, "LLL", &address, &size, &asked)) {
-        return -1;
-    }
-    block->address = address;
-    block->size = size;
-    block->asked = asked;
+    *block = (Block){numbers[0], numbers[1], numbers[2]};
     return 0;
+}
+
+/* For "O&": an integer as large as it can be here. */
+static int
+read_bytes(PyObject *number, void *num_bytes)
+{
+    int overflow;
+    long long found = PyLong_AsLongLongAndOverflow(number, &overflow);
+    if (found == -1 && PyErr_Occurred()) {
+        return 0;
+    }
+    *(int64_t *)num_bytes = overflow > 0 ? INT64_MAX : overflow < 0 ? INT64_MIN : found;
+    return 1;
+}
+
+/* For "O&": the same, or None for as much as there is. */
+static int
+read_capacity(PyObject *number, void *capacity)
+{
+    return number == Py_None || read_bytes(number, capacity);
 }
 
 static PyObject *
 memory_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"capacity_bytes", NULL};
-    PyObject *capacity = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O", names, &capacity)) {
+    int64_t capacity = END_OF_ADDRESSES;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O&", names, read_capacity, &capacity)) {
         return NULL;
     }
-    long long most = MOST_BYTES;
-    if (capacity != Py_None) {
-        most = PyLong_AsLongLong(capacity);
-        if (most == -1 && PyErr_Occurred()) {
-            return NULL;
-        }
-    }
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    Memory *self = (Memory *)alloc(type, 0);
+    PyObject *self = alloc(type, 0);
     if (self != NULL) {
-        self->capacity = most < MOST_BYTES ? most : MOST_BYTES;
-        self->small.least_rest = ROUND;
-        self->large.least_rest = SMALL_REQUEST + ROUND;
+        Memory *memory = (Memory *)self;
+        memory->capacity = capacity;
+        memory->small.least_rest = ROUND;
+        memory->large.least_rest = SMALL_REQUEST + ROUND;
     }
-    return (PyObject *)self;
+    return self;
 }
 
 static void
-memory_dealloc(Memory *self)
+memory_dealloc(PyObject *self)
 {
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
-    clear_pool(&self->small);
-    clear_pool(&self->large);
-    free(self->slots);
+    PyTypeObject *type = Py_TYPE(self);
+    clear_pool(&((Memory *)self)->small);
+    clear_pool(&((Memory *)self)->large);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
 
-/* allocator.OutOfCapacity */
-static PyObject *out_of_capacity;
-
 static PyObject *
-raise(const Memory *memory, int failed, const Block *block)
-{
-    if (failed == NO_MEMORY) {
-        return PyErr_NoMemory();
-    }
-    PyObject *numbers = Py_BuildValue("(LLLL)", (long long)block->asked,
-                                      (long long)memory->capacity, memory->allocated,
-                                      memory->reserved);
-    if (numbers != NULL) {
-        PyErr_SetObject(out_of_capacity, numbers);
-        Py_DECREF(numbers);
-    }
-    return NULL;
-}
-
-static PyObject *
-memory_hold(Memory *self, PyObject *args, PyObject *kwargs)
+memory_hold(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"num_bytes", "cached", NULL};
-    long long num_bytes;
+    int64_t num_bytes;
     int is_cached = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "L|p", names, &num_bytes, &is_cached)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|p", names, read_bytes, &num_bytes,
+                                     &is_cached)) {
         return NULL;
     }
-    Block block = {.asked = num_bytes};
-    int failed = num_bytes > MOST_BYTES ? FULL : take(self, num_bytes, is_cached, &block);
-    return failed ? raise(self, failed, &block) : held_of(&block);
+    Block block;
+    int failed = take((Memory *)self, num_bytes, is_cached, &block);
+    return failed ? refuse((Memory *)self, failed) : held_of(&block);
 }
 
 static PyObject *
-memory_release(Memory *self, PyObject *args, PyObject *kwargs)
+memory_release(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"held", "cached", NULL};
     PyObject *held;
@@ -372,95 +297,37 @@ memory_release(Memory *self, PyObject *args, PyObject *kwargs)
         || read_held(held, &block)) {
         return NULL;
     }
-    if (give(self, &block, is_cached)) {
-        return PyErr_NoMemory();
-    }
-    Py_RETURN_NONE;
+    int failed = give((Memory *)self, &block, is_cached);
+    return failed ? refuse((Memory *)self, failed) : Py_NewRef(Py_None);
 }
 
-/* Room for so many slots, the first ones with what is given. */
+/* 0, or -1 with an exception. */
 static int
-fill_slots(Memory *self, Py_ssize_t num_slots, PyObject *given)
+read_given(PyObject *given, Py_ssize_t num_given, Block *slots)
 {
-    Py_ssize_t num_given = PyList_Size(given);
-    if (num_given < 0) {
-        return -1;
-    }
-    if (num_given > num_slots) {
-        PyErr_SetString(PyExc_ValueError, "more is given than there are slots");
-        return -1;
-    }
-    if (num_slots > self->num_slots) {
-        Block *slots = realloc(self->slots, (size_t)num_slots * sizeof(Block));
-        if (slots == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        self->slots = slots;
-        self->num_slots = num_slots;
-    }
-    if (num_slots) {
-        memset(self->slots, 0, (size_t)num_slots * sizeof(Block));
-    }
     for (Py_ssize_t index = 0; index < num_given; index++) {
         PyObject *held = PyList_GetItem(given, index);
-        if (held != Py_None && read_held(held, &self->slots[index])) {
+        if (held == NULL || (held != Py_None && read_held(held, &slots[index]))) {
             return -1;
         }
     }
     return 0;
 }
 
-typedef struct {
-    int64_t slot, size, is_cached; /* the index of the size; -1 gives back what is in the slot */
-} Move;
-
 static PyObject *
-memory_run(Memory *self, PyObject *args)
+found_in(const Program *program, PyObject *out)
 {
-    const char *program, *numbers;
-    Py_ssize_t program_bytes, sizes_bytes, num_slots;
-    PyObject *given, *out;
-    if (!PyArg_ParseTuple(args, "y#y#nOO", &program, &program_bytes, &numbers, &sizes_bytes,
-                          &num_slots, &given, &out)
-        || fill_slots(self, num_slots, given)) {
-        return NULL;
-    }
-    Py_ssize_t num_sizes = sizes_bytes / (Py_ssize_t)sizeof(int64_t);
-    Py_ssize_t num_moves = program_bytes / (Py_ssize_t)sizeof(Move);
-    for (Py_ssize_t index = 0; index < num_moves; index++) {
-        Move move;
-        memcpy(&move, program + index * (Py_ssize_t)sizeof(Move), sizeof(Move));
-        if (move.slot < 0 || move.slot >= num_slots || move.size >= num_sizes) {
-            PyErr_SetString(PyExc_ValueError, "a program names a slot or a size that isn't there");
-            return NULL;
-        }
-        Block *block = &self->slots[move.slot];
-        int failed = DONE;
-        int64_t size = 0;
-        if (move.size >= 0) {
-            memcpy(&size, numbers + move.size * (Py_ssize_t)sizeof(int64_t), sizeof(size));
-            failed = size > MOST_BYTES ? FULL : take(self, size, move.is_cached != 0, block);
-        }
-        else if (block->asked) {
-            failed = give(self, block, move.is_cached != 0);
-        }
-        if (failed) {
-            return raise(self, failed, block);
-        }
-    }
     Py_ssize_t num_out = PyTuple_Size(out);
-    PyObject *found = num_out < 0 ? NULL : PyList_New(num_out);
+    PyObject *found = PyList_New(num_out);
     for (Py_ssize_t index = 0; found != NULL && index < num_out; index++) {
         Py_ssize_t slot = PyLong_AsSsize_t(PyTuple_GetItem(out, index));
-        if (slot < 0 || slot >= num_slots) {
-            if (!PyErr_Occurred()) {
-                PyErr_SetString(PyExc_ValueError, "there is no such slot");
-            }
-            Py_CLEAR(found);
-            break;
+        PyObject *held = NULL;
+        if (slot >= 0 && slot < program->num_slots && program->slots[slot].asked) {
+            held = held_of(&program->slots[slot]);
         }
-        PyObject *held = held_of(&self->slots[slot]);
+        else if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_ValueError, "there is nothing in a slot that is wanted");
+        }
         if (held == NULL || PyList_SetItem(found, index, held)) {
             Py_CLEAR(found);
         }
@@ -469,9 +336,41 @@ memory_run(Memory *self, PyObject *args)
 }
 
 static PyObject *
-memory_free_blocks(Memory *self, PyObject *Py_UNUSED(ignored))
+memory_run(PyObject *self, PyObject *args)
 {
-    const Pairs *small = &self->small.by_start, *large = &self->large.by_start;
+    Program program;
+    Py_ssize_t moves_bytes, sizes_bytes;
+    PyObject *given, *out;
+    if (!PyArg_ParseTuple(args, "y#y#O!O!", &program.moves, &moves_bytes, &program.sizes,
+                          &sizes_bytes, &PyList_Type, &given, &PyTuple_Type, &out)) {
+        return NULL;
+    }
+    if (moves_bytes % (Py_ssize_t)sizeof(Move) || sizes_bytes % (Py_ssize_t)sizeof(int64_t)) {
+        PyErr_SetString(PyExc_ValueError, "a program or its sizes end within a number");
+        return NULL;
+    }
+    Py_ssize_t num_given = PyList_Size(given);
+    program.num_moves = moves_bytes / (Py_ssize_t)sizeof(Move);
+    program.num_sizes = sizes_bytes / (Py_ssize_t)sizeof(int64_t);
+    program.num_slots = num_given + program.num_moves; /* as many as can be of use */
+    program.slots = calloc((size_t)program.num_slots + 1, sizeof(Block));
+    if (program.slots == NULL) {
+        return PyErr_NoMemory();
+    }
+    PyObject *found = NULL;
+    if (!read_given(given, num_given, program.slots)) {
+        int failed = run_program((Memory *)self, &program);
+        found = failed ? refuse((Memory *)self, failed) : found_in(&program, out);
+    }
+    free(program.slots);
+    return found;
+}
+
+static PyObject *
+memory_free_blocks(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    const Pairs *small = &((Memory *)self)->small.by_start;
+    const Pairs *large = &((Memory *)self)->large.by_start;
     const Py_ssize_t size = (Py_ssize_t)sizeof(Pair);
     return Py_BuildValue("(y#y#)", small->count ? (char *)small->at : "", small->count * size,
                          large->count ? (char *)large->at : "", large->count * size);
@@ -480,15 +379,14 @@ memory_free_blocks(Memory *self, PyObject *Py_UNUSED(ignored))
 static PyMethodDef memory_methods[] = {
     {"hold", (PyCFunction)(void (*)(void))memory_hold, METH_VARARGS | METH_KEYWORDS, NULL},
     {"release", (PyCFunction)(void (*)(void))memory_release, METH_VARARGS | METH_KEYWORDS, NULL},
-    {"run", (PyCFunction)memory_run, METH_VARARGS, NULL},
-    {"free_blocks", (PyCFunction)memory_free_blocks, METH_NOARGS, NULL},
+    {"run", memory_run, METH_VARARGS, NULL},
+    {"free_blocks", memory_free_blocks, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
 #define NUMBER(name, flags) {#name, T_LONGLONG, offsetof(Memory, name), flags, NULL}
 
 static PyMemberDef memory_members[] = {
-    NUMBER(reserved, READONLY),
     NUMBER(max_reserved, READONLY),
     NUMBER(allocated, READONLY),
     NUMBER(requested, READONLY),

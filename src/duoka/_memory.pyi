@@ -1,4 +1,4 @@
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 
 class Memory:
     aside: int
@@ -9,8 +9,6 @@ class Memory:
     def requested(self) -> int: ...
     @property
     def cached(self) -> int: ...
-    @property
-    def reserved(self) -> int: ...
     @property
     def peak(self) -> int: ...
     @property
@@ -29,8 +27,7 @@ class Memory:
         self,
         program: bytes,
         sizes: bytes,
-        num_slots: int,
-        given: Sequence[tuple[int, int, int] | None],
+        given: list[tuple[int, int, int] | None],
         out: tuple[int, ...],
     ) -> list[tuple[int, int, int]]: ...
     def free_blocks(self) -> tuple[Hashable, Hashable]: ...

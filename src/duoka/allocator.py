@@ -8,8 +8,9 @@ and split; neighbours merge when freed; when a segment can't be had, all wholly 
 given back first. Streams, expandable segments and the options of PYTORCH_CUDA_ALLOC_CONF are not
 modelled.
 
-Both the virtual GPUs (which allocate) and the forecast (which replays) use this one class, so a
-forecast and a virtual run can't disagree about the rules. It knows nothing of torch.
+The virtual GPUs allocate through this class. The forecast replays through it too, or through the
+same in C (`_allocator.h`) where there is a compiler; tests hold the two against each other step for
+step, so a forecast and a virtual run can't disagree about the rules. It knows nothing of torch.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ finding and keeping one is as quick as it can be, which is what a replay's time 
 """
 
 ADDRESS_BITS = 56
-ADDRESS = (1 << ADDRESS_BITS) - 1
+END_OF_ADDRESSES = 1 << ADDRESS_BITS  # what would lie behind it is refused, capacity or none
+ADDRESS = END_OF_ADDRESSES - 1
 
 
 class Pool:
@@ -174,7 +176,7 @@ class CachingAllocator:
     Parameters
     ----------
     capacity_bytes : int, optional
-        The most that may be reserved. Without it nothing is refused.
+        The most that may be reserved. Without it nothing is refused below `END_OF_ADDRESSES`.
 
     Attributes
     ----------
@@ -254,6 +256,8 @@ class CachingAllocator:
 
     def has_room_for(self, segment: int) -> bool:
         """Whether so many more bytes can be reserved."""
+        if self._next_address + segment > END_OF_ADDRESSES:
+            return False
         return self.capacity_bytes is None or self.reserved_bytes + segment <= self.capacity_bytes
 
     def empty_cache(self) -> None:
@@ -272,10 +276,8 @@ class CachingAllocator:
             self.is_pressed = True
             self.empty_cache()
             if not self.has_room_for(segment):
-                assert self.capacity_bytes is not None
-                raise OutOfCapacity(
-                    size, self.capacity_bytes, self.allocated_bytes, self.reserved_bytes
-                )
+                most = END_OF_ADDRESSES if self.capacity_bytes is None else self.capacity_bytes
+                raise OutOfCapacity(size, most, self.allocated_bytes, self.reserved_bytes)
         pool.add_segment(self._next_address, segment)
         # Segments don't merge, so they don't touch.
         self._next_address += segment + ROUND_BYTES

@@ -1,21 +1,22 @@
 """Memory: one device's, as the allocator gives it out, with what is in use there and its peaks.
 
-Two do the same: `PlainMemory`, and one that is compiled (`_memory.c`), for as long as planning takes
-is as long as this takes. The latter is there where a C compiler was, when duoka was installed.
+Two do the same: `PlainMemory`, and one that is compiled (`_memory.c`), for planning takes as long
+as this does. The latter is there where a C compiler was when duoka was installed.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
-from .allocator import ADDRESS, ADDRESS_BITS, Block, CachingAllocator, rounded_bytes
+from .allocator import ADDRESS, ADDRESS_BITS, CachingAllocator, rounded_bytes
 
+CompiledMemory: Callable[[int | None], Memory] | None
 try:
     from ._memory import Memory as CompiledMemory
 except ImportError:  # no C compiler was there
-    CompiledMemory = None  # type: ignore[assignment,misc]
+    CompiledMemory = None
 
 Held = tuple[int, int, int]
 """What a request was given: its address, its bytes, and those that were asked for, rounded."""
@@ -30,45 +31,46 @@ it is a cache or a gradient."""
 class Memory(Protocol):
     """One device's memory.
 
-    All numbers are bytes.
-
-    Attributes
-    ----------
-    allocated, requested : int
-        In use now: the blocks, and what was asked for, rounded, without what blocks have left
-        unsplit.
-    peak, requested_peak : int
-        The most of each.
-    cached, cached_at_peak : int
-        What of `allocated` are caches or gradients, now and at its peak.
-    aside, aside_at_peak : int
-        What of it whoever holds it tells apart, and sets.
-    max_reserved : int
-        The most that was taken from the device.
-    is_pressed : bool
-        Whether the capacity was ever reached, and cached segments were given back.
+    All numbers are bytes; `aside` is what whoever holds it tells apart, and sets.
     """
 
     aside: int
 
     @property
-    def allocated(self) -> int: ...
+    def allocated(self) -> int:
+        """In blocks that are in use."""
+
     @property
-    def requested(self) -> int: ...
+    def requested(self) -> int:
+        """What was asked for of that, rounded, without what blocks have left unsplit."""
+
     @property
-    def peak(self) -> int: ...
+    def cached(self) -> int:
+        """Those of the blocks that are caches or gradients."""
+
     @property
-    def requested_peak(self) -> int: ...
+    def peak(self) -> int:
+        """The most that was allocated."""
+
     @property
-    def cached(self) -> int: ...
+    def cached_at_peak(self) -> int:
+        """What was cached then."""
+
     @property
-    def cached_at_peak(self) -> int: ...
+    def aside_at_peak(self) -> int:
+        """What was aside then."""
+
     @property
-    def aside_at_peak(self) -> int: ...
+    def requested_peak(self) -> int:
+        """The most that was requested."""
+
     @property
-    def max_reserved(self) -> int: ...
+    def max_reserved(self) -> int:
+        """The most that was taken from the device."""
+
     @property
-    def is_pressed(self) -> bool: ...
+    def is_pressed(self) -> bool:
+        """Whether the capacity was ever reached, and cached segments were given back."""
 
     def hold(self, num_bytes: int, cached: bool = False) -> Held:
         """Allocate.
@@ -80,14 +82,13 @@ class Memory(Protocol):
         """
 
     def release(self, held: Held, cached: bool = False) -> None:
-        """Free."""
+        """Free what `hold` or `run` gave, and say again whether it is cached."""
 
     def run(
         self,
         program: bytes,
         sizes: bytes,
-        num_slots: int,
-        given: Sequence[Held | None],
+        given: list[Held | None],
         out: tuple[int, ...],
     ) -> list[Held]:
         """Allocate and free, one after the other.
@@ -96,12 +97,10 @@ class Memory(Protocol):
         ----------
         program, sizes : bytes
             As `program_of` and `sizes_of` make them.
-        num_slots : int
-            How many slots the program has.
-        given : sequence of Held, optional
-            What is in the first ones at the beginning. An end of what isn't there is nothing.
+        given : list of Held, optional
+            What is in the first slots at the beginning. An end of what isn't there is nothing.
         out : tuple of int
-            The slots that are wanted.
+            The slots that are wanted. There is something in each.
 
         Returns
         -------
@@ -120,7 +119,9 @@ class Memory(Protocol):
 
 def new_memory(capacity_bytes: int | None) -> Memory:
     """The memory of a device; without a capacity nothing is refused."""
-    return (CompiledMemory or PlainMemory)(capacity_bytes)
+    if CompiledMemory is None:
+        return PlainMemory(capacity_bytes)
+    return CompiledMemory(capacity_bytes)
 
 
 def program_of(moves: Sequence[Move]) -> bytes:
@@ -138,73 +139,66 @@ class PlainMemory:
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self._allocator = CachingAllocator(capacity_bytes)
-        self.allocated = self.peak = self.requested = self.requested_peak = 0
+        self.peak = self.requested = self.requested_peak = 0
         self.cached = self.cached_at_peak = self.aside = self.aside_at_peak = 0
 
     @property
+    def allocated(self) -> int:
+        """In blocks that are in use."""
+        return self._allocator.allocated_bytes
+
+    @property
     def max_reserved(self) -> int:
+        """The most that was taken from the device."""
         return self._allocator.max_reserved_bytes
 
     @property
     def is_pressed(self) -> bool:
+        """Whether the capacity was ever reached."""
         return self._allocator.is_pressed
 
     def hold(self, num_bytes: int, cached: bool = False) -> Held:
+        """Allocate."""
         asked = rounded_bytes(num_bytes)
-        return _held(self._take(asked, cached), asked)
+        allocator = self._allocator
+        block = allocator.take(asked)
+        size = block >> ADDRESS_BITS
+        allocator.allocated_bytes += size
+        self.requested += asked
+        self.cached += size * cached
+        if self.requested > self.requested_peak:
+            self.requested_peak = self.requested
+        if allocator.allocated_bytes >= self.peak:
+            self.peak = allocator.allocated_bytes
+            self.cached_at_peak, self.aside_at_peak = self.cached, self.aside
+        return block & ADDRESS, size, asked
 
     def release(self, held: Held, cached: bool = False) -> None:
+        """Free."""
         address, size, asked = held
-        self._give(size << ADDRESS_BITS | address, asked, cached)
+        self._allocator.give(size << ADDRESS_BITS | address)
+        self._allocator.allocated_bytes -= size
+        self.requested -= asked
+        self.cached -= size * cached
 
     def run(
         self,
         program: bytes,
         sizes: bytes,
-        num_slots: int,
-        given: Sequence[Held | None],
+        given: list[Held | None],
         out: tuple[int, ...],
     ) -> list[Held]:
-        numbers, asked = array("q", program), array("q", sizes)
-        slots: list[tuple[Block, int] | None] = [None] * num_slots
-        for slot, held in enumerate(given):
-            if held is not None:
-                address, size, each = held
-                slots[slot] = size << ADDRESS_BITS | address, each
-        moves = iter(numbers)
+        """Allocate and free, one after the other."""
+        asked = array("q", sizes)
+        slots: dict[int, Held] = {slot: held for slot, held in enumerate(given) if held is not None}
+        moves = iter(array("q", program))
         for slot, index, is_cached in zip(moves, moves, moves, strict=True):
             if index != BACK:
-                size = rounded_bytes(asked[index])
-                slots[slot] = self._take(size, bool(is_cached)), size
-            elif (there := slots[slot]) is not None:
-                self._give(*there, bool(is_cached))
-        return [_held(*there) for slot in out if (there := slots[slot]) is not None]
+                slots[slot] = self.hold(asked[index], bool(is_cached))
+            elif slot in slots:
+                self.release(slots.pop(slot), bool(is_cached))
+        return [slots[slot] for slot in out]
 
     def free_blocks(self) -> tuple[Hashable, Hashable]:
+        """Of the small pool and of the large one."""
         return tuple(self._allocator.small.free), tuple(self._allocator.large.free)
-
-    def _take(self, asked: int, cached: bool) -> Block:
-        block = self._allocator.take(asked)
-        size = block >> ADDRESS_BITS
-        self.requested += asked
-        self.allocated += size
-        if cached:
-            self.cached += size
-        if self.requested > self.requested_peak:
-            self.requested_peak = self.requested
-        if self.allocated >= self.peak:
-            self.peak = self.allocated
-            self.cached_at_peak, self.aside_at_peak = self.cached, self.aside
-        return block
-
-    def _give(self, block: Block, asked: int, cached: bool) -> None:
-        self._allocator.give(block)
-        size = block >> ADDRESS_BITS
-        self.requested -= asked
-        self.allocated -= size
-        if cached:
-            self.cached -= size
-
-
-def _held(block: Block, asked: int) -> Held:
-    return block & ADDRESS, block >> ADDRESS_BITS, asked

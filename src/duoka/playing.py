@@ -56,7 +56,6 @@ class Part:
         cached = {*range(dropped, first_made), *(first_made + index for index in kept)}
         places = [(first[where] + index, size) for where, index, size in moves]
         self._program = program_of([(place, size, place in cached) for place, size in places])
-        self._num_slots = first_made + num_made
         self._left = [*made]
         self._out = tuple(first_made + index for index in (*made.values(), *kept))
 
@@ -98,7 +97,7 @@ class Part:
         if self._dropped:
             given += [kept[slot] for slot in self._dropped]
             kept = [held for slot, held in enumerate(kept) if slot not in self._dropped]
-        found = memory.run(self._program, sizes, self._num_slots, given, self._out)
+        found = memory.run(self._program, sizes, given, self._out)
         for number, held in zip(self._left, found, strict=False):
             alive[block, number] = held
         return [*kept, *found[len(self._left) :]]

@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .allocator import rounded_bytes
+from .allocator import END_OF_ADDRESSES, rounded_bytes
 from .errors import ModelError, UsageError
 from .outline import Outline, OutlineBlock, Roster
 from .workload import Conditions
@@ -105,10 +105,11 @@ def rules_of(rules: Sequence[Rule]) -> Rules:
 
 
 def evaluate_all(rules: Rules, values: Sequence[int]) -> list[int]:
-    """What `evaluate` gives for each of the rules, all at once."""
+    """What `evaluate` gives for each of the rules, all at once, at most `END_OF_ADDRESSES`."""
     both = min(rules.shape[1], len(values))
-    found: list[int] = np.rint(rules[:, :both] @ values[:both]).astype(np.int64).tolist()
-    return found
+    found = np.rint(rules[:, :both] @ values[:both])
+    sizes: list[int] = np.minimum(found, END_OF_ADDRESSES).astype(np.int64).tolist()
+    return sizes
 
 
 Key = tuple[int, int]

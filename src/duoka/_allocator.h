@@ -1,0 +1,223 @@
+/* The rules of allocator.py, compiled: which block a request is given. Numbers are bytes.
+
+   Whoever includes this sees to it that there is room before anything is added, and that only
+   what is in use is given back; then free blocks stay disjoint and inside of segments. */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    ROUND = 512,
+    SMALL_REQUEST = 1 << 20,
+    SMALL_SEGMENT = 2 << 20,
+    LARGE_REQUEST = 10 << 20,
+    LARGE_SEGMENT = 20 << 20,
+    SEGMENT_ROUND = 2 << 20,
+};
+/* Addresses are below this one and each is given out by the device once only, so nothing larger
+   is ever held, and sums and differences of such numbers are numbers still. */
+#define END_OF_ADDRESSES ((int64_t)1 << 56)
+
+/* What a function that may fail returns; NO_MEMORY is the machine's own. */
+enum { DONE, FULL, NO_MEMORY, NOT_HELD, NO_SUCH };
+
+/* ── Pairs of numbers, kept in order ──────────────────────────────────────────────────────────── */
+
+typedef struct {
+    int64_t major, minor;
+} Pair;
+
+typedef struct {
+    Pair *at;
+    ptrdiff_t count, room;
+} Pairs;
+
+/* The first pair that isn't less than these two. */
+static ptrdiff_t
+find(const Pairs *pairs, int64_t major, int64_t minor)
+{
+    ptrdiff_t low = 0, high = pairs->count;
+    while (low < high) {
+        ptrdiff_t middle = (low + high) / 2;
+        const Pair *pair = &pairs->at[middle];
+        if (pair->major < major || (pair->major == major && pair->minor < minor)) {
+            low = middle + 1;
+        }
+        else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+/* For one more. */
+static int
+make_room(Pairs *pairs)
+{
+    if (pairs->count < pairs->room) {
+        return DONE;
+    }
+    ptrdiff_t room = pairs->room ? 2 * pairs->room : 32;
+    Pair *at = realloc(pairs->at, (size_t)room * sizeof(Pair));
+    if (at == NULL) {
+        return NO_MEMORY;
+    }
+    pairs->at = at;
+    pairs->room = room;
+    return DONE;
+}
+
+/* There is room. */
+static void
+insert_at(Pairs *pairs, ptrdiff_t index, int64_t major, int64_t minor)
+{
+    Pair *pair = &pairs->at[index];
+    memmove(pair + 1, pair, (size_t)(pairs->count - index) * sizeof(Pair));
+    *pair = (Pair){major, minor};
+    pairs->count += 1;
+}
+
+static void
+insert(Pairs *pairs, int64_t major, int64_t minor)
+{
+    insert_at(pairs, find(pairs, major, minor), major, minor);
+}
+
+static void
+delete_at(Pairs *pairs, ptrdiff_t index)
+{
+    Pair *pair = &pairs->at[index];
+    pairs->count -= 1;
+    memmove(pair, pair + 1, (size_t)(pairs->count - index) * sizeof(Pair));
+}
+
+/* The two are there. */
+static void
+delete(Pairs *pairs, int64_t major, int64_t minor)
+{
+    delete_at(pairs, find(pairs, major, minor));
+}
+
+/* ── The segments of one size class, and their free blocks ────────────────────────────────────── */
+
+typedef struct {
+    Pairs by_size;  /* of free blocks: size, address */
+    Pairs by_start; /* of the same: address, size */
+    Pairs segments; /* address, size */
+    int64_t least_rest;
+} Pool;
+
+typedef struct {
+    int64_t address, size, asked; /* nothing was asked where there is no block */
+} Block;
+
+static int
+make_room_for_free(Pool *pool)
+{
+    int failed = make_room(&pool->by_size);
+    return failed ? failed : make_room(&pool->by_start);
+}
+
+/* The smallest free block that is large enough, split; FULL where there is none. */
+static int
+take_free(Pool *pool, int64_t asked, Block *block)
+{
+    ptrdiff_t index = find(&pool->by_size, asked, 0);
+    if (index == pool->by_size.count) {
+        return FULL;
+    }
+    int64_t size = pool->by_size.at[index].major, address = pool->by_size.at[index].minor;
+    delete_at(&pool->by_size, index);
+    index = find(&pool->by_start, address, size);
+    if (size - asked < pool->least_rest) {
+        delete_at(&pool->by_start, index);
+        *block = (Block){address, size, asked};
+        return DONE;
+    }
+    insert(&pool->by_size, size - asked, address + asked);
+    pool->by_start.at[index] = (Pair){address + asked, size - asked};
+    *block = (Block){address, asked, asked};
+    return DONE;
+}
+
+/* Whether a block is part of a segment. */
+static int
+is_inside(const Pool *pool, const Block *block)
+{
+    ptrdiff_t behind = find(&pool->segments, block->address, INT64_MAX);
+    if (behind == 0) {
+        return 0;
+    }
+    const Pair *segment = &pool->segments.at[behind - 1];
+    return block->size <= segment->minor - (block->address - segment->major);
+}
+
+/* Whether no part of it is free, where `behind` is the first free block that doesn't begin before
+   it. */
+static int
+is_taken(const Pool *pool, const Block *block, ptrdiff_t behind)
+{
+    const Pair *at = pool->by_start.at;
+    return (behind == pool->by_start.count || at[behind].major >= block->address + block->size)
+           && (behind == 0 || at[behind - 1].major + at[behind - 1].minor <= block->address);
+}
+
+/* Take it back, and merge it with its free neighbours. There is room. */
+static void
+give_free(Pool *pool, const Block *block, ptrdiff_t behind)
+{
+    Pairs *by_start = &pool->by_start;
+    const Pair none = {-1, 0};
+    Pair merged = {block->address, block->size};
+    Pair next = behind < by_start->count ? by_start->at[behind] : none;
+    Pair before = behind > 0 ? by_start->at[behind - 1] : none;
+    int has_next = next.major == block->address + block->size;
+    int has_before = before.major + before.minor == block->address;
+    if (has_next) {
+        delete(&pool->by_size, next.minor, next.major);
+        merged.minor += next.minor;
+    }
+    if (has_before) {
+        delete(&pool->by_size, before.minor, before.major);
+        merged = (Pair){before.major, before.minor + merged.minor};
+    }
+    insert(&pool->by_size, merged.minor, merged.major);
+    if (has_next && has_before) {
+        delete_at(by_start, behind);
+    }
+    if (has_next || has_before) {
+        by_start->at[has_before ? behind - 1 : behind] = merged;
+    }
+    else {
+        insert_at(by_start, behind, merged.major, merged.minor);
+    }
+}
+
+/* Give every wholly free segment back to the device; how many bytes that were. */
+static int64_t
+drop_free_segments(Pool *pool)
+{
+    int64_t dropped = 0;
+    for (ptrdiff_t index = pool->segments.count - 1; index >= 0; index--) {
+        Pair segment = pool->segments.at[index];
+        ptrdiff_t start = find(&pool->by_start, segment.major, 0);
+        if (start < pool->by_start.count && pool->by_start.at[start].major == segment.major
+            && pool->by_start.at[start].minor == segment.minor) {
+            delete(&pool->by_size, segment.minor, segment.major);
+            delete_at(&pool->by_start, start);
+            delete_at(&pool->segments, index);
+            dropped += segment.minor;
+        }
+    }
+    return dropped;
+}
+
+static void
+clear_pool(Pool *pool)
+{
+    free(pool->by_size.at);
+    free(pool->by_start.at);
+    free(pool->segments.at);
+}
