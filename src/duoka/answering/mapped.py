@@ -131,7 +131,7 @@ class _Given:
         forecasts = tuple(
             DeviceForecast.of(need.device, need.peaks) for need in needs if need.peaks
         )
-        own = planner.attempt(self.profile, replace(question, device_map=None))
+        own = self._own()
         best = self._best(workload)
         tightest = min(forecasts, key=lambda each: each.free_bytes)
         free = float(tightest.free_bytes)
@@ -151,8 +151,15 @@ class _Given:
             why=tuple(self._reasons(workload, tightest, own)),
         )
 
+    def _own(self) -> Plan | None:
+        """What duoka would have done; None where the GPUs are too many and too unequal to search."""
+        try:
+            return planner.attempt(self.profile, replace(self.question, device_map=None))
+        except UsageError:
+            return None
+
     def _best(self, workload: Workload) -> float | None:
-        """The most that a placement in stages leaves free on each of the map's devices."""
+        """What no placement in stages can beat: the free memory of the map's fullest device."""
         if len(self.placement.devices) > 1 and "cpu" in self.placement.devices:
             return None  # which duoka doesn't use beside others
         devices = tuple(self.question.fleet.device(name) for name in self.placement.devices)
@@ -162,7 +169,10 @@ class _Given:
         try:
             best = planner.attempt(self.profile, question)
         except UsageError:
-            return None  # a map can use more devices than there are stages
+            # A map can use more devices than there are stages, or than can be searched. Whatever
+            # the cuts, all of them together hold at least what one stage of everything does.
+            least = int(costs_of(self.profile, workload).lower_bound_bytes[0, -1])
+            return (question.fleet.budget_bytes - least) / len(devices)
         return None if best is None else best.value
 
     def _reasons(
