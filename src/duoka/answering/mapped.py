@@ -152,7 +152,7 @@ class _Given:
         )
 
     def _own(self) -> Plan | None:
-        """What duoka would have done; None where the GPUs are too many and too unequal to search."""
+        """What duoka would have done; None where the GPUs are more than can be searched."""
         try:
             return planner.attempt(self.profile, replace(self.question, device_map=None))
         except UsageError:
