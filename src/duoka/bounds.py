@@ -30,22 +30,18 @@ def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
     [num_blocks + 1, num_blocks + 1]
         By start and stop.
     """
-    num, profile = len(chain), chain.profile
-    kinds = [profile.blocks[index].kind for index in chain.blocks]
+    num = len(chain)
+    kinds = [chain.profile.blocks[index].kind for index in chain.blocks]
     block_of = dict(zip(kinds, chain.blocks, strict=True))
-    steps = {kind: [*_cache_and_peaks(chain, replay, block)] for kind, block in block_of.items()}
-    weights = np.zeros(num + 1, np.int64)
-    for position, index in enumerate(chain.blocks):
-        weights[position + 1] = sum(
-            rounded_bytes(size)
-            for block in (index, *chain.attached[index])
-            for size in profile.kinds[profile.blocks[block].kind].weight_bytes
-        )
+    found = {kind: [*_cache_and_peaks(chain, replay, block)] for kind, block in block_of.items()}
+    named = {kind: number for number, kind in enumerate(found)}
+    # [steps, places, numbers]
+    costs = np.array([*found.values()])[[named[kind] for kind in kinds]].swapaxes(0, 1)
     bounds = np.zeros((num + 1, num + 1), np.int64)
     ahead = np.triu(np.ones((num, num), np.bool_))
-    starts, places = np.indices((num, num))
-    for step in range(len(replay.steps)):
-        before, after, peaks, fuller, back = np.array([steps[kind][step] for kind in kinds]).T
+    starts, places = np.arange(num)[:, None], np.arange(num)
+    for step in _largest(chain, replay, costs):
+        before, after, peaks, fuller, back = costs[step].T
         grown = np.concatenate([[0], np.cumsum(after)])
         to_grow = np.concatenate([[0], np.cumsum(before)])
         busiest = np.where(starts <= places - back, fuller, peaks)
@@ -54,8 +50,26 @@ def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
         most = np.maximum.accumulate(own, axis=1)
         bytes_now = most + to_grow[None, 1:] - grown[:-1, None]
         np.maximum(bounds[:-1, 1:], np.where(ahead, bytes_now, 0), out=bounds[:-1, 1:])
-    total = np.cumsum(weights)
-    return bounds + np.triu(total[None, :] - total[:, None]) + _buffers(chain)
+    return bounds + chain.weight_bytes + _buffers(chain)
+
+
+def _largest(chain: Chain, replay: Replay, costs: NDArray[np.int64]) -> list[int]:
+    """The steps but those that a later one of their regime exceeds in everything."""
+    regimes = [step.regime for step in replay.steps]
+    waits = [
+        [replay.sizes(wait.block, step)[wait.number] for wait in chain.waits(regime)]
+        for step, regime in enumerate(regimes)
+    ]
+    return [
+        step
+        for step, regime in enumerate(regimes)
+        if not any(
+            regimes[later] == regime
+            and bool(np.all(costs[step] <= costs[later]))
+            and all(one <= other for one, other in zip(waits[step], waits[later], strict=True))
+            for later in range(step + 1, len(regimes))
+        )
+    ]
 
 
 def _buffers(chain: Chain) -> NDArray[np.int64]:

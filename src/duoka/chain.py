@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from .allocator import rounded_bytes
 from .profile import Profile, Ref, Tape
 
 
@@ -54,6 +55,7 @@ class Chain:
             if block.tied_to is not None:
                 self.attached[_root(profile, index)].append(index)
         self._waits: dict[int, list[Wait]] = {}
+        self._likes: dict[tuple[int, int], list[int]] = {}
 
     def __len__(self) -> int:
         """How many blocks can be cut apart."""
@@ -76,29 +78,53 @@ class Chain:
     def alike(self) -> NDArray[np.int64]:
         """[start, stop]: equal numbers only where the signatures are equal.
 
-        A stage's number stands for its first block's place and the blocks up to its last one.
+        A stage's number is that of the first one that it is like.
         """
-        last = len(self.profile.blocks) - 1
-        blocks = [
-            (self.profile.blocks[index].kind, tuple(self.attached[index]), index == last)
+        last, num = len(self.profile.blocks) - 1, len(self)
+        kinds = [
+            (
+                index == 0,
+                self.profile.blocks[index].kind,
+                tuple(self.attached[index]),
+                index == last,
+            )
             for index in self.blocks
         ]
-        numbers: dict[tuple[int, tuple[int, tuple[int, ...], bool]], int] = {}
-        alike = np.zeros((len(self) + 1, len(self) + 1), np.int64)
-        for start in range(len(self)):
-            number = int(start == 0)
-            for stop in range(start + 1, len(self) + 1):
-                number = numbers.setdefault((number, blocks[stop - 1]), len(numbers) + 2)
-                alike[start, stop] = number
+        names = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+        named = np.array([names[kind] for kind in kinds])
+        # [start, start]: of how many blocks what begins at the one is like what does at the other.
+        common = np.zeros((num + 1, num + 1), np.int64)
+        for start in reversed(range(num)):
+            common[start, :-1] = np.where(named == named[start], common[start + 1, 1:] + 1, 0)
+        longest = np.maximum.accumulate(common, axis=0)
+        alike = np.zeros((num + 1, num + 1), np.int64)
+        for start in range(num):
+            lengths = np.arange(1, num - start + 1)
+            first = np.searchsorted(longest[: start + 1, start], lengths)
+            alike[start, start + 1 :] = first * (num + 1) + lengths
         return alike
+
+    @cached_property
+    def weight_bytes(self) -> NDArray[np.int64]:
+        """[start, stop]: what the weights of stages take, tied blocks included."""
+        profile = self.profile
+        of_kind = [sum(map(rounded_bytes, kind.weight_bytes)) for kind in profile.kinds]
+        total = np.zeros(len(self) + 1, np.int64)
+        for place, index in enumerate(self.blocks):
+            together = (index, *self.attached[index])
+            total[place + 1] = sum(of_kind[profile.blocks[block].kind] for block in together)
+        total = np.cumsum(total)
+        return np.triu(total[None, :] - total[:, None])
 
     def likes(self, block: int, ref: Ref) -> list[int]:
         """Blocks of a block's kind, one for each kind of block that what they refer to is from."""
         if ref.origin != "earlier":
             return [block]
-        kinds = self.profile.blocks
-        found = {kinds[index - ref.back].kind: index for index in self._of_kind[kinds[block].kind]}
-        return list(found.values())
+        kinds, key = self.profile.blocks, (self.profile.blocks[block].kind, ref.back)
+        if key not in self._likes:
+            found = {kinds[index - ref.back].kind: index for index in self._of_kind[key[0]]}
+            self._likes[key] = list(found.values())
+        return self._likes[key]
 
     def waits(self, regime: int) -> list[Wait]:
         """What is there for longer than from one block to the next, in steps of a regime."""
@@ -117,6 +143,7 @@ class Chain:
             for ref in tapes[block.kind].events
             if ref is not None and ref.origin in ("earlier", "carried")
         }
+        kinds = np.array([block.kind for block in blocks])[self.blocks]
         for place, block in enumerate(self.blocks):
             for number in left[blocks[block].kind]:
                 stop = ended.get((block, number), len(blocks))
@@ -124,16 +151,17 @@ class Chain:
                     continue
                 by_index = carried.index((block, number)) if (block, number) in carried else -1
                 far = Ref(origin="carried", index=by_index)
-                during = [
-                    later
-                    for later, index in enumerate(self.blocks)
-                    if block < index < stop
-                    and far not in reads[blocks[index].kind]
-                    and Ref(origin="earlier", index=number, back=index - block)
-                    not in reads[blocks[index].kind]
-                ]
-                if during:
-                    yield Wait(block=block, number=number, place=place, during=np.array(during))
+                distances = np.array(self.blocks) - block
+                during = (distances > 0) & (distances < stop - block)
+                for kind, refs in enumerate(reads):
+                    near = {
+                        ref.back for ref in refs if (ref.origin, ref.index) == ("earlier", number)
+                    }
+                    touched = far in refs or np.isin(distances, [*near])
+                    during &= ~((kinds == kind) & touched)
+                if during.any():
+                    during_places = np.flatnonzero(during)
+                    yield Wait(block=block, number=number, place=place, during=during_places)
 
     @cached_property
     def _of_kind(self) -> dict[int, list[int]]:

@@ -73,7 +73,8 @@ class Memory:
     num_places : int
         How many places from the end are told apart.
     bytes, fits : dict of (int, int)
-        By budget and place, each [num_blocks + 1, num_blocks + 1].
+        By budget and place, each [num_blocks + 1, num_blocks + 1]; replaced by another array when
+        more is known.
     """
 
     def __init__(
@@ -93,9 +94,9 @@ class Memory:
         for place in range(1, self.num_places + 1):
             least = np.minimum.reduce([each.bounds_at(place) for each in (costs, *others)])
             bound = np.where(stages, least, np.inf)
-            self.bytes |= {(budget, place): bound.copy() for budget in budgets}
+            self.bytes |= {(budget, place): bound for budget in budgets}
         self.fits = {key: bound <= key[0] for key, bound in self.bytes.items()}
-        self._exact = {key: np.zeros(shape, dtype=bool) for key in self.bytes}
+        self._exact: set[tuple[tuple[int, int], int]] = set()
 
     def key(self, budget: int, place: int) -> tuple[int, int]:
         """Where a stage at a place from the end is looked up."""
@@ -110,17 +111,20 @@ class Memory:
         for start, stop, key in sorted(
             stages, key=lambda stage: stage[2][0] - self.bytes[stage[2]][stage[:2]]
         ):
-            if self._exact[key][start, stop]:
+            number = int(self._alike[start, stop])
+            if (key, number) in self._exact:
                 continue
             budget, place = key
             self.num_evaluations += 1
-            alike = self._alike == self._alike[start, stop]
-            self._exact[key][alike] = True
+            self._exact.add((key, number))
+            alike = self._alike == number
             requested = self._costs.requested_bytes(start, stop, budget, place=place)
             if requested is None or requested > budget:
-                self.fits[key][alike] = False
+                self.fits[key] = self.fits[key] & ~alike
                 return False
-            assert requested >= self.bytes[key][alike].max(), "the lower bound is none"
-            as_thought &= bool(requested == self.bytes[key][alike].min())
-            self.bytes[key][alike] = requested
+            bounds = self.bytes[key][alike]
+            assert requested >= bounds.max(), "the lower bound is none"
+            if requested != bounds.min():
+                as_thought = False
+                self.bytes[key] = np.where(alike, requested, self.bytes[key])
         return as_thought

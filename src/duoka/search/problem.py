@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -23,8 +23,6 @@ OBJECTIVES: tuple[Objective | Literal["auto"], ...] = ("auto", *get_args(Objecti
 Aim = Literal["headroom", "latency", "throughput", "balance"]
 """What the programme optimises: an objective, or the largest least share of a budget left free."""
 
-# How often revised costs are walked over before the programme runs again.
-_WALKS = 16
 # How often a more even placement among the optimal ones is looked for.
 _TIE_ROUNDS = 8
 # Part of the latency: placements that differ by less count as equally fast.
@@ -83,6 +81,23 @@ class NoPlacement(Exception):
         return NoPlacement(*self._problems, *other._problems)
 
 
+class _Made:
+    """Tables, each made again where what it is made of isn't what it was."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[object, ...], tuple[tuple[object, ...], Floats]] = {}
+
+    def get(
+        self, name: tuple[object, ...], of: tuple[object, ...], make: Callable[[], Floats]
+    ) -> Floats:
+        """The table of a name; made where one of these isn't the very same thing as before."""
+        before, table = self._made.get(name, ((), None))
+        if table is None or any(one is not other for one, other in zip(before, of, strict=True)):
+            table = make()
+            self._made[name] = of, table
+        return table
+
+
 class Problem:
     """One search: its groups of devices, its objective, and what is known of memory so far.
 
@@ -118,6 +133,9 @@ class Problem:
         self._group_of = {device: group for group in self._groups for device in group.devices}
         self._links: Floats | None = None
         self._caps = NO_CAPS
+        self._made = _Made()
+        # The last optimum that is known to be the most even one as well.
+        self._even: Stages = ()
         if links is not None:
             senders = [group.devices[0] for group in self._groups]
             receivers = [group.devices[-1] for group in self._groups]
@@ -140,28 +158,20 @@ class Problem:
         Of what takes time that is one pass, or the slowest part of one; `judge` says it all. None
         where nothing fits within the caps.
         """
-        self._caps = caps
-        best: tuple[float, Stages] = (math.inf, ())
-        while (found := (programme := self._programme(num_stages)).fewest()) is not None:
-            stages, bound = found
-            if self.aim != "latency":
-                # Of equally good ones the most even is wanted in the end: one that is both.
-                stages, _ = self._tie_programme(bound, len(stages)).fewest() or found
-            if self.settle(stages):
-                return stages, bound
-            # The programme is dear: once it has run, most that it would find next is found by
-            # walking again over the costs that are known by then.
-            for _ in range(_WALKS):
-                programme.revise(self._tables())
-                if (again := programme.walk()) is None:
-                    break
-                stages = again[0]
-                if self.settle(stages):
-                    best = min(best, (self._cost(stages), stages), key=lambda pair: pair[0])
-                    break
-            if best[0] <= bound:
-                return best[1], bound
-        return None
+        self._caps, self._even = caps, ()
+        programme = self._programme(num_stages)
+        if (found := programme.fewest()) is None:
+            return None
+        if self.aim != "latency":
+            # Of equally good ones the most even is wanted in the end: one that is both.
+            even, _ = self._tie_programme(found[1], len(found[0])).fewest() or found
+            if self.settle(even):
+                self._even = even
+                return even, found[1]
+            programme.revise(self._tables())
+        while (found := programme.fewest()) is not None and not self.settle(found[0]):
+            programme.revise(self._tables())
+        return found
 
     def keep_within(self, caps: Caps) -> None:
         """Look only at placements within the caps from now on."""
@@ -190,14 +200,18 @@ class Problem:
 
     def most_even(self, stages: Stages, bound: float) -> Stages:
         """Of the placements as good as `stages`, one that leaves memory free evenly."""
+        if stages == self._even:
+            return stages
         tolerance = _TIE_TOLERANCE * bound if self.aim == "latency" else 0.0
         candidates = [stages]
+        programme = self._tie_programme(bound, len(stages))
         for _ in range(_TIE_ROUNDS):
-            found = self._tie_programme(bound, len(stages)).fewest()
+            found = programme.fewest()
             assert found is not None, "the optimum itself is a candidate"
             if self.settle(found[0]):
                 return found[0]
             candidates.append(found[0])
+            programme.revise(self._tie_tables(bound))
         # Another may be more even still, but these are known.
         return min(
             (each for each in candidates if self.judge(each)[0] <= bound + tolerance),
@@ -322,14 +336,16 @@ class Problem:
 
     def _tables(self) -> list[list[Floats]]:
         """[place][group]: what the objective makes of each stage within the caps."""
-        within = [self._within(group) for group in self._groups]
-        return [
-            [
-                np.where(allowed, self._costs(group, place), np.inf)
-                for group, allowed in zip(self._groups, within, strict=True)
-            ]
-            for place in self.places
-        ]
+        return [[self._table(group, place) for group in self._groups] for place in self.places]
+
+    def _table(self, group: Group, place: int) -> Floats:
+        key = self._key(group, place)
+
+        def make() -> Floats:
+            return np.where(self._within(group), self._costs(group, place), np.inf)
+
+        known = (self._caps, self.memory.bytes[key], self.memory.fits[key])
+        return self._made.get(("costs", group.index, place), known, make)
 
     def _within(self, group: Group) -> npt.NDArray[np.bool_]:
         if group.seconds is None:
@@ -366,27 +382,37 @@ class Problem:
 
     def _tie_programme(self, bound: float, num_stages: int) -> Programme:
         """The pressure as the cost, among the placements that attain the bound."""
-        links, tables = self._transfers(), self._tables()
-        if self.aim == "latency":
-            # Small enough that all pressures together stay within the tolerance.
-            scale = _LATENCY_UNITS / (bound or 1.0)
-            tables = [[np.rint(table * scale) for table in here] for here in tables]
-            links = None if links is None else np.rint(links * scale)
-        else:
-            tables = [[np.where(each <= bound, 0.0, np.inf) for each in here] for here in tables]
-            links = None if links is None else np.where(links <= bound, 0.0, np.inf)
+        links = self._transfers()
+        if links is not None:
+            links = self._tied(links, bound)
         return self._run(
-            [
-                [
-                    table + self._pressure(group, place)
-                    for table, group in zip(here, self._groups, strict=True)
-                ]
-                for place, here in zip(self.places, tables, strict=True)
-            ],
+            self._tie_tables(bound),
             transfers=links,
             slowest=False,
             num_stages=range(num_stages, num_stages + 1),
         )
+
+    def _tie_tables(self, bound: float) -> list[list[Floats]]:
+        return [
+            [self._tie_table(group, place, bound) for group in self._groups]
+            for place in self.places
+        ]
+
+    def _tie_table(self, group: Group, place: int, bound: float) -> Floats:
+        costs = self._table(group, place)
+
+        def make() -> Floats:
+            return self._tied(costs, bound) + self._pressure(group, place)
+
+        known = (bound, costs, self.memory.bytes[self._key(group, place)])
+        return self._made.get(("ties", group.index, place), known, make)
+
+    def _tied(self, costs: Floats, bound: float) -> Floats:
+        """What costs of parts come to among placements that attain the bound."""
+        if self.aim == "latency":
+            # Small enough that all pressures together stay within the tolerance.
+            return np.asarray(np.rint(costs * (_LATENCY_UNITS / (bound or 1.0))))
+        return np.where(costs <= bound, 0.0, np.inf)
 
     def _run(
         self,

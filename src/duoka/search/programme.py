@@ -8,18 +8,21 @@ knows costs as numbers only: not what they stand for, and not which of them are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import as_strided
 
 from duoka.errors import UsageError
 
 Floats: TypeAlias = npt.NDArray[np.float64]
-Used: TypeAlias = tuple[int, ...]
-"""How many devices of each group are used."""
+Ints: TypeAlias = npt.NDArray[np.int64]
 
 # Sets of equally many devices. More than this takes minutes; 16 devices that all differ have
 # 12,870 at most.
@@ -38,6 +41,26 @@ class Stage:
 
 
 Stages: TypeAlias = tuple[Stage, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    """The suffixes of so many stages, on sets of so many devices.
+
+    Parameters
+    ----------
+    useds : [sets, groups]
+        How many devices of each group are used.
+    codes : [sets]
+        A number for each set, in order.
+    costs : [sets, groups, num_blocks + 1]
+        Least cost of the blocks from each one to the end, by the group of the first stage; one
+        for all groups where that doesn't matter.
+    """
+
+    useds: Ints
+    codes: Ints
+    costs: Floats
 
 
 class Programme:
@@ -73,146 +96,178 @@ class Programme:
         self._num_stages = num_stages
         self._num_blocks = tables[0][0].shape[0] - 1
         # Kept by start and length: the long stages, which fit nowhere, are left out.
-        self._lengths = [max(map(_longest, each)) for each in zip(*tables, strict=True)]
-        self._longest = max(self._lengths)
-        by_device = zip(self._lengths, groups, strict=True)
-        self._most = sorted((length for length, each in by_device for _ in each), reverse=True)
+        self._lengths = np.array([max(map(_longest, each)) for each in zip(*tables, strict=True)])
+        self._num_members = np.array([len(each) for each in groups])
+        # What one more device of each group adds to the number of a set.
+        codes = [1, *itertools.accumulate((len(each) + 1 for each in groups[:-1]), operator.mul)]
+        self._codes = np.array(codes, object if codes[-1] >> 62 else np.int64)
+        shape = (len(tables), len(groups), self._num_blocks + 1, int(self._lengths.max()))
+        # [place, group, start, length - 1]: none starts behind the last block.
+        self._bands = np.full(shape, np.inf)
+        self._tables: list[list[Floats | None]] = [[None for _ in groups] for _ in tables]
+        self._first_layer = _Layer(
+            useds=np.zeros((1, len(groups)), np.int64),
+            codes=np.zeros(1, self._codes.dtype),
+            costs=np.full(
+                (1, 1 if transfers is None else len(groups), self._num_blocks + 1), np.inf
+            ),
+        )
+        self._first_layer.costs[..., -1] = -np.inf if slowest else 0.0
         self.revise(tables)
-        end = np.full(self._num_blocks + 1, np.inf)
-        end[-1] = -np.inf if slowest else 0.0
-        # One layer for each number of stages: devices used → group of the first stage (-1 when
-        # it doesn't matter) → least cost of the blocks from each one to the end.
-        self._layers: list[dict[Used, dict[int, Floats]]] = [{(0,) * len(groups): {-1: end}}]
+
+    def revise(self, tables: Sequence[Sequence[Floats]]) -> None:
+        """Change the costs of stages; none becomes possible that wasn't."""
+        for place, here in enumerate(tables):
+            for group, table in enumerate(here):
+                if table is not self._tables[place][group]:
+                    self._tables[place][group] = table
+                    self._bands[place, group, :-1] = _band(table, self._bands.shape[-1])
 
     def fewest(self) -> tuple[Stages, float] | None:
         """The best placement among those of as few stages as can be, and its cost."""
-        return next(self._best_by_number(), None)
+        for number in self._num_stages:
+            if (found := self._best_of(number)) is not None:
+                return found
+            # Nor will there be one after a revision.
+            self._num_stages = range(number + 1, self._num_stages.stop)
+        return None
 
     def best(self) -> tuple[Stages, float] | None:
         """The best placement of any allowed number of stages, and its cost."""
-        return min(self._best_by_number(), key=lambda found: found[1], default=None)
+        found = map(self._best_of, self._num_stages)
+        return min(filter(None, found), key=lambda each: each[1], default=None)
 
-    def walk(self) -> tuple[Stages, float] | None:
-        """The placement of the last number of stages that seems best after revisions.
+    def _best_of(self, number: int) -> tuple[Stages, float] | None:
+        """The best placement of so many stages."""
+        lengths = np.sort(np.repeat(self._lengths, self._num_members))
+        if sum(lengths[-number:]) < self._num_blocks:
+            return None
+        # One layer for each number of stages of a suffix.
+        self._layers = [self._first_layer]
+        while len(self._layers) < number:
+            self._extend(number)
+        return self._trace(number)
 
-        Every choice takes the revised cost of its stage into account, but not what revisions
-        make of the stages after it.
+    def _extend(self, number: int) -> None:
+        """Put one more stage before every suffix of the last layer, towards so many in all."""
+        last = self._layers[-1]
+        _refuse_too_many(self._groups, len(self._layers))
+        into = last.useds[:, None] + np.eye(len(self._groups), dtype=np.int64)
+        first, width = self._starts(into, number - len(self._layers))
+        rows, groups = np.nonzero((last.useds < self._num_members) & (width > 0))
+        codes, some, targets = np.unique(
+            last.codes[rows] + self._codes[groups], return_index=True, return_inverse=True
+        )
+        shape = (len(codes), *last.costs.shape[1:])
+        flat = np.full(math.prod(shape), np.inf)
+        most = int(width[rows, groups].max(initial=0))
+        size = max(1, _MOST_CELLS // max(1, most * self._bands.shape[-1]))
+        for start in range(0, len(rows), size):
+            part = slice(start, start + size)
+            row, group = rows[part], groups[part]
+            # Those behind the last block are none.
+            starts = np.minimum(first[row, group, None] + np.arange(most), self._num_blocks)
+            at = (targets[part] * shape[1] + group * (shape[1] > 1)) * shape[2]
+            np.minimum.at(flat, at[:, None] + starts, self._before(row, group, starts))
+        costs = flat.reshape(shape)
+        useds = into[rows, groups][some]
+        possible = costs.min(axis=(1, 2), initial=np.inf) < np.inf
+        self._layers.append(
+            _Layer(useds=useds[possible], codes=codes[possible], costs=costs[possible])
+        )
+
+    def _starts(self, useds: Ints, left: int) -> tuple[Ints, Ints]:
+        """Where stages on these devices may begin: the first block, and how many from there on.
+
+        What is before them must fit so many of the largest other devices as are left for it.
         """
-        cost, used = self._finish()
-        stages = self._trace(used) if cost < np.inf else ()
-        return (stages, cost) if stages else None
+        first = np.maximum(0, self._num_blocks - useds @ self._lengths)
+        largest = np.argsort(-self._lengths, kind="stable")
+        free = (self._num_members - useds)[..., largest]
+        taken = np.clip(left - (np.cumsum(free, axis=-1) - free), 0, free)
+        last = np.minimum(self._num_blocks - 1, taken @ self._lengths[largest])
+        return first, last - first + 1
 
-    def revise(self, tables: Sequence[Sequence[Floats]]) -> None:
-        """Change the costs of stages for later walks; none becomes possible that wasn't."""
-        self._bands = [[_band(table, self._longest) for table in here] for here in tables]
+    def _before(self, rows: Ints, groups: Ints, starts: Ints) -> Floats:
+        """[pairs, starts]: least cost with a stage of a group before a suffix of the last layer.
 
-    def _best_by_number(self) -> Iterator[tuple[Stages, float]]:
-        for num_stages in range(1, self._num_stages.stop):
-            if num_stages > 1:
-                self._extend(num_stages - 1)
-            if num_stages in self._num_stages and (found := self.walk()) is not None:
-                yield found
+        Parameters
+        ----------
+        rows, groups : [pairs]
+        starts : [pairs, starts]
+        """
+        place, length = len(self._layers), self._bands.shape[-1]
+        after = np.full((len(rows), self._num_blocks + 1 + length), np.inf)
+        after[:, : self._num_blocks] = self._after(self._layers[-1], rows, groups)[:, 1:]
+        pairs = np.arange(len(rows))[:, None]
+        costs = self._bands_at(place)[groups[:, None], starts]
+        self._join(costs, _windows(after, length)[pairs, starts], out=costs)
+        return np.asarray(costs.min(axis=2))
 
-    def _extend(self, num_stages: int) -> None:
-        """Put one more stage before every suffix of the last layer."""
-        _refuse_too_many(self._groups, num_stages)
-        layer: dict[Used, dict[int, Floats]] = {}
-        bands = self._bands_at(num_stages)
-        states = [*self._layers[-1].items()]
-        for group, members in enumerate(self._groups):
-            ready = [state for state in states if state[0][group] < len(members)]
-            first = -1 if self._transfers is None else group
-            for (rest, _), cost in zip(
-                ready, self._before(group, bands[group], ready), strict=True
-            ):
-                if cost.min() == np.inf:
-                    continue
-                firsts = layer.setdefault(_with_one_more(rest, group), {})
-                firsts[first] = np.minimum(firsts[first], cost) if first in firsts else cost
-        self._layers.append(layer)
-
-    def _before(
-        self, group: int, band: Floats, states: Sequence[tuple[Used, dict[int, Floats]]]
-    ) -> Iterator[Floats]:
-        """Least cost from each block on with a stage of `group` before each of the states."""
-        length, stages = self._lengths[group], len(self._layers)
-        # What is before the stage must fit as many of the largest devices as are left for it.
-        last = sum(self._most[: max(0, self._num_stages.stop - 1 - stages)])
-        first = self._num_blocks - sum(self._most[:stages])
-        rows = slice(max(0, first), min(self._num_blocks, last + 1))
-        band = band[rows, :length]
-        size = max(1, _MOST_CELLS // max(1, band.size))
-        for some in (states[start : start + size] for start in range(0, len(states), size)):
-            after = np.full((len(some), self._num_blocks + length - 1), np.inf)
-            for row, (_, suffixes) in zip(after, some, strict=True):
-                row[: self._num_blocks] = self._after(group, suffixes)[1:]
-            windows = np.lib.stride_tricks.sliding_window_view(after, length, axis=1)
-            costs = np.full((len(some), self._num_blocks + 1), np.inf)
-            np.min(self._join(band, windows[:, rows]), axis=2, out=costs[:, rows])
-            yield from costs
-
-    def _finish(self) -> tuple[float, Used]:
-        """Put the first stage before the last layer: the least cost, and the devices in use."""
-        best: tuple[float, list[int], Used] = (np.inf, [], ())
-        for rest, suffixes in self._layers[-1].items():
-            for group, members in enumerate(self._groups):
-                if rest[group] == len(members):
-                    continue
-                used = _with_one_more(rest, group)
-                cost, _ = self._first_stage(sum(used), group, suffixes, 0)
-                # Of equally good sets of devices the one that the user named first.
-                devices = sorted(
-                    device
-                    for members, count in zip(self._groups, used, strict=True)
-                    for device in members[:count]
-                )
-                best = min(best, (cost, devices, used))
-        return best[0], best[2]
-
-    def _after(self, group: int, suffixes: dict[int, Floats]) -> Floats:
-        """Least cost of what comes after a stage of `group`, by block, transfers included."""
-        if -1 in suffixes or self._transfers is None:
-            return suffixes[-1]
-        least = np.full(self._num_blocks + 1, np.inf)
-        for first, suffix in suffixes.items():
-            np.minimum(least, self._join(self._transfers[group, first], suffix), out=least)
+    def _after(self, layer: _Layer, rows: Ints, groups: Ints) -> Floats:
+        """[pairs, num_blocks + 1]: least cost of what comes after a stage, transfers included."""
+        suffixes: Floats = layer.costs[rows]
+        if self._transfers is None or layer is self._first_layer:
+            return suffixes[:, 0]
+        least: Floats = self._join(self._transfers[groups], suffixes).min(axis=1)
         return least
 
-    def _bands_at(self, place: int) -> list[Floats]:
-        return self._bands[min(place, len(self._bands)) - 1]
+    def _bands_at(self, place: int) -> Floats:
+        """[group, start, length - 1]: the costs of stages at a place from the end."""
+        bands: Floats = self._bands[min(place, len(self._bands)) - 1]
+        return bands
 
-    def _first_stage(
-        self, place: int, group: int, suffixes: dict[int, Floats], start: int
-    ) -> tuple[float, int]:
-        """Least cost from `start` on when `group` has the first stage, and where that stops."""
-        after = self._after(group, suffixes)[start + 1 : start + 1 + self._longest]
-        costs = self._join(self._bands_at(place)[group][start, : len(after)], after)
-        index = int(np.argmin(costs))
-        return float(costs[index]), start + 1 + index
-
-    def _trace(self, used: Used) -> Stages:
-        """Walk the best placement on these devices; empty if revisions have closed the way."""
+    def _trace(self, number: int) -> tuple[Stages, float] | None:
+        """The best placement of so many stages, from the first block on, and its cost."""
+        layer = self._layers[number - 1]
+        rows, groups = np.nonzero(layer.useds < self._num_members)
+        costs, _ = self._next(number, rows, groups, 0)
+        cost = float(costs.min(initial=np.inf))
+        if cost == np.inf:
+            return None
+        # Of equally good sets of devices the one that the user named first.
+        best = costs == cost
+        useds = layer.useds[rows[best]]
+        useds[np.arange(len(useds)), groups[best]] += 1
+        used = min(useds.tolist(), key=self._devices_of)
         stages: list[Stage] = []
-        left, start, before = list(used), 0, -1
+        left, start, before = np.array(used), 0, -1
         while start < self._num_blocks:
-            choices = []
-            layer = self._layers[sum(left) - 1]
-            for group, members in enumerate(self._groups):
-                rest = (*left[:group], left[group] - 1, *left[group + 1 :])
-                if rest not in layer:
-                    continue
-                cost, stop = self._first_stage(sum(left), group, layer[rest], start)
-                if self._transfers is not None and stages:
-                    cost = float(self._join(self._transfers[before, group, start], cost))
-                # Of equally good devices the one that the user named first.
-                choices.append((cost, members[used[group] - left[group]], stop, group))
-            cost, device, stop, before = min(choices, default=(np.inf, 0, 0, 0))
-            if cost == np.inf:
-                return ()
+            place = int(left.sum())
+            layer = self._layers[place - 1]
+            groups = np.flatnonzero(left)
+            codes = left @ self._codes - self._codes[groups]
+            rows = np.minimum(np.searchsorted(layer.codes, codes), len(layer.codes) - 1)
+            known = layer.codes[rows] == codes
+            rows, groups = rows[known], groups[known]
+            costs, stops = self._next(place, rows, groups, start)
+            if self._transfers is not None and stages:
+                costs = self._join(self._transfers[before, groups, start], costs)
+            devices = [self._groups[group][used[group] - left[group]] for group in groups]
+            # Of equally good devices the one that the user named first.
+            _, device, stop, before = min(zip(costs, devices, stops, groups, strict=True))
             left[before] -= 1
-            stages.append(Stage(start=start, stop=stop, device=device))
-            start = stop
-        return tuple(stages)
+            stages.append(Stage(start=start, stop=int(stop), device=device))
+            start = int(stop)
+        return tuple(stages), cost
+
+    def _next(self, place: int, rows: Ints, groups: Ints, start: int) -> tuple[Floats, Ints]:
+        """[pairs]: least cost from `start` on, with a stage of a group there, and where it stops.
+
+        That is a stage at a place from the end, before suffixes of as many stages less one.
+        """
+        after = self._after(self._layers[place - 1], rows, groups)[:, start + 1 :]
+        after = after[:, : self._bands.shape[-1]]
+        own = self._bands_at(place)[groups, start, : after.shape[1]]
+        costs = self._join(own, after)
+        return costs.min(axis=1), start + 1 + costs.argmin(axis=1)
+
+    def _devices_of(self, used: Sequence[int]) -> list[int]:
+        return sorted(
+            device
+            for members, count in zip(self._groups, used, strict=True)
+            for device in members[:count]
+        )
 
 
 def _longest(table: Floats) -> int:
@@ -221,16 +276,20 @@ def _longest(table: Floats) -> int:
     return max(1, int(np.max(stops - starts, initial=0)))
 
 
-def _with_one_more(used: Used, group: int) -> Used:
-    return (*used[:group], used[group] + 1, *used[group + 1 :])
-
-
 def _band(table: Floats, longest: int) -> Floats:
     """From [start, stop] to [start, length - 1], without the start behind the last block."""
     num_blocks = table.shape[0] - 1
-    padded = np.concatenate([table, np.full((num_blocks + 1, longest), np.inf)], axis=1)
-    columns = np.arange(1, longest + 1)[None, :] + np.arange(num_blocks)[:, None]
-    return np.take_along_axis(padded[:-1], columns, axis=1)
+    padded = np.full((num_blocks, num_blocks + 1 + longest), np.inf)
+    padded[:, : num_blocks + 1] = table[:-1]
+    down, right = padded.strides
+    return as_strided(padded[:, 1:], (num_blocks, longest), (down + right, right), writeable=False)
+
+
+def _windows(after: Floats, length: int) -> Floats:
+    """[pairs, blocks, length]: from [pairs, blocks + length - 1], so many of them from each on."""
+    down, right = after.strides
+    shape = (len(after), after.shape[1] - length + 1, length)
+    return as_strided(after, shape, (down, right, right), writeable=False)
 
 
 def _refuse_too_many(groups: Sequence[tuple[int, ...]], num_devices: int) -> None:
