@@ -25,7 +25,7 @@ class CustomBuildHook(BuildHookInterface):
         self._folder = tempfile.TemporaryDirectory()
         compiled = _compile(source / "_memory.c", Path(self._folder.name))
         if compiled is None:
-            message = "duoka._memory isn't compiled (no C compiler? no Python.h?): plans take longer"
+            message = "duoka._memory isn't compiled (no compiler? no Python.h?): plans take longer"
             self.app.display_warning(message)
         if version == "editable":
             for old in source.glob("_memory*.so"):
