@@ -1,17 +1,37 @@
 """The replay's oracle: every request and every end of one, one after the other, on a plain model
-of the allocator that searches lists."""
+of the allocator that searches lists; and replays on one memory or the other."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import pytest
+
+from duoka import rehearsal, replay
 from duoka.allocator import OutOfCapacity, rounded_bytes, segment_bytes
+from duoka.memory import CompiledMemory, Memory, PlainMemory
 from duoka.playing import DROP, KEEP, MALLOC, RELEASE
 from duoka.profile import Key, buffer_bytes, evaluate
 from duoka.replay import Replay
 
 MIB = 2**20
+NewMemory = Callable[[int | None], Memory]
+only_compiled = pytest.mark.skipif(CompiledMemory is None, reason="no C compiler was there")
+MEMORIES = [
+    pytest.param(PlainMemory, id="plain"),
+    pytest.param(CompiledMemory, id="compiled", marks=only_compiled),
+]
+
+
+@contextmanager
+def replays_on(new_memory: NewMemory) -> Iterator[None]:
+    """Replays and rehearsals on such a memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (replay, rehearsal):
+            patch.setattr(module, "new_memory", new_memory)
+        yield
 
 
 @dataclass(eq=False)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replaying import MEMORIES, NewMemory, Peaks, plain_run, replays_on
+from tiny import MIB
 
-from duoka.allocator import CachingAllocator, OutOfCapacity
-from duoka.playing import KEEP, MALLOC, RELEASE, Held, Memo, Part, Player
+from duoka.memory import Held, sizes_of
+from duoka.playing import DROP, KEEP, MALLOC, RELEASE, RELEASE_FAR, Part
 from duoka.profile import Key, Profile
 from duoka.replay import Replay
 from duoka.workload import Workload
 
-from . import tiny
-from .replaying import Peaks, PlainAllocator, plain_run
-from .tiny import MIB
-
+pytestmark = pytest.mark.parametrize("new_memory", MEMORIES)
 MADE_UP = [
     tiny.made_up([3 * MIB, MIB, MIB, MIB, 2 * MIB], tiny.Costs(cache=4096, work=9000)),
     tiny.made_up([3 * MIB, MIB, MIB, MIB, 0], tiny.Costs(cache=700), tied_to={4: 0}),
@@ -55,73 +53,53 @@ def check(profile: Profile, workload: Workload, data: st.DataObject) -> None:
         assert run(replay, blocks, capacity) == plain_run(replay, blocks, capacity)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.sampled_from(MADE_UP), workloads, st.data())
+@settings(max_examples=25, deadline=None)
+@given(profile=st.sampled_from(MADE_UP), workload=workloads, data=st.data())
 def test_stages_are_played_as_the_oracle_plays_them(
-    profile: Profile, workload: Workload, data: st.DataObject
+    new_memory: NewMemory, profile: Profile, workload: Workload, data: st.DataObject
 ) -> None:
-    check(profile, workload, data)
+    with replays_on(new_memory):
+        check(profile, workload, data)
 
 
 @pytest.mark.parametrize("name", ["llama", "tied"])
 @settings(max_examples=2, deadline=None)
 @given(workload=workloads, data=st.data())
 def test_models_are_played_as_the_oracle_plays_them(
-    name: str, workload: Workload, data: st.DataObject
+    new_memory: NewMemory, name: str, workload: Workload, data: st.DataObject
 ) -> None:
-    check(tiny.regular(name), workload, data)
+    with replays_on(new_memory):
+        check(tiny.regular(name), workload, data)
 
 
-@given(
-    st.lists(
-        st.one_of(st.integers(1, 3 * MIB), st.integers(1, 60 * MIB), st.integers(-50, -1)),
-        max_size=60,
-    ),
-    st.one_of(st.none(), st.integers(MIB, 200 * MIB)),
-)
-def test_the_allocator_and_a_plain_one_give_the_same(
-    steps: list[int], capacity: int | None
-) -> None:
-    allocator, plain = CachingAllocator(capacity), PlainAllocator(capacity)
-    live: list[Any] = []
-    for step in steps:
-        if step > 0:
-            try:
-                live.append((allocator.malloc(step), plain.malloc(step)))
-            except OutOfCapacity:
-                with pytest.raises(MemoryError):
-                    plain.malloc(step)
-        elif live:
-            one, other = live.pop(-step % len(live))
-            allocator.free(one)
-            plain.free(other)
-        assert [one.size for one, _ in live] == [other.size for _, other in live]
-        assert allocator.reserved_bytes == plain.reserved
-        assert allocator.max_reserved_bytes == plain.most_reserved
-
-
-def test_by_hand() -> None:
+def test_by_hand(new_memory: NewMemory) -> None:
     """A small request, a large one, a cache; then the large one ends."""
-    part = Part([(MALLOC, 0, 1000), (MALLOC, 1, 3 * MIB), (KEEP, 2, 600), (RELEASE, 0, 1)])
-    player = Player(None, Memo())
+    part = Part([(MALLOC, 0, 0), (MALLOC, 1, 1), (KEEP, 2, 2), (RELEASE, 0, 1)])
+    memory = new_memory(None)
     alive: dict[Key, Held] = {}
-    kept = player.play(part, 7, alive, [])
+    kept = part.play(memory, sizes_of([1000, 3 * MIB, 600]), 7, alive, [])
     assert list(alive) == [(7, 0)]
-    assert [size for _, size in kept] == [1024]
-    assert player.allocated == player.requested == 2048
-    assert player.peak == player.requested_peak == 2048 + 3 * MIB
-    assert (player.cached, player.cached_at_peak) == (1024, 1024)
-    assert player.allocator.reserved_bytes == 22 * MIB
+    assert [size for _, size, _ in kept] == [1024]
+    assert memory.allocated == memory.requested == 2048
+    assert memory.peak == memory.requested_peak == 2048 + 3 * MIB
+    assert (memory.cached, memory.cached_at_peak) == (1024, 1024)
+    assert memory.max_reserved == 22 * MIB
 
 
-def test_what_was_worked_out_once_is_looked_up() -> None:
-    part = Part([(MALLOC, 0, 1000), (MALLOC, 1, 500), (RELEASE, 0, 1), (RELEASE, 0, 0)])
-    memo = Memo()
-    for _ in range(2):
-        player = Player(None, memo)
-        for block in range(5):
-            assert player.play(part, block, {}, []) == []
-        assert (player.allocated, player.peak) == (0, 1536)
-        assert player.allocator.reserved_bytes == 2 * MIB
-    # The first time a segment is needed, from then on there is one, wholly free.
-    assert len(memo.outcomes) == 1
+def test_what_others_made_and_what_was_kept_ends_too(new_memory: NewMemory) -> None:
+    """A result of the block before, an input, the first of two caches; the other one stays."""
+    memory = new_memory(None)
+    alive = {key: memory.hold(1000) for key in [(-1, 0), (6, 3), (6, 4)]}
+    kept = [memory.hold(size, cached=True) for size in (600, 5000)]
+    part = Part([(RELEASE, 1, 3), (RELEASE_FAR, -1, 0), (DROP, 0, 0), (KEEP, 0, 0)])
+    kept = part.play(memory, sizes_of([700]), 7, alive, kept)
+    assert list(alive) == [(6, 4)]
+    assert [asked for *_, asked in kept] == [5120, 1024]
+    assert (memory.allocated, memory.cached) == (1024 + 5120 + 1024, 5120 + 1024)
+
+
+def test_an_end_of_what_isnt_there_is_nothing(new_memory: NewMemory) -> None:
+    memory = new_memory(None)
+    part = Part([(RELEASE, 1, 3), (RELEASE_FAR, -1, 0), (RELEASE, 0, 9)])
+    assert part.play(memory, b"", 7, {}, []) == []
+    assert memory.peak == 0
