@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import rehearsing
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replaying import MEMORIES, NewMemory, Peaks, plain_run, replays_on
+from replaying import MEMORIES, NewMemory, Peaks, only_compiled, plain_run, replays_on
 from tiny import MIB
 
-from duoka.memory import Held, sizes_of
+from duoka.memory import CompiledMemory, Held, PlainMemory, sizes_of
 from duoka.playing import DROP, KEEP, MALLOC, RELEASE, RELEASE_FAR, Part
 from duoka.profile import Key, Profile
+from duoka.rehearsal import replay_of
 from duoka.replay import Replay
 from duoka.workload import Workload
 
-pytestmark = pytest.mark.parametrize("new_memory", MEMORIES)
+on_both = pytest.mark.parametrize("new_memory", MEMORIES)
 MADE_UP = [
     tiny.made_up([3 * MIB, MIB, MIB, MIB, 2 * MIB], tiny.Costs(cache=4096, work=9000)),
     tiny.made_up([3 * MIB, MIB, MIB, MIB, 0], tiny.Costs(cache=700), tied_to={4: 0}),
@@ -53,6 +57,7 @@ def check(profile: Profile, workload: Workload, data: st.DataObject) -> None:
         assert run(replay, blocks, capacity) == plain_run(replay, blocks, capacity)
 
 
+@on_both
 @settings(max_examples=25, deadline=None)
 @given(profile=st.sampled_from(MADE_UP), workload=workloads, data=st.data())
 def test_stages_are_played_as_the_oracle_plays_them(
@@ -62,6 +67,7 @@ def test_stages_are_played_as_the_oracle_plays_them(
         check(profile, workload, data)
 
 
+@on_both
 @pytest.mark.parametrize("name", ["llama", "tied"])
 @settings(max_examples=2, deadline=None)
 @given(workload=workloads, data=st.data())
@@ -72,6 +78,7 @@ def test_models_are_played_as_the_oracle_plays_them(
         check(tiny.regular(name), workload, data)
 
 
+@on_both
 def test_by_hand(new_memory: NewMemory) -> None:
     """A small request, a large one, a cache; then the large one ends."""
     part = Part([(MALLOC, 0, 0), (MALLOC, 1, 1), (KEEP, 2, 2), (RELEASE, 0, 1)])
@@ -86,6 +93,7 @@ def test_by_hand(new_memory: NewMemory) -> None:
     assert memory.max_reserved == 22 * MIB
 
 
+@on_both
 def test_what_others_made_and_what_was_kept_ends_too(new_memory: NewMemory) -> None:
     """A result of the block before, an input, the first of two caches; the other one stays."""
     memory = new_memory(None)
@@ -98,8 +106,40 @@ def test_what_others_made_and_what_was_kept_ends_too(new_memory: NewMemory) -> N
     assert (memory.allocated, memory.cached) == (1024 + 5120 + 1024, 5120 + 1024)
 
 
+@on_both
 def test_an_end_of_what_isnt_there_is_nothing(new_memory: NewMemory) -> None:
     memory = new_memory(None)
     part = Part([(RELEASE, 1, 3), (RELEASE_FAR, -1, 0), (RELEASE, 0, 9)])
     assert part.play(memory, b"", 7, {}, []) == []
     assert memory.peak == 0
+
+
+TRAINED = rehearsing.made_up([rehearsing.Layer(weight=900_000, result=3000, saved=70_000)] * 4)
+WORKLOADS = [
+    ("llama", Workload(prompt_tokens=700, new_tokens=40, prefill_chunk_tokens=256)),
+    ("tied", Workload(batch=3, prompt_tokens=500, new_tokens=5, prefill_chunk_tokens=None)),
+    ("trained", rehearsing.load(9, micro_batches=9, method="full", schedule="1f1b")),
+    ("trained", rehearsing.load(300, micro_batches=3, method="full", schedule="gpipe")),
+    ("trained", rehearsing.load(40, micro_batches=5, method="full", optimizer="sgd")),
+]
+
+
+@only_compiled
+@pytest.mark.parametrize(("name", "workload"), WORKLOADS)
+def test_replays_and_rehearsals_are_the_same_on_both(name: str, workload: Workload) -> None:
+    profile = TRAINED if name == "trained" else tiny.regular(name)
+    everything = list(range(len(profile.blocks)))
+    found: list[list[Any]] = []
+    for new in (PlainMemory, CompiledMemory):
+        assert new is not None
+        with replays_on(new):
+            replay = replay_of(profile, workload, place=3)
+            free = replay.run(everything)
+            assert free is not None
+            capacities = [free.requested - 1, (free.requested + free.reserved) // 2, free.reserved]
+            stages = [everything, everything[:2], everything[1:], everything[::2]]
+            found.append(
+                [replay.run(stage, most) for stage in stages for most in (None, *capacities)]
+            )
+    assert found[0] == found[1]
+    assert None in found[0]

@@ -76,9 +76,9 @@ reserve(Memory *memory, Pool *pool, int64_t asked)
 static int
 take(Memory *memory, int64_t num_bytes, int is_cached, Block *block)
 {
-    int64_t asked = num_bytes <= ROUND              ? ROUND
-                    : num_bytes >= END_OF_ADDRESSES ? END_OF_ADDRESSES
-                                                    : rounded(num_bytes, ROUND);
+    int64_t asked = num_bytes <= ROUND             ? ROUND
+                    : num_bytes > END_OF_ADDRESSES ? END_OF_ADDRESSES + ROUND /* too many */
+                                                   : rounded(num_bytes, ROUND);
     Pool *pool = pool_of(memory, asked);
     int failed = take_free(pool, asked, block);
     if (failed == FULL) {

@@ -1,0 +1,400 @@
+"""The compiled memory, the one in Python and a plain model of the allocator do the same."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import struct
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replaying import MEMORIES, MIB, NewMemory, Piece, PlainAllocator, only_compiled
+
+from duoka.allocator import END_OF_ADDRESSES, OutOfCapacity
+from duoka.memory import (
+    BACK,
+    CompiledMemory,
+    Held,
+    Memory,
+    PlainMemory,
+    new_memory,
+    program_of,
+    sizes_of,
+)
+
+ATTRIBUTES = (
+    *("allocated", "requested", "cached", "aside", "max_reserved", "is_pressed"),
+    *("peak", "requested_peak", "cached_at_peak", "aside_at_peak"),
+)
+COMPILER = shlex.split(sysconfig.get_config_var("CC") or "cc")[0]
+HEADER = Path(sysconfig.get_path("include")) / "Python.h"
+
+
+@pytest.mark.skipif(
+    shutil.which(COMPILER) is None or not HEADER.exists(), reason="no C compiler, or no Python.h"
+)
+def test_it_is_compiled_where_it_can_be() -> None:
+    hint = "build it again: rm -f .venv/.duoka-installed && make test, or pip install -e ."
+    assert CompiledMemory is not None, hint
+    assert type(new_memory(None)) is CompiledMemory
+    built = Path(str(sys.modules["duoka._memory"].__file__))
+    sources = [path for path in built.parent.iterdir() if path.suffix in (".c", ".h")]
+    assert all(path.stat().st_mtime <= built.stat().st_mtime for path in sources), hint
+
+
+def state(memory: Memory) -> dict[str, Any]:
+    return {name: getattr(memory, name) for name in ATTRIBUTES}
+
+
+@dataclass
+class Hold:
+    size: int
+    cached: bool
+
+
+@dataclass
+class Release:
+    index: int
+
+
+@dataclass
+class Run:
+    """Some of what lives is given; a slot's next move is an end where there is something in it."""
+
+    num_given: int
+    moves: list[tuple[int, int, bool]]
+    """Each a slot, a size, and whether it's an end in any case."""
+
+
+@dataclass
+class Trio:
+    """Three that must do the same, and what lives: as it was given, as a cache, on the plain one.
+
+    Without a compiled memory the two are the one in Python.
+    """
+
+    capacity: int | None
+    memories: list[Memory] = field(init=False)
+    plain: PlainAllocator = field(init=False)
+    live: list[tuple[Held, bool, Piece]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.memories = [PlainMemory(self.capacity), (CompiledMemory or PlainMemory)(self.capacity)]
+        self.plain = PlainAllocator(self.capacity)
+
+    def step(self, step: Hold | Release | Run | int) -> bool:
+        """Whether there was room for it."""
+        if isinstance(step, int):
+            for memory in self.memories:
+                memory.aside = step
+        elif isinstance(step, Run):
+            return self.run(step)
+        elif isinstance(step, Hold):
+            held = self.both(lambda memory: memory.hold(step.size, step.cached))
+            piece = self.malloc(step.size)
+            assert (held is None) == (piece is None)
+            if held is None or piece is None:
+                return False
+            assert held[1:] == (piece.size, piece.asked)
+            self.live.append((held, step.cached, piece))
+        elif self.live:
+            held, cached, piece = self.live.pop(step.index % len(self.live))
+            self.both(lambda memory: memory.release(held, cached))
+            self.plain.free(piece)
+        return True
+
+    def run(self, step: Run) -> bool:
+        given = [self.live.pop() for _ in range(min(step.num_given, len(self.live)))]
+        slots: dict[int, Piece] = {slot: piece for slot, (*_, piece) in enumerate(given)}
+        is_cached = {slot: cached for slot, (_, cached, _) in enumerate(given)}
+        moves, sizes, fits = [], [], True
+        for slot, size, is_end in step.moves:
+            slot %= len(given) + len(step.moves)
+            cached = is_cached.setdefault(slot, size % 2 == 0)
+            if slot in slots or is_end:
+                moves.append((slot, BACK, cached))
+                if fits and slot in slots:
+                    self.plain.free(slots.pop(slot))
+                continue
+            moves.append((slot, len(sizes), cached))
+            sizes.append(size)
+            piece = self.malloc(size) if fits else None
+            fits = piece is not None
+            if piece is not None:
+                slots[slot] = piece
+        out = tuple(slots)
+        program, packed = program_of(moves), sizes_of(sizes)
+        found = self.both(
+            lambda memory: memory.run(program, packed, [held for held, *_ in given], out)
+        )
+        assert (found is not None) == fits
+        for slot, held in zip(out, found or [], strict=fits):
+            assert held[1:] == (slots[slot].size, slots[slot].asked)
+            self.live.append((held, is_cached[slot], slots[slot]))
+        return fits
+
+    def both(self, do: Callable[[Memory], Any]) -> Any:
+        """What both give; None where both refuse with the same numbers."""
+        found = []
+        for memory in self.memories:
+            try:
+                found.append(do(memory))
+            except OutOfCapacity as error:
+                found.append(vars(error))
+        first, second = found
+        assert first == second
+        return None if isinstance(first, dict) else first
+
+    def malloc(self, size: int) -> Piece | None:
+        try:
+            return self.plain.malloc(size)
+        except MemoryError:
+            return None
+
+    def check(self) -> None:
+        first, second = map(state, self.memories)
+        assert first == second
+        used = self.plain.used()
+        assert first["allocated"] == sum(piece.size for piece in used)
+        assert first["requested"] == sum(piece.asked for piece in used)
+        assert first["max_reserved"] == self.plain.most_reserved
+        assert first["is_pressed"] == self.plain.pressed
+
+
+edges = [512, MIB, 2 * MIB, 10 * MIB, 20 * MIB]
+sizes = st.one_of(
+    st.integers(0, 3 * MIB),
+    st.integers(1, 60 * MIB),
+    st.builds(lambda edge, more: edge + more, st.sampled_from(edges), st.integers(-513, 513)),
+)
+steps = st.one_of(
+    st.builds(Hold, sizes, st.booleans()),
+    st.builds(Release, st.integers(0, 50)),
+    st.builds(
+        Run,
+        st.integers(0, 4),
+        st.lists(st.tuples(st.integers(0, 9), sizes, st.booleans()), max_size=12),
+    ),
+    st.integers(0, MIB),
+)
+capacities = st.one_of(st.none(), st.integers(-1, MIB), st.integers(MIB, 200 * MIB))
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(steps, max_size=50), capacities)
+def test_all_do_the_same_step_for_step(
+    history: list[Hold | Release | Run | int], capacity: int | None
+) -> None:
+    trio = Trio(capacity)
+    layouts: list[list[Any]] = [[], []]
+    for step in history:
+        has_room = trio.step(step)
+        trio.check()
+        for memory, seen in zip(trio.memories, layouts, strict=True):
+            seen.append(memory.free_blocks())
+        if not has_room and isinstance(step, Run):
+            break  # what was in its slots is lost
+    # What is free is equal for the one where it is for the other.
+    first, second = ([seen.index(layout) for layout in seen] for seen in layouts)
+    assert first == second
+
+
+@pytest.mark.parametrize("new", MEMORIES)
+def test_addresses_end_somewhere_and_none_is_given_out_twice(new: NewMemory) -> None:
+    memory = new(None)
+    for num_bytes in (2**70, END_OF_ADDRESSES + 1):
+        with pytest.raises(OutOfCapacity):
+            memory.hold(num_bytes)
+    for _ in range(3):
+        memory.release(memory.hold(END_OF_ADDRESSES // 4 + 1))
+        memory.hold(END_OF_ADDRESSES // 8)
+    with pytest.raises(OutOfCapacity) as refused:
+        memory.hold(END_OF_ADDRESSES // 2)
+    assert refused.value.requested_bytes == END_OF_ADDRESSES // 2
+    assert refused.value.capacity_bytes == END_OF_ADDRESSES
+
+
+@pytest.mark.parametrize("new", MEMORIES)
+def test_numbers_of_any_size(new: NewMemory) -> None:
+    assert new(2**70).hold(-(2**70)) == (0, 512, 512)
+    for capacity in (-(2**70), 0):
+        with pytest.raises(OutOfCapacity):
+            new(capacity).hold(1)
+
+
+def snapshot(memory: Memory) -> tuple[Any, ...]:
+    return state(memory), memory.free_blocks()
+
+
+def numbers(*values: int) -> bytes:
+    return struct.pack(f"{len(values)}q", *values)
+
+
+@only_compiled
+@pytest.mark.parametrize(
+    ("method", "arguments", "error"),
+    [
+        ("hold", (), TypeError),
+        ("hold", ("512",), TypeError),
+        ("hold", (1.5,), TypeError),
+        ("hold", (None,), TypeError),
+        ("release", (), TypeError),
+        ("release", (None,), TypeError),
+        ("release", ([0, 512, 512],), TypeError),
+        ("release", ((0, 512),), TypeError),
+        ("release", ((0, 512, 512.0),), TypeError),
+        ("release", ((0, 512, 2**63),), OverflowError),
+        ("release", ((0, 0, 0),), ValueError),  # a block without a byte
+        ("release", ((0, 512, 0),), ValueError),
+        ("release", ((0, 512, 513),), ValueError),  # more was asked for than there is
+        ("release", ((0, 1536, 1536),), ValueError),  # its end is free
+        ("release", ((512, 512, 512),), ValueError),  # free
+        ("release", ((0, 2**62, 512),), ValueError),
+        ("release", ((-512, 1024, 512),), ValueError),
+        ("release", ((-(2**63), 2**63 - 1, 1),), ValueError),
+        ("release", ((2**63 - 1, 2**63 - 1, 2**63 - 1),), ValueError),
+        ("release", ((2 * MIB, 512, 512),), ValueError),  # between segments
+        ("release", ((2 * MIB + 512, 512, 512),), ValueError),  # of the other pool
+        ("run", (b"", b"", []), TypeError),
+        ("run", ("", b"", [], ()), TypeError),
+        ("run", (bytearray(24), b"", [], ()), TypeError),
+        ("run", (b"", b"", (), ()), TypeError),
+        ("run", (b"", b"", [], []), TypeError),
+        ("run", (b"", b"", [1], ()), TypeError),
+        ("run", (b"", b"", [(0, 512, 2**63)], ()), OverflowError),
+        ("run", (bytes(23), b"", [], ()), ValueError),
+        ("run", (b"", bytes(9), [], ()), ValueError),
+        ("run", (numbers(-1, 0, 0), numbers(1), [], ()), ValueError),
+        ("run", (numbers(1, 0, 0), numbers(1), [], ()), ValueError),
+        ("run", (numbers(2**63 - 1, 0, 0), numbers(1), [], ()), ValueError),
+        ("run", (numbers(0, 1, 0), numbers(1), [], ()), ValueError),
+        ("run", (numbers(0, 2**63 - 1, 0), numbers(1), [], ()), ValueError),
+        ("run", (numbers(0, -2, 0), numbers(1), [], ()), ValueError),
+        ("run", (numbers(0, 0, 0), b"", [], ()), ValueError),
+        ("run", (numbers(0, BACK, 0), b"", [(512, 512, 512)], ()), ValueError),
+        ("run", (b"", b"", [], (0,)), ValueError),
+        ("run", (b"", b"", [None], (0,)), ValueError),
+        ("run", (b"", b"", [], (-1,)), ValueError),
+        ("run", (b"", b"", [], (2**63 - 1,)), ValueError),
+        ("run", (b"", b"", [], (2**70,)), OverflowError),
+        ("run", (b"", b"", [], ("0",)), TypeError),
+        ("free_blocks", (1,), TypeError),
+    ],
+)
+def test_wrong_arguments_are_refused_and_change_nothing(
+    method: str, arguments: tuple[Any, ...], error: type[Exception]
+) -> None:
+    memory = new_memory(40 * MIB)
+    one, other = memory.hold(1), memory.hold(1)
+    cache, large = memory.hold(1, cached=True), memory.hold(5 * MIB, cached=True)
+    memory.release(other)
+    before = snapshot(memory)
+    with pytest.raises(error):
+        getattr(memory, method)(*arguments)
+    assert snapshot(memory) == before
+    memory.release(large, cached=True)
+    memory.release(cache, cached=True)
+    memory.release(one)
+    assert memory.allocated == memory.requested == memory.cached == 0
+
+
+@only_compiled
+def test_what_is_given_back_twice_is_refused() -> None:
+    memory = new_memory(None)
+    held = memory.hold(1)
+    memory.release(held)
+    with pytest.raises(ValueError, match="isn't in use"):
+        memory.release(held)
+    held = memory.hold(1)
+    back = program_of([(0, BACK, False), (1, BACK, False)])
+    with pytest.raises(ValueError, match="isn't in use"):
+        memory.run(back, b"", [held, held], ())
+    assert memory.allocated == 0
+
+
+@only_compiled
+@pytest.mark.parametrize("cached", [False, True])
+def test_caches_are_given_back_as_such(cached: bool) -> None:
+    memory = new_memory(None)
+    held, _ = memory.hold(1, cached), memory.hold(1, cached)
+    with pytest.raises(ValueError, match="not as that"):
+        memory.release(held, not cached)
+    memory.release(held, cached)
+    assert memory.allocated == 512
+
+
+@only_compiled
+def test_only_what_is_set_from_outside_can_be() -> None:
+    assert CompiledMemory is not None
+    memory: Any = CompiledMemory(None)
+    for name in set(ATTRIBUTES) - {"aside"}:
+        with pytest.raises(AttributeError):
+            setattr(memory, name, 1)
+    for value, error in (("1", TypeError), (2**70, OverflowError)):
+        with pytest.raises(error):
+            memory.aside = value
+    with pytest.raises(TypeError):
+        del memory.aside
+    wrong: Any = CompiledMemory
+    for arguments in (("1",), (1, 2), (1.5,)):
+        with pytest.raises(TypeError):
+            wrong(*arguments)
+
+
+class Meddler:
+    """An integer, and no `int`: what reads it as one runs code of ours meanwhile."""
+
+    def __init__(self, memory: Memory, given: list[Any]) -> None:
+        self.memory, self.given = memory, given
+
+    def __index__(self) -> int:
+        self.given.clear()
+        self.memory.run(program_of([(slot, BACK, False) for slot in range(999)]), b"", [], ())
+        return 512
+
+
+@only_compiled
+def test_nobody_meddles_with_a_program_that_runs() -> None:
+    memory = new_memory(None)
+    given: list[Any] = []
+    given += [(0, 512, Meddler(memory, given)), None]
+    with pytest.raises(TypeError):
+        memory.run(b"", b"", given, ())
+    assert len(given) == 2
+
+
+places = st.integers(-1, 12).map(lambda place: place * MIB // 4)
+anything = st.one_of(
+    st.builds(Hold, st.sampled_from([1, 512, MIB // 4, MIB, 3 * MIB]), st.booleans()),
+    st.tuples(places, places, places, st.booleans()),
+)
+
+
+@only_compiled
+@settings(deadline=None)
+@given(st.lists(anything, max_size=60))
+def test_whatever_is_given_back_what_is_free_stays_apart(history: Sequence[Any]) -> None:
+    memory = new_memory(8 * MIB)
+    for step in history:
+        try:
+            if isinstance(step, Hold):
+                memory.hold(step.size, step.cached)
+            else:
+                memory.release(step[:3], step[3])
+        except (OutOfCapacity, ValueError):
+            pass
+        for free in memory.free_blocks():
+            assert isinstance(free, bytes)
+            blocks = list(struct.iter_unpack("2q", free))
+            assert all(size > 0 for _, size in blocks)
+            ends = [start + size for start, size in blocks]
+            assert all(end < start for end, (start, _) in zip(ends, blocks[1:], strict=False))
+        assert 0 <= memory.cached <= memory.allocated
+        assert 0 <= memory.requested <= memory.allocated
