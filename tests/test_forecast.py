@@ -11,15 +11,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+import towers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duoka import Fleet, Workload, replay
+from duoka import Fleet, Workload, models, replay
 from duoka.constraints import Constraints
 from duoka.forecast import Costs, DeviceForecast, Findings
 from duoka.planner import Question, attempt, solve
 from duoka.profile import Profile, Tape
 from duoka.replay import Replay
+from duoka.tracing import Subject, trace_workload
 
 from . import tiny
 from .tiny import MIB
@@ -115,6 +118,38 @@ def test_a_cut_behind_an_embedding_is_measured_as_it_is_forecast(name: str) -> N
         assert forecast.reserved_bytes == pytest.approx(reserved, rel=0.001)
 
 
+@pytest.mark.parametrize(
+    ("name", "last", "too_high"),
+    [
+        # Its language model is given all masks at once, and they stay with the embedding.
+        ("gemma3", "model.vision_tower.encoder.layers.0", 0.0),
+        # A parameter runs behind its projector, before the features go to the embedding.
+        ("llava_onevision", "model.multi_modal_projector.linear_1", 0.0),
+        # Model code moves what the tower's layers made on to those of the text.
+        ("qwen3_vl", "model.visual.deepstack_merger_list.0.linear_fc2", 0.004),
+    ],
+)
+def test_a_cut_in_a_tower_is_measured_as_it_is_forecast(
+    name: str, last: str, too_high: float
+) -> None:
+    workload = load(400, 3, images=1, image_size=(towers.IMAGE_SIZE, towers.IMAGE_SIZE))
+    model = towers.build(name)
+    config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    subject = Subject(fingerprint=name, conditions=workload.conditions)
+    profile = trace_workload(models.build(config, dtype=torch.bfloat16), subject, [workload])
+    modules = [module for block in profile.blocks for module in block.modules]
+    behind = modules[modules.index(last) + 1]
+    pins = ((last, "vgpu:0"), (behind, "vgpu:1"))
+    question = Question(
+        fleet=Fleet.parse(TWO), workload=workload, constraints=Constraints(pins=pins)
+    )
+    plan = solve(profile, question)
+    for forecast, measured in zip(plan.forecast.devices, tiny.measure(plan, config), strict=True):
+        told = forecast.allocated_bytes, forecast.reserved_bytes
+        for one, other in zip(told, measured, strict=True):
+            assert 0 <= one / other - 1 <= too_high
+
+
 def test_a_forecast_holds_on_a_device_that_is_hardly_large_enough() -> None:
     """Where cached memory must be given back, what fits is still told apart from what doesn't."""
     workload = load(1333, 6)
@@ -147,7 +182,6 @@ def test_parts_add_up() -> None:
 
 
 def test_weights_are_the_models() -> None:
-    from duoka import models
 
     for name in ("glm", "tied"):
         model = models.build(tiny.CONFIGS[name])

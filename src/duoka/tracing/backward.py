@@ -109,11 +109,11 @@ class TrainingRecorder(Recorder):
         self._blocks.append(block)
         return super()._begin(block)
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, first: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._is_backward:
             for tensor in tensors_in((args, kwargs)):
                 self._follow(tensor, None)
-            self._entered += super()._given(args, kwargs)
+            self._entered += self._moved_to(first, super()._given(args, kwargs))
 
     def _given(self, args: Any, kwargs: Any) -> Iterator[Any]:
         for position, tensor in enumerate(tensors_in((args, kwargs))):

@@ -6,8 +6,9 @@ is replaced by a call that only makes its outputs. What such a block does is kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -87,11 +88,14 @@ class Recorder:
     def __enter__(self) -> Self:
         if not self._groups[-1].names:
             self._handles.append(self._model.register_forward_hook(self._leave))
-        entries = [entry for group in self._groups for entry in group.names]
-        containers = {name for entry in entries for name in _around(entry)}
+        containers: dict[str, int] = {}
+        for index, group in enumerate(self._groups):
+            for name in (around for entry in group.names for around in _around(entry)):
+                containers.setdefault(name, index)
         for name, module in self._model.named_modules():
             if name in containers:
-                handle = module.register_forward_pre_hook(self._enter, with_kwargs=True)
+                enter = partial(self._enter, containers[name])
+                handle = module.register_forward_pre_hook(enter, with_kwargs=True)
                 self._handles.append(handle)
         for index, group in enumerate(self._groups):
             for name in group.names:
@@ -175,9 +179,23 @@ class Recorder:
         """What follows is the caller's: the last block, which has no modules."""
         self._current = len(self._groups) - 1
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, first: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         """What contains blocks begins: dispatch moves its arguments to its first block."""
-        self._entered += self._given(args, kwargs)
+        self._entered += self._moved_to(first, self._given(args, kwargs))
+
+    def _moved_to(self, first: int, arguments: Iterable[_Given]) -> Iterator[_Given]:
+        """Yield what isn't on a block's device already.
+
+        That block may have run before, as an embedding does whose result a tower's features join:
+        what was made there since, or was moved back there, stays.
+        """
+        for given in arguments:
+            if given.home is None or first not in self._places(given.home[1]):
+                yield given
+
+    def _places(self, block: int) -> tuple[int, int | None]:
+        """The blocks on whose device lies what a block makes."""
+        return block, self._groups[block].returns_to
 
     def _patch(self, module: nn.Module, block: int) -> None:
         forward = module.forward

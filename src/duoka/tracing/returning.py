@@ -24,6 +24,9 @@ class ReturningRecorder(Recorder):
     def __init__(self, model: nn.Module, groups: Sequence[Group], *, skip: bool) -> None:
         super().__init__(model, groups, skip=skip)
         self._skipper = _TextSkipper(model, groups) if skip else None
+        # A parameter that is a block by itself is never called.
+        modules = dict(model.named_modules())
+        self._begins = [any(name in modules for name in group.names) for group in groups]
 
     def record(self, step: Callable[[], None], *, alone: bool = False) -> Pass:
         """Run one step and return what it did; `alone` if that is one token of one sequence."""
@@ -40,6 +43,9 @@ class ReturningRecorder(Recorder):
     def _bring(self, result: torch.Tensor, source: torch.Tensor, block: int) -> torch.Tensor:
         made_by = self._made_by(source)
         group = self._return_to(block)
+        if made_by is not None and block == self._current and made_by not in self._places(block):
+            # On to the device of the block that runs, as a mover would bring it.
+            self._read(block, [*self._given((source,), {})])
         if made_by is None or made_by <= block or group is None:
             return result
         self._current = group
@@ -51,7 +57,7 @@ class ReturningRecorder(Recorder):
         for index, group in enumerate(self._groups[self._current :], self._current):
             if group.returns_to == block:
                 return index
-            if group.returns_to is None and index > self._current:
+            if index > self._current and self._begins[index]:
                 return None
         return None
 
