@@ -168,27 +168,30 @@ class Trio:
         assert first["is_pressed"] == self.plain.pressed
 
 
-edges = [512, MIB, 2 * MIB, 10 * MIB, 20 * MIB]
+def around(*sizes: int) -> st.SearchStrategy[int]:
+    """What blocks, segments and splits depend on, with a little more or less."""
+    more = st.sampled_from([-513, -512, -1, 0, 1, 512, 513])
+    return st.builds(int.__add__, st.sampled_from(sizes), more)
+
+
 sizes = st.one_of(
+    around(512, 2048, MIB, MIB + 512, 2 * MIB, 10 * MIB, 18 * MIB, 19 * MIB, 20 * MIB),
     st.integers(0, 3 * MIB),
     st.integers(1, 60 * MIB),
-    st.builds(lambda edge, more: edge + more, st.sampled_from(edges), st.integers(-513, 513)),
 )
-steps = st.one_of(
-    st.builds(Hold, sizes, st.booleans()),
-    st.builds(Release, st.integers(0, 50)),
-    st.builds(
-        Run,
-        st.integers(0, 4),
-        st.lists(st.tuples(st.integers(0, 9), sizes, st.booleans()), max_size=12),
-    ),
-    st.integers(0, MIB),
+run_steps = st.builds(
+    Run,
+    st.integers(0, 4),
+    st.lists(st.tuples(st.integers(0, 9), sizes, st.booleans()), min_size=3, max_size=12),
 )
-capacities = st.one_of(st.none(), st.integers(-1, MIB), st.integers(MIB, 200 * MIB))
+hold_steps = st.builds(Hold, sizes, st.booleans())
+release_steps = st.builds(Release, st.integers(0, 50))
+steps = st.one_of(st.integers(0, MIB), release_steps, release_steps, hold_steps, run_steps)
+capacities = st.one_of(st.none(), st.integers(-1, 2 * MIB), st.integers(20 * MIB, 200 * MIB))
 
 
-@settings(deadline=None, max_examples=150)
-@given(st.lists(steps, max_size=50), capacities)
+@settings(deadline=None, max_examples=100)
+@given(st.lists(steps, min_size=20, max_size=60), capacities)
 def test_all_do_the_same_step_for_step(
     history: list[Hold | Release | Run | int], capacity: int | None
 ) -> None:
@@ -207,18 +210,28 @@ def test_all_do_the_same_step_for_step(
 
 
 @pytest.mark.parametrize("new", MEMORIES)
-def test_addresses_end_somewhere_and_none_is_given_out_twice(new: NewMemory) -> None:
-    memory = new(None)
+@pytest.mark.parametrize("capacity", [None, 2**62])
+def test_addresses_end_somewhere_and_none_is_given_out_twice(
+    new: NewMemory, capacity: int | None
+) -> None:
+    memory = new(capacity)
     for num_bytes in (2**70, END_OF_ADDRESSES + 1):
         with pytest.raises(OutOfCapacity):
             memory.hold(num_bytes)
-    for _ in range(3):
-        memory.release(memory.hold(END_OF_ADDRESSES // 4 + 1))
-        memory.hold(END_OF_ADDRESSES // 8)
+    assert memory.is_pressed
+    half = END_OF_ADDRESSES // 2
+    memory.release(memory.hold(half))
+    memory.hold(half // 2)  # of the first half
+    memory.hold(half // 2)
+    memory.hold(half - 2 * MIB)
     with pytest.raises(OutOfCapacity) as refused:
-        memory.hold(END_OF_ADDRESSES // 2)
-    assert refused.value.requested_bytes == END_OF_ADDRESSES // 2
-    assert refused.value.capacity_bytes == END_OF_ADDRESSES
+        memory.hold(5 * MIB)
+    assert vars(refused.value) == {
+        "requested_bytes": 5 * MIB,
+        "capacity_bytes": capacity or END_OF_ADDRESSES,
+        "allocated_bytes": 2 * half - 2 * MIB,
+        "reserved_bytes": 2 * half - 2 * MIB,
+    }
 
 
 @pytest.mark.parametrize("new", MEMORIES)
@@ -379,7 +392,7 @@ anything = st.one_of(
 
 @only_compiled
 @settings(deadline=None)
-@given(st.lists(anything, max_size=60))
+@given(st.lists(anything, min_size=20, max_size=60))
 def test_whatever_is_given_back_what_is_free_stays_apart(history: Sequence[Any]) -> None:
     memory = new_memory(8 * MIB)
     for step in history:
