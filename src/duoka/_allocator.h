@@ -34,22 +34,20 @@ typedef struct {
     ptrdiff_t count, room;
 } Pairs;
 
-/* The first pair that isn't less than these two. */
+/* The first pair that isn't less than these two. Without branches: they can't be foreseen. */
 static ptrdiff_t
 find(const Pairs *pairs, int64_t major, int64_t minor)
 {
-    ptrdiff_t low = 0, high = pairs->count;
-    while (low < high) {
-        ptrdiff_t middle = (low + high) / 2;
-        const Pair *pair = &pairs->at[middle];
-        if (pair->major < major || (pair->major == major && pair->minor < minor)) {
-            low = middle + 1;
-        }
-        else {
-            high = middle;
-        }
+    const Pair *first = pairs->at;
+    ptrdiff_t count = pairs->count;
+    while (count > 0) {
+        ptrdiff_t half = (count + 1) / 2;
+        const Pair *pair = &first[half - 1];
+        int is_less = (pair->major < major) | ((pair->major == major) & (pair->minor < minor));
+        first += is_less ? half : 0;
+        count -= half;
     }
-    return low;
+    return first - pairs->at;
 }
 
 /* For one more. */
@@ -100,6 +98,22 @@ delete(Pairs *pairs, int64_t major, int64_t minor)
     delete_at(pairs, find(pairs, major, minor));
 }
 
+/* What is at an index becomes these two, and goes to their place. */
+static void
+change_at(Pairs *pairs, ptrdiff_t index, int64_t major, int64_t minor)
+{
+    Pair *at = pairs->at;
+    ptrdiff_t place = find(pairs, major, minor);
+    if (place > index) {
+        place -= 1;
+        memmove(&at[index], &at[index + 1], (size_t)(place - index) * sizeof(Pair));
+    }
+    else {
+        memmove(&at[place + 1], &at[place], (size_t)(index - place) * sizeof(Pair));
+    }
+    at[place] = (Pair){major, minor};
+}
+
 /* ── The segments of one size class, and their free blocks ────────────────────────────────────── */
 
 typedef struct {
@@ -129,15 +143,15 @@ take_free(Pool *pool, int64_t asked, Block *block)
         return FULL;
     }
     int64_t size = pool->by_size.at[index].major, address = pool->by_size.at[index].minor;
-    delete_at(&pool->by_size, index);
-    index = find(&pool->by_start, address, size);
+    ptrdiff_t start = find(&pool->by_start, address, size);
     if (size - asked < pool->least_rest) {
-        delete_at(&pool->by_start, index);
+        delete_at(&pool->by_size, index);
+        delete_at(&pool->by_start, start);
         *block = (Block){address, size, asked};
         return DONE;
     }
-    insert(&pool->by_size, size - asked, address + asked);
-    pool->by_start.at[index] = (Pair){address + asked, size - asked};
+    change_at(&pool->by_size, index, size - asked, address + asked);
+    pool->by_start.at[start] = (Pair){address + asked, size - asked};
     *block = (Block){address, asked, asked};
     return DONE;
 }
@@ -176,14 +190,22 @@ give_free(Pool *pool, const Block *block, ptrdiff_t behind)
     int has_next = next.major == block->address + block->size;
     int has_before = before.major + before.minor == block->address;
     if (has_next) {
-        delete(&pool->by_size, next.minor, next.major);
         merged.minor += next.minor;
     }
     if (has_before) {
-        delete(&pool->by_size, before.minor, before.major);
         merged = (Pair){before.major, before.minor + merged.minor};
     }
-    insert(&pool->by_size, merged.minor, merged.major);
+    if (has_next && has_before) {
+        delete(&pool->by_size, before.minor, before.major);
+    }
+    if (has_next || has_before) {
+        Pair old = has_next ? next : before;
+        ptrdiff_t index = find(&pool->by_size, old.minor, old.major);
+        change_at(&pool->by_size, index, merged.minor, merged.major);
+    }
+    else {
+        insert(&pool->by_size, merged.minor, merged.major);
+    }
     if (has_next && has_before) {
         delete_at(by_start, behind);
     }

@@ -12,8 +12,9 @@ from .bounds import lower_bounds
 from .chain import Chain
 from .fleet import Device
 from .profile import Profile
-from .replay import Replay, StageBytes, Step
+from .replay import Replay, StageBytes
 from .seconds import Floats, Seconds, Times
+from .tapes import Step
 from .workload import Workload
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from .memory import BACK, Held, Memory, program_of
 from .profile import Key
@@ -13,6 +17,9 @@ Event = tuple[int, int, int]
 release (blocks back, number), drop (slot, 0), release far (block, number)."""
 
 
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+
 class Part:
     """What one block does in one step, whatever the sizes.
 
@@ -20,44 +27,56 @@ class Part:
     ----------
     events : sequence of Event
         In order.
+
+    Attributes
+    ----------
+    moves : [moves, 3]
+        Its program. The first slots are those of what comes from elsewhere: `near` (blocks back,
+        number), `far` (block, number) and `dropped` (the block's own caches); then of what is made.
+    left, kept : list
+        What is there afterwards: the number and slot of each, and the slots of new caches.
+    num_made : int
+        How many requests there are.
     """
 
     def __init__(self, events: Sequence[Event]) -> None:
-        self._near: list[tuple[int, int]] = []
-        self._far: list[Key] = []
-        self._dropped: list[int] = []
+        self.near: list[tuple[int, int]] = []
+        self.far: list[Key] = []
+        self.dropped: list[int] = []
         made: dict[int, int] = {}  # by number, as long as it lives
         kept: list[int] = []
-        num_made = 0
+        self.num_made = 0
         moves: list[tuple[str, int, int]] = []
         for code, number, other in events:
             if code in (MALLOC, KEEP):
-                moves.append(("made", num_made, other))
+                moves.append(("made", self.num_made, other))
                 if code == KEEP:
-                    kept.append(num_made)
+                    kept.append(self.num_made)
                 else:
-                    made[number] = num_made
-                num_made += 1
+                    made[number] = self.num_made
+                self.num_made += 1
             elif code == RELEASE and not number and other in made:
                 moves.append(("made", made.pop(other), BACK))
             elif code == RELEASE:
-                moves.append(("near", len(self._near), BACK))
-                self._near.append((number, other))
+                moves.append(("near", len(self.near), BACK))
+                self.near.append((number, other))
             elif code == RELEASE_FAR:
-                moves.append(("far", len(self._far), BACK))
-                self._far.append((number, other))
+                moves.append(("far", len(self.far), BACK))
+                self.far.append((number, other))
             else:
-                moves.append(("dropped", len(self._dropped), BACK))
-                self._dropped.append(number)
-        far = len(self._near)
-        dropped = far + len(self._far)
-        first_made = dropped + len(self._dropped)
+                moves.append(("dropped", len(self.dropped), BACK))
+                self.dropped.append(number)
+        far = len(self.near)
+        dropped = far + len(self.far)
+        first_made = dropped + len(self.dropped)
         first = {"near": 0, "far": far, "dropped": dropped, "made": first_made}
-        cached = {*range(dropped, first_made), *(first_made + index for index in kept)}
+        self.left = [(number, first_made + index) for number, index in made.items()]
+        self.kept = [first_made + index for index in kept]
+        cached = {*range(dropped, first_made), *self.kept}
         places = [(first[where] + index, size) for where, index, size in moves]
         self._program = program_of([(place, size, place in cached) for place, size in places])
-        self._left = [*made]
-        self._out = tuple(first_made + index for index in (*made.values(), *kept))
+        self.moves: Ints = np.frombuffer(self._program, np.int64).reshape(-1, 3)
+        self._out = (*(place for _, place in self.left), *self.kept)
 
     def play(
         self,
@@ -91,13 +110,13 @@ class Part:
         OutOfCapacity
             As `CachingAllocator.malloc` does.
         """
-        given = [alive.pop((block - back, number), None) for back, number in self._near]
-        if self._far:
-            given += [alive.pop(key, None) for key in self._far]
-        if self._dropped:
-            given += [kept[slot] for slot in self._dropped]
-            kept = [held for slot, held in enumerate(kept) if slot not in self._dropped]
+        given = [alive.pop((block - back, number), None) for back, number in self.near]
+        if self.far:
+            given += [alive.pop(key, None) for key in self.far]
+        if self.dropped:
+            given += [kept[slot] for slot in self.dropped]
+            kept = [held for slot, held in enumerate(kept) if slot not in self.dropped]
         found = memory.run(self._program, sizes, given, self._out)
-        for number, held in zip(self._left, found, strict=False):
+        for (number, _), held in zip(self.left, found, strict=False):
             alive[block, number] = held
-        return [*kept, *found[len(self._left) :]]
+        return [*kept, *found[len(self.left) :]]

@@ -18,7 +18,8 @@ from .allocator import rounded_bytes
 from .memory import Held, new_memory
 from .playing import DROP, KEEP, MALLOC, RELEASE, RELEASE_FAR, Event
 from .profile import TRAINING_PHASES, Key, Profile, evaluate, training_monomials
-from .replay import Replay, StageBytes, Step
+from .replay import Replay, StageBytes
+from .tapes import Step
 from .workload import Training, Workload
 
 FORWARD, BACKWARD, ACCUMULATE = range(3)
@@ -217,7 +218,8 @@ class _StageRun:
     def _pass(self, block: int, step: int, alive: dict[Key, Held]) -> None:
         if block in self.blocks:
             self._move_in(block, step, alive)
-            part, sizes = self.rehearsal.part(block, step)
+            part = self.rehearsal.part(block, step)
+            sizes = self.rehearsal.packed_sizes(block, step)
             gradients = self.gradients[block]
             self.gradients[block] = part.play(self.memory, sizes, block, alive, gradients)
             return

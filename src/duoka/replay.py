@@ -6,30 +6,16 @@ held against.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-from .allocator import SMALL_REQUEST_BYTES, OutOfCapacity, rounded_bytes, segment_bytes
+from .allocator import OutOfCapacity, rounded_bytes, segment_bytes
 from .memory import Held, new_memory, sizes_of
-from .playing import DROP, KEEP, MALLOC, RELEASE, RELEASE_FAR, Event, Part
-from .profile import (
-    Key,
-    Kind,
-    Phase,
-    Profile,
-    Ref,
-    Rule,
-    Rules,
-    Tape,
-    buffer_bytes,
-    evaluate,
-    evaluate_all,
-    monomials,
-    rules_of,
-)
-from .workload import Workload, refuse_short
+from .profile import Phase, Profile, buffer_bytes, evaluate
+from .scores import Score, Scoring
+from .tapes import Step, Tapes
+from .workload import Workload
 
 T = TypeVar("T")
 
@@ -67,22 +53,6 @@ class StageBytes:
     pressed: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One call of the model: its phase, sizes and regime.
-
-    With `large_at_tokens`, only what comes from large segments in a context of so many tokens is
-    replayed, and caches.
-    """
-
-    phase: Phase
-    query: int
-    keys: int
-    regime: int
-    values: tuple[int, ...]
-    large_at_tokens: int = 0
-
-
 class Run(Protocol):
     """One replay of a stage."""
 
@@ -93,7 +63,7 @@ class Run(Protocol):
         """Replay it; `OutOfCapacity` where it doesn't fit."""
 
 
-class Replay:
+class Replay(Tapes):
     """A profile at one workload.
 
     Parameters
@@ -112,54 +82,10 @@ class Replay:
     """
 
     def __init__(self, profile: Profile, workload: Workload, *, brief: bool = False) -> None:
-        profile.refuse_other(workload.conditions)
-        refuse_short(workload, profile.least_prompt_tokens)
-        self.profile = profile
-        self.workload = workload
         self.brief = brief
-        self._sizes: dict[tuple[int, int], list[int]] = {}
-        self._rules: dict[int, Rules] = {}  # by the tape, which the profile keeps
-        self._packed: dict[tuple[int, int], bytes] = {}
-        self._events: dict[tuple[int, int, int], list[Event]] = {}
-        self._parts: dict[tuple[int, int, int], Part] = {}
-        self._foreign_frees: dict[tuple[int, int], tuple[Ref, ...]] = {}
-        self._large_ones: dict[tuple[int, int], frozenset[int]] = {}
-        self.steps = self._schedule()
+        super().__init__(profile, workload)
         # The steps of the last run that didn't fit, up to the one where it ended.
         self.refusing: tuple[Step, ...] = ()
-
-    def tape(self, block: int, step: int) -> Tape:
-        """The tape of a block in one of `steps`."""
-        return self._kind(block).tapes[self.steps[step].regime]
-
-    def sizes(self, block: int, step: int) -> list[int]:
-        """Bytes of each allocation that a block makes in one of `steps`."""
-        key = (self.profile.blocks[block].kind, step)
-        if key not in self._sizes:
-            tape = self.tape(block, step)
-            if id(tape) not in self._rules:
-                self._rules[id(tape)] = rules_of(tape.sizes)
-            self._sizes[key] = evaluate_all(self._rules[id(tape)], self.steps[step].values)
-        return self._sizes[key]
-
-    def events(self, block: int, step: int) -> list[Event]:
-        """What a block does in one of `steps`."""
-        now = self.steps[step]
-        key = (self.profile.blocks[block].kind, now.regime, now.large_at_tokens)
-        if key not in self._events:
-            compiled = self._compile_large if now.large_at_tokens else self._compile
-            self._events[key] = list(compiled(block, step))
-        return self._events[key]
-
-    def part(self, block: int, step: int) -> tuple[Part, bytes]:
-        """The same, and the sizes that go with it, made ready for being played."""
-        kind, now = self.profile.blocks[block].kind, self.steps[step]
-        if (kind, step) not in self._packed:
-            self._packed[kind, step] = sizes_of(self.sizes(block, step))
-        key = (kind, now.regime, now.large_at_tokens)
-        if key not in self._parts:
-            self._parts[key] = Part(self.events(block, step))
-        return self._parts[key], self._packed[kind, step]
 
     def run(
         self,
@@ -193,73 +119,6 @@ class Replay:
     ) -> Run:
         return _StageRun(self, blocks, capacity, device_of)
 
-    def foreign_frees(self, block: int, step: int) -> tuple[Ref, ...]:
-        """The frees in a block's tape that end what other blocks made."""
-        key = (self.profile.blocks[block].kind, self.steps[step].regime)
-        if key not in self._foreign_frees:
-            self._foreign_frees[key] = tuple(
-                ref
-                for ref in self.tape(block, step).events
-                if ref is not None and ref.origin in ("earlier", "carried", "input")
-            )
-        return self._foreign_frees[key]
-
-    def key_of(self, block: int, ref: Ref, step: int) -> Key:
-        """Whose allocation a reference in a block's tape means."""
-        return self.profile.key_of(block, ref, self.steps[step].regime)
-
-    def _compile(self, block: int, step: int) -> Iterator[Event]:
-        tape = self.tape(block, step)
-        kept = frozenset(tape.kept)
-        count = 0
-        for ref in tape.events:
-            if ref is None:
-                yield KEEP if count in kept else MALLOC, count, count
-                count += 1
-            elif ref.origin == "kept":
-                yield DROP, ref.index, 0
-            elif ref.origin in ("own", "earlier"):
-                yield RELEASE, ref.back, ref.index
-            else:
-                yield RELEASE_FAR, *self.key_of(block, ref, step)
-
-    def _compile_large(self, block: int, step: int) -> Iterator[Event]:
-        tape, now = self.tape(block, step), self.steps[step]
-        large = self._large(block, now.regime)
-        kept = frozenset(tape.kept)
-        count = 0
-        for ref in tape.events:
-            if ref is None:
-                if count in large:
-                    yield KEEP if count in kept else MALLOC, count, count
-                count += 1
-            elif ref.origin == "kept":
-                yield DROP, ref.index, 0
-            elif ref.origin == "own":
-                if ref.index in large:
-                    yield RELEASE, 0, ref.index
-            elif ref.origin == "earlier":
-                if ref.index in self._large(block - ref.back, now.regime):
-                    yield RELEASE, ref.back, ref.index
-            else:
-                yield RELEASE_FAR, *self.key_of(block, ref, step)
-
-    def _large(self, block: int, regime: int) -> frozenset[int]:
-        """The allocations that come from large segments at the end of the context, and caches."""
-        key = (self.profile.blocks[block].kind, regime)
-        if key not in self._large_ones:
-            tape = self._kind(block).tapes[regime]
-            last = self._values(1, self.workload.context_tokens)
-            self._large_ones[key] = frozenset(tape.kept).union(
-                index
-                for index, rule in enumerate(tape.sizes)
-                if evaluate(rule, last) > SMALL_REQUEST_BYTES
-            )
-        return self._large_ones[key]
-
-    def _kind(self, block: int) -> Kind:
-        return self.profile.kinds[self.profile.blocks[block].kind]
-
     def _step(self, phase: Phase, query: int, keys: int) -> Step:
         batch = self.workload.batch
         return Step(
@@ -271,9 +130,6 @@ class Replay:
             ),
             values=self._values(query, keys),
         )
-
-    def _values(self, query: int, keys: int) -> tuple[int, ...]:
-        return monomials(self.workload.batch, query, keys, self.workload.static_tokens)
 
     def step_over(self, query: int, past: int) -> Step:
         """A step of so many tokens after so many others."""
@@ -332,7 +188,7 @@ class Replay:
 
 
 class _StageRun:
-    """One replay: the device and what is alive on it."""
+    """One replay: the device, and the caches on it."""
 
     def __init__(
         self,
@@ -343,21 +199,20 @@ class _StageRun:
     ) -> None:
         self.replay = replay
         self.device_of = device_of
-        self.blocks = frozenset(blocks)
+        self.blocks = sorted(blocks)
         self.memory = new_memory(capacity)
-        self.kept: dict[int, list[Held]] = {block: [] for block in blocks}
+        # Block by block, and how many of each.
+        self.kept: list[Held | None] = []
+        self.num_kept = (0,) * len(self.blocks)
         self.num_begun = 0
-        self.alive: dict[Key, Held] = {}
-        # Copies of copies: they live as long as what they were made from.
-        self.detoured: dict[Key, dict[tuple[str, ...], Held]] = {}
-        self._comings: dict[tuple[int, int], list[tuple[Key, Rule, tuple[str, ...]]]] = {}
+        self._scores: dict[tuple[int, int, tuple[int, ...]], Score] = {}
 
     def run(self) -> StageBytes:
         profile, memory = self.replay.profile, self.memory
-        for block in sorted(self.blocks):
+        for block in self.blocks:
             for size in profile.kinds[profile.blocks[block].kind].weight_bytes:
                 memory.hold(size)
-        for size in buffer_bytes(profile.streamed_bytes(sorted(self.blocks))):
+        for size in buffer_bytes(profile.streamed_bytes(self.blocks)):
             memory.hold(size)
         weights = memory.allocated
         for step in range(len(self.replay.steps)):
@@ -374,94 +229,16 @@ class _StageRun:
         )
 
     def _run_step(self, step: int) -> None:
-        replay = self.replay
-        for block in range(min(self.blocks), max(self.blocks) + 1):
-            if block in self.blocks:
-                self._move_in(block, step)
-                self._run_block(block, step)
-            elif self.alive or self.detoured:
-                for ref in replay.foreign_frees(block, step):
-                    self._release(replay.key_of(block, ref, step))
-        # Blocks behind the last one free what is theirs; nothing is allocated in between.
-        for key in [*self.alive, *self.detoured]:
-            self._release(key)
-
-    def _run_block(self, block: int, step: int) -> None:
-        if self.detoured:
-            self._run_events(block, step)
-            return
-        part, sizes = self.replay.part(block, step)
-        kept = self.kept[block]
-        self.kept[block] = part.play(self.memory, sizes, block, self.alive, kept)
-
-    def _run_events(self, block: int, step: int) -> None:
-        """The same one by one, where what is freed may have been copied further."""
-        memory, sizes = self.memory, self.replay.sizes(block, step)
-        slots: list[Held | None] = list(self.kept[block])
-        born: list[Held] = []
-        for code, number, other in self.replay.events(block, step):
-            if code == MALLOC:
-                self.alive[block, number] = memory.hold(sizes[other])
-            elif code == RELEASE:
-                self._release((block - number, other))
-            elif code == KEEP:
-                born.append(memory.hold(sizes[other], cached=True))
-            elif code == DROP:
-                dropped = slots[number]
-                assert dropped is not None, "a cache entry is dropped twice"
-                slots[number] = None
-                memory.release(dropped, cached=True)
-            else:
-                self._release((number, other))
-        self.kept[block] = [slot for slot in slots if slot is not None] + born
-
-    def _move_in(self, block: int, step: int) -> None:
-        now = self.replay.steps[step]
-        if now.large_at_tokens:
-            return  # one token of each sequence
-        for key, size, detour in self._coming(block, step):
-            if detour:
-                copies = self.detoured.setdefault(key, {})
-                if detour not in copies:
-                    copies[detour] = self.memory.hold(evaluate(size, now.values))
-            elif key not in self.alive:
-                self.alive[key] = self.memory.hold(evaluate(size, now.values))
-
-    def _coming(self, block: int, step: int) -> list[tuple[Key, Rule, tuple[str, ...]]]:
-        """What a block reads that isn't made on its device, and the devices that it comes over."""
-        regime = self.replay.steps[step].regime
-        if (block, regime) not in self._comings:
-            reads = self.replay.tape(block, step).reads
-            keys = [self.replay.key_of(block, read.ref, step) for read in reads]
-            self._comings[block, regime] = [
-                (key, read.size, detour)
-                for read, key in zip(reads, keys, strict=True)
-                if (detour := self._detour(block, key[0])) or not self._is_here(key[0])
-            ]
-        return self._comings[block, regime]
-
-    def _is_here(self, maker: int) -> bool:
-        return maker in self.blocks or (maker == -1 and 0 in self.blocks)
-
-    def _detour(self, block: int, maker: int) -> tuple[str, ...]:
-        """The devices over which something comes to a block from its maker."""
-        inside = self.replay.profile.blocks[block].inside
-        if not inside or self.device_of is None:
-            return ()
-        at = self.device_of
-        # What was made before a module began was given to it, and has gone to where it begins.
-        path = [at[max(maker, 0)], *(at[first] for first in inside if first > maker)]
-        hops = [device for device, _ in itertools.groupby(path)]
-        while hops and hops[-1] == at[block]:
-            hops.pop()
-        return tuple(hops[1:])
-
-    def _release(self, key: Key) -> None:
-        held = self.alive.pop(key, None)
-        if held is not None:
-            self.memory.release(held)
-        for copy in self.detoured.pop(key, {}).values():
-            self.memory.release(copy)
+        replay, now = self.replay, self.replay.steps[step]
+        key = (now.regime, now.large_at_tokens, self.num_kept)
+        if key not in self._scores:
+            num_kept = dict(zip(self.blocks, self.num_kept, strict=True))
+            self._scores[key] = Scoring(replay, num_kept, self.device_of, step).score()
+        score = self._scores[key]
+        sizes = [replay.packed_sizes(block, step) for block in score.examples]
+        sizes.append(sizes_of([evaluate(rule, now.values) for rule in score.moved]))
+        self.kept = [*self.memory.run(score.program, b"".join(sizes), self.kept, score.out)]
+        self.num_kept = score.num_kept
 
 
 def _ends(items: Sequence[T]) -> Sequence[T]:

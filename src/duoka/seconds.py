@@ -5,12 +5,13 @@ that it starts costs a launch besides. Tensors that go from one stage to the nex
 latency each, and its bandwidth. It knows nothing of how well kernels use a GPU: rates that were
 measured (`calibration`) already have that in them, published ones don't.
 
-A step of training in a pipeline takes as long as one micro-batch needs for all its passes and
-transfers, once more the slowest of them for every further micro-batch, and the longest update.
-That is what GPipe (Huang et al., 2019) and one forward, one backward (Narayanan et al., PipeDream
-2019, Megatron-LM 2021) both come to where stages are equally fast: with K of them and m
-micro-batches m + K - 1 times one. Where they aren't, this knows nothing of what stages wait because
-of their order of passes; forward and backward passes are taken to be slowest at the same stage.
+What is optimised of training in a pipeline is an estimate: what one micro-batch needs for all its
+passes and transfers, once more the slowest of them for every further micro-batch, and the longest
+update. That is what GPipe (Huang et al., 2019) and one forward, one backward (Narayanan et al.,
+PipeDream 2019, Megatron-LM 2021) both come to where stages are equally fast: with K of them and m
+micro-batches m + K - 1 times one. Where they aren't, it knows nothing of what stages wait because
+of their order of passes, and takes forward and backward passes to be slowest at the same stage.
+What is told as the time of a step is what the schedule takes, pass by pass (`schedules`).
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from numpy.typing import NDArray
 from .errors import FormatError
 from .fleet import Device, Fleet, Link
 from .profile import TRAINING_PHASES, Profile, Rule
-from .rehearsal import STATES, Rehearsal
-from .replay import Replay, Step
+from .rehearsal import STATES, Rehearsal, in_flight
+from .replay import Replay
+from .schedules import Passes, pipeline_seconds
+from .tapes import Step
 
 Floats: TypeAlias = NDArray[np.float64]
 Item = TypeVar("Item")
@@ -73,7 +76,7 @@ class Seconds:
     total_seconds : float
         From the request to the last token of the answer, nothing else running: what the objective
         "latency" makes small. In training one step of the optimizer, which "throughput" makes small
-        as well.
+        as well; with several stages in a pipeline an estimate of `step_seconds`.
     slowest_seconds : float
         Of the stage or transfer that takes longest for one request: what the objective "throughput"
         makes small, since with all stages busy a request comes out each time it is through. In
@@ -86,8 +89,8 @@ class Seconds:
         With all stages busy: generated tokens of all sequences, or in training tokens learnt from,
         as the schedule has it.
     step_seconds : float, optional
-        In training `total_seconds`, which is as the schedule has it: all passes one after another,
-        or a pipeline; and the longest update, since devices update at the same time.
+        In training one step of the optimizer as the schedule has it: all passes one after another,
+        or a pipeline, pass by pass; and the longest update, since devices update at the same time.
     """
 
     stages: tuple[StageSeconds, ...]
@@ -180,33 +183,41 @@ class Times:
         # The first block of a stage, and the last one of the stage before.
         cuts = [(kinds[first], kinds[max(first - 1, 0)]) for first, *_ in places]
         boundaries = {cut: self._boundary(*cut) for cut in set(cuts)}
+        # Of each place (bytes, number) of what goes to it, in each step.
+        self._sent = [boundaries[cut] for cut in cuts]
         # [places + 1, (bytes, number), (prefill, decode)]
-        ends = np.array([*(boundaries[cut] for cut in cuts), np.zeros((2, 2))])
+        ends = np.array([*(sent @ self._weights.T for sent in self._sent), np.zeros((2, 2))])
         self.boundary_bytes: Floats = ends[:, 0].T
         self.boundary_transfers: Floats = ends[:, 1].T
 
     def on(self, device: Device) -> Floats | None:
         """[2, places]: seconds of each place, in prefill and in decoding; None when unknown."""
-        flops = rate(device, self._workload.dtype)
-        moved = device.memory_bytes_per_second
-        copies = self._copies(device)
-        if flops is None or moved is None or copies is None:
-            return None
         key = (*device.speeds, device.host_bytes_per_second)
         if key not in self._known:
-            launch = LAUNCH_SECONDS if device.launch_seconds is None else device.launch_seconds
-            kinds = {
-                kind: self._weights
-                @ np.maximum(
-                    np.maximum(flop / flops, size / moved) + count * launch, copies.get(kind, 0.0)
-                )
-                for kind, (flop, size, count) in self._work.items()
-            }
+            each = self._kinds_on(device)
+            if each is None:
+                return None
+            kinds = {kind: self._weights @ seconds for kind, seconds in each.items()}
             blocks = self._profile.blocks
             self._known[key] = np.array(
                 [sum(kinds[blocks[block].kind] for block in place) for place in self._places]
             ).T
         return self._known[key]
+
+    def _kinds_on(self, device: Device) -> dict[int, Floats] | None:
+        """[steps]: seconds of a block of each kind in each step; None when unknown."""
+        flops = rate(device, self._workload.dtype)
+        moved = device.memory_bytes_per_second
+        copies = self._copies(device)
+        if flops is None or moved is None or copies is None:
+            return None
+        launch = LAUNCH_SECONDS if device.launch_seconds is None else device.launch_seconds
+        return {
+            kind: np.maximum(
+                np.maximum(flop / flops, size / moved) + count * launch, copies.get(kind, 0.0)
+            )
+            for kind, (flop, size, count) in self._work.items()
+        }
 
     def _copies(self, device: Device) -> dict[int, float] | None:
         """Seconds in which the weights of blocks that stream come, by kind; None when unknown."""
@@ -266,9 +277,9 @@ class Times:
                 )
             )
             before = name
-        return self._summed(tuple(told))
+        return self._summed(tuple(told), self._pipeline(stages, fleet))
 
-    def _summed(self, stages: tuple[StageSeconds, ...]) -> Seconds:
+    def _summed(self, stages: tuple[StageSeconds, ...], pipeline: float | None) -> Seconds:
         prefill = sum(s.prefill_seconds + s.prefill_transfer_seconds for s in stages)
         decode = sum(s.decode_seconds + s.decode_transfer_seconds for s in stages)
         slowest = max(
@@ -284,7 +295,9 @@ class Times:
         if training is not None:
             tokens = self._workload.prompt_tokens * training.micro_batches
             passes = (total + (self.num_passes - 1) * slowest) / self.num_passes
-            total = step = passes + max(stage.update_seconds for stage in stages)
+            update = max(stage.update_seconds for stage in stages)
+            total = passes + update
+            step = total if pipeline is None else pipeline + update
         tokens *= self._workload.batch
         busy = slowest if step is None else step
         return Seconds(
@@ -296,6 +309,36 @@ class Times:
             tokens_per_second=tokens / busy if busy else 0.0,
             step_seconds=step,
         )
+
+    def _pipeline(self, stages: Sequence[tuple[str, int, int]], fleet: Fleet) -> float | None:
+        """Seconds of all passes of a step of training as its schedule has them; None without one.
+
+        The devices' speeds are known.
+        """
+        training = self._workload.training
+        if training is None or training.schedule == "sequential" or len(stages) == 1:
+            return None
+        passes = []
+        for at, (name, start, stop) in enumerate(stages):
+            each, blocks = self._kinds_on(fleet.device(name)), self._profile.blocks
+            assert each is not None, "`on` knows this device"
+            here = [blocks[block].kind for place in self._places[start:stop] for block in place]
+            forward, backward, later = sum((each[kind] for kind in here), np.zeros(3))
+            ways = np.zeros(3)
+            if at:
+                ways = crossing(fleet, stages[at - 1][0], name, *self._sent[start])
+            passes.append(
+                Passes(
+                    forward_seconds=float(forward),
+                    backward_seconds=float(backward),
+                    later_seconds=float(later),
+                    in_flight=in_flight(training, len(stages) - at),
+                    forward_transfer_seconds=float(ways[0]),
+                    backward_transfer_seconds=float(ways[1]),
+                    later_transfer_seconds=float(ways[2]),
+                )
+            )
+        return pipeline_seconds(passes, training.micro_batches)
 
     def _kinds(self) -> set[int]:
         return {self._profile.blocks[block].kind for place in self._places for block in place}
@@ -312,7 +355,7 @@ class Times:
         return work
 
     def _boundary(self, kind: int, before: int) -> Floats:
-        """[(bytes, number), (prefill, decode)]: what goes over a cut.
+        """[(bytes, number), steps]: what goes over a cut.
 
         `kind` is that of the first block behind it; one of kind `before` is the last one before it,
         to which gradients come back.
@@ -325,7 +368,7 @@ class Times:
             reads = [read for read in tape.reads if not comes_back or read.ref.back < 0]
             sizes = _evaluated([read.size for read in reads], self._values[here])
             sent[:, here] = sizes.sum(axis=0), np.count_nonzero(sizes > 0, axis=0)
-        return np.asarray(sent @ self._weights.T)
+        return sent
 
 
 def _evaluated(rules: Sequence[Rule], values: Floats) -> Floats:

@@ -1,0 +1,331 @@
+"""Scores: what a stage does in one step, written down as one program before it is done.
+
+Which request ends when is the same in every step of a kind; only sizes differ. So a step is one
+run of a program on a device's memory, and a run of like blocks is written down once and repeated.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .memory import BACK
+from .playing import DROP, KEEP, MALLOC, RELEASE, Ints, Part
+from .profile import Key, Rule
+from .tapes import Tapes
+
+_NOTHING = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """What a block did.
+
+    The slots that it used, how many caches it was given, the slots of those that it has afterwards,
+    and what is alive then.
+    """
+
+    part: Part
+    block: int
+    slots: Ints
+    num_given: int
+    kept: Ints
+    alive: dict[Key, int]
+
+
+class Writer:
+    """Writes a program.
+
+    Parameters
+    ----------
+    num_kept : mapping of int, int
+        The stage's blocks, in order, and how many caches each has. The program is given them.
+
+    Attributes
+    ----------
+    alive : dict of Key, int
+        The slot of what there is besides caches.
+    kept : dict of int, list of int
+        The slots of each block's caches.
+    """
+
+    def __init__(self, num_kept: Mapping[int, int]) -> None:
+        slots = itertools.count()
+        self.alive: dict[Key, int] = {}
+        self.kept = {
+            block: list(itertools.islice(slots, number)) for block, number in num_kept.items()
+        }
+        self._num_slots = next(slots)
+        self._moves: list[Ints] = []
+        self._last: tuple[_Played | None, _Played | None] = (None, None)
+
+    def take(self, size: int, *, is_cached: bool = False) -> int:
+        """Allocate by the index of a size; the slot."""
+        slot = self._num_slots
+        self._num_slots += 1
+        self._moves.append(np.array([[slot, size, is_cached]], np.int64))
+        return slot
+
+    def give(self, slot: int, *, is_cached: bool = False) -> None:
+        """Free what is in a slot."""
+        self._moves.append(np.array([[slot, BACK, is_cached]], np.int64))
+
+    def release(self, key: Key) -> None:
+        """Free something, if it is there."""
+        if key in self.alive:
+            self.give(self.alive.pop(key))
+
+    def play(self, part: Part, block: int, first_size: int) -> None:
+        """Do what a block does, whose sizes begin at an index."""
+        kept, alive = self.kept[block], self.alive
+        given = [alive.pop((block - back, number), _NOTHING) for back, number in part.near]
+        given += [alive.pop(key, _NOTHING) for key in part.far]
+        given += [kept[index] for index in part.dropped]
+        made = range(self._num_slots, self._num_slots + part.num_made)
+        slots = np.array([*given, *made], np.int64)
+        self._num_slots += part.num_made
+        self._write(part, slots[None], first_size)
+        for number, place in part.left:
+            alive[block, number] = int(slots[place])
+        stay = [slot for index, slot in enumerate(kept) if index not in part.dropped]
+        self.kept[block] = [*stay, *slots[part.kept].tolist()]
+        kept_now = np.array(self.kept[block], np.int64)
+        played = _Played(part, block, slots, len(kept), kept_now, {**alive})
+        self._last = (self._last[1], played)
+
+    def can_repeat(self) -> bool:
+        """Whether the last block did what the one before it did, one block on.
+
+        Then the next ones will that are alike, and have as many caches.
+        """
+        first, second = self._last
+        if first is None or second is None or first.part is not second.part:
+            return False
+        part, block = second.part, second.block
+        moved = {
+            (block, key[1]) if key[0] == first.block else key: slot
+            + (part.num_made if key[0] == first.block else 0)
+            for key, slot in first.alive.items()
+        }
+        return (
+            block == first.block + 1
+            and self.alive == second.alive == moved
+            and np.array_equal(first.slots == _NOTHING, second.slots == _NOTHING)
+            and first.num_given == second.num_given
+            and all(maker < first.block for maker, _ in part.far)
+        )
+
+    @property
+    def num_given(self) -> int:
+        """How many caches the last block had before."""
+        last = self._last[1]
+        return 0 if last is None else last.num_given
+
+    def repeat(self, number: int, first_size: int) -> None:
+        """Do the same for the blocks after the last one; `can_repeat` has said that it is so."""
+        first, last = self._last
+        assert first is not None, "see can_repeat"
+        assert last is not None, "see can_repeat"
+        part, block = last.part, last.block
+        on = np.arange(1, number + 1)[:, None]
+        self._write(part, last.slots + on * (last.slots - first.slots), first_size)
+        self._num_slots += number * part.num_made
+        for number_left, _ in part.left:
+            if (slot := self.alive.pop((block, number_left), None)) is not None:
+                self.alive[block + number, number_left] = slot + number * part.num_made
+        kept = last.kept + on * (last.kept - first.kept)
+        self.kept.update(zip(range(block + 1, block + 1 + number), kept.tolist(), strict=True))
+        self._last = (None, None)
+
+    def program(self) -> bytes:
+        """All of it."""
+        return np.concatenate([np.zeros((0, 3), np.int64), *self._moves]).tobytes()
+
+    def _write(self, part: Part, slots: Ints, first_size: int) -> None:
+        """A part, once for each row of slots."""
+        moves = np.empty((len(slots), *part.moves.shape), np.int64)
+        moves[:, :, 0] = slots[:, part.moves[:, 0]]
+        moves[:, :, 1] = np.where(part.moves[:, 1] == BACK, BACK, part.moves[:, 1] + first_size)
+        moves[:, :, 2] = part.moves[:, 2]
+        self._moves.append(moves[moves[:, :, 0] != _NOTHING])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What a stage does in one step, whatever the sizes.
+
+    Parameters
+    ----------
+    program : bytes
+    examples : tuple of int
+        Blocks whose sizes it counts, one after the other: one of each kind.
+    moved : tuple of Rule
+        The sizes behind those: of what comes from other devices.
+    out, num_kept : tuple of int
+        The slots of all caches, block by block, and how many each has.
+    """
+
+    program: bytes
+    examples: tuple[int, ...]
+    moved: tuple[Rule, ...]
+    out: tuple[int, ...]
+    num_kept: tuple[int, ...]
+
+
+class Scoring:
+    """Writes the score of a stage.
+
+    Parameters
+    ----------
+    tapes : Tapes
+    num_kept : mapping of int, int
+        The stage's blocks, in order, and how many caches each has.
+    device_of : sequence of str, optional
+        The device of each of the model's blocks.
+    step : int
+        Of the tapes' steps.
+    """
+
+    def __init__(
+        self,
+        tapes: Tapes,
+        num_kept: Mapping[int, int],
+        device_of: Sequence[str] | None,
+        step: int,
+    ) -> None:
+        self.tapes, self.step, self.device_of = tapes, step, device_of
+        self.blocks = num_kept.keys()
+        self.writer = Writer(num_kept)
+        # Copies of copies: they live as long as what they were made from.
+        self.detoured: dict[Key, dict[tuple[str, ...], int]] = {}
+        self.moved: list[Rule] = []
+        kinds = tapes.profile.blocks
+        self.examples = {kinds[block].kind: block for block in self.blocks}
+        numbers = (len(tapes.tape(block, step).sizes) for block in self.examples.values())
+        *firsts, self.num_sizes = itertools.accumulate(numbers, initial=0)
+        self.first_sizes = dict(zip(self.examples, firsts, strict=True))
+
+    def score(self) -> Score:
+        """Write it."""
+        tapes, writer = self.tapes, self.writer
+        done = min(self.blocks) - 1
+        for block in range(min(self.blocks), max(self.blocks) + 1):
+            if block <= done:
+                continue
+            if block not in self.blocks:
+                for ref in tapes.foreign_frees(block, self.step):
+                    self._release(tapes.key_of(block, ref, self.step))
+                continue
+            self._move_in(block)
+            first_size = self.first_sizes[tapes.profile.blocks[block].kind]
+            if self.detoured:
+                self._write_events(block, first_size)
+                continue
+            writer.play(tapes.part(block, self.step), block, first_size)
+            if more := self._num_like(block):
+                writer.repeat(more, first_size)
+                done = block + more
+        # Blocks behind the last one free what is theirs; nothing is allocated in between.
+        for key in [*writer.alive, *self.detoured]:
+            self._release(key)
+        return Score(
+            program=writer.program(),
+            examples=tuple(self.examples.values()),
+            moved=tuple(self.moved),
+            out=tuple(slot for kept in writer.kept.values() for slot in kept),
+            num_kept=tuple(map(len, writer.kept.values())),
+        )
+
+    def _num_like(self, block: int) -> int:
+        """How many of the next blocks do what the last two did."""
+        kinds, number = self.tapes.profile.blocks, 0
+        if self.device_of is not None or not self.writer.can_repeat() or self._reads_more(block):
+            return 0
+        while (
+            (after := block + number + 1) in self.blocks
+            and kinds[after].kind == kinds[block].kind
+            and len(self.writer.kept[after]) == self.writer.num_given
+        ):
+            number += 1
+        return number
+
+    def _reads_more(self, block: int) -> bool:
+        """Whether something may have to be moved in for the next blocks of this one's kind."""
+        if self.tapes.steps[self.step].large_at_tokens:
+            return False
+        refs = [read.ref for read in self.tapes.tape(block, self.step).reads]
+        far = [self.tapes.key_of(block, ref, self.step) for ref in refs if not ref.back]
+        back = max((ref.back for ref in refs), default=0)
+        return not all(each in self.blocks for each in range(block + 1 - back, block)) or not all(
+            self._is_here(key[0]) or key in self.writer.alive for key in far
+        )
+
+    def _write_events(self, block: int, first_size: int) -> None:
+        """What a block does one by one, where what is freed may have been copied further."""
+        writer = self.writer
+        slots: list[int | None] = [*writer.kept[block]]
+        born: list[int] = []
+        for code, number, other in self.tapes.events(block, self.step):
+            if code == MALLOC:
+                writer.alive[block, number] = writer.take(first_size + other)
+            elif code == RELEASE:
+                self._release((block - number, other))
+            elif code == KEEP:
+                born.append(writer.take(first_size + other, is_cached=True))
+            elif code == DROP:
+                dropped = slots[number]
+                assert dropped is not None, "a cache entry is dropped twice"
+                slots[number] = None
+                writer.give(dropped, is_cached=True)
+            else:
+                self._release((number, other))
+        writer.kept[block] = [slot for slot in slots if slot is not None] + born
+
+    def _move_in(self, block: int) -> None:
+        for key, size, detour in self._coming(block):
+            if detour:
+                copies = self.detoured.setdefault(key, {})
+                if detour not in copies:
+                    copies[detour] = self._take(size)
+            elif key not in self.writer.alive:
+                self.writer.alive[key] = self._take(size)
+
+    def _take(self, size: Rule) -> int:
+        self.moved.append(size)
+        return self.writer.take(self.num_sizes + len(self.moved) - 1)
+
+    def _coming(self, block: int) -> list[tuple[Key, Rule, tuple[str, ...]]]:
+        """What a block reads that isn't made on its device, and the devices that it comes over."""
+        if self.tapes.steps[self.step].large_at_tokens:
+            return []  # one token of each sequence
+        reads = self.tapes.tape(block, self.step).reads
+        keys = [self.tapes.key_of(block, read.ref, self.step) for read in reads]
+        return [
+            (key, read.size, detour)
+            for read, key in zip(reads, keys, strict=True)
+            if (detour := self._detour(block, key[0])) or not self._is_here(key[0])
+        ]
+
+    def _is_here(self, maker: int) -> bool:
+        return maker in self.blocks or (maker == -1 and 0 in self.blocks)
+
+    def _detour(self, block: int, maker: int) -> tuple[str, ...]:
+        """The devices over which something comes to a block from its maker."""
+        inside = self.tapes.profile.blocks[block].inside
+        if not inside or self.device_of is None:
+            return ()
+        at = self.device_of
+        # What was made before a module began was given to it, and has gone to where it begins.
+        path = [at[max(maker, 0)], *(at[first] for first in inside if first > maker)]
+        hops = [device for device, _ in itertools.groupby(path)]
+        while hops and hops[-1] == at[block]:
+            hops.pop()
+        return tuple(hops[1:])
+
+    def _release(self, key: Key) -> None:
+        self.writer.release(key)
+        for copy in self.detoured.pop(key, {}).values():
+            self.writer.give(copy)

@@ -1,0 +1,181 @@
+"""Tapes: what the blocks of a profile allocate and free in the steps of one workload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .allocator import SMALL_REQUEST_BYTES
+from .memory import sizes_of
+from .playing import DROP, KEEP, MALLOC, RELEASE, RELEASE_FAR, Event, Part
+from .profile import (
+    Key,
+    Kind,
+    Phase,
+    Profile,
+    Ref,
+    Rules,
+    Tape,
+    evaluate,
+    evaluate_all,
+    monomials,
+    rules_of,
+)
+from .workload import Workload, refuse_short
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One call of the model: its phase, sizes and regime.
+
+    With `large_at_tokens`, only what comes from large segments in a context of so many tokens is
+    replayed, and caches.
+    """
+
+    phase: Phase
+    query: int
+    keys: int
+    regime: int
+    values: tuple[int, ...]
+    large_at_tokens: int = 0
+
+
+class Tapes:
+    """A profile at one workload, whose steps a subclass makes.
+
+    Parameters
+    ----------
+    profile : Profile
+    workload : Workload
+        With its prefill chunk resolved.
+
+    Raises
+    ------
+    UsageError
+        If the workload is larger than what the profile knows, or under other conditions.
+    """
+
+    def __init__(self, profile: Profile, workload: Workload) -> None:
+        profile.refuse_other(workload.conditions)
+        refuse_short(workload, profile.least_prompt_tokens)
+        self.profile = profile
+        self.workload = workload
+        self._sizes: dict[tuple[int, int], list[int]] = {}
+        self._rules: dict[int, Rules] = {}  # by the tape, which the profile keeps
+        self._packed: dict[tuple[int, int], bytes] = {}
+        self._events: dict[tuple[int, int, int], list[Event]] = {}
+        self._parts: dict[tuple[int, int, int], Part] = {}
+        self._foreign_frees: dict[tuple[int, int], tuple[Ref, ...]] = {}
+        self._large_ones: dict[tuple[int, int], frozenset[int]] = {}
+        self.steps = self._schedule()
+
+    def _schedule(self) -> list[Step]:
+        raise NotImplementedError
+
+    def tape(self, block: int, step: int) -> Tape:
+        """The tape of a block in one of `steps`."""
+        return self._kind(block).tapes[self.steps[step].regime]
+
+    def sizes(self, block: int, step: int) -> list[int]:
+        """Bytes of each allocation that a block makes in one of `steps`."""
+        key = (self.profile.blocks[block].kind, step)
+        if key not in self._sizes:
+            tape = self.tape(block, step)
+            if id(tape) not in self._rules:
+                self._rules[id(tape)] = rules_of(tape.sizes)
+            self._sizes[key] = evaluate_all(self._rules[id(tape)], self.steps[step].values)
+        return self._sizes[key]
+
+    def events(self, block: int, step: int) -> list[Event]:
+        """What a block does in one of `steps`."""
+        now = self.steps[step]
+        key = (self.profile.blocks[block].kind, now.regime, now.large_at_tokens)
+        if key not in self._events:
+            compiled = self._compile_large if now.large_at_tokens else self._compile
+            self._events[key] = list(compiled(block, step))
+        return self._events[key]
+
+    def part(self, block: int, step: int) -> Part:
+        """The same, made ready for being played."""
+        now = self.steps[step]
+        key = (self.profile.blocks[block].kind, now.regime, now.large_at_tokens)
+        if key not in self._parts:
+            self._parts[key] = Part(self.events(block, step))
+        return self._parts[key]
+
+    def packed_sizes(self, block: int, step: int) -> bytes:
+        """What `sizes` tells, for a program."""
+        key = (self.profile.blocks[block].kind, step)
+        if key not in self._packed:
+            self._packed[key] = sizes_of(self.sizes(block, step))
+        return self._packed[key]
+
+    def foreign_frees(self, block: int, step: int) -> tuple[Ref, ...]:
+        """The frees in a block's tape that end what other blocks made."""
+        key = (self.profile.blocks[block].kind, self.steps[step].regime)
+        if key not in self._foreign_frees:
+            self._foreign_frees[key] = tuple(
+                ref
+                for ref in self.tape(block, step).events
+                if ref is not None and ref.origin in ("earlier", "carried", "input")
+            )
+        return self._foreign_frees[key]
+
+    def key_of(self, block: int, ref: Ref, step: int) -> Key:
+        """Whose allocation a reference in a block's tape means."""
+        return self.profile.key_of(block, ref, self.steps[step].regime)
+
+    def _compile(self, block: int, step: int) -> Iterator[Event]:
+        tape = self.tape(block, step)
+        kept = frozenset(tape.kept)
+        count = 0
+        for ref in tape.events:
+            if ref is None:
+                yield KEEP if count in kept else MALLOC, count, count
+                count += 1
+            elif ref.origin == "kept":
+                yield DROP, ref.index, 0
+            elif ref.origin in ("own", "earlier"):
+                yield RELEASE, ref.back, ref.index
+            else:
+                yield RELEASE_FAR, *self.key_of(block, ref, step)
+
+    def _compile_large(self, block: int, step: int) -> Iterator[Event]:
+        tape, now = self.tape(block, step), self.steps[step]
+        large = self._large(block, now.regime)
+        kept = frozenset(tape.kept)
+        count = 0
+        for ref in tape.events:
+            if ref is None:
+                if count in large:
+                    yield KEEP if count in kept else MALLOC, count, count
+                count += 1
+            elif ref.origin == "kept":
+                yield DROP, ref.index, 0
+            elif ref.origin == "own":
+                if ref.index in large:
+                    yield RELEASE, 0, ref.index
+            elif ref.origin == "earlier":
+                if ref.index in self._large(block - ref.back, now.regime):
+                    yield RELEASE, ref.back, ref.index
+            else:
+                yield RELEASE_FAR, *self.key_of(block, ref, step)
+
+    def _large(self, block: int, regime: int) -> frozenset[int]:
+        """The allocations that come from large segments at the end of the context, and caches."""
+        key = (self.profile.blocks[block].kind, regime)
+        if key not in self._large_ones:
+            tape = self._kind(block).tapes[regime]
+            last = self._values(1, self.workload.context_tokens)
+            self._large_ones[key] = frozenset(tape.kept).union(
+                index
+                for index, rule in enumerate(tape.sizes)
+                if evaluate(rule, last) > SMALL_REQUEST_BYTES
+            )
+        return self._large_ones[key]
+
+    def _kind(self, block: int) -> Kind:
+        return self.profile.kinds[self.profile.blocks[block].kind]
+
+    def _values(self, query: int, keys: int) -> tuple[int, ...]:
+        return monomials(self.workload.batch, query, keys, self.workload.static_tokens)
