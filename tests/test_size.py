@@ -2,13 +2,15 @@
 
 A function's lines are those of its body, from the first statement after the docstring to the
 last, blank lines and comments included; the signature and the docstring are the contract, and
-don't count. Parameters are all but `self` and `cls`, with keyword-only ones. A command of the
-command line has one parameter per option, and a test one per fixture, so there they may be more.
+don't count. In C they are what is between its braces. Parameters are all but `self` and `cls`, with
+keyword-only ones. A command of the command line has one parameter per option, and a test one per
+fixture, so there they may be more.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,6 +73,15 @@ def test_sizes(path: Path) -> None:
         if num_parameters(function) > MAX_PARAMETERS and not may_have_many_parameters(path):
             faults.append(f"{place} has {num_parameters(function)} parameters")
     assert not faults, f"{path.relative_to(ROOT)}: " + "; ".join(faults)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "src").rglob("*.[ch]")), ids=lambda path: path.name)
+def test_sizes_in_c(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    bodies = re.findall(r"^(\w+)\(.*\)\n\{\n((?:.*\n)*?)\}$", text, re.MULTILINE)
+    assert bodies
+    assert len(text.splitlines()) <= MAX_FILE_LINES
+    assert [name for name, body in bodies if body.count("\n") > MAX_FUNCTION_LINES] == []
 
 
 def test_how_lines_and_parameters_are_counted() -> None:
