@@ -23,6 +23,8 @@ _REACHED = {
     "latency": ("A {work}", "takes", "takes less than"),
     "throughput": ("The slowest, on {},", "takes", "has one that takes less than"),
 }
+# By a formula for its schedule; a plan's seconds are what the schedule takes, pass by pass.
+_RECKONED = ("A {work}", "is reckoned to take", "is reckoned to take less than")
 _MOST_NAMED = 3
 _LEAST_TOLD = 4096
 
@@ -51,7 +53,8 @@ def aim(explanation: Explanation) -> Iterator[str]:
     if told not in _REACHED:
         yield f"The GPUs are taken in the order given: {_AIMS[told]}."
         return
-    subject, verb, beyond = _REACHED[told]
+    in_steps = explanation.work == "step" and told == "latency"
+    subject, verb, beyond = _RECKONED if in_steps else _REACHED[told]
     who = subject.format(binding, work=explanation.work)
     yield f"Optimised was {told}: {_AIMS[told].format(work=explanation.work)}."
     unit = "" if told in ("latency", "throughput") else " to spare"
