@@ -3,9 +3,9 @@
     python benchmarks/quantize.py load      # GLM-4's layers, random weights
     python benchmarks/quantize.py quality   # the demo's model, trained on Python's own manual
 
-The first writes a gigabyte into a temporary directory, and loads it in a process of its own for each
-row. On virtual GPUs the peak is counted by their allocator; on the processor it is the process's own
-memory beside mapped files (RssAnon).
+The first writes a gigabyte into a temporary directory, and loads it in a process of its own for
+each row. On virtual GPUs the peak is counted by their allocator; on the processor it is the
+process's own memory beside mapped files (RssAnon).
 """
 
 from __future__ import annotations
