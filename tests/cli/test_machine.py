@@ -14,6 +14,7 @@ import torch
 from duoka import __version__
 from duoka.cli import failures, machine
 from duoka.errors import MachineError
+from duoka.memory import PlainMemory
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,16 @@ def test_a_defect_tells_versions(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"duoka {__version__}, torch {torch.__version__}, transformers " in told
     assert f"Python {sys.version.split()[0]}" in told
     assert os.uname().sysname in told
+
+
+@pytest.mark.parametrize(
+    ("compiled", "told"), [(None, "memory in Python"), (PlainMemory, "memory compiled")]
+)
+def test_a_defect_tells_whether_the_memory_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, compiled: object, told: str
+) -> None:
+    monkeypatch.setattr(machine, "CompiledMemory", compiled)
+    assert told in machine.versions().split(", ")
 
 
 def test_a_traceback_without_end_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from duoka.errors import MachineError
+from duoka.memory import CompiledMemory
 
 _PACKAGES = ("duoka", "torch", "transformers")
 
@@ -40,6 +41,7 @@ _REQUIREMENT = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?P<range>[^;]*)")
 def versions() -> str:
     """What a report of a defect needs: duoka and what it stands on."""
     parts = [f"{name} {_build(name) or 'not installed'}" for name in _PACKAGES]
+    parts += ["memory in Python" if CompiledMemory is None else "memory compiled"]
     parts += [f"Python {platform.python_version()}", platform.platform()]
     return ", ".join(parts)
 
