@@ -12,9 +12,9 @@ import pytest
 from duoka import rehearsal, replay
 from duoka.allocator import OutOfCapacity, rounded_bytes, segment_bytes
 from duoka.memory import CompiledMemory, Memory, PlainMemory
-from duoka.playing import DROP, KEEP, MALLOC, RELEASE
 from duoka.profile import Key, buffer_bytes, evaluate
 from duoka.replay import Replay
+from duoka.tapes import DROP, KEEP, MALLOC, RELEASE
 
 MIB = 2**20
 NewMemory = Callable[[int | None], Memory]

@@ -16,10 +16,10 @@ from typing import Any
 
 from .allocator import rounded_bytes
 from .memory import Held, new_memory
-from .playing import DROP, KEEP, MALLOC, RELEASE, RELEASE_FAR, Event
-from .profile import TRAINING_PHASES, Key, Profile, evaluate, training_monomials
+from .profile import TRAINING_PHASES, Key, Profile, training_monomials
 from .replay import Replay, StageBytes
-from .tapes import Step
+from .scores import Score, Scoring
+from .tapes import DROP, KEEP, MALLOC, RELEASE, RELEASE_FAR, Event, Step
 from .workload import Training, Workload
 
 FORWARD, BACKWARD, ACCUMULATE = range(3)
@@ -131,17 +131,19 @@ def in_flight(training: Training, place: int) -> int:
 
 
 class _StageRun:
-    """One rehearsal: the device and what is alive on it. What is told apart are states."""
+    """One rehearsal: the device and what is there. What is told apart are states."""
 
     def __init__(self, rehearsal: Rehearsal, blocks: Sequence[int], capacity: int | None) -> None:
         self.rehearsal = rehearsal
-        self.blocks = frozenset(blocks)
+        self.blocks = sorted(blocks)
         self.memory = new_memory(capacity)
         self.num_begun = 0
-        self.order = range(len(rehearsal.profile.blocks))
-        self.gradients: dict[int, list[Held]] = {block: [] for block in blocks}
+        # Block by block, and how many of each.
+        self.gradients: list[Held] = []
+        self.num_gradients = (0,) * len(self.blocks)
+        self._scores: dict[tuple[int, tuple[int, ...]], Score] = {}
         profile = rehearsal.profile
-        self.kinds = [profile.kinds[profile.blocks[block].kind] for block in sorted(blocks)]
+        self.kinds = [profile.kinds[profile.blocks[block].kind] for block in self.blocks]
         self.trained = [size for kind in self.kinds for size in kind.trained_bytes]
 
     def run(self) -> StageBytes:
@@ -172,13 +174,13 @@ class _StageRun:
         )
 
     def _run_micro_batches(self) -> None:
-        limit, flying = self.rehearsal.in_flight, list[dict[Key, Held]]()
+        limit, flying = self.rehearsal.in_flight, list[list[Held]]()
         step = BACKWARD
         seen: dict[Any, int] = {}
         left = min(self.rehearsal.training.micro_batches, limit + _MOST_ROUNDS)
         while left:
             if len(flying) == limit:
-                self._backward(flying.pop(0), step)
+                self._pass(step, flying.pop(0))
                 step = ACCUMULATE
                 # From what is laid out as before, the same follows as before.
                 period = seen.setdefault(self._layout(flying), left) - left
@@ -187,53 +189,45 @@ class _StageRun:
                     seen.clear()
                     if not left:
                         break
-            flying.append(self._forward())
+            flying.append(self._pass(FORWARD, []))
             left -= 1
         while flying:
-            self._backward(flying.pop(0), step)
+            self._pass(step, flying.pop(0))
             step = ACCUMULATE
 
-    def _layout(self, flying: Sequence[dict[Key, Held]]) -> Any:
+    def _layout(self, flying: Sequence[Sequence[Held]]) -> Any:
         """What is free, and where what the micro-batches in flight have made is."""
-        pools = self.memory.free_blocks()
-        return *pools, *(tuple(sorted(alive.items())) for alive in flying)
+        return self.memory.free_blocks(), *map(tuple, flying)
 
-    def _forward(self) -> dict[Key, Held]:
-        alive: dict[Key, Held] = {}
-        for block in self.order:
-            self._pass(block, FORWARD, alive)
-        for key in list(alive):
+    def _pass(self, step: int, given: Sequence[Held]) -> list[Held]:
+        """Run a pass over all blocks, given what the forward one has left; what this one leaves."""
+        key = (step, self.num_gradients)
+        if key not in self._scores:
+            self._scores[key] = self._score(step)
+        score, number = self._scores[key], sum(self._scores[key].num_kept)
+        sizes = score.sizes(self.rehearsal, step)
+        out = self.memory.run(score.program, sizes, [*self.gradients, *given], score.out)
+        self.gradients, self.num_gradients = out[:number], score.num_kept
+        return out[number:]
+
+    def _score(self, step: int) -> Score:
+        rehearsal, blocks = self.rehearsal, range(len(self.rehearsal.profile.blocks))
+        num_kept = dict(zip(self.blocks, self.num_gradients, strict=True))
+        if step != FORWARD:
+            # The same whatever gradients there were then.
+            forward = next(score for key, score in self._scores.items() if key[0] == FORWARD)
+            scoring = Scoring(rehearsal, step, num_kept, given=forward.left)
+            scoring.write(blocks[::-1])
+            scoring.release_all()
+            return scoring.score()
+        scoring = Scoring(rehearsal, step, num_kept)
+        scoring.write(blocks)
+        for key in list(scoring.writer.alive):
             # What only others hold for their backward pass is gone from its own device.
-            holder = self.rehearsal.ended_by(key)
-            if key[0] in self.blocks and holder is not None and holder not in self.blocks:
-                self._release(alive, key)
-        return alive
-
-    def _backward(self, alive: dict[Key, Held], step: int) -> None:
-        for block in reversed(self.order):
-            self._pass(block, step, alive)
-        for key in list(alive):
-            self._release(alive, key)
-
-    def _pass(self, block: int, step: int, alive: dict[Key, Held]) -> None:
-        if block in self.blocks:
-            self._move_in(block, step, alive)
-            part = self.rehearsal.part(block, step)
-            sizes = self.rehearsal.packed_sizes(block, step)
-            gradients = self.gradients[block]
-            self.gradients[block] = part.play(self.memory, sizes, block, alive, gradients)
-            return
-        for ref in self.rehearsal.foreign_frees(block, step):
-            self._release(alive, self.rehearsal.key_of(block, ref, step))
-
-    def _move_in(self, block: int, step: int, alive: dict[Key, Held]) -> None:
-        rehearsal = self.rehearsal
-        values = rehearsal.steps[step].values
-        for read in rehearsal.tape(block, step).reads:
-            key = rehearsal.key_of(block, read.ref, step)
-            here = key[0] in self.blocks or (key[0] == -1 and 0 in self.blocks)
-            if not here and key not in alive:
-                alive[key] = self.memory.hold(evaluate(read.size, values))
+            holder = rehearsal.ended_by(key)
+            if key[0] in num_kept and holder is not None and holder not in num_kept:
+                scoring.release(key)
+        return scoring.score()
 
     def _update(self, *, is_first: bool) -> None:
         """What the optimizer does, and gradients set to None."""
@@ -246,10 +240,9 @@ class _StageRun:
         for held in [self._hold_aside(size) for size in self.trained * TEMPORARIES[optimizer]]:
             memory.release(held)
         memory.aside = before
-        for kept in self.gradients.values():
-            for held in kept:
-                memory.release(held, cached=True)
-            kept.clear()
+        for held in self.gradients:
+            memory.release(held, cached=True)
+        self.gradients, self.num_gradients = [], (0,) * len(self.blocks)
 
     def _hold_aside(self, size: int) -> Held:
         memory = self.memory
@@ -261,7 +254,3 @@ class _StageRun:
             memory.aside += held[1] - held[2]
             held = memory.hold(size)
         return held
-
-    def _release(self, alive: dict[Key, Held], key: Key) -> None:
-        if (held := alive.pop(key, None)) is not None:
-            self.memory.release(held)

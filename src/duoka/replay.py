@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from .allocator import OutOfCapacity, rounded_bytes, segment_bytes
-from .memory import Held, new_memory, sizes_of
+from .memory import Held, new_memory
 from .profile import Phase, Profile, buffer_bytes, evaluate
 from .scores import Score, Scoring
 from .tapes import Step, Tapes
@@ -229,15 +229,18 @@ class _StageRun:
         )
 
     def _run_step(self, step: int) -> None:
-        replay, now = self.replay, self.replay.steps[step]
+        now = self.replay.steps[step]
         key = (now.regime, now.large_at_tokens, self.num_kept)
         if key not in self._scores:
             num_kept = dict(zip(self.blocks, self.num_kept, strict=True))
-            self._scores[key] = Scoring(replay, num_kept, self.device_of, step).score()
+            scoring = Scoring(self.replay, step, num_kept, device_of=self.device_of)
+            scoring.write(range(self.blocks[0], self.blocks[-1] + 1))
+            # Blocks behind the last one free what is theirs; nothing is allocated in between.
+            scoring.release_all()
+            self._scores[key] = scoring.score()
         score = self._scores[key]
-        sizes = [replay.packed_sizes(block, step) for block in score.examples]
-        sizes.append(sizes_of([evaluate(rule, now.values) for rule in score.moved]))
-        self.kept = [*self.memory.run(score.program, b"".join(sizes), self.kept, score.out)]
+        sizes = score.sizes(self.replay, step)
+        self.kept = [*self.memory.run(score.program, sizes, self.kept, score.out)]
         self.num_kept = score.num_kept
 
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .memory import BACK
-from .playing import DROP, KEEP, MALLOC, RELEASE, Ints, Part
-from .profile import Key, Rule
-from .tapes import Tapes
+from .memory import BACK, sizes_of
+from .profile import Key, Rule, evaluate
+from .tapes import DROP, KEEP, MALLOC, RELEASE, Ints, Part, Tapes
 
 _NOTHING = -1
 
@@ -42,7 +41,9 @@ class Writer:
     Parameters
     ----------
     num_kept : mapping of int, int
-        The stage's blocks, in order, and how many caches each has. The program is given them.
+        The stage's blocks, in order, and how many caches or gradients each has.
+    given : sequence of Key
+        What else there is. The program is given these two.
 
     Attributes
     ----------
@@ -52,12 +53,12 @@ class Writer:
         The slots of each block's caches.
     """
 
-    def __init__(self, num_kept: Mapping[int, int]) -> None:
+    def __init__(self, num_kept: Mapping[int, int], given: Sequence[Key]) -> None:
         slots = itertools.count()
-        self.alive: dict[Key, int] = {}
         self.kept = {
             block: list(itertools.islice(slots, number)) for block, number in num_kept.items()
         }
+        self.alive = {key: next(slots) for key in given}
         self._num_slots = next(slots)
         self._moves: list[Ints] = []
         self._last: tuple[_Played | None, _Played | None] = (None, None)
@@ -164,15 +165,26 @@ class Score:
         Blocks whose sizes it counts, one after the other: one of each kind.
     moved : tuple of Rule
         The sizes behind those: of what comes from other devices.
-    out, num_kept : tuple of int
-        The slots of all caches, block by block, and how many each has.
+    num_kept : tuple of int
+        How many caches or gradients each block has afterwards.
+    left : tuple of Key
+        What else there is then.
+    out : tuple of int
+        The slots of both.
     """
 
     program: bytes
     examples: tuple[int, ...]
     moved: tuple[Rule, ...]
-    out: tuple[int, ...]
     num_kept: tuple[int, ...]
+    left: tuple[Key, ...]
+    out: tuple[int, ...]
+
+    def sizes(self, tapes: Tapes, step: int) -> bytes:
+        """The sizes of the program in one of the tapes' steps."""
+        values = tapes.steps[step].values
+        moved = sizes_of([evaluate(rule, values) for rule in self.moved])
+        return b"".join([*(tapes.packed_sizes(block, step) for block in self.examples), moved])
 
 
 class Scoring:
@@ -181,24 +193,28 @@ class Scoring:
     Parameters
     ----------
     tapes : Tapes
-    num_kept : mapping of int, int
-        The stage's blocks, in order, and how many caches each has.
-    device_of : sequence of str, optional
-        The device of each of the model's blocks.
     step : int
         Of the tapes' steps.
+    num_kept : mapping of int, int
+        The stage's blocks, in order, and how many caches or gradients each has.
+    given : sequence of Key
+        What else there is.
+    device_of : sequence of str, optional
+        The device of each of the model's blocks.
     """
 
     def __init__(
         self,
         tapes: Tapes,
-        num_kept: Mapping[int, int],
-        device_of: Sequence[str] | None,
         step: int,
+        num_kept: Mapping[int, int],
+        *,
+        given: Sequence[Key] = (),
+        device_of: Sequence[str] | None = None,
     ) -> None:
         self.tapes, self.step, self.device_of = tapes, step, device_of
         self.blocks = num_kept.keys()
-        self.writer = Writer(num_kept)
+        self.writer = Writer(num_kept, given)
         # Copies of copies: they live as long as what they were made from.
         self.detoured: dict[Key, dict[tuple[str, ...], int]] = {}
         self.moved: list[Rule] = []
@@ -208,36 +224,52 @@ class Scoring:
         *firsts, self.num_sizes = itertools.accumulate(numbers, initial=0)
         self.first_sizes = dict(zip(self.examples, firsts, strict=True))
 
+    def write(self, order: Sequence[int]) -> None:
+        """Write what the blocks do, one after the other; those of other stages end things too."""
+        repeated: frozenset[int] = frozenset()
+        for block in order:
+            if block in self.blocks:
+                if block not in repeated:
+                    repeated = self._write_block(block)
+                continue
+            for ref in self.tapes.foreign_frees(block, self.step):
+                self.release(self.tapes.key_of(block, ref, self.step))
+
+    def release(self, key: Key) -> None:
+        """Free something, and its copies, if it is there."""
+        self.writer.release(key)
+        for copy in self.detoured.pop(key, {}).values():
+            self.writer.give(copy)
+
+    def release_all(self) -> None:
+        """Free whatever there is but caches."""
+        for key in [*self.writer.alive, *self.detoured]:
+            self.release(key)
+
     def score(self) -> Score:
-        """Write it."""
-        tapes, writer = self.tapes, self.writer
-        done = min(self.blocks) - 1
-        for block in range(min(self.blocks), max(self.blocks) + 1):
-            if block <= done:
-                continue
-            if block not in self.blocks:
-                for ref in tapes.foreign_frees(block, self.step):
-                    self._release(tapes.key_of(block, ref, self.step))
-                continue
-            self._move_in(block)
-            first_size = self.first_sizes[tapes.profile.blocks[block].kind]
-            if self.detoured:
-                self._write_events(block, first_size)
-                continue
-            writer.play(tapes.part(block, self.step), block, first_size)
-            if more := self._num_like(block):
-                writer.repeat(more, first_size)
-                done = block + more
-        # Blocks behind the last one free what is theirs; nothing is allocated in between.
-        for key in [*writer.alive, *self.detoured]:
-            self._release(key)
+        """What was written."""
+        kept, left = self.writer.kept.values(), self.writer.alive
         return Score(
-            program=writer.program(),
+            program=self.writer.program(),
             examples=tuple(self.examples.values()),
             moved=tuple(self.moved),
-            out=tuple(slot for kept in writer.kept.values() for slot in kept),
-            num_kept=tuple(map(len, writer.kept.values())),
+            num_kept=tuple(map(len, kept)),
+            left=tuple(left),
+            out=(*itertools.chain(*kept), *left.values()),
         )
+
+    def _write_block(self, block: int) -> frozenset[int]:
+        """Write it, and those after it that do the same; which those are."""
+        self._move_in(block)
+        first_size = self.first_sizes[self.tapes.profile.blocks[block].kind]
+        if self.detoured:
+            self._write_events(block, first_size)
+            return frozenset()
+        self.writer.play(self.tapes.part(block, self.step), block, first_size)
+        number = self._num_like(block)
+        if number:
+            self.writer.repeat(number, first_size)
+        return frozenset(range(block + 1, block + 1 + number))
 
     def _num_like(self, block: int) -> int:
         """How many of the next blocks do what the last two did."""
@@ -272,7 +304,7 @@ class Scoring:
             if code == MALLOC:
                 writer.alive[block, number] = writer.take(first_size + other)
             elif code == RELEASE:
-                self._release((block - number, other))
+                self.release((block - number, other))
             elif code == KEEP:
                 born.append(writer.take(first_size + other, is_cached=True))
             elif code == DROP:
@@ -281,7 +313,7 @@ class Scoring:
                 slots[number] = None
                 writer.give(dropped, is_cached=True)
             else:
-                self._release((number, other))
+                self.release((number, other))
         writer.kept[block] = [slot for slot in slots if slot is not None] + born
 
     def _move_in(self, block: int) -> None:
@@ -324,8 +356,3 @@ class Scoring:
         while hops and hops[-1] == at[block]:
             hops.pop()
         return tuple(hops[1:])
-
-    def _release(self, key: Key) -> None:
-        self.writer.release(key)
-        for copy in self.detoured.pop(key, {}).values():
-            self.writer.give(copy)

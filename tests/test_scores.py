@@ -1,7 +1,8 @@
-"""Playing against the oracle: every request one after the other, on a plain allocator."""
+"""Scores against the oracle: every request one after the other, on a plain allocator."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ from hypothesis import strategies as st
 from replaying import MEMORIES, NewMemory, Peaks, only_compiled, plain_run, replays_on
 from tiny import MIB
 
-from duoka.memory import CompiledMemory, Held, PlainMemory, sizes_of
-from duoka.playing import DROP, KEEP, MALLOC, RELEASE, RELEASE_FAR, Part
-from duoka.profile import Key, Profile
+from duoka.memory import CompiledMemory, PlainMemory, sizes_of
+from duoka.profile import Profile
 from duoka.rehearsal import replay_of
 from duoka.replay import Replay
+from duoka.scores import Score, Scoring, Writer
+from duoka.tapes import DROP, KEEP, MALLOC, RELEASE, RELEASE_FAR, Part
 from duoka.workload import Workload
 
 on_both = pytest.mark.parametrize("new_memory", MEMORIES)
@@ -24,6 +26,7 @@ MADE_UP = [
     tiny.made_up([3 * MIB, MIB, MIB, MIB, 2 * MIB], tiny.Costs(cache=4096, work=9000)),
     tiny.made_up([3 * MIB, MIB, MIB, MIB, 0], tiny.Costs(cache=700), tied_to={4: 0}),
     tiny.made_up([100, 200, 200, 300, 300, 100], tiny.Costs(cache=100_000, result=70_000)),
+    tiny.made_up([100, *[200] * 6, 300, *[200] * 3, 100], tiny.Costs(cache=9000, work=2000)),
 ]
 workloads = st.builds(
     Workload,
@@ -81,11 +84,11 @@ def test_models_are_played_as_the_oracle_plays_them(
 @on_both
 def test_by_hand(new_memory: NewMemory) -> None:
     """A small request, a large one, a cache; then the large one ends."""
-    part = Part([(MALLOC, 0, 0), (MALLOC, 1, 1), (KEEP, 2, 2), (RELEASE, 0, 1)])
-    memory = new_memory(None)
-    alive: dict[Key, Held] = {}
-    kept = part.play(memory, sizes_of([1000, 3 * MIB, 600]), 7, alive, [])
-    assert list(alive) == [(7, 0)]
+    writer, memory = Writer({7: 0}, ()), new_memory(None)
+    writer.play(Part([(MALLOC, 0, 0), (MALLOC, 1, 1), (KEEP, 2, 2), (RELEASE, 0, 1)]), 7, 1)
+    assert list(writer.alive) == [(7, 0)]
+    sizes = sizes_of([9999, 1000, 3 * MIB, 600])
+    kept = memory.run(writer.program(), sizes, [], tuple(writer.kept[7]))
     assert [size for _, size, _ in kept] == [1024]
     assert memory.allocated == memory.requested == 2048
     assert memory.peak == memory.requested_peak == 2048 + 3 * MIB
@@ -97,21 +100,54 @@ def test_by_hand(new_memory: NewMemory) -> None:
 def test_what_others_made_and_what_was_kept_ends_too(new_memory: NewMemory) -> None:
     """A result of the block before, an input, the first of two caches; the other one stays."""
     memory = new_memory(None)
-    alive = {key: memory.hold(1000) for key in [(-1, 0), (6, 3), (6, 4)]}
     kept = [memory.hold(size, cached=True) for size in (600, 5000)]
-    part = Part([(RELEASE, 1, 3), (RELEASE_FAR, -1, 0), (DROP, 0, 0), (KEEP, 0, 0)])
-    kept = part.play(memory, sizes_of([700]), 7, alive, kept)
-    assert list(alive) == [(6, 4)]
-    assert [asked for *_, asked in kept] == [5120, 1024]
+    alive = [memory.hold(1000) for _ in range(3)]
+    writer = Writer({7: 2}, [(-1, 0), (6, 3), (6, 4)])
+    writer.play(Part([(RELEASE, 1, 3), (RELEASE_FAR, -1, 0), (DROP, 0, 0), (KEEP, 0, 0)]), 7, 0)
+    assert list(writer.alive) == [(6, 4)]
+    out = tuple(writer.kept[7])
+    found = memory.run(writer.program(), sizes_of([700]), [*kept, *alive], out)
+    assert [asked for *_, asked in found] == [5120, 1024]
     assert (memory.allocated, memory.cached) == (1024 + 5120 + 1024, 5120 + 1024)
 
 
-@on_both
-def test_an_end_of_what_isnt_there_is_nothing(new_memory: NewMemory) -> None:
-    memory = new_memory(None)
-    part = Part([(RELEASE, 1, 3), (RELEASE_FAR, -1, 0), (RELEASE, 0, 9)])
-    assert part.play(memory, b"", 7, {}, []) == []
-    assert memory.peak == 0
+def test_an_end_of_what_isnt_there_is_nothing() -> None:
+    writer = Writer({7: 0}, ())
+    writer.play(Part([(RELEASE, 1, 3), (RELEASE_FAR, -1, 0), (RELEASE, 0, 9)]), 7, 0)
+    assert writer.program() == b""
+
+
+def scores(replay: Replay, stage: Sequence[int]) -> list[Score]:
+    found: list[Score] = []
+    num_kept = dict.fromkeys(stage, 0)
+    for step in range(len(replay.steps)):
+        scoring = Scoring(replay, step, num_kept)
+        scoring.write(range(stage[0], stage[-1] + 1))
+        found.append(scoring.score())
+        num_kept = dict(zip(stage, found[-1].num_kept, strict=True))
+    return found
+
+
+@pytest.mark.parametrize("profile", [*MADE_UP, tiny.regular("llama"), tiny.regular("tied")])
+def test_what_is_repeated_is_what_would_be_written(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay = Replay(profile, Workload(prompt_tokens=600, new_tokens=3, prefill_chunk_tokens=256))
+    blocks = range(len(profile.blocks))
+    stages = (blocks, blocks[1:], blocks[:-1], blocks[2:5], [*blocks[:3], *blocks[4:]])
+    repeated = [scores(replay, stage) for stage in stages]
+    monkeypatch.setattr(Writer, "can_repeat", lambda _: False)
+    assert repeated == [scores(replay, stage) for stage in stages]
+
+
+def test_like_blocks_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = tiny.made_up([100, *[200] * 90, 100], tiny.Costs(cache=9000))
+    replay = Replay(profile, Workload(prompt_tokens=600, new_tokens=3, prefill_chunk_tokens=None))
+    written: list[int] = []
+    play = Writer.play
+    monkeypatch.setattr(Writer, "play", lambda *args: (written.append(args[2]), play(*args)))
+    scores(replay, range(92))
+    assert len(written) <= 6 * len(replay.steps)
 
 
 TRAINED = rehearsing.made_up([rehearsing.Layer(weight=900_000, result=3000, saved=70_000)] * 4)
