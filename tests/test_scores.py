@@ -14,11 +14,11 @@ from replaying import MEMORIES, NewMemory, Peaks, only_compiled, plain_run, repl
 from tiny import MIB
 
 from duoka.memory import CompiledMemory, PlainMemory, sizes_of
-from duoka.profile import Profile
+from duoka.profile import Key, Profile
 from duoka.rehearsal import replay_of
 from duoka.replay import Replay
 from duoka.scores import Score, Scoring, Writer
-from duoka.tapes import DROP, KEEP, MALLOC, RELEASE, RELEASE_FAR, Part
+from duoka.tapes import DROP, KEEP, MALLOC, RELEASE, RELEASE_FAR, Event, Part
 from duoka.workload import Workload
 
 on_both = pytest.mark.parametrize("new_memory", MEMORIES)
@@ -138,6 +138,32 @@ def test_what_is_repeated_is_what_would_be_written(
     repeated = [scores(replay, stage) for stage in stages]
     monkeypatch.setattr(Writer, "can_repeat", lambda _: False)
     assert repeated == [scores(replay, stage) for stage in stages]
+
+
+FIRST_IS_LEFT = [(MALLOC, 0, 0), (KEEP, 1, 1), (MALLOC, 2, 2), (RELEASE, 0, 2), (RELEASE, 1, 0)]
+
+
+@pytest.mark.parametrize("given", [[], [(4, 0)], [(-1, 0), (4, 0)], [(-1, 0), (3, 0)]])
+@pytest.mark.parametrize("events", [FIRST_IS_LEFT, [(DROP, 1, 0), *FIRST_IS_LEFT]])
+@pytest.mark.parametrize("far", [[], [(RELEASE_FAR, -1, 0)], [(RELEASE, 2, 0)]])
+def test_a_repeated_part_is_the_part_again_and_again(
+    given: list[Key], events: list[Event], far: list[Event]
+) -> None:
+    part, blocks = Part([*far, *events]), range(5, 12)
+    written = Writer(dict.fromkeys(blocks, 2), given)
+    for block in blocks:
+        written.play(part, block, 3)
+    repeated = Writer(dict.fromkeys(blocks, 2), given)
+    for block in blocks[:2]:
+        repeated.play(part, block, 3)
+    if not repeated.can_repeat():
+        repeated.play(part, 7, 3)
+        assert repeated.can_repeat()
+        repeated.repeat(4, 3)
+    else:
+        repeated.repeat(5, 3)
+    assert repeated.program() == written.program()
+    assert (repeated.alive, repeated.kept) == (written.alive, written.kept)
 
 
 def test_like_blocks_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

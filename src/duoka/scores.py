@@ -31,7 +31,7 @@ class _Played:
     block: int
     slots: Ints
     num_given: int
-    kept: Ints
+    kept: list[int]
     alive: dict[Key, int]
 
 
@@ -93,30 +93,27 @@ class Writer:
             alive[block, number] = int(slots[place])
         stay = [slot for index, slot in enumerate(kept) if index not in part.dropped]
         self.kept[block] = [*stay, *slots[part.kept].tolist()]
-        kept_now = np.array(self.kept[block], np.int64)
-        played = _Played(part, block, slots, len(kept), kept_now, {**alive})
+        played = _Played(part, block, slots, len(kept), self.kept[block], {**alive})
         self._last = (self._last[1], played)
 
     def can_repeat(self) -> bool:
-        """Whether the last block did what the one before it did, one block on.
+        """Whether what is alive is the same as before the last block, one block on.
 
-        Then the next ones will that are alike, and have as many caches.
+        Then the next ones do what it did that are alike, and have as many caches.
         """
-        first, second = self._last
-        if first is None or second is None or first.part is not second.part:
+        before, last = self._last
+        if before is None or last is None or before.part is not last.part:
             return False
-        part, block = second.part, second.block
-        moved = {
-            (block, key[1]) if key[0] == first.block else key: slot
-            + (part.num_made if key[0] == first.block else 0)
-            for key, slot in first.alive.items()
+        moved_on = {
+            (last.block, key[1]) if key[0] == before.block else key: slot
+            + (last.part.num_made if key[0] == before.block else 0)
+            for key, slot in before.alive.items()
         }
         return (
-            block == first.block + 1
-            and self.alive == second.alive == moved
-            and np.array_equal(first.slots == _NOTHING, second.slots == _NOTHING)
-            and first.num_given == second.num_given
-            and all(maker < first.block for maker, _ in part.far)
+            last.block == before.block + 1
+            and self.alive == last.alive == moved_on
+            and before.num_given == last.num_given
+            and all(maker < before.block for maker, _ in last.part.far)
         )
 
     @property
@@ -127,17 +124,20 @@ class Writer:
 
     def repeat(self, number: int, first_size: int) -> None:
         """Do the same for the blocks after the last one; `can_repeat` has said that it is so."""
-        first, last = self._last
-        assert first is not None, "see can_repeat"
+        last = self._last[1]
         assert last is not None, "see can_repeat"
-        part, block = last.part, last.block
-        on = np.arange(1, number + 1)[:, None]
-        self._write(part, last.slots + on * (last.slots - first.slots), first_size)
+        part, block, on = last.part, last.block, np.arange(1, number + 1)[:, None]
+        near = np.where(last.slots[: len(part.near)] == _NOTHING, 0, part.num_made)
+        steps = [0] * len(part.far) + [last.num_given] * len(part.dropped)
+        stride = np.array([*near, *steps, *[part.num_made] * part.num_made], np.int64)
+        self._write(part, last.slots + on * stride, first_size)
         self._num_slots += number * part.num_made
         for number_left, _ in part.left:
-            if (slot := self.alive.pop((block, number_left), None)) is not None:
-                self.alive[block + number, number_left] = slot + number * part.num_made
-        kept = last.kept + on * (last.kept - first.kept)
+            slot = self.alive.pop((block, number_left))
+            self.alive[block + number, number_left] = slot + number * part.num_made
+        num_stay = len(last.kept) - len(part.kept)
+        stride = np.array([last.num_given] * num_stay + [part.num_made] * len(part.kept), np.int64)
+        kept = np.array(last.kept, np.int64) + on * stride
         self.kept.update(zip(range(block + 1, block + 1 + number), kept.tolist(), strict=True))
         self._last = (None, None)
 
