@@ -160,6 +160,9 @@ class Tape:
         The allocations that outlive the step (the KV cache).
     reads : tuple of Read
         The tensors that come in as arguments.
+    passing : tuple of int
+        Those of `reads` that the block isn't given itself: a module that begins with it is, for
+        what comes later. No backward pass of this block needs them.
     flops, moved_bytes : Rule
         Floating-point operations, and bytes that operations read and write.
     launches : Rule
@@ -170,6 +173,7 @@ class Tape:
     events: tuple[Ref | None, ...]
     kept: tuple[int, ...] = ()
     reads: tuple[Read, ...] = ()
+    passing: tuple[int, ...] = ()
     flops: Rule = ()
     moved_bytes: Rule = ()
     launches: Rule = ()

@@ -222,10 +222,18 @@ class _StageRun:
             return scoring.score()
         scoring = Scoring(rehearsal, step, num_kept)
         scoring.write(blocks)
+        given = {
+            rehearsal.key_of(block, read.ref, FORWARD)
+            for block in self.blocks
+            for number, read in enumerate(rehearsal.tape(block, FORWARD).reads)
+            if number not in rehearsal.tape(block, FORWARD).passing
+        }
         for key in list(scoring.writer.alive):
-            # What only others hold for their backward pass is gone from its own device.
+            # What only others hold for their backward pass is gone from its own device, and so is a
+            # copy that was only on its way.
             holder = rehearsal.ended_by(key)
-            if key[0] in num_kept and holder is not None and holder not in num_kept:
+            ends_here = holder is None if key[0] in num_kept else key in given
+            if not ends_here and holder not in num_kept:
                 scoring.release(key)
         return scoring.score()
 

@@ -66,6 +66,11 @@ def test_what_is_computed_again_together_is_one_block() -> None:
     hold("bloom", workload, [3, 5], by_rules=False)
 
 
+def test_what_is_only_on_its_way_is_gone_after_the_forward_pass() -> None:
+    """The encoder's output comes to its decoder's embedding, and is kept where layers attend."""
+    hold("pair", rehearsing.load(900, optimizer="sgd", **FULL), [3], by_rules=False)
+
+
 def test_experts_in_training() -> None:
     hold("experts", rehearsing.load(300, batch=2, **FULL), [3], by_rules=False)
 

@@ -82,6 +82,7 @@ class _Resolved:
     events: tuple[Ref | None, ...]
     reads: tuple[Ref, ...]
     read_sizes: tuple[int, ...]
+    passing: tuple[int, ...]
 
 
 def _carried(recorded: Pass) -> set[tuple[int, int]]:
@@ -113,17 +114,22 @@ def _resolve(
     reads: dict[Ref, int] = {}
     for home, size in raw.reads.items():
         reads[ref(home)] = reads.get(ref(home), 0) + size
+    passing = {ref(home) for home in raw.passing} - {
+        ref(home) for home in raw.reads.keys() - raw.passing
+    }
     return _Resolved(
         events=tuple(None if home is None else ref(home) for home in raw.events),
         reads=tuple(reads),
         read_sizes=tuple(reads.values()),
+        passing=tuple(number for number, each in enumerate(reads) if each in passing),
     )
 
 
 def _tape(raws: list[RawTape], resolved: list[_Resolved], solver: _Solver) -> Tape:
     first = resolved[0]
     for raw, other in zip(raws, resolved, strict=True):
-        if (other.events, other.reads, raw.kept) != (first.events, first.reads, raws[0].kept):
+        same = (other.events, other.reads, other.passing, raw.kept)
+        if same != (first.events, first.reads, first.passing, raws[0].kept):
             raise Unlike("the samples do different things")
     columns = zip(*(raw.sizes for raw in raws), strict=True)
     read_columns = zip(*(item.read_sizes for item in resolved), strict=True)
@@ -135,6 +141,7 @@ def _tape(raws: list[RawTape], resolved: list[_Resolved], solver: _Solver) -> Ta
             Read(ref=ref, size=solver.rule(column))
             for ref, column in zip(first.reads, read_columns, strict=True)
         ),
+        passing=first.passing,
         flops=solver.estimate([raw.flops for raw in raws]),
         moved_bytes=solver.estimate([raw.moved_bytes for raw in raws]),
         launches=solver.estimate([raw.launches for raw in raws]),

@@ -32,6 +32,7 @@ class RawTape:
     sizes: list[int] = field(default_factory=list)
     events: list[Home | None] = field(default_factory=list)
     reads: dict[Home, int] = field(default_factory=dict)
+    passing: set[Home] = field(default_factory=set)
     kept: tuple[int, ...] = ()
     slots: dict[Home, int] = field(default_factory=dict)
     flops: int = 0
@@ -204,7 +205,8 @@ class Recorder:
             if not self._begin(block):
                 return forward(*args, **kwargs)
             entered, self._entered = self._entered, []
-            self._read(block, [*entered, *self._given(args, kwargs)])
+            self._read(block, entered, passing=True)
+            self._read(block, [*self._given(args, kwargs)])
             if self._skipper is None:
                 return forward(*args, **kwargs)
             around = tuple(_seen_from(block, given.home) for given in entered)
@@ -224,13 +226,19 @@ class Recorder:
             if isinstance(tensor, virtual.VirtualTensor):
                 yield _Given(id(tensor), self._homes.get(tensor.storage_id), tensor.nbytes)
 
-    def _read(self, block: int, arguments: Sequence[_Given]) -> None:
-        reads = self._tapes[block].reads
+    def _read(self, block: int, arguments: Sequence[_Given], *, passing: bool = False) -> None:
+        """Note what is moved to a block; `passing` if only what contains it was given that."""
+        tape = self._tapes[block]
         for given in arguments:
-            if given.home is None or given.home[1] == block or (block, given) in self._moved:
+            if given.home is None or given.home[1] == block:
                 continue
-            self._moved.add((block, given))
-            reads[given.home] = reads.get(given.home, 0) + given.num_bytes
+            if not passing:
+                tape.passing.discard(given.home)
+            elif given.home not in tape.reads:
+                tape.passing.add(given.home)
+            if (block, given) not in self._moved:
+                self._moved.add((block, given))
+                tape.reads[given.home] = tape.reads.get(given.home, 0) + given.num_bytes
 
     def adopt(self, tensor: virtual.VirtualTensor, block: int, index: int) -> None:
         """Count a stand-in's output as what the block that it stands for would have made."""
