@@ -66,9 +66,13 @@ def test_what_is_computed_again_together_is_one_block() -> None:
     hold("bloom", workload, [3, 5], by_rules=False)
 
 
-def test_what_is_only_on_its_way_is_gone_after_the_forward_pass() -> None:
-    """The encoder's output comes to its decoder's embedding, and is kept where layers attend."""
-    hold("pair", rehearsing.load(900, optimizer="sgd", **FULL), [3], by_rules=False)
+@pytest.mark.parametrize(("tokens", "cut"), [(900, 3), (300, 7)])
+def test_what_is_only_on_its_way_comes_and_goes(tokens: int, cut: int) -> None:
+    """The encoder's output comes to its decoder's embedding, and is kept where layers attend.
+
+    Its gradient goes back the same way.
+    """
+    hold("pair", rehearsing.load(tokens, optimizer="sgd", **FULL), [cut], by_rules=False)
 
 
 def test_experts_in_training() -> None:

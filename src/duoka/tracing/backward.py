@@ -112,7 +112,7 @@ class TrainingRecorder(Recorder):
     def _enter(self, first: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._is_backward:
             for tensor in tensors_in((args, kwargs)):
-                self._follow(tensor, None)
+                self._follow(tensor, None, by=first)
             self._entered += self._moved_to(first, super()._given(args, kwargs))
 
     def _given(self, args: Any, kwargs: Any) -> Iterator[Any]:
@@ -120,8 +120,11 @@ class TrainingRecorder(Recorder):
             self._follow(tensor, position)
         yield from super()._given(args, kwargs)
 
-    def _follow(self, tensor: Any, position: int | None) -> None:
-        """Note what comes back to an argument's maker: the gradient, as another block made it."""
+    def _follow(self, tensor: Any, position: int | None, *, by: int | None = None) -> None:
+        """Note what comes back to an argument's maker: the gradient, as another block made it.
+
+        It comes `by` way of the block to which the argument was brought for those behind it.
+        """
         if not isinstance(tensor, virtual.VirtualTensor) or not tensor.requires_grad:
             return
         home = self.home_of(tensor)
@@ -134,6 +137,8 @@ class TrainingRecorder(Recorder):
                 made = self.home_of(gradient)
                 if made is not None and made[1] != maker and made[0] == self._number:
                     self._tapes[maker].reads[made] = gradient.nbytes
+                    if by is not None and maker < by < made[1]:
+                        self._tapes[by].reads[made] = gradient.nbytes
                     if position is not None:
                         self._gradients[made[1], position] = made[2]
 
