@@ -99,8 +99,9 @@ class Programme:
         self._lengths = np.array([max(map(_longest, each)) for each in zip(*tables, strict=True)])
         self._num_members = np.array([len(each) for each in groups])
         # What one more device of each group adds to the number of a set.
-        codes = [1, *itertools.accumulate((len(each) + 1 for each in groups[:-1]), operator.mul)]
-        self._codes = np.array(codes, object if codes[-1] >> 62 else np.int64)
+        numbers = (len(each) + 1 for each in groups)
+        *codes, most = itertools.accumulate(numbers, operator.mul, initial=1)
+        self._codes = np.array(codes, object if most >> 63 else np.int64)
         shape = (len(tables), len(groups), self._num_blocks + 1, int(self._lengths.max()))
         # [place, group, start, length - 1]: none starts behind the last block.
         self._bands = np.full(shape, np.inf)
@@ -146,7 +147,8 @@ class Programme:
         self._layers = [self._first_layer]
         while len(self._layers) < number:
             self._extend(number)
-        return self._trace(number)
+        found = self._best_set(number)
+        return None if found is None else (self._trace(found[0]), found[1])
 
     def _extend(self, number: int) -> None:
         """Put one more stage before every suffix of the last layer, towards so many in all."""
@@ -217,19 +219,22 @@ class Programme:
         bands: Floats = self._bands[min(place, len(self._bands)) - 1]
         return bands
 
-    def _trace(self, number: int) -> tuple[Stages, float] | None:
-        """The best placement of so many stages, from the first block on, and its cost."""
+    def _best_set(self, number: int) -> tuple[list[int], float] | None:
+        """How many devices of each group the best placement of so many stages uses; its cost."""
         layer = self._layers[number - 1]
         rows, groups = np.nonzero(layer.useds < self._num_members)
         costs, _ = self._next(number, rows, groups, 0)
         cost = float(costs.min(initial=np.inf))
         if cost == np.inf:
             return None
-        # Of equally good sets of devices the one that the user named first.
         best = costs == cost
         useds = layer.useds[rows[best]]
         useds[np.arange(len(useds)), groups[best]] += 1
-        used = min(useds.tolist(), key=self._devices_of)
+        # Of equally good sets of devices the one that the user named first.
+        return min(useds.tolist(), key=self._devices_of), cost
+
+    def _trace(self, used: Sequence[int]) -> Stages:
+        """The best placement on these devices, from the first block on."""
         stages: list[Stage] = []
         left, start, before = np.array(used), 0, -1
         while start < self._num_blocks:
@@ -249,7 +254,7 @@ class Programme:
             left[before] -= 1
             stages.append(Stage(start=start, stop=int(stop), device=device))
             start = int(stop)
-        return tuple(stages), cost
+        return tuple(stages)
 
     def _next(self, place: int, rows: Ints, groups: Ints, start: int) -> tuple[Floats, Ints]:
         """[pairs]: least cost from `start` on, with a stage of a group there, and where it stops.
