@@ -46,8 +46,8 @@ schema: $(STAMP)
 clean:
 	rm -rf $(VENV)
 
-# Made again when a dependency or what is compiled changes. A candidate counts when it is new enough and can make
-# virtual environments (Debian ships a Python without ensurepip).
+# Made again when a dependency or what is compiled changes. A candidate counts when it is new enough
+# and can make virtual environments (Debian ships a Python without ensurepip).
 $(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/duoka/*.[ch])
 	@for python in $(CANDIDATES); do \
 	  if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
