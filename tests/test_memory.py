@@ -7,6 +7,7 @@ import shutil
 import struct
 import sys
 import sysconfig
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,6 @@ from duoka.memory import (
     Memory,
     PlainMemory,
     new_memory,
-    program_of,
     sizes_of,
 )
 
@@ -40,6 +40,10 @@ HEADER = Path(sysconfig.get_path("include")) / "Python.h"
 @pytest.mark.skipif(
     shutil.which(COMPILER) is None or not HEADER.exists(), reason="no C compiler, or no Python.h"
 )
+def program_of(moves: Sequence[tuple[int, int, bool]]) -> bytes:
+    return array("q", [number for move in moves for number in move]).tobytes()
+
+
 def test_it_is_compiled_where_it_can_be() -> None:
     hint = "build it again: rm -f .venv/.duoka-installed && make test, or pip install -e ."
     assert CompiledMemory is not None, hint
@@ -293,7 +297,7 @@ def numbers(*values: int) -> bytes:
         ("run", (numbers(0, 0, 0), b"", [], ()), ValueError),
         ("run", (numbers(0, BACK, 0), b"", [(512, 512, 512)], ()), ValueError),
         ("run", (b"", b"", [], (0,)), ValueError),
-        ("run", (b"", b"", [None], (0,)), ValueError),
+        ("run", (b"", b"", [None], (0,)), TypeError),
         ("run", (b"", b"", [], (-1,)), ValueError),
         ("run", (b"", b"", [], (2**63 - 1,)), ValueError),
         ("run", (b"", b"", [], (2**70,)), OverflowError),

@@ -307,7 +307,7 @@ read_given(PyObject *given, Py_ssize_t num_given, Block *slots)
 {
     for (Py_ssize_t index = 0; index < num_given; index++) {
         PyObject *held = PyList_GetItem(given, index);
-        if (held == NULL || (held != Py_None && read_held(held, &slots[index]))) {
+        if (held == NULL || read_held(held, &slots[index])) {
             return -1;
         }
     }

@@ -27,7 +27,7 @@ class Memory:
         self,
         program: bytes,
         sizes: bytes,
-        given: list[tuple[int, int, int] | None],
+        given: list[tuple[int, int, int]],
         out: tuple[int, ...],
     ) -> list[tuple[int, int, int]]: ...
     def free_blocks(self) -> tuple[Hashable, Hashable]: ...

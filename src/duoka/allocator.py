@@ -16,7 +16,6 @@ step, so a forecast and a virtual run can't disagree about the rules. It knows n
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
 
 ROUND_BYTES = 512
 SMALL_REQUEST_BYTES = 2**20
@@ -130,12 +129,6 @@ class Pool:
             address = before
         starts[address], ends[end] = end - address, address
         insort(free, (end - address) << ADDRESS_BITS | address)
-
-    def become(self, free: Iterable[Block]) -> None:
-        """Have these free blocks, in order, and all else in use; segments stay as they are."""
-        self.free = [*free]
-        self._starts = {block & ADDRESS: block >> ADDRESS_BITS for block in self.free}
-        self._ends = {start + size: start for start, size in self._starts.items()}
 
     def drop_free_segments(self) -> int:
         """Give every wholly free segment back to the device; how many bytes that were."""

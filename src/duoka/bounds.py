@@ -65,6 +65,7 @@ def _largest(chain: Chain, replay: Replay, costs: NDArray[np.int64]) -> list[int
         for step, regime in enumerate(regimes)
         if not any(
             regimes[later] == regime
+            # How far back a block frees something is the same in all of them.
             and bool(np.all(costs[step] <= costs[later]))
             and all(one <= other for one, other in zip(waits[step], waits[later], strict=True))
             for later in range(step + 1, len(regimes))

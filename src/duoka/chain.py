@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,10 +70,15 @@ class Chain:
         )
 
     def signature(self, blocks: Sequence[int]) -> tuple[int, ...]:
-        """Equal for stages that cost the same: kinds in order, and whether the input is here."""
-        kinds = tuple([self.profile.blocks[block].kind for block in blocks])
+        """Equal for stages that cost the same.
+
+        That is by the kinds in order, how far each is behind the one before, and whether the
+        model's input and its end are here.
+        """
+        kinds = [self.profile.blocks[block].kind for block in blocks]
+        gaps = [after - before for before, after in itertools.pairwise(blocks)]
         ends_model = blocks[-1] == len(self.profile.blocks) - 1
-        return (*kinds, int(blocks[0] == 0), int(ends_model))
+        return (*kinds, *gaps, int(blocks[0] == 0), int(ends_model))
 
     @cached_property
     def alike(self) -> NDArray[np.int64]:
@@ -92,10 +98,12 @@ class Chain:
         ]
         names = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
         named = np.array([names[kind] for kind in kinds])
+        gaps = np.diff(self.blocks, append=-1)
         # [start, start]: of how many blocks what begins at the one is like what does at the other.
         common = np.zeros((num + 1, num + 1), np.int64)
         for start in reversed(range(num)):
-            common[start, :-1] = np.where(named == named[start], common[start + 1, 1:] + 1, 0)
+            goes_on = np.where(gaps == gaps[start], common[start + 1, 1:], 0)
+            common[start, :-1] = np.where(named == named[start], goes_on + 1, 0)
         longest = np.maximum.accumulate(common, axis=0)
         alike = np.zeros((num + 1, num + 1), np.int64)
         for start in range(num):

@@ -23,10 +23,6 @@ Held = tuple[int, int, int]
 
 BACK = -1
 
-Move = tuple[int, int, bool]
-"""A request or the end of one: its slot; the index of its size, or `BACK` for the end; and whether
-it is a cache or a gradient."""
-
 
 class Memory(Protocol):
     """One device's memory.
@@ -88,16 +84,19 @@ class Memory(Protocol):
         self,
         program: bytes,
         sizes: bytes,
-        given: list[Held | None],
+        given: list[Held],
         out: tuple[int, ...],
     ) -> list[Held]:
         """Allocate and free, one after the other.
 
         Parameters
         ----------
-        program, sizes : bytes
-            As `program_of` and `sizes_of` make them.
-        given : list of Held, optional
+        program : bytes
+            Of 64-bit integers, three for each request or end of one: its slot; the index of its
+            size, or `BACK` for the end; and whether it is a cache or a gradient.
+        sizes : bytes
+            As `sizes_of` makes them.
+        given : list of Held
             What is in the first slots at the beginning. An end of what isn't there is nothing.
         out : tuple of int
             The slots that are wanted. There is something in each.
@@ -122,11 +121,6 @@ def new_memory(capacity_bytes: int | None) -> Memory:
     if CompiledMemory is None:
         return PlainMemory(capacity_bytes)
     return CompiledMemory(capacity_bytes)
-
-
-def program_of(moves: Sequence[Move]) -> bytes:
-    """What `Memory.run` takes."""
-    return array("q", [number for move in moves for number in move]).tobytes()
 
 
 def sizes_of(sizes: Sequence[int]) -> bytes:
@@ -185,7 +179,7 @@ class PlainMemory:
         self,
         program: bytes,
         sizes: bytes,
-        given: list[Held | None],
+        given: list[Held],
         out: tuple[int, ...],
     ) -> list[Held]:
         """Allocate and free, one after the other."""

@@ -202,7 +202,7 @@ class _StageRun:
         self.blocks = sorted(blocks)
         self.memory = new_memory(capacity)
         # Block by block, and how many of each.
-        self.kept: list[Held | None] = []
+        self.kept: list[Held] = []
         self.num_kept = (0,) * len(self.blocks)
         self.num_begun = 0
         self._scores: dict[tuple[int, int, tuple[int, ...]], Score] = {}
@@ -240,7 +240,7 @@ class _StageRun:
             self._scores[key] = scoring.score()
         score = self._scores[key]
         sizes = score.sizes(self.replay, step)
-        self.kept = [*self.memory.run(score.program, sizes, self.kept, score.out)]
+        self.kept = self.memory.run(score.program, sizes, self.kept, score.out)
         self.num_kept = score.num_kept
 
 

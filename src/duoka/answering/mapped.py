@@ -18,6 +18,7 @@ from ..profile import Profile
 from ..reasons import chunk_reason
 from ..rehearsal import replay_of
 from ..replay import StageBytes
+from ..search import UnsearchableError
 from ..seconds import Seconds
 from ..training_costs import costs_of
 from ..units import format_bytes
@@ -155,7 +156,7 @@ class _Given:
         """What duoka would have done; None where the GPUs are more than can be searched."""
         try:
             return planner.attempt(self.profile, replace(self.question, device_map=None))
-        except UsageError:
+        except UnsearchableError:
             return None
 
     def _best(self, workload: Workload) -> float | None:
@@ -168,7 +169,7 @@ class _Given:
         )
         try:
             best = planner.attempt(self.profile, question)
-        except UsageError:
+        except UnsearchableError:
             # A map can use more devices than there are stages, or than can be searched. Whatever
             # the cuts, all of them together hold at least what one stage of everything does.
             least = int(costs_of(self.profile, workload).lower_bound_bytes[0, -1])

@@ -17,7 +17,7 @@ from .costs import StageCosts
 from .groups import exchangeable
 from .limits import NO_LIMITS, Limits
 from .problem import OBJECTIVES, NoPlacement, Objective, Shortfall
-from .programme import Stage
+from .programme import Stage, UnsearchableError
 from .solving import Solution, conceivable, fewest, search
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "Solution",
     "Stage",
     "StageCosts",
+    "UnsearchableError",
     "conceivable",
     "exchangeable",
     "fewest",

@@ -16,7 +16,7 @@ from duoka.fleet import Fleet
 from .costs import Memory, StageCosts
 from .groups import Group, group_devices, link_seconds
 from .limits import NO_LIMITS, Limits
-from .programme import Floats, Programme, Stage, Stages
+from .programme import Floats, Programme, Stage, Stages, UnsearchableError
 
 Objective = Literal["headroom", "latency", "throughput"]
 OBJECTIVES: tuple[Objective | Literal["auto"], ...] = ("auto", *get_args(Objective))
@@ -116,7 +116,7 @@ class Problem:
     ) -> None:
         num_devices = len(fleet.devices)
         if use_all and num_devices > costs.num_blocks:
-            raise UsageError(
+            raise UnsearchableError(
                 f"{num_devices} devices are to be used, and the model has only "
                 f"{costs.num_blocks} blocks to place",
                 hint="name fewer devices, or let duoka use as few as it needs",

@@ -31,6 +31,10 @@ MAX_SETS = 1 << 14
 _MOST_CELLS = 1 << 18
 
 
+class UnsearchableError(UsageError):
+    """Devices that are too many, or too different, for a placement on them to be searched."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """The blocks from `start` up to, not with, `stop`, on the fleet's device of that index."""
@@ -135,8 +139,14 @@ class Programme:
 
     def best(self) -> tuple[Stages, float] | None:
         """The best placement of any allowed number of stages, and its cost."""
-        found = map(self._best_of, self._num_stages)
-        return min(filter(None, found), key=lambda each: each[1], default=None)
+        most, found = self._num_stages.stop - 1, list[tuple[Stages, float]]()
+        self._layers = [self._first_layer]
+        for number in range(1, most + 1):
+            if number > 1:
+                self._extend(most)
+            if number in self._num_stages and (each := self._found(number)) is not None:
+                found.append(each)
+        return min(found, key=lambda each: each[1], default=None)
 
     def _best_of(self, number: int) -> tuple[Stages, float] | None:
         """The best placement of so many stages."""
@@ -147,11 +157,14 @@ class Programme:
         self._layers = [self._first_layer]
         while len(self._layers) < number:
             self._extend(number)
+        return self._found(number)
+
+    def _found(self, number: int) -> tuple[Stages, float] | None:
         found = self._best_set(number)
         return None if found is None else (self._trace(found[0]), found[1])
 
     def _extend(self, number: int) -> None:
-        """Put one more stage before every suffix of the last layer, towards so many in all."""
+        """Put one more stage before every suffix of the last layer, towards so many at most."""
         last = self._layers[-1]
         _refuse_too_many(self._groups, len(self._layers))
         into = last.useds[:, None] + np.eye(len(self._groups), dtype=np.int64)
@@ -307,7 +320,7 @@ def _refuse_too_many(groups: Sequence[tuple[int, ...]], num_devices: int) -> Non
                 terms[size + more] += count
         num_sets = terms
     if num_sets[num_devices] > MAX_SETS:
-        raise UsageError(
+        raise UnsearchableError(
             f"{sum(map(len, groups))} devices of {len(groups)} different kinds give "
             f"{num_sets[num_devices]} sets of {num_devices}; at most {MAX_SETS} can be searched",
             hint="name fewer devices, or give similar ones equal budgets",
