@@ -9,7 +9,6 @@ knows costs as numbers only: not what they stand for, and not which of them are 
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.stride_tricks import as_strided
 
 from duoka.errors import UsageError
 
@@ -57,13 +55,16 @@ class _Layer:
         How many devices of each group are used.
     codes : [sets]
         A number for each set, in order.
-    costs : [sets, groups, num_blocks + 1]
-        Least cost of the blocks from each one to the end, by the group of the first stage; one
-        for all groups where that doesn't matter.
+    firsts : [sets]
+        The first block that each may begin at.
+    costs : [sets, groups, blocks]
+        Least cost of the blocks to the end, from the first one of the set on, by the group of the
+        first stage; one for all groups where that doesn't matter.
     """
 
     useds: Ints
     codes: Ints
+    firsts: Ints
     costs: Floats
 
 
@@ -99,34 +100,36 @@ class Programme:
         self._transfers = transfers
         self._num_stages = num_stages
         self._num_blocks = tables[0][0].shape[0] - 1
-        # Kept by start and length: the long stages, which fit nowhere, are left out.
+        # No stage is longer.
         self._lengths = np.array([max(map(_longest, each)) for each in zip(*tables, strict=True)])
+        self._largest = np.argsort(-self._lengths, kind="stable")
         self._num_members = np.array([len(each) for each in groups])
         # What one more device of each group adds to the number of a set.
         numbers = (len(each) + 1 for each in groups)
         *codes, most = itertools.accumulate(numbers, operator.mul, initial=1)
         self._codes = np.array(codes, object if most >> 63 else np.int64)
-        shape = (len(tables), len(groups), self._num_blocks + 1, int(self._lengths.max()))
-        # [place, group, start, length - 1]: none starts behind the last block.
-        self._bands = np.full(shape, np.inf)
-        self._tables: list[list[Floats | None]] = [[None for _ in groups] for _ in tables]
+        self._known: list[list[Floats | None]] = [[None for _ in groups] for _ in tables]
+        shape = (self._num_blocks + 1, self._num_blocks + 1)
+        self._stages = np.triu(np.ones(shape, np.bool_), 1)
+        # [place, group, start, stop]
+        self._tables = np.full((len(tables), len(groups), *shape), np.inf)
         self._first_layer = _Layer(
             useds=np.zeros((1, len(groups)), np.int64),
             codes=np.zeros(1, self._codes.dtype),
+            firsts=np.array([self._num_blocks]),
             costs=np.full(
-                (1, 1 if transfers is None else len(groups), self._num_blocks + 1), np.inf
+                (1, 1 if transfers is None else len(groups), 1), -np.inf if slowest else 0.0
             ),
         )
-        self._first_layer.costs[..., -1] = -np.inf if slowest else 0.0
         self.revise(tables)
 
     def revise(self, tables: Sequence[Sequence[Floats]]) -> None:
         """Change the costs of stages; none becomes possible that wasn't."""
         for place, here in enumerate(tables):
             for group, table in enumerate(here):
-                if table is not self._tables[place][group]:
-                    self._tables[place][group] = table
-                    self._bands[place, group, :-1] = _band(table, self._bands.shape[-1])
+                if table is not self._known[place][group]:
+                    self._known[place][group] = table
+                    np.copyto(self._tables[place, group], table, where=self._stages)
 
     def fewest(self) -> tuple[Stages, float] | None:
         """The best placement among those of as few stages as can be, and its cost."""
@@ -167,41 +170,45 @@ class Programme:
         """Put one more stage before every suffix of the last layer, towards so many at most."""
         last = self._layers[-1]
         _refuse_too_many(self._groups, len(self._layers))
-        into = last.useds[:, None] + np.eye(len(self._groups), dtype=np.int64)
-        first, width = self._starts(into, number - len(self._layers))
-        rows, groups = np.nonzero((last.useds < self._num_members) & (width > 0))
-        codes, some, targets = np.unique(
+        rows, groups = np.nonzero(last.useds < self._num_members)
+        codes, some, sets = np.unique(
             last.codes[rows] + self._codes[groups], return_index=True, return_inverse=True
         )
-        shape = (len(codes), *last.costs.shape[1:])
-        flat = np.full(math.prod(shape), np.inf)
-        most = int(width[rows, groups].max(initial=0))
-        size = max(1, _MOST_CELLS // max(1, most * self._bands.shape[-1]))
-        for start in range(0, len(rows), size):
-            part = slice(start, start + size)
-            row, group = rows[part], groups[part]
+        useds = last.useds[rows[some]]
+        useds[np.arange(len(some)), groups[some]] += 1
+        firsts, widths = self._starts(useds, number - len(self._layers))
+        ready = widths[sets] > 0
+        rows, groups, sets = rows[ready], groups[ready], sets[ready]
+        num_heads, offsets = last.costs.shape[1], np.arange(widths.max(initial=0))
+        costs = np.full(len(codes) * num_heads * len(offsets), np.inf)
+        size = max(1, _MOST_CELLS // max(1, len(offsets) * last.costs.shape[2]))
+        for part in (slice(start, start + size) for start in range(0, len(rows), size)):
+            group, into = groups[part], sets[part]
             # Those behind the last block are none.
-            starts = np.minimum(first[row, group, None] + np.arange(most), self._num_blocks)
-            at = (targets[part] * shape[1] + group * (shape[1] > 1)) * shape[2]
-            np.minimum.at(flat, at[:, None] + starts, self._before(row, group, starts))
-        costs = flat.reshape(shape)
-        useds = into[rows, groups][some]
+            starts = np.minimum(firsts[into, None] + offsets, self._num_blocks)
+            at = (into * num_heads + group * (num_heads > 1)) * len(offsets)
+            np.minimum.at(costs, at[:, None] + offsets, self._before(rows[part], group, starts))
+        costs = costs.reshape(len(codes), num_heads, len(offsets))
         possible = costs.min(axis=(1, 2), initial=np.inf) < np.inf
         self._layers.append(
-            _Layer(useds=useds[possible], codes=codes[possible], costs=costs[possible])
+            _Layer(
+                useds=useds[possible],
+                codes=codes[possible],
+                firsts=firsts[possible],
+                costs=costs[possible],
+            )
         )
 
     def _starts(self, useds: Ints, left: int) -> tuple[Ints, Ints]:
-        """Where stages on these devices may begin: the first block, and how many from there on.
+        """[sets]: the first block that stages on these devices may begin at, and how many may.
 
         What is before them must fit so many of the largest other devices as are left for it.
         """
-        first = np.maximum(0, self._num_blocks - useds @ self._lengths)
-        largest = np.argsort(-self._lengths, kind="stable")
-        free = (self._num_members - useds)[..., largest]
-        taken = np.clip(left - (np.cumsum(free, axis=-1) - free), 0, free)
-        last = np.minimum(self._num_blocks - 1, taken @ self._lengths[largest])
-        return first, last - first + 1
+        firsts = np.maximum(0, self._num_blocks - useds @ self._lengths)
+        free = (self._num_members - useds)[:, self._largest]
+        taken = np.clip(left - (np.cumsum(free, axis=1) - free), 0, free)
+        lasts = np.minimum(self._num_blocks - 1, taken @ self._lengths[self._largest])
+        return firsts, lasts - firsts + 1
 
     def _before(self, rows: Ints, groups: Ints, starts: Ints) -> Floats:
         """[pairs, starts]: least cost with a stage of a group before a suffix of the last layer.
@@ -211,30 +218,40 @@ class Programme:
         rows, groups : [pairs]
         starts : [pairs, starts]
         """
-        place, length = len(self._layers), self._bands.shape[-1]
-        after = np.full((len(rows), self._num_blocks + 1 + length), np.inf)
-        after[:, : self._num_blocks] = self._after(self._layers[-1], rows, groups)[:, 1:]
-        pairs = np.arange(len(rows))[:, None]
-        costs = self._bands_at(place)[groups[:, None], starts]
-        self._join(costs, _windows(after, length)[pairs, starts], out=costs)
+        layer = self._layers[-1]
+        stops = self._stops(layer, rows)
+        tables = self._tables_at(len(self._layers))
+        # By one number each, which is several times as quick as by three.
+        rows_of_table = (groups[:, None] * tables.shape[1] + starts) * tables.shape[2]
+        costs = tables.take(rows_of_table[:, :, None] + stops[:, None])
+        self._join(costs, self._after(layer, rows, groups, stops)[:, None], out=costs)
         return np.asarray(costs.min(axis=2))
 
-    def _after(self, layer: _Layer, rows: Ints, groups: Ints) -> Floats:
-        """[pairs, num_blocks + 1]: least cost of what comes after a stage, transfers included."""
+    def _stops(self, layer: _Layer, rows: Ints) -> Ints:
+        """[pairs, stops]: where a stage before a suffix may stop; behind the last block is none."""
+        offsets = np.arange(layer.costs.shape[2])
+        return np.asarray(np.minimum(layer.firsts[rows, None] + offsets, self._num_blocks))
+
+    def _after(self, layer: _Layer, rows: Ints, groups: Ints, stops: Ints) -> Floats:
+        """[pairs, stops]: least cost of what comes after a stage, transfers included."""
         suffixes: Floats = layer.costs[rows]
         if self._transfers is None or layer is self._first_layer:
             return suffixes[:, 0]
-        least: Floats = self._join(self._transfers[groups], suffixes).min(axis=1)
+        heads = np.arange(len(self._groups))
+        links = self._transfers[groups[:, None, None], heads[:, None], stops[:, None, :]]
+        least: Floats = self._join(links, suffixes).min(axis=1)
         return least
 
-    def _bands_at(self, place: int) -> Floats:
-        """[group, start, length - 1]: the costs of stages at a place from the end."""
-        bands: Floats = self._bands[min(place, len(self._bands)) - 1]
-        return bands
+    def _tables_at(self, place: int) -> Floats:
+        """[group, start, stop]: the costs of stages at a place from the end."""
+        tables: Floats = self._tables[min(place, len(self._tables)) - 1]
+        return tables
 
     def _best_set(self, number: int) -> tuple[list[int], float] | None:
         """How many devices of each group the best placement of so many stages uses; its cost."""
         layer = self._layers[number - 1]
+        if not len(layer.useds):
+            return None
         rows, groups = np.nonzero(layer.useds < self._num_members)
         costs, _ = self._next(number, rows, groups, 0)
         cost = float(costs.min(initial=np.inf))
@@ -274,11 +291,13 @@ class Programme:
 
         That is a stage at a place from the end, before suffixes of as many stages less one.
         """
-        after = self._after(self._layers[place - 1], rows, groups)[:, start + 1 :]
-        after = after[:, : self._bands.shape[-1]]
-        own = self._bands_at(place)[groups, start, : after.shape[1]]
-        costs = self._join(own, after)
-        return costs.min(axis=1), start + 1 + costs.argmin(axis=1)
+        layer = self._layers[place - 1]
+        stops = self._stops(layer, rows)
+        own = self._tables_at(place)[groups[:, None], start, stops]
+        costs = self._join(own, self._after(layer, rows, groups, stops))
+        best = costs.argmin(axis=1)
+        pairs = np.arange(len(rows))
+        return costs[pairs, best], stops[pairs, best]
 
     def _devices_of(self, used: Sequence[int]) -> list[int]:
         return sorted(
@@ -294,24 +313,10 @@ def _longest(table: Floats) -> int:
     return max(1, int(np.max(stops - starts, initial=0)))
 
 
-def _band(table: Floats, longest: int) -> Floats:
-    """From [start, stop] to [start, length - 1], without the start behind the last block."""
-    num_blocks = table.shape[0] - 1
-    padded = np.full((num_blocks, num_blocks + 1 + longest), np.inf)
-    padded[:, : num_blocks + 1] = table[:-1]
-    down, right = padded.strides
-    return as_strided(padded[:, 1:], (num_blocks, longest), (down + right, right), writeable=False)
-
-
-def _windows(after: Floats, length: int) -> Floats:
-    """[pairs, blocks, length]: from [pairs, blocks + length - 1], so many of them from each on."""
-    down, right = after.strides
-    shape = (len(after), after.shape[1] - length + 1, length)
-    return as_strided(after, shape, (down, right, right), writeable=False)
-
-
 def _refuse_too_many(groups: Sequence[tuple[int, ...]], num_devices: int) -> None:
     """Refuse before the work when there are too many sets of so many devices."""
+    if sum(map(len, groups)) < MAX_SETS.bit_length():
+        return  # no more than all sets together
     num_sets = [1]
     for members in groups:
         terms = [0] * (len(num_sets) + len(members))
