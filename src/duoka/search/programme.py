@@ -309,8 +309,10 @@ class Programme:
 
 def _longest(table: Floats) -> int:
     """The length of the longest stage that can be, and 1 where none can."""
-    starts, stops = np.nonzero(np.isfinite(table))
-    return max(1, int(np.max(stops - starts, initial=0)))
+    possible = np.isfinite(table)
+    last = table.shape[1] - 1 - np.argmax(possible[:, ::-1], axis=1)
+    lengths = np.where(possible.any(axis=1), last - np.arange(len(table)), 1)
+    return max(1, int(lengths.max()))
 
 
 def _refuse_too_many(groups: Sequence[tuple[int, ...]], num_devices: int) -> None:
