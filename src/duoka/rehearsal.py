@@ -19,7 +19,7 @@ from .memory import Held, new_memory
 from .profile import TRAINING_PHASES, Key, Profile, training_monomials
 from .replay import Replay, StageBytes
 from .scores import Score, Scoring
-from .tapes import DROP, KEEP, MALLOC, RELEASE, RELEASE_FAR, Event, Step
+from .tapes import Step
 from .workload import Training, Workload
 
 FORWARD, BACKWARD, ACCUMULATE = range(3)
@@ -79,22 +79,6 @@ class Rehearsal(Replay):
         self, blocks: Sequence[int], capacity: int | None, device_of: Sequence[str] | None
     ) -> _StageRun:
         return _StageRun(self, blocks, capacity)
-
-    def _compile(self, block: int, step: int) -> Iterator[Event]:
-        # In the names of a tape, not of its block: kinds stand for many blocks.
-        tape = self.tape(block, step)
-        kept = frozenset(tape.kept)
-        number = first = self.first_number(block, step)
-        for ref in tape.events:
-            if ref is None:
-                yield KEEP if number in kept else MALLOC, number, number - first
-                number += 1
-            elif ref.origin == "kept":
-                yield DROP, ref.index, 0
-            elif ref.origin in ("own", "earlier"):
-                yield RELEASE, ref.back, ref.index
-            else:
-                yield RELEASE_FAR, *self.key_of(block, ref, step)
 
     def _ends(self) -> Iterator[tuple[Key, int]]:
         for block in range(len(self.profile.blocks)):

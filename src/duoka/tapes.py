@@ -159,8 +159,7 @@ class Tapes:
         now = self.steps[step]
         key = (self.profile.blocks[block].kind, now.regime, now.large_at_tokens)
         if key not in self._events:
-            compiled = self._compile_large if now.large_at_tokens else self._compile
-            self._events[key] = list(compiled(block, step))
+            self._events[key] = list(self._compile(block, step))
         return self._events[key]
 
     def part(self, block: int, step: int) -> Part:
@@ -193,41 +192,32 @@ class Tapes:
         """Whose allocation a reference in a block's tape means."""
         return self.profile.key_of(block, ref, self.steps[step].regime)
 
+    def first_number(self, block: int, step: int) -> int:
+        """The number of the first allocation in a block's tape."""
+        return 0
+
     def _compile(self, block: int, step: int) -> Iterator[Event]:
+        # In the names of a tape, not of its block: kinds stand for many blocks.
         tape = self.tape(block, step)
         kept = frozenset(tape.kept)
-        count = 0
+        number = first = self.first_number(block, step)
         for ref in tape.events:
             if ref is None:
-                yield KEEP if count in kept else MALLOC, count, count
-                count += 1
+                if self._counts(block, number, step):
+                    yield KEEP if number in kept else MALLOC, number, number - first
+                number += 1
             elif ref.origin == "kept":
                 yield DROP, ref.index, 0
             elif ref.origin in ("own", "earlier"):
-                yield RELEASE, ref.back, ref.index
-            else:
-                yield RELEASE_FAR, *self.key_of(block, ref, step)
-
-    def _compile_large(self, block: int, step: int) -> Iterator[Event]:
-        tape, now = self.tape(block, step), self.steps[step]
-        large = self._large(block, now.regime)
-        kept = frozenset(tape.kept)
-        count = 0
-        for ref in tape.events:
-            if ref is None:
-                if count in large:
-                    yield KEEP if count in kept else MALLOC, count, count
-                count += 1
-            elif ref.origin == "kept":
-                yield DROP, ref.index, 0
-            elif ref.origin == "own":
-                if ref.index in large:
-                    yield RELEASE, 0, ref.index
-            elif ref.origin == "earlier":
-                if ref.index in self._large(block - ref.back, now.regime):
+                if self._counts(block - ref.back, ref.index, step):
                     yield RELEASE, ref.back, ref.index
             else:
                 yield RELEASE_FAR, *self.key_of(block, ref, step)
+
+    def _counts(self, block: int, number: int, step: int) -> bool:
+        """Whether an allocation is replayed in a step."""
+        now = self.steps[step]
+        return not now.large_at_tokens or number in self._large(block, now.regime)
 
     def _large(self, block: int, regime: int) -> frozenset[int]:
         """The allocations that come from large segments at the end of the context, and caches."""
