@@ -65,7 +65,7 @@ class StageCosts(Protocol):
         """
 
 
-class Memory:
+class KnownBytes:
     """What is known of stages' requested bytes: bounds, made exact one by one.
 
     Attributes

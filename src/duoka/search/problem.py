@@ -13,7 +13,7 @@ import numpy.typing as npt
 from duoka.errors import UsageError
 from duoka.fleet import Fleet
 
-from .costs import Memory, StageCosts
+from .costs import KnownBytes, StageCosts
 from .groups import Group, group_devices, link_seconds
 from .limits import NO_LIMITS, Limits
 from .programme import Floats, Programme, Stage, Stages, UnsearchableError
@@ -141,7 +141,7 @@ class Problem:
             receivers = [group.devices[-1] for group in self._groups]
             self._links = links[np.ix_(senders, receivers)]
         budgets = [group.budget_bytes for group in self._groups]
-        self.memory = Memory(costs, budgets, most, others)
+        self.memory = KnownBytes(costs, budgets, most, others)
         self.places = range(1, self.memory.num_places + 1)
         self._is_limited = bool(limits) and limits.num_devices is None
 
