@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -80,12 +80,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     code = _open_streams() or run(arguments)
     signals.ignore()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):
+        try:
             stream.flush()
+        except (OSError, ValueError, AttributeError):
+            _discard(stream)
     if signals.has_stray_threads():
         # The interpreter's end would catch them in the middle of a step, and may crash on that.
         os._exit(code)
     sys.exit(code)
+
+
+def _discard(stream: TextIO) -> None:
+    """Let what can't be written go: at its end the interpreter would exit with 120 over it."""
+    with suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
