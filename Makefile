@@ -39,16 +39,16 @@ check: $(STAMP)
 # are made of.
 schema: $(STAMP)
 	$(BIN)/python -c 'import json, duoka; print(json.dumps(duoka.Plan.schema(), indent=1))' \
-	  > src/duoka/plan.schema.json
-	$(BIN)/python -c 'import json, duoka.report as r; print(json.dumps(r.Report.schema(), indent=1))' \
-	  > src/duoka/report.schema.json
+	  > src/duoka/planner/plan.schema.json
+	$(BIN)/python -c 'import json; from duoka.report.check_report import Report; \
+	  print(json.dumps(Report.schema(), indent=1))' > src/duoka/report/report.schema.json
 
 clean:
 	rm -rf $(VENV)
 
 # Made again when a dependency or what is compiled changes. A candidate counts when it is new enough
 # and can make virtual environments (Debian ships a Python without ensurepip).
-$(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/duoka/*.[ch])
+$(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/duoka/forecast/*.[ch])
 	@for python in $(CANDIDATES); do \
 	  if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
 	      >/dev/null 2>&1; then \

@@ -1,4 +1,4 @@
-"""Compiles `duoka._memory` for a wheel; without a C compiler the wheel is pure Python.
+"""Compiles `duoka.forecast._memory` for a wheel; without a C compiler the wheel is pure Python.
 
 One binary serves every CPython from 3.11 on (the limited API), so a wheel with it is cp311-abi3.
 In an editable install it lies beside its source.
@@ -21,11 +21,11 @@ class CustomBuildHook(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Before a wheel is put together; `version` is "standard" or "editable"."""
-        source = Path(self.root) / "src" / "duoka"
+        source = Path(self.root) / "src" / "duoka" / "forecast"
         self._folder = tempfile.TemporaryDirectory()
         compiled = _compile(source / "_memory.c", Path(self._folder.name))
         if compiled is None:
-            message = "duoka._memory isn't compiled (no compiler? no Python.h?): plans take longer"
+            message = "_memory.c isn't compiled (no compiler? no Python.h?): plans take longer"
             self.app.display_warning(message)
         if version == "editable":
             for old in source.glob("_memory*.so"):
@@ -36,7 +36,7 @@ class CustomBuildHook(BuildHookInterface):
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["tag"] = f"cp311-abi3-{platform}"
             build_data["pure_python"] = False
-            build_data["force_include"][str(compiled)] = f"duoka/{compiled.name}"
+            build_data["force_include"][str(compiled)] = f"duoka/forecast/{compiled.name}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """After it."""
@@ -46,7 +46,7 @@ class CustomBuildHook(BuildHookInterface):
 def _compile(source: Path, folder: Path) -> Path | None:
     """The compiled module in a folder; None where it can't be had."""
     extension = Extension(
-        "duoka._memory",
+        "duoka.forecast._memory",
         [str(source)],
         define_macros=[("Py_LIMITED_API", "0x030B0000")],
         py_limited_api=True,
@@ -56,4 +56,4 @@ def _compile(source: Path, folder: Path) -> Path | None:
     command.build_lib = command.build_temp = str(folder)
     command.ensure_finalized()
     command.run()
-    return next(folder.glob("duoka/_memory*.*"), None)
+    return next(folder.glob("duoka/forecast/_memory*.*"), None)

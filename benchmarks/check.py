@@ -35,7 +35,7 @@ from typing import Any
 from families_table import checks_of, markdown
 
 from duoka.errors import ModelError, VirtualDeviceError
-from duoka.placement import Placement
+from duoka.planner.placement import Placement
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -89,7 +89,7 @@ def _measure(kind: str, name: str, row: dict[str, Any]) -> None:
     import families
     import towers
 
-    from duoka.images import image_inputs
+    from duoka.runtime.image_inputs import image_inputs
 
     row["step"] = "build"
     if kind == "image" or towers.is_composite(name):
@@ -129,7 +129,7 @@ def checked(
     model: Any, placement: Any, inputs: dict[str, Any], *, kind: str, train: bool
 ) -> dict[str, Any]:
     import duoka
-    from duoka.checks import check
+    from duoka.api.check import check
 
     choices: dict[str, Any] = {"inputs": with_labels(inputs) if train else inputs}
     if kind == "causal" and not train:
@@ -251,7 +251,7 @@ def first_device(model: Any, split: Mapping[str, Any], given: Mapping[str, Any])
 
 def own_maps(model: Any, inputs: dict[str, Any]) -> Iterator[tuple[int, int, Placement]]:
     """Stages of duoka's blocks, as a plan has them."""
-    from duoka.api import without_data
+    from duoka.api.plan import without_data
     from duoka.tracing import Subject, trace_call
 
     subject = Subject(fingerprint="benchmark")
@@ -343,7 +343,7 @@ def _quietly() -> None:
     import families  # noqa: F401  (and with it torch and transformers)
     import torch
 
-    import duoka.api  # noqa: F401
+    import duoka.api.plan  # noqa: F401
 
     # A check collects garbage; what is imported needn't be looked at each time.
     gc.freeze()
@@ -428,7 +428,7 @@ def check_full_size(job: tuple[dict[str, Any], str, tuple[tuple[int, int], ...],
     """Plan a model of which there is only a configuration, then check that plan."""
     config, gpus, images, train = job
     import duoka
-    from duoka.checks import check
+    from duoka.api.check import check
 
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as directory:

@@ -25,9 +25,9 @@ from torch import nn
 from transformers import DynamicCache, GlmConfig, GlmForCausalLM
 
 from duoka import virtual
-from duoka.dispatching import install_movers
-from duoka.dispatching.movers import Frame, Frames, Memory, Mover, _moved
-from duoka.placement import Placement
+from duoka.planner.placement import Placement
+from duoka.runtime.dispatch.dispatch import install_movers
+from duoka.runtime.dispatch.movers import Frame, Frames, Memory, Mover, _moved
 
 NUM_LAYERS = 40
 NUM_STAGES = 4

@@ -32,7 +32,7 @@ from planner_models import MACHINES, MODELS
 from torch import nn
 
 import duoka
-from duoka.exports.pipeline import read_pipeline
+from duoka.report.export.stages import read_pipeline
 
 SHAPES = ("glm-4-9b-chat", "llama-3.1-8b", "qwen2.5-32b")
 PLACES = ("2 x 24", "24 + 12", "12 + 24", "80 + 24", "8 + 12 + 24", "8 unequal")

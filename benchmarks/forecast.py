@@ -23,12 +23,13 @@ from forecast_models import SIZES
 
 import duoka
 from duoka import models, virtual
-from duoka.dispatching import dispatch
-from duoka.images import prompts_for
-from duoka.placement import Placement
-from duoka.planner import Question, solve, with_chunks
-from duoka.profile import Profile
-from duoka.tracing import Irregular, Stepper, Subject, trace, trace_workload
+from duoka.forecast.profile import Profile
+from duoka.planner.placement import Placement
+from duoka.planner.planner import Question, solve, with_chunks
+from duoka.runtime.dispatch.dispatch import dispatch
+from duoka.runtime.image_inputs import prompts_for
+from duoka.runtime.steps import Stepper
+from duoka.tracing import Irregular, Subject, trace, trace_workload
 
 _LINE = "{:16} {:24} {:>15} {:>3} {:>5} {:>7} {:>7} {:7} {:>9} {:>7} {:>9} {:>7}"
 

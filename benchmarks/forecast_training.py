@@ -23,10 +23,10 @@ from forecast_models import SIZES
 import duoka
 from duoka import models
 from duoka.checker import prove
-from duoka.planner import Question, solve
-from duoka.profile import Profile
+from duoka.forecast.profile import Profile
+from duoka.forecast.workload import Conditions, Training
+from duoka.planner.planner import Question, solve
 from duoka.tracing import Subject, profile_training
-from duoka.workload import Conditions, Training
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 import duoka
 from duoka import models
-from duoka.demo.checkpoint import CONFIG, write_frame
 from duoka.models import chatglm
+from duoka.tools.demo.checkpoint import CONFIG, write_frame
 
 GIB = 2**30
 SHARD_BYTES = 2 * GIB
@@ -154,7 +154,7 @@ def with_duoka(directory: Path, gpus: str) -> dict[str, Any]:
     result["devices"] = {
         device.device: {
             "forecast_gib": device.allocated_bytes / GIB,
-            "measured_gib": duoka.devices.memory(device.device).peak_allocated_bytes / GIB,
+            "measured_gib": duoka.runtime.devices.memory(device.device).peak_allocated_bytes / GIB,
         }
         for device in plan.forecast.devices
     }

@@ -36,14 +36,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import duoka
-from duoka import devices, models
-from duoka.bench import calibrate
-from duoka.dispatching import install_movers, undispatch
-from duoka.fleet import Device
+from duoka import models
+from duoka.base.serialization import to_dict
+from duoka.hardware.device import Device
 from duoka.models.conversion import published_tensors
-from duoka.placement import Placement
-from duoka.serial import to_dict
-from duoka.tracing import Stepper
+from duoka.planner.placement import Placement
+from duoka.runtime import devices
+from duoka.runtime.dispatch.dispatch import install_movers, undispatch
+from duoka.runtime.steps import Stepper
+from duoka.tools.bench import calibrate
 
 REFERENCES = ("chatglm3-6b-tiny", "chatglm3-6b-128k-tiny", "glm-4-9b-tiny")
 # The published shape of GLM-4-9B; the small one has the same parts.

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 import duoka
-from duoka import devices, models, virtual
-from duoka.dispatching import dispatch
-from duoka.fleet import Fleet
-from duoka.placement import Placement
-from duoka.planner import Question, solve
-from duoka.tracing import Stepper, Subject, trace
+from duoka import models, virtual
+from duoka.hardware.fleet import Fleet
+from duoka.planner.placement import Placement
+from duoka.planner.planner import Question, solve
+from duoka.runtime import devices
+from duoka.runtime.dispatch.dispatch import dispatch
+from duoka.runtime.steps import Stepper
+from duoka.tracing import Subject, trace
 
 MIB, GIB = 2**20, 2**30
 _COMMON = {"max_position_embeddings": 32768, "pad_token_id": 0}

@@ -154,8 +154,8 @@ def with_duoka(folder: Path, *, cache_weights: bool = False) -> Any:
     import torch
 
     from duoka import Checkpoint, models
-    from duoka.loader import Keeping, load_weights
-    from duoka.placement import Placement
+    from duoka.planner.placement import Placement
+    from duoka.runtime.load import Keeping, load_weights
 
     checkpoint = Checkpoint.open(folder)
     model = models.build(checkpoint.config, dtype=torch.bfloat16)
@@ -171,7 +171,7 @@ def run(way: str, folder: Path, *, keep: bool) -> dict[str, Any]:
     import transformers.models.llama.modeling_llama
     import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
-    import duoka.loader  # noqa: F401  (importing isn't loading)
+    import duoka.runtime.load  # noqa: F401  (importing isn't loading)
 
     torch.manual_seed(0)
     result: dict[str, Any] = {"first_pass_seconds": 0.0}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from duoka.fleet import Device
+from duoka.hardware.device import Device
 
 
 class AnyPlace:

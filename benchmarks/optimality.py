@@ -34,8 +34,9 @@ from optimality_fleets import reach_differs, replicas_differ
 from optimality_profiles import Planned, planned_case
 
 from duoka.errors import UsageError
-from duoka.fleet import Device, Fleet, Link
-from duoka.search import Limits, NoPlacement, Stage, search
+from duoka.hardware.device import Device, Link
+from duoka.hardware.fleet import Fleet
+from duoka.planner.search import Limits, NoPlacement, Stage, search
 
 Stages = tuple[Stage, ...]
 AIMS = ("headroom", "latency", "throughput", "balanced", "sequential")

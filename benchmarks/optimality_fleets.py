@@ -15,14 +15,14 @@ from dataclasses import replace
 
 from optimality_profiles import draw_profile, draw_question
 
-from duoka.answering.largest import candidates, find_largest
 from duoka.errors import InfeasibleError, UsageError
-from duoka.fleet import Fleet
-from duoka.planner import Question, attempt
-from duoka.plans import Plan
-from duoka.profile import Profile
-from duoka.replicas import plan_replicas
-from duoka.workload import Workload
+from duoka.forecast.profile import Profile
+from duoka.forecast.workload import Workload
+from duoka.hardware.fleet import Fleet
+from duoka.planner.max_workload import candidates, find_largest
+from duoka.planner.plan import Plan
+from duoka.planner.planner import Question, attempt
+from duoka.planner.replicas import plan_replicas
 
 _LONGEST = 768
 _LARGEST_BATCH = 40

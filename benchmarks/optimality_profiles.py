@@ -11,12 +11,24 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from duoka.fleet import Device, Fleet
-from duoka.forecast import Costs
-from duoka.planner import Question, attempt
-from duoka.profile import MONOMIALS, Block, Kind, Phase, Profile, Read, Ref, Regime, Rule, Tape
-from duoka.replay import Replay
-from duoka.workload import Workload
+from duoka.forecast.forecast import Costs
+from duoka.forecast.profile import (
+    MONOMIALS,
+    Block,
+    Kind,
+    Phase,
+    Profile,
+    Read,
+    Ref,
+    Regime,
+    Rule,
+    Tape,
+)
+from duoka.forecast.replay import Replay
+from duoka.forecast.workload import Workload
+from duoka.hardware.device import Device
+from duoka.hardware.fleet import Fleet
+from duoka.planner.planner import Question, attempt
 
 KIB = 2**10
 MIB = 2**20

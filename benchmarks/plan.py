@@ -24,13 +24,14 @@ from typing import Any
 import numpy as np
 from made_up_costs import AnyPlace
 
-from duoka.checkpoint import Checkpoint
+from duoka.base.units import format_bytes
+from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import InfeasibleError
-from duoka.fleet import Device, Fleet, Link
-from duoka.planner import Question, solve
-from duoka.search import Objective, search
-from duoka.units import format_bytes
-from duoka.workload import Workload
+from duoka.forecast.workload import Workload
+from duoka.hardware.device import Device, Link
+from duoka.hardware.fleet import Fleet
+from duoka.planner.planner import Question, solve
+from duoka.planner.search import Objective, search
 
 MIB = 2**20
 GIB = 2**30
@@ -126,7 +127,7 @@ def time_searches() -> Iterator[dict[str, Any]]:
 
 
 def time_plans(configs: Path, fleets: list[str]) -> Iterator[dict[str, Any]]:
-    from duoka.api import profile_checkpoint
+    from duoka.api.plan import profile_checkpoint
 
     for path in sorted(configs.glob("*.json")):
         if "model_type" not in json.loads(path.read_text(encoding="utf-8")):

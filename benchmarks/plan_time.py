@@ -23,12 +23,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from duoka.checkpoint import Checkpoint
-from duoka.fleet import Fleet
-from duoka.forecast import Costs
-from duoka.planner import Question, attempt
-from duoka.profile import Profile
-from duoka.workload import Workload
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.forecast.forecast import Costs
+from duoka.forecast.profile import Profile
+from duoka.forecast.workload import Workload
+from duoka.hardware.fleet import Fleet
+from duoka.planner.planner import Question, attempt
 
 LAYERS = (40, 80, 160)
 SHARES = {
@@ -44,7 +44,7 @@ ENOUGH_SECONDS = 2.0
 
 
 def profile_of(config: Path, num_layers: int, directory: Path) -> tuple[Profile, Path]:
-    from duoka.api import profile_checkpoint
+    from duoka.api.plan import profile_checkpoint
 
     folder = directory / f"layers-{num_layers}"
     folder.mkdir()

@@ -38,7 +38,7 @@ from planner_models import BATCHES, CONTEXTS, MACHINES, MODELS
 from planner_referee import Audit, Bench
 from planner_report import report
 
-from duoka.fleet import Fleet
+from duoka.hardware.fleet import Fleet
 
 
 def audit(subject: Subject, seed: int, found: Audit) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 from torch import nn
 from transformers.integrations.accelerate import get_balanced_memory, infer_auto_device_map
 
-from duoka.fleet import Fleet
-from duoka.profile import Profile
-from duoka.replay import Replay
-from duoka.workload import Workload
+from duoka.forecast.profile import Profile
+from duoka.forecast.replay import Replay
+from duoka.forecast.workload import Workload
+from duoka.hardware.fleet import Fleet
 
 _CPU_BYTES = 2**40
 

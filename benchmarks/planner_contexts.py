@@ -19,10 +19,10 @@ from planner_cells import Row, Subject, workload_of
 from planner_models import CONTEXTS, MACHINES
 from planner_referee import Bench, Referee, chunked
 
-from duoka.answering.largest import find_largest
-from duoka.fleet import Fleet
-from duoka.planner import Question
-from duoka.workload import Workload
+from duoka.forecast.workload import Workload
+from duoka.hardware.fleet import Fleet
+from duoka.planner.max_workload import find_largest
+from duoka.planner.planner import Question
 
 GRID = 256
 BATCH_CONTEXT = 8192

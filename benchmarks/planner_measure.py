@@ -18,12 +18,12 @@ from planner_cells import Row, Subject, workload_of
 from planner_models import MACHINES, MODELS
 
 from duoka import models, virtual
-from duoka.dispatching import dispatch
-from duoka.fleet import Fleet
-from duoka.placement import Placement
-from duoka.planner import Question, attempt
-from duoka.tracing import Stepper
-from duoka.workload import Workload
+from duoka.forecast.workload import Workload
+from duoka.hardware.fleet import Fleet
+from duoka.planner.placement import Placement
+from duoka.planner.planner import Question, attempt
+from duoka.runtime.dispatch.dispatch import dispatch
+from duoka.runtime.steps import Stepper
 
 # More would take minutes: a step without data costs time for each operation, not for each byte.
 _MOST_CHUNKS = 16

@@ -8,8 +8,8 @@ but weights and the full cache counted; and a stage whose lower bound is over th
 replayed. `Audit` checks the last, and that replays remembered for stages that look alike are
 right, on a sample. A stage fits when every step of it has been replayed.
 
-How many bytes a stage needs is asked of `duoka.forecast.Costs`, whose answers are held against
-virtual GPUs elsewhere (`forecast.py`, and `planner.py --measure`).
+How many bytes a stage needs is asked of `forecast.Costs`, whose answers are held against virtual
+GPUs elsewhere (`forecast.py`, and `planner.py --measure`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from duoka.forecast import Costs
-from duoka.profile import Profile
-from duoka.replay import Replay
-from duoka.workload import Workload
+from duoka.forecast.forecast import Costs
+from duoka.forecast.profile import Profile
+from duoka.forecast.replay import Replay
+from duoka.forecast.workload import Workload
 
 Stages = tuple[tuple[int, int, int], ...]
 """Start, stop and the budget of the GPU, for each stage."""

@@ -30,17 +30,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from duoka import Checkpoint, Placement, virtual
-from duoka.bench import Windows, measure_quality
-from duoka.demo.checkpoint import CONFIG, fresh_model, write_weights
-from duoka.demo.vocabulary import train_vocabulary
-from duoka.fleet import Fleet
-from duoka.loader import load_weights
+from duoka.forecast.workload import Workload
+from duoka.hardware.fleet import Fleet
 from duoka.models import build
 from duoka.models.conversion import published_tensors
-from duoka.models.tokenization import load_tokenizer
-from duoka.planner import Question
-from duoka.quantization import num_bytes, quantize_model
-from duoka.workload import Workload
+from duoka.models.quantization import num_bytes, quantize_model
+from duoka.models.text.tokenizer import load_tokenizer
+from duoka.planner.planner import Question
+from duoka.runtime.load import load_weights
+from duoka.tools.bench import Windows, measure_quality
+from duoka.tools.demo.checkpoint import CONFIG, fresh_model, write_weights
+from duoka.tools.demo.vocabulary import train_vocabulary
 
 MIB = 2**20
 GLM4: dict[str, Any] = {

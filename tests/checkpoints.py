@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from duoka.demo.checkpoint import fresh_model, write_frame, write_weights
+from duoka.tools.demo.checkpoint import fresh_model, write_frame, write_weights
 
 
 def write_random(directory: Path, config: Mapping[str, Any], *, seed: int) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from duoka import cuda, nvml
+from duoka.hardware import cuda_driver, nvml
 
 DIRECTORY = Path(__file__).parent / "data" / "nvml"
 NAMES = sorted(path.stem for path in DIRECTORY.glob("*.json"))
@@ -124,5 +124,5 @@ def replay(
         for each in shown
     ]
     bare = tuple(uuid.removeprefix("GPU-").removeprefix("MIG-") for uuid in uuids)
-    patch.setattr(cuda, "visible_uuids", lambda: bare)
+    patch.setattr(cuda_driver, "visible_uuids", lambda: bare)
     return recording

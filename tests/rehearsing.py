@@ -11,9 +11,7 @@ import tiny
 import torch
 
 from duoka import Placement, Workload, models, virtual
-from duoka.dispatching import dispatch
-from duoka.outline import NamedTensor, Roster
-from duoka.profile import (
+from duoka.forecast.profile import (
     TRAINING_MONOMIALS,
     TRAINING_PHASES,
     Block,
@@ -25,10 +23,13 @@ from duoka.profile import (
     Rule,
     Tape,
 )
-from duoka.rehearsal import in_flight, replay_of
-from duoka.replay import StageBytes
-from duoka.tracing import Learner, Subject, profile_training
-from duoka.workload import Conditions, Training
+from duoka.forecast.replay import StageBytes
+from duoka.forecast.replay_training import in_flight, replay_of
+from duoka.forecast.tensor_names import NamedTensor, Roster
+from duoka.forecast.workload import Conditions, Training
+from duoka.runtime.dispatch.dispatch import dispatch
+from duoka.runtime.learning import Learner
+from duoka.tracing import Subject, profile_training
 
 _EVERYWHERE = (0, 2**40)
 

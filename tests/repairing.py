@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from duoka.checker import Subject, check_subject, read_entries
-from duoka.repairs import Repairs, repair
-from duoka.report import Report
+from duoka.checker.fix import Repairs, repair
+from duoka.report.check_report import Report
 
 HEAD = """\
 import torch

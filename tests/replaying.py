@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from duoka import rehearsal, replay
-from duoka.allocator import OutOfCapacity, rounded_bytes, segment_bytes
-from duoka.memory import CompiledMemory, Memory, PlainMemory
-from duoka.profile import Key, buffer_bytes, evaluate
-from duoka.replay import Replay
-from duoka.tapes import DROP, KEEP, MALLOC, RELEASE
+from duoka.forecast import replay, replay_training
+from duoka.forecast.alloc_events import DROP, KEEP, MALLOC, RELEASE
+from duoka.forecast.allocator import OutOfCapacity, rounded_bytes, segment_bytes
+from duoka.forecast.device_memory import CompiledMemory, Memory, PlainMemory
+from duoka.forecast.profile import Key, buffer_bytes, evaluate
+from duoka.forecast.replay import Replay
 
 MIB = 2**20
 NewMemory = Callable[[int | None], Memory]
@@ -29,7 +29,7 @@ MEMORIES = [
 def replays_on(new_memory: NewMemory) -> Iterator[None]:
     """Replays and rehearsals on such a memory."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (replay, rehearsal):
+        for module in (replay, replay_training):
             patch.setattr(module, "new_memory", new_memory)
         yield
 

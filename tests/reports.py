@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from duoka.errors import Faults
-from duoka.report import (
+from duoka.report.check_report import (
     Call,
     Fault,
     Operand,

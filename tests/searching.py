@@ -11,8 +11,9 @@ from typing import get_args
 
 import numpy as np
 
-from duoka.fleet import Device, Fleet, Link
-from duoka.search import NO_LIMITS, Limits, Objective, Solution, Stage
+from duoka.hardware.device import Device, Link
+from duoka.hardware.fleet import Fleet
+from duoka.planner.search import NO_LIMITS, Limits, Objective, Solution, Stage
 
 OBJECTIVES = get_args(Objective)
 

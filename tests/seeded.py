@@ -35,8 +35,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from duoka import Placement, virtual
-from duoka.dispatching import place
-from duoka.report import Fault
+from duoka.report.check_report import Fault
+from duoka.runtime.dispatch.place import place
 
 CORPUS = Path(__file__).parent / "check" / "corpus"
 _MARKER = re.compile(r"#\s*(fault|warning|followup|origin)\b(?::\s*([a-z-]+))?")

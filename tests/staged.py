@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from duoka.fleet import Fleet
-from duoka.forecast import DeviceForecast, Forecast
-from duoka.placement import Placement
-from duoka.plans import Plan, Request
-from duoka.workload import Workload
+from duoka.forecast.forecast import DeviceForecast, Forecast
+from duoka.forecast.workload import Workload
+from duoka.hardware.fleet import Fleet
+from duoka.planner.placement import Placement
+from duoka.planner.plan import Plan, Request
 
 GIB = 2**30
 LAYER_BYTES = GIB // 4

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from duoka.allocator import (
+from duoka.forecast.allocator import (
     Allocation,
     CachingAllocator,
     OutOfCapacity,

@@ -14,7 +14,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import duoka
-from duoka import Checkpoint, Fleet, Placement, Workload, api, virtual
+from duoka import Checkpoint, Fleet, Placement, Workload, virtual
+from duoka.api import plan as api
 from duoka.errors import (
     CheckpointError,
     FormatError,

@@ -14,17 +14,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import duoka
-from duoka import Checkpoint, Placement, Plan, Workload, models, profiles, virtual
-from duoka.answering import workload_for
-from duoka.building import build_model
-from duoka.constraints import Constraints
-from duoka.dispatching import dispatch
+from duoka import Checkpoint, Placement, Plan, Workload, models, virtual
 from duoka.errors import ModelError, UsageError
+from duoka.forecast import profile_cache
+from duoka.forecast.workload import Quantization
 from duoka.models.conversion import published_tensors
-from duoka.planner import Question, solve
-from duoka.quantization import num_bytes
-from duoka.tracing import Stepper
-from duoka.workload import Quantization
+from duoka.models.from_checkpoint import build_model
+from duoka.models.quantization import num_bytes
+from duoka.planner.constraints import Constraints
+from duoka.planner.planner import Question, solve
+from duoka.planner.workloads import workload_for
+from duoka.runtime.dispatch.dispatch import dispatch
+from duoka.runtime.steps import Stepper
 
 _SMALL = {"num_hidden_layers": 3, "max_position_embeddings": 512}
 WORK = Workload(prompt_tokens=300, new_tokens=6, prefill_chunk_tokens=None)
@@ -66,7 +67,7 @@ def test_the_forecast_of_a_quantized_model_is_measured(
     weights = sum(each.weight_bytes for each in plan.forecast.devices)
     assert weights < sum(each.weight_bytes for each in plain.forecast.devices)
     assert any(f"quantized to {quantize}" in reason for reason in plan.why)
-    profile = profiles.find_profile(glm.fingerprint, plan.workload)
+    profile = profile_cache.find_profile(glm.fingerprint, plan.workload)
     assert profile is not None
     assert not any(block.streams for block in profile.blocks)
 
@@ -78,7 +79,7 @@ def test_auto_is_the_first_that_fits(glm: Checkpoint, budget: str, chosen: str) 
     assert plan.workload.quantize == chosen
     assert plan.request.workload.quantize == "auto"
     assert (chosen == "none") == (not any("they don't fit" in reason for reason in plan.why))
-    profile = profiles.find_profile(glm.fingerprint, plan.workload)
+    profile = profile_cache.find_profile(glm.fingerprint, plan.workload)
     assert profile is not None
     asked = Question(fleet=duoka.Fleet.parse(f"virtual:{budget}"), workload=plan.workload)
     assert solve(profile, asked).forecast == plan.forecast

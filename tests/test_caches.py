@@ -10,11 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
 
 from duoka import virtual
-from duoka.caches import Int8Layer, Int8SlidingLayer, cache_name, lengthen, new_cache
-from duoka.dispatching import dispatch
 from duoka.errors import UsageError
-from duoka.placement import Placement
-from duoka.workload import Cache
+from duoka.forecast.workload import Cache
+from duoka.models.kv_cache import Int8Layer, Int8SlidingLayer, cache_name, lengthen, new_cache
+from duoka.planner.placement import Placement
+from duoka.runtime.dispatch.dispatch import dispatch
 
 from . import tiny
 

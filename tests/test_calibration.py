@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from duoka import calibration
-from duoka.calibration import Calibration, GpuFigures, LinkFigures
 from duoka.errors import FormatError
-from duoka.fleet import RESERVE_BYTES, STEP_BYTES, Fleet
+from duoka.hardware import calibration
+from duoka.hardware.calibration import Calibration, GpuFigures, LinkFigures
+from duoka.hardware.device import RESERVE_BYTES, STEP_BYTES
+from duoka.hardware.fleet import Fleet
 
 from .recordings import replay
 

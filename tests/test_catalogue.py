@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from duoka import catalogue
-from duoka.catalogue import Card
 from duoka.errors import UsageError
+from duoka.hardware import catalogue
+from duoka.hardware.catalogue import Card
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30

@@ -9,8 +9,8 @@ import pytest
 import tiny
 from tiny import MIB
 
-from duoka.chain import Chain
-from duoka.profile import Profile
+from duoka.forecast.profile import Profile
+from duoka.forecast.stages import Chain
 
 PROFILES = [
     tiny.made_up([MIB] * 7),

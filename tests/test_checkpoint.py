@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from duoka.checkpoint import Checkpoint, differences
+from duoka.checkpoint.checkpoint import Checkpoint, differences
 from duoka.errors import CheckpointError, UsageError
 
 CONFIG = {"model_type": "llama", "torch_dtype": "bfloat16", "max_position_embeddings": 4096}

@@ -15,10 +15,10 @@ import typer
 from duoka import Checkpoint, Workload
 from duoka.cli import planning
 from duoka.cli.main import run
-from duoka.command import change, command
-from duoka.demo.checkpoint import CONFIG
-from duoka.planner import Question, solve
-from duoka.plans import Request
+from duoka.planner.command_line import change, command
+from duoka.planner.plan import Request
+from duoka.planner.planner import Question, solve
+from duoka.tools.demo.checkpoint import CONFIG
 
 PLAN = solve(
     tiny.made_up([tiny.MIB] * 3),

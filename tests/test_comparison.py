@@ -9,11 +9,11 @@ from rich.console import Console
 from staged import GIB, WORKLOAD, placed, staged
 
 from duoka import compare
-from duoka.comparison import Comparison
 from duoka.errors import UsageError
-from duoka.render import render_comparison
-from duoka.seconds import Seconds, StageSeconds
-from duoka.workload import Training
+from duoka.forecast.latency import Seconds, StageSeconds
+from duoka.forecast.workload import Training
+from duoka.planner.compare import Comparison
+from duoka.report.terminal import render_comparison
 
 
 def printed(comparison: Comparison, width: int = 80) -> str:

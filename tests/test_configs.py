@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from duoka import configs
-from duoka.checkpoint import Checkpoint
+from duoka.checkpoint import config as configs
+from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import CheckpointError
 
 
@@ -101,7 +101,7 @@ def test_published_configs(shared_data: Path) -> None:
 def test_hostile_files(
     text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("duoka.headers.MAX_JSON_VALUES", 10**6)
+    monkeypatch.setattr("duoka.checkpoint.headers.MAX_JSON_VALUES", 10**6)
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(CheckpointError) as caught:
         Checkpoint.open(tmp_path)

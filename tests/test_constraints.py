@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from duoka.constraints import Constraints
+from duoka.base.serialization import from_dict, to_dict
 from duoka.errors import UsageError
-from duoka.serial import from_dict, to_dict
+from duoka.planner.constraints import Constraints
 
 
 def test_constraints_survive_their_json_form() -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from duoka import cuda
 from duoka.errors import FleetError
+from duoka.hardware import cuda_driver
 
 FIRST = "8932f937-d72c-4106-c12f-20bd9faed9f6"
 SECOND = "00000000-0000-0000-0000-0000000000ff"
@@ -55,19 +55,19 @@ def driver(*uuids: str, **results: int) -> Any:
 
 
 def test_gpus_are_seen_in_the_drivers_order() -> None:
-    assert cuda.visible_uuids(driver(SECOND, FIRST)) == (SECOND, FIRST)
-    assert cuda.visible_uuids(driver()) == ()
+    assert cuda_driver.visible_uuids(driver(SECOND, FIRST)) == (SECOND, FIRST)
+    assert cuda_driver.visible_uuids(driver()) == ()
 
 
 def test_an_old_driver_has_the_first_version_only() -> None:
     library = driver(FIRST)
     library.cuDeviceGetUuid = library.cuDeviceGetUuid_v2
     del library.cuDeviceGetUuid_v2
-    assert cuda.visible_uuids(library) == (FIRST,)
+    assert cuda_driver.visible_uuids(library) == (FIRST,)
 
 
 def test_no_device_is_no_error() -> None:
-    assert cuda.visible_uuids(driver(FIRST, cuInit=100)) == ()
+    assert cuda_driver.visible_uuids(driver(FIRST, cuInit=100)) == ()
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_no_device_is_no_error() -> None:
 )
 def test_a_driver_that_fails(function: str, result: int, message: str, hint: str) -> None:
     with pytest.raises(FleetError, match=message) as caught:
-        cuda.visible_uuids(driver(FIRST, **{function: result}))
+        cuda_driver.visible_uuids(driver(FIRST, **{function: result}))
     assert hint in str(caught.value.hint)
 
 
@@ -97,7 +97,7 @@ def test_a_driver_that_fails(function: str, result: int, message: str, hint: str
 def library(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A driver that hasn't started in this process, and tells when it does."""
     found = driver(FIRST)
-    monkeypatch.setattr(cuda, "_load", lambda: found)
+    monkeypatch.setattr(cuda_driver, "_load", lambda: found)
     return found
 
 
@@ -108,12 +108,12 @@ def starts(library: Any) -> bool:
 
 
 def child(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    monkeypatch.setattr(cuda, "_CHILD", program)
+    monkeypatch.setattr(cuda_driver, "_CHILD", program)
 
 
 def test_cuda_is_not_started_here(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     child(monkeypatch, f"import json; print(json.dumps({{'uuids': ['{SECOND}']}}))")
-    assert cuda.visible_uuids() == (SECOND,)
+    assert cuda_driver.visible_uuids() == (SECOND,)
     assert not starts(library)
 
 
@@ -122,7 +122,7 @@ def test_where_cuda_has_started_it_is_asked_itself(
 ) -> None:
     child(monkeypatch, "raise SystemExit('this process knows')")
     library.cuInit(0)
-    assert cuda.visible_uuids() == (FIRST,)
+    assert cuda_driver.visible_uuids() == (FIRST,)
 
 
 def test_what_the_other_process_finds_wrong_is_told(
@@ -130,7 +130,7 @@ def test_what_the_other_process_finds_wrong_is_told(
 ) -> None:
     child(monkeypatch, 'print(\'{"error": "it fails", "hint": "do something"}\')')
     with pytest.raises(FleetError, match=r"^it fails$") as caught:
-        cuda.visible_uuids()
+        cuda_driver.visible_uuids()
     assert caught.value.hint == "do something"
     assert not starts(library)
 
@@ -140,7 +140,7 @@ def test_where_no_other_process_can_ask_this_one_does(
     program: str, library: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child(monkeypatch, program)
-    assert cuda.visible_uuids() == (FIRST,)
+    assert cuda_driver.visible_uuids() == (FIRST,)
 
 
 @pytest.mark.parametrize(
@@ -151,24 +151,24 @@ def test_without_a_python_to_start_this_process_asks(
 ) -> None:
     child(monkeypatch, f'print(\'{{"uuids": ["{SECOND}"]}}\')')
     monkeypatch.setattr(sys, name, value, raising=False)
-    assert cuda.visible_uuids() == (FIRST,)
+    assert cuda_driver.visible_uuids() == (FIRST,)
 
 
 @pytest.mark.usefixtures("library")
 def test_a_driver_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     child(monkeypatch, "import time; time.sleep(60)")
-    monkeypatch.setattr(cuda, "_MOST_SECONDS", 0.3)
+    monkeypatch.setattr(cuda_driver, "_MOST_SECONDS", 0.3)
     with pytest.raises(FleetError, match="doesn't start within 0 seconds"):
-        cuda.visible_uuids()
+        cuda_driver.visible_uuids()
 
 
 def test_what_is_printed_is_what_is_read(
     library: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cuda.tell()
+    cuda_driver.tell()
     assert json.loads(capsys.readouterr().out) == {"uuids": [FIRST]}
-    monkeypatch.setattr(cuda, "_load", lambda: driver(FIRST, cuInit=802))
-    cuda.tell()
+    monkeypatch.setattr(cuda_driver, "_load", lambda: driver(FIRST, cuInit=802))
+    cuda_driver.tell()
     told = json.loads(capsys.readouterr().out)
     assert "not ready" in told["error"]
     assert "nvidia-fabricmanager" in told["hint"]
@@ -177,10 +177,10 @@ def test_what_is_printed_is_what_is_read(
 def test_where_the_other_process_lacks_the_library_this_one_asks(
     library: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cuda._CHILD.endswith("cuda.tell()")
-    renamed = cuda._CHILD.replace("cuda.tell()", "cuda.LIBRARY = 'no-such.so'; cuda.tell()")
+    assert cuda_driver._CHILD.endswith("cuda.tell()")
+    renamed = cuda_driver._CHILD.replace("cuda.tell()", "cuda.LIBRARY = 'no-such.so'; cuda.tell()")
     child(monkeypatch, renamed)
-    assert cuda.visible_uuids() == (FIRST,)
+    assert cuda_driver.visible_uuids() == (FIRST,)
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -201,19 +201,19 @@ def test_a_forked_child_can_use_cuda_after_asking(tmp_path: Path) -> None:
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "LIBRARY", "libcuda-that-isnt-there.so.1")
+    monkeypatch.setattr(cuda_driver, "LIBRARY", "libcuda-that-isnt-there.so.1")
     with pytest.raises(FleetError, match="is not here") as caught:
-        cuda.visible_uuids()
+        cuda_driver.visible_uuids()
     assert "NVIDIA_DRIVER_CAPABILITIES" in str(caught.value.hint)
 
 
 def test_the_restriction_is_fit_to_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(cuda.VARIABLE, raising=False)
-    assert cuda.restriction() is None
-    monkeypatch.setenv(cuda.VARIABLE, "")
-    assert cuda.restriction() == ""
-    monkeypatch.setenv(cuda.VARIABLE, "0,\x1b[31m1" + "," * 5000)
-    assert cuda.restriction() == "0,[31m1" + "," * 193
+    monkeypatch.delenv(cuda_driver.VARIABLE, raising=False)
+    assert cuda_driver.restriction() is None
+    monkeypatch.setenv(cuda_driver.VARIABLE, "")
+    assert cuda_driver.restriction() == ""
+    monkeypatch.setenv(cuda_driver.VARIABLE, "0,\x1b[31m1" + "," * 5000)
+    assert cuda_driver.restriction() == "0,[31m1" + "," * 193
 
 
 @pytest.mark.gpu
@@ -222,4 +222,4 @@ def test_torch_sees_the_same_gpus() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     seen = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
-    assert list(cuda.visible_uuids()) == seen
+    assert list(cuda_driver.visible_uuids()) == seen

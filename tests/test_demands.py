@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from duoka import Fleet
-from duoka.constraints import Constraints
-from duoka.demands import limits_for, usable
 from duoka.errors import FleetError, UsageError
-from duoka.outline import NamedTensor, Roster
-from duoka.profile import Profile
-from duoka.search import Limits
+from duoka.forecast.profile import Profile
+from duoka.forecast.tensor_names import NamedTensor, Roster
+from duoka.planner.constraints import Constraints
+from duoka.planner.limits import limits_for, usable
+from duoka.planner.search import Limits
 
 from . import tiny
 from .tiny import MIB

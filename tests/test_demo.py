@@ -13,11 +13,11 @@ import pytest
 import sentencepiece
 from safetensors import safe_open
 
-from duoka.checkpoint import Checkpoint
-from duoka.demo.questions import load_pairs
-from duoka.models.prompts import chat_format
-from duoka.models.tokenization import load_tokenizer
-from duoka.units import format_bytes
+from duoka.base.units import format_bytes
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.models.text.prompts import chat_format
+from duoka.models.text.tokenizer import load_tokenizer
+from duoka.tools.demo.questions import load_pairs
 
 PROGRAM = (sys.executable, "-c", "from duoka.cli import main; main()")
 # Asserted word for word, apart from what questions.toml says.

@@ -12,10 +12,12 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from duoka import cuda, nvml
+from duoka.base.serialization import from_dict
 from duoka.errors import FleetError
-from duoka.fleet import RESERVE_BYTES, STEP_BYTES, Fleet, tells_memory
-from duoka.serial import from_dict
+from duoka.hardware import cuda_driver, nvml
+from duoka.hardware.detect import tells_memory
+from duoka.hardware.device import RESERVE_BYTES, STEP_BYTES
+from duoka.hardware.fleet import Fleet
 
 from .recordings import DIRECTORY, replay
 
@@ -29,7 +31,7 @@ def stepped(free_mib: int) -> int:
 
 @pytest.fixture(autouse=True)
 def unrestricted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(cuda.VARIABLE, raising=False)
+    monkeypatch.delenv(cuda_driver.VARIABLE, raising=False)
 
 
 def refused(which: str | None, message: str) -> str:
@@ -78,7 +80,7 @@ def test_without_a_choice_all_are_taken(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_cuda_visible_devices_gives_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = replay(monkeypatch, "eight-3090", visible=[3, 5, 2])
-    monkeypatch.setenv(cuda.VARIABLE, "3,5,2")
+    monkeypatch.setenv(cuda_driver.VARIABLE, "3,5,2")
     fleet = Fleet.detect("2,3")
     assert fleet.names == ("cuda:2", "cuda:0")
     assert [device.uuid for device in fleet.devices] == recording.uuids[2:4]
@@ -87,19 +89,19 @@ def test_cuda_visible_devices_gives_other_numbers(monkeypatch: pytest.MonkeyPatc
 
 def test_a_hidden_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     replay(monkeypatch, "eight-3090", visible=[0, 1])
-    monkeypatch.setenv(cuda.VARIABLE, "0,1")
+    monkeypatch.setenv(cuda_driver.VARIABLE, "0,1")
     hint = refused("2,3", "GPU 2 can't be used: it is hidden .* by CUDA_VISIBLE_DEVICES='0,1'")
     advice, _, *lines = hint.splitlines()
     assert advice.startswith("leave CUDA_VISIBLE_DEVICES out, or name it there: GPU-")
     assert len(lines) == 8
     assert [line.count("  hidden") for line in lines] == [0, 0, 1, 1, 1, 1, 1, 1]
-    monkeypatch.delenv(cuda.VARIABLE)
+    monkeypatch.delenv(cuda_driver.VARIABLE)
     refused("2", "hidden from this process by CUDA$")
 
 
 def test_all_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     replay(monkeypatch, "fastest-first", visible=[])
-    monkeypatch.setenv(cuda.VARIABLE, "")
+    monkeypatch.setenv(cuda_driver.VARIABLE, "")
     hint = refused(None, "no GPU can be used")
     assert hint.count("  hidden") == 2
     refused("0", "hidden from this process by CUDA_VISIBLE_DEVICES=''")
@@ -129,7 +131,7 @@ def test_an_ambiguous_beginning_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     recording = replay(monkeypatch, "fastest-first")
     recording.data["devices"][0]["nvmlDeviceGetUUID"] = "GPU-ab0"
     recording.data["devices"][1]["nvmlDeviceGetUUID"] = "GPU-ab01"
-    monkeypatch.setattr(cuda, "visible_uuids", lambda: ("ab0", "ab01"))
+    monkeypatch.setattr(cuda_driver, "visible_uuids", lambda: ("ab0", "ab01"))
     refused("GPU-ab", "2 GPUs have UUIDs that begin with 'GPU-ab'")
     assert Fleet.detect("GPU-AB0").names == ("cuda:0",)
 
@@ -258,11 +260,11 @@ def test_a_lost_gpu_that_keeps_cuda_from_all(monkeypatch: pytest.MonkeyPatch) ->
         raise FleetError("CUDA's driver fails", hint="restart")
 
     replay(monkeypatch, "fell-off")
-    monkeypatch.setattr(cuda, "visible_uuids", fail)
+    monkeypatch.setattr(cuda_driver, "visible_uuids", fail)
     message = r"fails; there is no answer from GPU 1 \(GPU is lost\), GPU 3 \(GPU is lost\)"
     assert "name the others by their UUIDs in CUDA_VISIBLE_DEVICES" in refused(None, message)
     replay(monkeypatch, "busy")
-    monkeypatch.setattr(cuda, "visible_uuids", fail)
+    monkeypatch.setattr(cuda_driver, "visible_uuids", fail)
     assert refused(None, "^CUDA's driver fails$") == "restart"
 
 
@@ -339,7 +341,7 @@ def test_more_gpus_than_can_be_planned_for(monkeypatch: pytest.MonkeyPatch) -> N
     recording.data["devices"] = [
         {**card, "nvmlDeviceGetUUID": f"GPU-{index:04}"} for index in range(70)
     ]
-    monkeypatch.setattr(cuda, "visible_uuids", lambda: tuple(f"{i:04}" for i in range(70)))
+    monkeypatch.setattr(cuda_driver, "visible_uuids", lambda: tuple(f"{i:04}" for i in range(70)))
     assert len(Fleet.detect().devices) == 64
 
 

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from duoka import cuda, virtual
-from duoka.devices import give_back, materialise, memory, reset_peaks, synchronize
+from duoka import virtual
 from duoka.errors import FleetError
-from duoka.fleet import Device, Fleet
+from duoka.hardware import cuda_driver
+from duoka.hardware.device import Device
+from duoka.hardware.fleet import Fleet
+from duoka.runtime.devices import give_back, materialise, memory, reset_peaks, synchronize
 
 MIB = 2**20
 
@@ -109,7 +111,7 @@ def test_another_gpu_under_the_same_name_is_refused() -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_instances_are_known_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "visible_uuids", lambda: ("ab-9",))
+    monkeypatch.setattr(cuda_driver, "visible_uuids", lambda: ("ab-9",))
     materialise(gpu(0, "MIG-ab-9"))
     with pytest.raises(FleetError, match=r"torch sees RTX 0 .MIG-ab-9., the fleet has X .MIG-ab-8"):
         materialise(gpu(0, "MIG-ab-8"))

@@ -12,9 +12,9 @@ import towers
 from transformers import PreTrainedModel
 
 from duoka import Placement, Workload
-from duoka.api import without_data
-from duoka.checks import check
-from duoka.images import image_inputs
+from duoka.api.check import check
+from duoka.api.plan import without_data
+from duoka.runtime.image_inputs import image_inputs
 from duoka.tracing import Subject, trace_call
 
 FAST = (

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import duoka
 from duoka import virtual
-from duoka.dispatching import tensor_names
+from duoka.runtime.dispatch.place import tensor_names
 
 from . import families
 

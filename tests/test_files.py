@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from duoka.files import read_text, write_whole
+from duoka.base.files import read_text, write_whole
 
 
 def test_text_survives_a_file(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from duoka import catalogue
+from duoka.base.serialization import from_dict, to_dict
 from duoka.errors import DuokaError, FleetError, UsageError
-from duoka.fleet import MAX_DEVICES, RESERVE_BYTES, Device, Fleet, Link
-from duoka.serial import from_dict, to_dict
+from duoka.hardware import catalogue
+from duoka.hardware.device import MAX_DEVICES, RESERVE_BYTES, Device, Link
+from duoka.hardware.fleet import Fleet
 
 from .fuzzing import fuzz
 from .recordings import replay

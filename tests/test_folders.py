@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from duoka.checkpoint import Checkpoint
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.checkpoint.directory import LocalFolder
 from duoka.errors import CheckpointError
-from duoka.folders import LocalFolder
 
 WAIT = "wait until the download is done, or start it again"
 POINTER = (
@@ -235,7 +235,7 @@ def test_pickles_shorter_than_their_index_says(directory: Path) -> None:
 def test_a_header_that_changes_while_it_is_read(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from duoka import folders
+    from duoka.checkpoint import directory as folders
 
     def read_and_touch(path: Path) -> dict[str, object]:
         os.utime(path, ns=(time.time_ns(), time.time_ns()))
@@ -247,5 +247,5 @@ def test_a_header_that_changes_while_it_is_read(
 
 
 def test_a_directory_with_too_many_files(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("duoka.folders._MOST_ENTRIES", 2)
+    monkeypatch.setattr("duoka.checkpoint.directory._MOST_ENTRIES", 2)
     assert refused(directory)[0] == f"{directory} holds more than 2 files"

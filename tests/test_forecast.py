@@ -16,12 +16,13 @@ import towers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duoka import Fleet, Workload, models, replay
-from duoka.constraints import Constraints
-from duoka.forecast import Costs, DeviceForecast, Findings
-from duoka.planner import Question, attempt, solve
-from duoka.profile import Profile, Tape
-from duoka.replay import Replay
+from duoka import Fleet, Workload, models
+from duoka.forecast import replay
+from duoka.forecast.forecast import Costs, DeviceForecast, Findings
+from duoka.forecast.profile import Profile, Tape
+from duoka.forecast.replay import Replay
+from duoka.planner.constraints import Constraints
+from duoka.planner.planner import Question, attempt, solve
 from duoka.tracing import Subject, trace_workload
 
 from . import tiny

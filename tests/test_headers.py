@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from duoka.checkpoint.headers import read_header, read_index
 from duoka.errors import CheckpointError
-from duoka.headers import read_header, read_index
 
 
 def write_header(path: Path, header: object, data: bytes = b"") -> None:

@@ -6,8 +6,9 @@ import pytest
 
 from duoka import Device, Fleet
 from duoka.errors import FleetError
-from duoka.host import available_bytes, fleet_for
-from duoka.maps import DeviceMap
+from duoka.hardware.host import available_bytes
+from duoka.planner.device_map import DeviceMap
+from duoka.planner.limits import fleet_for
 
 FLEET = Fleet.parse("virtual:2x1GiB")
 GIB = 2**30
@@ -49,6 +50,6 @@ def test_the_cpu_is_in_the_fleet_when_a_map_names_it() -> None:
 
 
 def test_memory_that_nobody_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("duoka.host.available_bytes", lambda: None)
+    monkeypatch.setattr("duoka.hardware.host.available_bytes", lambda: None)
     with pytest.raises(FleetError, match="isn't known"):
         fleet_for(FLEET, DeviceMap.of("cpu"))

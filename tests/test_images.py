@@ -11,10 +11,10 @@ from transformers import Glm4vConfig, LlamaConfig, PreTrainedModel
 
 import duoka
 from duoka import Constraints, Workload, models, virtual
-from duoka.answering import whole_prompt
 from duoka.errors import ModelError, UsageError
-from duoka.images import image_inputs, prompts_for
-from duoka.planner import Question, solve
+from duoka.planner.planner import Question, solve
+from duoka.planner.workloads import whole_prompt
+from duoka.runtime.image_inputs import image_inputs, prompts_for
 
 from . import tiny
 

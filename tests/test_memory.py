@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from replaying import MEMORIES, MIB, NewMemory, Piece, PlainAllocator, only_compiled
 
-from duoka.allocator import END_OF_ADDRESSES, OutOfCapacity
-from duoka.memory import (
+from duoka.forecast.allocator import END_OF_ADDRESSES, OutOfCapacity
+from duoka.forecast.device_memory import (
     BACK,
     CompiledMemory,
     Held,
@@ -48,7 +48,7 @@ def test_it_is_compiled_where_it_can_be() -> None:
     hint = "build it again: rm -f .venv/.duoka-installed && make test, or pip install -e ."
     assert CompiledMemory is not None, hint
     assert type(new_memory(None)) is CompiledMemory
-    built = Path(str(sys.modules["duoka._memory"].__file__))
+    built = Path(str(sys.modules["duoka.forecast._memory"].__file__))
     sources = [path for path in built.parent.iterdir() if path.suffix in (".c", ".h")]
     assert all(path.stat().st_mtime <= built.stat().st_mtime for path in sources), hint
 

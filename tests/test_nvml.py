@@ -7,8 +7,8 @@ import os
 import pynvml
 import pytest
 
-from duoka import nvml
 from duoka.errors import FleetError
+from duoka.hardware import nvml
 
 from .recordings import NAMES, Recording, replay
 

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from duoka import Device, Fleet, Plan, Workload, check, load, models
 from duoka import plan as plan_model
-from duoka.checker.proof import prove
-from duoka.constraints import Constraints
+from duoka.checker.prove import prove
 from duoka.errors import FleetError, FormatError, InfeasibleError, UsageError
-from duoka.offloads import candidates, offloadable, weight_bytes
-from duoka.planner import Question, solve
-from duoka.profile import Profile
+from duoka.forecast.profile import Profile
+from duoka.planner.constraints import Constraints
+from duoka.planner.offload import candidates, offloadable, weight_bytes
+from duoka.planner.planner import Question, solve
 from duoka.tracing import Subject, trace
 
 from . import tiny
@@ -248,6 +248,6 @@ def test_more_than_the_host_has_is_refused_before_anything_is_read(
 ) -> None:
     work = Workload(prompt_tokens=300, new_tokens=20)
     plan = plan_model(checkpoint, "virtual:44MiB", work, constraints=OFFLOAD)
-    monkeypatch.setattr("duoka.host.available_bytes", lambda: 1000)
+    monkeypatch.setattr("duoka.hardware.host.available_bytes", lambda: 1000)
     with pytest.raises(FleetError, match="of weights in the host's memory, and 1000 B"):
         load(plan)

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from duoka import Fleet
+from duoka.base.serialization import from_dict, to_dict
 from duoka.errors import PlacementError
-from duoka.placement import Placement
-from duoka.serial import from_dict, to_dict
+from duoka.planner.placement import Placement
 
 from . import tiny
 

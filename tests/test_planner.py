@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from duoka import Device, Fleet, Workload
-from duoka.constraints import Constraints
-from duoka.demands import usable
 from duoka.errors import InfeasibleError, UsageError
-from duoka.forecast import Costs
-from duoka.planner import Question, solve, with_chunks
-from duoka.profile import Profile
+from duoka.forecast.forecast import Costs
+from duoka.forecast.profile import Profile
+from duoka.planner.constraints import Constraints
+from duoka.planner.limits import usable
+from duoka.planner.planner import Question, solve, with_chunks
 
 from . import tiny
 from .tiny import MIB

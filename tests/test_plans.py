@@ -10,10 +10,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-import duoka.plans
+import duoka.planner.plan
 from duoka import Device, Fleet, Link, Plan, Workload
 from duoka.errors import FleetError, FormatError
-from duoka.planner import Question, solve
+from duoka.planner.planner import Question, solve
 
 from . import tiny
 from .tiny import MIB
@@ -74,7 +74,7 @@ def test_another_version_is_refused(plan: Plan, version: Any) -> None:
     assert caught.value.hint == "make the plan again"
 
 
-@pytest.mark.parametrize("text", ["{}", '{"format": "duoka.profile", "version": 1}'])
+@pytest.mark.parametrize("text", ["{}", '{"format": "duoka.forecast.profile", "version": 1}'])
 def test_what_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(FormatError, match="no plan"):
         Plan.from_json(text)
@@ -165,7 +165,7 @@ def test_a_folder_that_is_not_there_is_a_users_mistake(plan: Plan, tmp_path: Pat
 
 # ── the schema ──
 
-SCHEMA = Path(duoka.plans.__file__).with_name("plan.schema.json")
+SCHEMA = Path(duoka.planner.plan.__file__).with_name("plan.schema.json")
 
 
 def test_the_schema_in_the_package_is_the_dataclasses() -> None:
@@ -279,7 +279,7 @@ def test_where_nobody_tells_memory_declared_gpus_are_believed(
 ) -> None:
     declared = Plan.from_json(plan.to_json().replace("vgpu", "cuda"))
     monkeypatch.setattr(Fleet, "detect", fails("no GPU can be used"))
-    monkeypatch.setattr(duoka.plans, "tells_memory", lambda: tells)
+    monkeypatch.setattr(duoka.planner.plan, "tells_memory", lambda: tells)
     assert plan.here() is plan  # it is on virtual GPUs
     if not tells:
         assert declared.here() is declared
@@ -315,7 +315,7 @@ def test_a_newer_version_is_refused_clearly(plan: Plan) -> None:
 def test_a_file_of_any_length_or_kind_costs_nothing(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(duoka.plans, "_MAX_BYTES", 100)
+    monkeypatch.setattr(duoka.planner.plan, "_MAX_BYTES", 100)
     plan.save(tmp_path / "plan.json")
     with pytest.raises(FormatError, match="more than 100 bytes"):
         Plan.load(tmp_path / "plan.json")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from duoka.checkpoint.headers import TensorInfo
+from duoka.checkpoint.quantized import METHODS, method_of, sort_tensors, without_quantization
 from duoka.errors import ModelError
-from duoka.headers import TensorInfo
-from duoka.prequantized import METHODS, method_of, sort_tensors, without_quantization
 
 
 @pytest.mark.parametrize("name", METHODS)

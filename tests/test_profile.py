@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from duoka.base.serialization import from_dict, to_dict
 from duoka.errors import ModelError, UsageError
-from duoka.profile import MONOMIALS, Profile, Regime, evaluate, monomials
-from duoka.serial import from_dict, to_dict
+from duoka.forecast.profile import MONOMIALS, Profile, Regime, evaluate, monomials
 
 from . import tiny
 

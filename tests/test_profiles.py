@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from duoka import Workload, profiles
-from duoka.files import cache_directory
-from duoka.profiles import find_profile, keep_profile
+from duoka import Workload
+from duoka.base.files import cache_directory
+from duoka.forecast import profile_cache
+from duoka.forecast.profile_cache import find_profile, keep_profile
 
 from . import tiny
 
@@ -52,9 +53,9 @@ def test_a_profile_for_one_workload_serves_that_one_alone() -> None:
 @pytest.mark.parametrize("package", ["torch", "transformers", "duoka"])
 def test_other_versions_trace_again(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_profile(PROFILE, LOAD)
-    real = profiles.version
+    real = profile_cache.version
     monkeypatch.setattr(
-        profiles, "version", lambda name: "0.0.1" if name == package else real(name)
+        profile_cache, "version", lambda name: "0.0.1" if name == package else real(name)
     )
     assert find_profile("made up", LOAD) is None
 
@@ -106,8 +107,8 @@ def test_a_cached_profile_is_planned_without_torch() -> None:
     code = """
 import sys
 from duoka import Fleet, Workload
-from duoka.planner import Question, solve
-from duoka.profiles import find_profile
+from duoka.planner.planner import Question, solve
+from duoka.forecast.profile_cache import find_profile
 
 workload = Workload(prompt_tokens=100, new_tokens=10, dtype="bfloat16")
 profile = find_profile("made up", workload)

@@ -26,11 +26,11 @@ import typer
 
 import duoka
 from duoka import errors
-from duoka.answering import workload_for
-from duoka.api import profile_checkpoint
-from duoka.cli import failures
+from duoka.api.plan import profile_checkpoint
+from duoka.cli import errors as failures
 from duoka.cli.main import app, run
-from duoka.planner import Question, attempt
+from duoka.planner.planner import Question, attempt
+from duoka.planner.workloads import workload_for
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [

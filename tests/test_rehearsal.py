@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rehearsing import Layer, load
 
-from duoka import rehearsal
-from duoka.allocator import rounded_bytes
 from duoka.errors import UsageError
-from duoka.rehearsal import Rehearsal, in_flight
-from duoka.replay import StageBytes
-from duoka.workload import Training
+from duoka.forecast import replay_training as rehearsal
+from duoka.forecast.allocator import rounded_bytes
+from duoka.forecast.replay import StageBytes
+from duoka.forecast.replay_training import Rehearsal, in_flight
+from duoka.forecast.workload import Training
 
 KIB = 1024
 MIB = 2**20

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duoka import replay
-from duoka.allocator import LARGE_SEGMENT_BYTES
-from duoka.replay import Replay, StageBytes
-from duoka.workload import Workload
+from duoka.forecast import replay
+from duoka.forecast.allocator import LARGE_SEGMENT_BYTES
+from duoka.forecast.replay import Replay, StageBytes
+from duoka.forecast.workload import Workload
 
 from . import tiny
 from .tiny import MIB

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from duoka import Device, Fleet, Link, Workload
-from duoka.constraints import Constraints
 from duoka.errors import InfeasibleError, UsageError
-from duoka.planner import Question, attempt
-from duoka.plans import Plan
-from duoka.profile import Profile
-from duoka.replicas import plan_replicas
-from duoka.search import Objective
+from duoka.forecast.profile import Profile
+from duoka.planner.constraints import Constraints
+from duoka.planner.plan import Plan
+from duoka.planner.planner import Question, attempt
+from duoka.planner.replicas import plan_replicas
+from duoka.planner.search import Objective
 
 from . import tiny
 from .tiny import MIB

@@ -10,11 +10,11 @@ import jsonschema
 import pytest
 from reports import bad_report, good_report
 
-import duoka.report
+import duoka.report.check_report
 from duoka.errors import Faults
-from duoka.report import PeakMemory, Report, Stop
+from duoka.report.check_report import PeakMemory, Report, Stop
 
-SCHEMA = Path(duoka.report.__file__).with_name("report.schema.json")
+SCHEMA = Path(duoka.report.check_report.__file__).with_name("report.schema.json")
 
 
 def validator() -> Any:

@@ -14,9 +14,9 @@ import pytest
 from reports import bad_report, cache_fault, good_report, loss_fault, table_fault, write_model
 from sarif_form import SCHEMA, Json
 
-from duoka import sarif
 from duoka.errors import Faults
-from duoka.report import Fault, Kind, Place, Report
+from duoka.report import sarif
+from duoka.report.check_report import Fault, Kind, Place, Report
 
 
 def log_of(report: Report, root: Path) -> Json:

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from duoka import schedules
-from duoka.schedules import Passes, pipeline_seconds
+from duoka.forecast import schedules
+from duoka.forecast.schedules import Passes, pipeline_seconds
 
 
 def passes_of(schedule: str, place: int, number: int) -> list[tuple[str, int]]:

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from replaying import MEMORIES, NewMemory, Peaks, only_compiled, plain_run, replays_on
 from tiny import MIB
 
-from duoka.memory import CompiledMemory, PlainMemory, sizes_of
-from duoka.profile import Key, Profile
-from duoka.rehearsal import replay_of
-from duoka.replay import Replay
-from duoka.scores import Score, Scoring, Writer
-from duoka.tapes import DROP, KEEP, MALLOC, RELEASE, RELEASE_FAR, Event, Part
-from duoka.workload import Workload
+from duoka.forecast.alloc_events import DROP, KEEP, MALLOC, RELEASE, RELEASE_FAR, Event, Part
+from duoka.forecast.alloc_program import Score, Scoring, Writer
+from duoka.forecast.device_memory import CompiledMemory, PlainMemory, sizes_of
+from duoka.forecast.profile import Key, Profile
+from duoka.forecast.replay import Replay
+from duoka.forecast.replay_training import replay_of
+from duoka.forecast.workload import Workload
 
 on_both = pytest.mark.parametrize("new_memory", MEMORIES)
 MADE_UP = [

@@ -26,8 +26,9 @@ from searching import (
 )
 
 from duoka.errors import UsageError
-from duoka.fleet import Fleet, Link
-from duoka.search import NoPlacement, Objective, Solution, search
+from duoka.hardware.device import Link
+from duoka.hardware.fleet import Fleet
+from duoka.planner.search import NoPlacement, Objective, Solution, search
 
 
 def check(case: Case, objective: Objective) -> Solution | None:

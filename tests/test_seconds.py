@@ -10,13 +10,13 @@ import rehearsing
 
 from duoka import Device, Fleet, Workload
 from duoka.errors import FormatError
-from duoka.fleet import Link
-from duoka.forecast import Costs
-from duoka.planner import Question, solve
-from duoka.profile import Kind, Profile
-from duoka.rehearsal import replay_of
-from duoka.schedules import Passes, pipeline_seconds
-from duoka.seconds import LAUNCH_SECONDS, Times, rate
+from duoka.forecast.forecast import Costs
+from duoka.forecast.latency import LAUNCH_SECONDS, Times, rate
+from duoka.forecast.profile import Kind, Profile
+from duoka.forecast.replay_training import replay_of
+from duoka.forecast.schedules import Passes, pipeline_seconds
+from duoka.hardware.device import Link
+from duoka.planner.planner import Question, solve
 
 from . import tiny
 from .tiny import MIB

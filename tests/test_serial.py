@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from duoka.base.serialization import from_dict, parse_json_object, to_dict
 from duoka.errors import FormatError, UsageError
-from duoka.serial import from_dict, parse_json_object, to_dict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from duoka import Placement
+from duoka.checker.split import splits
 from duoka.errors import UsageError
-from duoka.splits import splits
 from duoka.testing import assert_device_safe
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -16,13 +16,13 @@ from rehearsing import Layer, load
 
 from duoka import Constraints, Device, Fleet
 from duoka.errors import InfeasibleError
-from duoka.fleet import Link
-from duoka.forecast import Costs
-from duoka.planner import Question, attempt, solve
-from duoka.profile import Profile
-from duoka.rehearsal import in_flight
-from duoka.search import Limits, NoPlacement, search
-from duoka.training_costs import TrainingCosts, costs_of
+from duoka.forecast.costs import TrainingCosts, costs_of
+from duoka.forecast.forecast import Costs
+from duoka.forecast.profile import Profile
+from duoka.forecast.replay_training import in_flight
+from duoka.hardware.device import Link
+from duoka.planner.planner import Question, attempt, solve
+from duoka.planner.search import Limits, NoPlacement, search
 
 MIB = 2**20
 

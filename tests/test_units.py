@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from duoka.base.units import format_bytes, format_count, parse_bytes
 from duoka.errors import DuokaError, UsageError
-from duoka.units import format_bytes, format_count, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from duoka.base.serialization import from_dict, to_dict
 from duoka.errors import UsageError
-from duoka.replay import Replay
-from duoka.serial import from_dict, to_dict
-from duoka.workload import DTYPE_BYTES, Training, Workload
+from duoka.forecast.replay import Replay
+from duoka.forecast.workload import DTYPE_BYTES, Training, Workload
 
 from . import tiny
 

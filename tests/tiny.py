@@ -15,13 +15,25 @@ from typing import Any
 import torch
 
 from duoka import Fleet, Placement, Plan, Workload, models, virtual
-from duoka.dispatching import dispatch
-from duoka.images import prompts_for
-from duoka.outline import NamedTensor, Roster
-from duoka.planner import with_chunks
-from duoka.profile import MONOMIALS, Block, Kind, Phase, Profile, Read, Ref, Regime, Rule, Tape
-from duoka.tracing import Irregular, Stepper, Subject, trace, trace_workload
-from duoka.workload import Conditions
+from duoka.forecast.profile import (
+    MONOMIALS,
+    Block,
+    Kind,
+    Phase,
+    Profile,
+    Read,
+    Ref,
+    Regime,
+    Rule,
+    Tape,
+)
+from duoka.forecast.tensor_names import NamedTensor, Roster
+from duoka.forecast.workload import Conditions
+from duoka.planner.planner import with_chunks
+from duoka.runtime.dispatch.dispatch import dispatch
+from duoka.runtime.image_inputs import prompts_for
+from duoka.runtime.steps import Stepper
+from duoka.tracing import Irregular, Subject, trace, trace_workload
 
 MIB = 2**20
 ENDLESS = 2**40

@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING, Any
 from . import errors
 
 if TYPE_CHECKING:
-    from .api import dispatch, load, plan, plan_replicas
-    from .checkpoint import Checkpoint
-    from .checks import check
-    from .comparison import compare
-    from .constraints import Constraints
-    from .explanation import explain
-    from .exports import export
-    from .fleet import Device, Fleet, Link
-    from .forecast import Forecast
-    from .placement import Placement
-    from .plans import Plan
-    from .repairs.repair import repair
-    from .workload import Training, Workload
+    from .api.check import check
+    from .api.plan import dispatch, load, plan, plan_replicas
+    from .checker.fix.fix import repair
+    from .checkpoint.checkpoint import Checkpoint
+    from .forecast.forecast import Forecast
+    from .forecast.workload import Training, Workload
+    from .hardware.device import Device, Link
+    from .hardware.fleet import Fleet
+    from .planner.compare import compare
+    from .planner.constraints import Constraints
+    from .planner.explain import explain
+    from .planner.placement import Placement
+    from .planner.plan import Plan
+    from .report.export import export
 
 __version__ = "0.1.0"
 __all__ = [
@@ -51,30 +52,31 @@ __all__ = [
     "repair",
 ]
 
-_ROOMS = {
-    "Checkpoint": "checkpoint",
-    "Constraints": "constraints",
-    "Device": "fleet",
-    "Fleet": "fleet",
-    "Forecast": "forecast",
-    "Link": "fleet",
-    "Placement": "placement",
-    "Plan": "plans",
-    "Training": "workload",
-    "Workload": "workload",
-    "check": "checks",
-    "compare": "comparison",
-    "dispatch": "api",
-    "explain": "explanation",
-    "export": "exports",
-    "load": "api",
-    "plan": "api",
-    "plan_replicas": "api",
-    "repair": "repairs",
+# Where each public name is defined.
+_MODULES = {
+    "Checkpoint": "checkpoint.checkpoint",
+    "Constraints": "planner.constraints",
+    "Device": "hardware.device",
+    "Fleet": "hardware.fleet",
+    "Forecast": "forecast.forecast",
+    "Link": "hardware.device",
+    "Placement": "planner.placement",
+    "Plan": "planner.plan",
+    "Training": "forecast.workload",
+    "Workload": "forecast.workload",
+    "check": "api.check",
+    "compare": "planner.compare",
+    "dispatch": "api.plan",
+    "explain": "planner.explain",
+    "export": "report.export",
+    "load": "api.plan",
+    "plan": "api.plan",
+    "plan_replicas": "api.plan",
+    "repair": "checker.fix.fix",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return getattr(import_module(f".{_ROOMS[name]}", __name__), name)
+    if name in _MODULES:
+        return getattr(import_module(f".{_MODULES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

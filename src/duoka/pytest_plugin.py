@@ -10,6 +10,6 @@ import pytest
 @pytest.fixture
 def assert_device_safe() -> Callable[..., None]:
     """`duoka.testing.assert_device_safe`, imported with torch when a test first uses it."""
-    from .testing import assert_device_safe
+    from duoka.testing import assert_device_safe
 
     return assert_device_safe

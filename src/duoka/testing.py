@@ -7,14 +7,14 @@ from typing import Any, TypedDict, Unpack
 
 from torch import nn
 
-from .checks import Inputs, Where, check
-from .errors import UsageError
-from .fleet import Fleet
-from .placement import Placement
-from .plans import Plan
-from .render import plain, render_report
-from .splits import splits
-from .workload import Workload
+from duoka.api.check import Inputs, Where, check
+from duoka.checker.split import splits
+from duoka.errors import UsageError
+from duoka.forecast.workload import Workload
+from duoka.hardware.fleet import Fleet
+from duoka.planner.placement import Placement
+from duoka.planner.plan import Plan
+from duoka.report.terminal import plain, render_report
 
 _STAGES = (2, 3)
 

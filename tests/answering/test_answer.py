@@ -10,11 +10,11 @@ import tiny
 from tiny import MIB
 
 from duoka import Checkpoint, Workload
-from duoka.answering import answer_checkpoint
-from duoka.constraints import Constraints
 from duoka.errors import InfeasibleError
-from duoka.planner import Question
-from duoka.profile import Profile
+from duoka.forecast.profile import Profile
+from duoka.planner.constraints import Constraints
+from duoka.planner.planner import Question
+from duoka.planner.resolve import answer_checkpoint
 
 WORK = Workload(prompt_tokens=700, new_tokens=40, quantize="auto", prefill_chunk_tokens=None)
 SHARES = {"none": 1.0, "int8": 0.5, "int4": 0.25}

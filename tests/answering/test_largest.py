@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from tiny import MIB
 
 from duoka import Workload
-from duoka.answering import find as answer
-from duoka.answering.largest import candidates, find_largest
-from duoka.constraints import Constraints
 from duoka.errors import InfeasibleError, UsageError
-from duoka.maps import DeviceMap
-from duoka.planner import Question, attempt
-from duoka.plans import Largest
-from duoka.profile import Profile
+from duoka.forecast.profile import Profile
+from duoka.planner.constraints import Constraints
+from duoka.planner.device_map import DeviceMap
+from duoka.planner.max_workload import candidates, find_largest
+from duoka.planner.modes import find as answer
+from duoka.planner.plan import Largest
+from duoka.planner.planner import Question, attempt
 
 LOAD = Workload(prompt_tokens=700, new_tokens=40, dtype="bfloat16")
 

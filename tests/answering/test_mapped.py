@@ -15,13 +15,13 @@ import tiny
 from tiny import MIB
 
 from duoka import Device, Fleet, Plan, Workload, answering
-from duoka.answering import find as answer
 from duoka.errors import InfeasibleError, PlacementError, UsageError
-from duoka.maps import DeviceMap
-from duoka.planner import Question, solve
-from duoka.profile import Profile
-from duoka.profiles import keep_profile
-from duoka.replay import Replay
+from duoka.forecast.profile import Profile
+from duoka.forecast.profile_cache import keep_profile
+from duoka.forecast.replay import Replay
+from duoka.planner.device_map import DeviceMap
+from duoka.planner.modes import find as answer
+from duoka.planner.planner import Question, solve
 
 LOAD = Workload(prompt_tokens=700, new_tokens=40, dtype="bfloat16", prefill_chunk_tokens=None)
 LAYERS = tiny.made_up([60 * MIB, *[40 * MIB] * 6, 60 * MIB], tiny.Costs(cache=2048))
@@ -210,9 +210,9 @@ import sys
 from duoka import Fleet, Workload
 from duoka.errors import PlacementError
 from duoka.answering import find as answer
-from duoka.maps import DeviceMap
-from duoka.planner import Question
-from duoka.profiles import find_profile
+from duoka.planner.device_map import DeviceMap
+from duoka.planner.planner import Question
+from duoka.forecast.profile_cache import find_profile
 
 load = Workload(prompt_tokens=100, new_tokens=10, dtype="bfloat16")
 profile = find_profile("made up", load)

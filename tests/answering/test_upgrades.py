@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import tiny
 
-from duoka import Fleet, Workload, catalogue
-from duoka.answering.upgrades import Upgrade, upgrades
+from duoka import Fleet, Workload
 from duoka.errors import InfeasibleError
-from duoka.fleet.editing import with_more, with_replaced
-from duoka.planner import Question, attempt, conceivable, solve
-from duoka.profile import Profile
+from duoka.forecast.profile import Profile
+from duoka.hardware import catalogue
+from duoka.hardware.editing import with_more, with_replaced
+from duoka.planner.gpu_upgrades import Upgrade, upgrades
+from duoka.planner.planner import Question, attempt, conceivable, solve
 
 GIB = 2**30
 LOAD = Workload(prompt_tokens=700, new_tokens=40, dtype="bfloat16", prefill_chunk_tokens=None)

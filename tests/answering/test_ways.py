@@ -11,12 +11,13 @@ import tiny
 from tiny import MIB
 
 from duoka import Fleet, Plan, Workload
-from duoka.answering import answer, find
-from duoka.constraints import Constraints
 from duoka.errors import InfeasibleError, ModelError, WayOut
-from duoka.maps import DeviceMap
-from duoka.planner import Question, solve
-from duoka.profile import Profile
+from duoka.forecast.profile import Profile
+from duoka.planner.constraints import Constraints
+from duoka.planner.device_map import DeviceMap
+from duoka.planner.modes import find
+from duoka.planner.planner import Question, solve
+from duoka.planner.resolve import answer
 
 LOAD = Workload(prompt_tokens=3000, new_tokens=40, batch=4, dtype="bfloat16")
 WEIGHTS = [60 * MIB, *[40 * MIB] * 6, 60 * MIB]

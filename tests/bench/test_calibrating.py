@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from duoka import calibration
-from duoka.bench import calibrate, calibrating
-from duoka.calibration import Calibration, GpuFigures
 from duoka.cli.main import run
 from duoka.errors import FleetError, MachineError
-from duoka.fleet import Device, Fleet
+from duoka.hardware import calibration
+from duoka.hardware.calibration import Calibration, GpuFigures
+from duoka.hardware.device import Device
+from duoka.hardware.fleet import Fleet
+from duoka.tools.bench import calibrate
+from duoka.tools.bench import calibrate as calibrating
 
 from ..recordings import replay
 

@@ -16,12 +16,12 @@ from torch.nn import functional as F
 
 import duoka
 from duoka import Checkpoint, Fleet, Workload
-from duoka.bench import Windows, measure_quality, windows_for
 from duoka.cli.main import run
-from duoka.demo.checkpoint import CONFIG
 from duoka.errors import UsageError
-from duoka.models.tokenization import load_tokenizer
-from duoka.planner import Question
+from duoka.models.text.tokenizer import load_tokenizer
+from duoka.planner.planner import Question
+from duoka.tools.bench import Windows, measure_quality, windows_for
+from duoka.tools.demo.checkpoint import CONFIG
 
 TEXT = "What is a GPU? Two of them hold what one does not. " * 4
 TINY = {**CONFIG, "hidden_size": 128, "ffn_hidden_size": 192, "num_layers": 2, "seq_length": 256}

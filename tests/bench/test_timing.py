@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from duoka.bench import timing
-from duoka.bench.timing import Call, best_rate, median_seconds
 from duoka.errors import FleetError
+from duoka.tools.bench import timing
+from duoka.tools.bench.timing import Call, best_rate, median_seconds
 
 
 class Clock:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from duoka import virtual
-from duoka.checker.borrowing import borrowed
+from duoka.checker.snapshot import borrowed
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ import duoka
 from duoka import Workload, models
 from duoka.checker import prove
 from duoka.errors import ModelError, PlacementError, UsageError
-from duoka.report import Report
+from duoka.report.check_report import Report
 from duoka.virtual import VirtualTensor
 
 from .. import tiny

@@ -14,9 +14,9 @@ from transformers.models.llama import modeling_llama
 from duoka import Device, Fleet, Placement, Plan, Workload, models, virtual
 from duoka.checker import prove
 from duoka.errors import PlacementError, ProofError
-from duoka.planner import Question, solve
+from duoka.planner.planner import Question, solve
 from duoka.tracing import Subject
-from duoka.tracing.training import trace_training_workload
+from duoka.tracing.trace_training import trace_training_workload
 
 from .. import tiny
 from ..tiny import MIB
@@ -63,7 +63,7 @@ def test_a_good_plan_passes_and_is_measured(plan: Plan) -> None:
 def test_the_proof_goes_to_the_end_of_the_context(
     plan: Plan, new_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from duoka.checker import proof
+    from duoka.checker import prove as proof
 
     ends = []
     real = proof.Stepper.step

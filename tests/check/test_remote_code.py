@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from duoka import Checkpoint, Workload
-from duoka.checks import check
+from duoka.api.check import check
 from duoka.errors import ModelError
-from duoka.report import Report
+from duoka.report.check_report import Report
 
 SOURCES = Path(__file__).parent / "remote"
 CONFIG = {

@@ -11,9 +11,9 @@ from rich.cells import cell_len
 from sarif_form import SCHEMA
 
 import duoka
-from duoka import sarif
-from duoka.render import plain, render_report
-from duoka.report import Report
+from duoka.report import sarif
+from duoka.report.check_report import Report
+from duoka.report.terminal import plain, render_report
 
 CASES = (
     "fault_cache_gathered_at_prefill",

@@ -12,7 +12,7 @@ from seeded import Case
 
 import duoka
 from duoka import Workload
-from duoka.demo.checkpoint import CONFIG
+from duoka.tools.demo.checkpoint import CONFIG
 
 SITUATIONS = Path(__file__).parent / "situations"
 TINY = {

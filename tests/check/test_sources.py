@@ -8,14 +8,8 @@ import torch
 from torch import nn
 
 from duoka.checker.expressions import Expressions
-from duoka.checker.sources import (
-    assigned_to,
-    is_named,
-    place_of,
-    returned,
-    spot_of,
-)
-from duoka.report import Place
+from duoka.checker.source_map import assigned_to, is_named, place_of, returned, spot_of
+from duoka.report.check_report import Place
 
 
 def texts(*tensors: Any, direct: bool = True) -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 from checkpoints import write_random
 
 from duoka.cli.main import run
-from duoka.demo.checkpoint import CONFIG
+from duoka.tools.demo.checkpoint import CONFIG
 
 # Whoever runs the tests in the background has them ignore Ctrl-C, and programs inherit that.
 MAIN = (

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import duoka
-from duoka.cli.copies import files, read_number
+from duoka.cli.replicas import files, read_number
 from duoka.errors import UsageError
 
 from .conftest import SIZES, Program

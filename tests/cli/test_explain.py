@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from duoka import Plan
-from duoka.command import command
+from duoka.planner.command_line import command
 
 from .conftest import GPUS, SIZES, Program
 

@@ -5,7 +5,7 @@ import torch
 import typer
 
 from duoka import errors
-from duoka.cli.failures import BROKEN_PIPE, DEFECT, HUNG_UP, INTERRUPTED, TERMINATED, report
+from duoka.cli.errors import BROKEN_PIPE, DEFECT, HUNG_UP, INTERRUPTED, TERMINATED, report
 
 
 def classes() -> list[type[errors.DuokaError]]:

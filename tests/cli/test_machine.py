@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from duoka import __version__
-from duoka.cli import failures, machine
+from duoka.cli import errors, machine
 from duoka.errors import MachineError
-from duoka.memory import PlainMemory
+from duoka.forecast.device_memory import PlainMemory
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_defect_tells_versions(capsys: pytest.CaptureFixture[str]) -> None:
-    assert failures.report(KeyError("oops"), debug=False) == failures.DEFECT
+    assert errors.report(KeyError("oops"), debug=False) == errors.DEFECT
     told = capsys.readouterr().err
     assert f"duoka {__version__}, torch {torch.__version__}, transformers " in told
     assert f"Python {sys.version.split()[0]}" in told
@@ -119,7 +119,7 @@ def test_a_traceback_without_end_is_told(capsys: pytest.CaptureFixture[str]) -> 
 
     with pytest.raises(RecursionError) as caught:
         deeper()
-    assert failures.report(caught.value, debug=False) == failures.DEFECT
+    assert errors.report(caught.value, debug=False) == errors.DEFECT
     told = capsys.readouterr().err
     assert "RecursionError" in told
     assert len(told) < 20_000
@@ -139,6 +139,6 @@ def test_errors_that_cannot_be_told_keep_their_code(monkeypatch: pytest.MonkeyPa
             return False
 
     monkeypatch.setattr(sys, "stderr", Gone())
-    assert failures.report(MachineError("x"), debug=False) == MachineError.exit_code
-    assert failures.report(KeyError("x"), debug=False) == failures.DEFECT
-    assert failures.report(KeyboardInterrupt(), debug=False) == failures.INTERRUPTED
+    assert errors.report(MachineError("x"), debug=False) == MachineError.exit_code
+    assert errors.report(KeyError("x"), debug=False) == errors.DEFECT
+    assert errors.report(KeyboardInterrupt(), debug=False) == errors.INTERRUPTED

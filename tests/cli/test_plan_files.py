@@ -10,9 +10,10 @@ import torch
 from recordings import replay
 
 import duoka
-from duoka import Device, Fleet, Plan, devices
-from duoka.demo.checkpoint import fresh_model, write_frame, write_weights
+from duoka import Device, Fleet, Plan
 from duoka.errors import FleetError
+from duoka.runtime import devices
+from duoka.tools.demo.checkpoint import fresh_model, write_frame, write_weights
 
 from .conftest import GPUS, SIZES, TINY, Program
 

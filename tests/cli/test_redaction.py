@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from duoka.cli import failures
+from duoka.cli import errors
 from duoka.cli.redaction import redact
 from duoka.errors import CheckpointError
 
@@ -73,7 +73,7 @@ def test_errors_and_tracebacks_show_none(
                 raise CheckpointError(f"401 for {TOKEN}", hint=f"renew {TOKEN}") from cause
             raise ZeroDivisionError(f"token='{TOKEN}'") from cause
     except Exception as error:
-        failures.report(error, debug=debug)
+        errors.report(error, debug=debug)
     told = capsys.readouterr().err
     assert TOKEN[3:] not in told
     assert "***" in told

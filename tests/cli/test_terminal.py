@@ -7,7 +7,7 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from duoka.cli import failures, terminal
+from duoka.cli import errors, terminal
 from duoka.cli.terminal import printable
 from duoka.errors import CheckpointError
 
@@ -38,7 +38,7 @@ def test_other_text_stays(text: str) -> None:
 
 
 def test_errors_from_checkpoints_are_spelled_out(capsys: pytest.CaptureFixture[str]) -> None:
-    failures.report(CheckpointError("the model '\x1b[2J' is unknown", hint="\x07"), debug=False)
+    errors.report(CheckpointError("the model '\x1b[2J' is unknown", hint="\x07"), debug=False)
     err = capsys.readouterr().err
     assert "\x1b" not in err
     assert "\x07" not in err

@@ -16,11 +16,11 @@ from tiny import MIB
 
 from duoka import Checkpoint, Plan, Workload
 from duoka.cli.main import run
-from duoka.cli.ways import command_line, told
+from duoka.cli.suggestions import command_line, told
 from duoka.errors import InfeasibleError, WayOut
-from duoka.profile import Profile
-from duoka.profiles import keep_profile
-from duoka.workload import Training
+from duoka.forecast.profile import Profile
+from duoka.forecast.profile_cache import keep_profile
+from duoka.forecast.workload import Training
 
 from .conftest import TINY
 

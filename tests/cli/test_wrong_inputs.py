@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from duoka.cli.failures import DEFECT
+from duoka.cli.errors import DEFECT
 
 from .wrong_inputs import Row, look, prepare, rows
 

@@ -136,7 +136,7 @@ def table(seen: list[Row]) -> str:
 def _place() -> Iterator[None]:
     import torch
 
-    from duoka.demo.checkpoint import CONFIG, fresh_model, write_frame, write_weights
+    from duoka.tools.demo.checkpoint import CONFIG, fresh_model, write_frame, write_weights
 
     config = {**CONFIG, **TINY}
     with tempfile.TemporaryDirectory() as name, chdir(name):

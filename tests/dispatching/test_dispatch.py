@@ -22,9 +22,10 @@ from transformers import (
 )
 
 from duoka import virtual
-from duoka.dispatching import dispatch, tensor_names, undispatch
 from duoka.errors import ModelError, PlacementError
-from duoka.placement import Placement
+from duoka.planner.placement import Placement
+from duoka.runtime.dispatch.dispatch import dispatch, undispatch
+from duoka.runtime.dispatch.place import tensor_names
 
 NUM_LAYERS = 4
 

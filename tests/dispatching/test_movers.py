@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from duoka.dispatching import dispatch, install_movers, undispatch
-from duoka.placement import Placement
+from duoka.planner.placement import Placement
+from duoka.runtime.dispatch.dispatch import dispatch, install_movers, undispatch
 
 # The meta device is another device than the CPU, so it shows every move; values are tested on
 # virtual GPUs in test_dispatch.py.

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from duoka.dispatching import place, tensor_names
-from duoka.dispatching.placing import refuse_meta
 from duoka.errors import ModelError, PlacementError
-from duoka.placement import Placement
+from duoka.planner.placement import Placement
+from duoka.runtime.dispatch.place import place, refuse_meta, tensor_names
 
 
 class Tied(nn.Module):

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from transformers import GlmConfig, GlmForCausalLM
 
 from duoka import virtual
-from duoka.dispatching import dispatch, tensor_names, undispatch
 from duoka.errors import ModelError, PlacementError, UsageError
-from duoka.placement import Placement
+from duoka.planner.placement import Placement
+from duoka.runtime.dispatch.dispatch import dispatch, undispatch
+from duoka.runtime.dispatch.place import tensor_names
 
 NUM_LAYERS = 6
 LAYERS = tuple(f"model.layers.{index}" for index in range(1, NUM_LAYERS))

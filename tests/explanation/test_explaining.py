@@ -10,18 +10,18 @@ import rehearsing
 from tiny import MIB, Costs, fleet, made_up
 
 from duoka import explain
-from duoka.answering import find as answer
 from duoka.errors import FormatError, UsageError
-from duoka.explanation import Alternative, Explanation
-from duoka.fleet import Fleet
-from duoka.forecast import Costs as Measured
-from duoka.maps import DeviceMap
-from duoka.planner import Question, solve
-from duoka.plans import Plan
-from duoka.profile import Profile
-from duoka.search import search
-from duoka.search.programme import Stage
-from duoka.workload import Workload
+from duoka.forecast.forecast import Costs as Measured
+from duoka.forecast.profile import Profile
+from duoka.forecast.workload import Workload
+from duoka.hardware.fleet import Fleet
+from duoka.planner.device_map import DeviceMap
+from duoka.planner.explain import Alternative, Explanation
+from duoka.planner.modes import find as answer
+from duoka.planner.plan import Plan
+from duoka.planner.planner import Question, solve
+from duoka.planner.search import search
+from duoka.planner.search.dynamic_programme import Stage
 
 WORKLOAD = Workload(prompt_tokens=1000, new_tokens=24, prefill_chunk_tokens=None, dtype="bfloat16")
 PROFILE = made_up([12 * MIB, *[8 * MIB] * 10, 20 * MIB], Costs(cache=4096))

@@ -9,8 +9,8 @@ from staged import placed, rearranged, staged
 
 from duoka import export
 from duoka.errors import UsageError
-from duoka.exports import TOOLS
-from duoka.exports.pipeline import read_pipeline
+from duoka.report.export import TOOLS
+from duoka.report.export.stages import read_pipeline
 
 LAYERED = [tool for tool in TOOLS if tool not in ("accelerate", "torch-pipelining")]
 

@@ -17,12 +17,12 @@ from staged import GIB, WORKLOAD, staged
 from tiny import Costs, fleet, made_up
 
 from duoka import export
-from duoka.exports.caches import layer_token_bytes
-from duoka.exports.pipeline import read_pipeline
-from duoka.exports.vllm import BLOCK_TOKENS
-from duoka.fleet import Fleet
-from duoka.planner import Question, solve
-from duoka.workload import Workload
+from duoka.forecast.workload import Workload
+from duoka.hardware.fleet import Fleet
+from duoka.planner.planner import Question, solve
+from duoka.report.export.caches import layer_token_bytes
+from duoka.report.export.stages import read_pipeline
+from duoka.report.export.vllm import BLOCK_TOKENS
 
 
 def parsed(text: str) -> tuple[dict[str, str], list[str], dict[str, str]]:

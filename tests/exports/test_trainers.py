@@ -22,7 +22,7 @@ from transformers import BitsAndBytesConfig, TorchAoConfig
 
 from duoka import Plan, export, plan
 from duoka.errors import UsageError
-from duoka.workload import Training, Workload
+from duoka.forecast.workload import Training, Workload
 
 
 class Layer(nn.Module):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from checkpoints import write_random
 
-from duoka.demo.checkpoint import CONFIG
+from duoka.tools.demo.checkpoint import CONFIG
 
 TINY = {**CONFIG, "hidden_size": 64, "ffn_hidden_size": 96, "num_layers": 3, "kv_channels": 16}
 TINY["num_attention_heads"] = 4

@@ -20,11 +20,11 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from duoka.errors import CheckpointError, UsageError
-from duoka.models import rendering, sandbox
-from duoka.models.messages import Message, ToolCall
-from duoka.models.prompts import ChatFormat, chat_format
-from duoka.models.tokenization import load_tokenizer
-from duoka.models.toolcalls import (
+from duoka.models.text import template_process, template_sandbox
+from duoka.models.text.messages import Message, ToolCall
+from duoka.models.text.prompts import ChatFormat, chat_format
+from duoka.models.text.tokenizer import load_tokenizer
+from duoka.models.text.toolcalls import (
     parse_json_call,
     parse_python_call,
     write_json_call,
@@ -32,7 +32,7 @@ from duoka.models.toolcalls import (
 )
 
 CHATGLM = {"model_type": "chatglm"}
-IN_A_PROCESS = rendering._ask
+IN_A_PROCESS = template_process._ask
 TOKENS = ("<|user|>", "<|system|>", "<|assistant|>", "<|observation|>", "[gMASK]", "sop", "<sop>")
 TOKENS += ("<|endoftext|>", "</s>", "<s>", "<|im_start|>", "<|im_end|>", "[MASK]", "\ue0f0", "x")
 PIECES = st.sampled_from((*TOKENS, "<|im_", "end|>", "<|", "|>", "<", ">", "|im_end|", "\n", " "))
@@ -84,11 +84,11 @@ def template_tokenizer() -> PreTrainedTokenizerBase:
 @pytest.fixture(scope="module")
 def template(template_tokenizer: PreTrainedTokenizerBase) -> Iterator[ChatFormat]:
     def render_here(request: bytes) -> dict[str, Any]:
-        return sandbox.render(json.loads(request))
+        return template_sandbox.render(json.loads(request))
 
     # A process for each of ten thousand would take most of the time; they are tested elsewhere.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rendering, "_ask", render_here)
+        patch.setattr(template_process, "_ask", render_here)
         yield chat_format(template_tokenizer, {"model_type": "llama"})
 
 
@@ -197,9 +197,9 @@ def test_templates(
 def test_templates_in_their_process(text: str) -> None:
     chat = [{"role": "user", "content": "y"}]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rendering, "_ask", IN_A_PROCESS)
+        patch.setattr(template_process, "_ask", IN_A_PROCESS)
         try:
-            (shown,) = rendering.render(text, [chat], {})
+            (shown,) = template_process.render(text, [chat], {})
         except (UsageError, CheckpointError) as error:
             told_of(error, "", 700)
         else:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from duoka import errors
-from duoka.cli.failures import NOT_OK
+from duoka.cli.errors import NOT_OK
 from duoka.cli.main import run
 
 CODES = {cls.exit_code for cls in vars(errors).values() if hasattr(cls, "exit_code")}

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from duoka import models
-from duoka.checkpoint import Checkpoint
-from duoka.demo.checkpoint import CONFIG
+from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import CheckpointError, DuokaError, ModelError
+from duoka.tools.demo.checkpoint import CONFIG
 
 _CONFIGS = [
     {**CONFIG, "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96},

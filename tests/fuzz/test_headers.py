@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from duoka.checkpoint import Checkpoint
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.checkpoint.headers import read_header, read_index, read_json
 from duoka.errors import CheckpointError
-from duoka.headers import read_header, read_index, read_json
 
 _FILE = save(
     {

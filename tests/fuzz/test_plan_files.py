@@ -16,14 +16,15 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from duoka.comparison import compare
 from duoka.errors import FleetError, FormatError, UsageError
-from duoka.exports import TOOLS, export
-from duoka.fleet import Device, Fleet
-from duoka.planner import Question, solve
-from duoka.plans import Plan
-from duoka.render import render_comparison, render_page, render_plan
-from duoka.workload import Workload
+from duoka.forecast.workload import Workload
+from duoka.hardware.device import Device
+from duoka.hardware.fleet import Fleet
+from duoka.planner.compare import compare
+from duoka.planner.plan import Plan
+from duoka.planner.planner import Question, solve
+from duoka.report.export import TOOLS, export
+from duoka.report.terminal import render_comparison, render_page, render_plan
 
 _PLAN = solve(
     tiny.made_up([30 * tiny.MIB] * 5, tiny.Costs(cache=512)),

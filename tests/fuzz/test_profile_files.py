@@ -12,11 +12,11 @@ from fuzzing import damaged, damaged_text, fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 
-from duoka import profiles
+from duoka.base.serialization import from_dict, to_dict
 from duoka.errors import FormatError
-from duoka.profile import Profile
-from duoka.serial import from_dict, to_dict
-from duoka.workload import Workload
+from duoka.forecast import profile_cache
+from duoka.forecast.profile import Profile
+from duoka.forecast.workload import Workload
 
 PROFILE = tiny.made_up([30 * tiny.MIB] * 5, tiny.Costs(cache=512))
 WORKLOAD = Workload(dtype="bfloat16")
@@ -27,8 +27,8 @@ VALID: dict[str, Any] = json.loads(json.dumps(to_dict(PROFILE)))
 def file(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DUOKA_CACHE", str(tmp_path_factory.mktemp("cache")))
-        profiles.keep_profile(PROFILE, WORKLOAD)
-        (written,) = profiles.cache_directory().rglob("*.json")
+        profile_cache.keep_profile(PROFILE, WORKLOAD)
+        (written,) = profile_cache.cache_directory().rglob("*.json")
         yield written
 
 
@@ -49,7 +49,7 @@ def test_a_damaged_file_is_never_believed(file: Path, data: st.DataObject) -> No
     try:
         text = data.draw(damaged_text(valid))
         file.write_text(text, encoding="utf-8", errors="surrogatepass")
-        found = profiles.find_profile(PROFILE.fingerprint, WORKLOAD)
+        found = profile_cache.find_profile(PROFILE.fingerprint, WORKLOAD)
         assert found is None or found == PROFILE
     finally:
         file.write_text(valid, encoding="utf-8")
@@ -61,6 +61,6 @@ def test_any_bytes(file: Path, content: bytes) -> None:
     valid = file.read_bytes()
     try:
         file.write_bytes(content)
-        assert profiles.find_profile(PROFILE.fingerprint, WORKLOAD) is None
+        assert profile_cache.find_profile(PROFILE.fingerprint, WORKLOAD) is None
     finally:
         file.write_bytes(valid)

@@ -11,8 +11,8 @@ from fuzzing import JSON, damaged, damaged_text, fuzz, told_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from duoka.base.serialization import from_dict, parse_json_object, to_dict
 from duoka.errors import FormatError
-from duoka.serial import from_dict, parse_json_object, to_dict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

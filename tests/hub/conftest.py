@@ -14,15 +14,15 @@ import pytest
 from hub_server import HubServer, Repo
 from safetensors.numpy import save
 
-from duoka.checkpoint import Checkpoint
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.checkpoint.hub import errors
 from duoka.errors import CheckpointError, DuokaError
-from duoka.hub import troubles
 
 NAME = "org/model"
 CONFIG = {"model_type": "llama", "torch_dtype": "bfloat16"}
 SIZE = len(json.dumps(CONFIG))
 TOKEN = "hf_goodtoken0000"
-ATTEMPTS = 1 + len(troubles.WAITS_SECONDS)
+ATTEMPTS = 1 + len(errors.WAITS_SECONDS)
 
 
 def some_files() -> dict[str, bytes]:
@@ -55,7 +55,7 @@ SHARD = "model-00002-of-00002.safetensors"
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds that would have been waited."""
     waited: list[float] = []
-    monkeypatch.setattr(troubles.time, "sleep", waited.append)
+    monkeypatch.setattr(errors.time, "sleep", waited.append)
     return waited
 
 

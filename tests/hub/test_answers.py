@@ -7,7 +7,7 @@ import hub_server
 import pytest
 from hub_server import COMMIT, HubServer
 
-from duoka.checkpoint import Checkpoint
+from duoka.checkpoint.checkpoint import Checkpoint
 
 from .conftest import (
     CONFIG,

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from duoka.checkpoint.hub import HubName, parse_name
 from duoka.errors import UsageError
-from duoka.hub import HubName, parse_name
 
 from .conftest import (
     NAME,

@@ -13,9 +13,9 @@ import pytest
 from hub_server import COMMIT, HubServer
 from safetensors.numpy import save
 
-from duoka.checkpoint import Checkpoint
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.checkpoint.hub import hashes
 from duoka.errors import MachineError
-from duoka.hub import hashes
 
 from .conftest import (
     CONFIG,
@@ -264,7 +264,7 @@ def test_offline_with_a_cache_without_links(
 
 def test_the_disk_is_too_small(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "duoka.hub.snapshots.shutil.disk_usage", lambda path: SimpleNamespace(free=2**18)
+        "duoka.checkpoint.hub.snapshot.shutil.disk_usage", lambda path: SimpleNamespace(free=2**18)
     )
     message, hint = refused(fetch_it, MachineError)
     assert "needs 703.32 KiB more on the disk" in message

@@ -119,7 +119,7 @@ def test_headers_that_lie(hub: HubServer, file: bytes, message: str) -> None:
 
 # ── processes ──
 
-_FETCH = f"from duoka.checkpoint import Checkpoint; Checkpoint.open({NAME!r}).fetch()"
+_FETCH = f"from duoka.checkpoint.checkpoint import Checkpoint; Checkpoint.open({NAME!r}).fetch()"
 
 
 def start(hub: HubServer) -> subprocess.Popen[str]:

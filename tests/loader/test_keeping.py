@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from duoka import virtual
-from duoka.checkpoint import Checkpoint
-from duoka.dispatching import tensor_names
+from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import MachineError
-from duoka.loader import Keeping, keeping, load_weights
 from duoka.models import build
-from duoka.placement import Placement
+from duoka.planner.placement import Placement
+from duoka.runtime.dispatch.place import tensor_names
+from duoka.runtime.load import Keeping, load_weights, weight_cache
 
 from .test_load import assert_equal_to_transformers, write
 
@@ -97,7 +97,7 @@ def test_a_full_disk_is_told_before_anything_is_read(
     class Full:
         free = 1000
 
-    monkeypatch.setattr(keeping.shutil, "disk_usage", lambda path: Full)
+    monkeypatch.setattr(weight_cache.shutil, "disk_usage", lambda path: Full)
     checkpoint = Checkpoint.open(path)
     model = build(checkpoint.config)
     with pytest.raises(MachineError, match=r"must be free in .*, and 1000 B are"):
@@ -114,7 +114,7 @@ def test_what_fails_leaves_nothing(
         file.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(keeping, "save_file", fail)
+    monkeypatch.setattr(weight_cache, "save_file", fail)
     checkpoint = Checkpoint.open(path)
     model = build(checkpoint.config)
     with pytest.raises(MachineError, match="can't be kept"):

@@ -25,13 +25,14 @@ from transformers import (
 )
 
 from duoka import virtual
-from duoka.checkpoint import Checkpoint
-from duoka.dispatching import dispatch, tensor_names
+from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import LoadError, PlacementError
-from duoka.loader import load_weights
-from duoka.loader.filling import copy_in_chunks
 from duoka.models import build
-from duoka.placement import Placement
+from duoka.planner.placement import Placement
+from duoka.runtime.dispatch.dispatch import dispatch
+from duoka.runtime.dispatch.place import tensor_names
+from duoka.runtime.load import load_weights
+from duoka.runtime.load.fill import copy_in_chunks
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -144,7 +145,7 @@ def test_the_same_as_transformers(
 def test_tensors_that_are_read_in_parts(
     family: str, most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("duoka.loader.filling.STRETCH_BYTES", most_bytes)
+    monkeypatch.setattr("duoka.runtime.load.fill.STRETCH_BYTES", most_bytes)
     path = write(family, tmp_path, max_shard_size="20KB")
     assert_equal_to_transformers(load(path), path)
 
@@ -400,10 +401,10 @@ _MEASURE = """
 import sys, torch
 from pathlib import Path
 from duoka import virtual
-from duoka.checkpoint import Checkpoint
-from duoka.loader import load_weights
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.runtime.load import load_weights
 from duoka.models import build
-from duoka.placement import Placement
+from duoka.planner.placement import Placement
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -459,7 +460,7 @@ def cases() -> Iterable[Any]:
 def test_chunks(
     target: Tensor, source: Tensor, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("duoka.loader.filling._CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("duoka.runtime.load.fill._CHUNK_BYTES", chunk_bytes)
     target.zero_()
     copy_in_chunks(target, source)
     assert torch.equal(target, source.to(target.dtype))

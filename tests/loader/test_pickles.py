@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from duoka.errors import LoadError
-from duoka.loader.pickles import load_pickle
+from duoka.runtime.load.pickle_scan import load_pickle
 
 DAMAGE = (LoadError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError)
 

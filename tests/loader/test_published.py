@@ -24,10 +24,10 @@ from transformers import (
 
 import duoka
 from duoka import Checkpoint, Placement, Workload, virtual
-from duoka.answering import workload_for
-from duoka.building import build_model
 from duoka.errors import LoadError
-from duoka.loader import load_published, refuse_unloadable
+from duoka.models.from_checkpoint import build_model
+from duoka.planner.workloads import workload_for
+from duoka.runtime.load import load_published, refuse_unloadable
 
 WORK = Workload(prompt_tokens=20, new_tokens=4)
 IDS = torch.arange(1, 21).reshape(1, 20)

@@ -15,9 +15,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import duoka
 from duoka import Checkpoint, Placement, Workload, virtual
 from duoka.errors import LoadError
-from duoka.loader import load_weights
 from duoka.models import build
-from duoka.quantization import Scheme, is_composed, num_bytes, parts, quantize, quantize_model
+from duoka.models.quantization import (
+    Scheme,
+    is_composed,
+    num_bytes,
+    parts,
+    quantize,
+    quantize_model,
+)
+from duoka.runtime.load import load_weights
 
 WIDE: dict[str, Any] = {
     **LLAMA,

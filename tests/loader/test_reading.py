@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from duoka.base.files import Stamp
+from duoka.checkpoint.headers import read_header
 from duoka.errors import LoadError
-from duoka.files import Stamp
-from duoka.headers import read_header
-from duoka.loader import reading
-from duoka.loader.reading import read_ahead, stretches
-from duoka.loader.sources import Source
+from duoka.runtime.load import read_ahead as reading
+from duoka.runtime.load.read_ahead import read_ahead, stretches
+from duoka.runtime.load.sources import Source
 
 DTYPES = {"u": torch.uint8, "h": torch.bfloat16, "f": torch.float32, "b": torch.bool}
 

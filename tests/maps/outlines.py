@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from duoka.outline import NamedTensor, Outline, OutlineBlock
+from duoka.forecast.tensor_names import NamedTensor, Outline, OutlineBlock
 
 
 def tensor(name: str, *published: str, num_bytes: int = 10, tied_to: str = "") -> NamedTensor:

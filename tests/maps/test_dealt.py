@@ -16,12 +16,12 @@ from checkpoints import write_random
 
 import duoka
 from duoka import Checkpoint, Workload
-from duoka.answering import workload_for
-from duoka.building import build_model
-from duoka.demo.checkpoint import CONFIG
 from duoka.errors import PlacementError
-from duoka.maps import judge
-from duoka.outline import Outline
+from duoka.forecast.tensor_names import Outline
+from duoka.models.from_checkpoint import build_model
+from duoka.planner.device_map import judge
+from duoka.planner.workloads import workload_for
+from duoka.tools.demo.checkpoint import CONFIG
 from duoka.tracing import Subject, trace_workload
 
 FIRST = ("transformer.word_embeddings", "transformer.final_layernorm", "lm_head")

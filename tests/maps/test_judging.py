@@ -9,8 +9,8 @@ import pytest
 
 from duoka import Fleet
 from duoka.errors import PlacementError
-from duoka.maps import DeviceMap, judge
-from duoka.outline import Outline
+from duoka.forecast.tensor_names import Outline
+from duoka.planner.device_map import DeviceMap, judge
 
 from .outlines import SMALL, block, tensor
 

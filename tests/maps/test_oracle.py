@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from duoka import Fleet
 from duoka.errors import PlacementError
-from duoka.maps import DeviceMap, judge
-from duoka.maps.reading import Devices, NoDevice
-from duoka.outline import NamedTensor
+from duoka.forecast.tensor_names import NamedTensor
+from duoka.planner.device_map import DeviceMap, judge
+from duoka.planner.device_map.read import Devices, NoDevice
 
 from .outlines import SMALL
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from duoka import Fleet
 from duoka.errors import FormatError, UsageError
-from duoka.maps import DeviceMap
-from duoka.maps.reading import Devices, NoDevice
+from duoka.planner.device_map import DeviceMap
+from duoka.planner.device_map.read import Devices, NoDevice
 
 
 def test_one_device_is_the_whole_model() -> None:

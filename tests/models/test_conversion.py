@@ -16,12 +16,7 @@ from transformers import PreTrainedModel
 
 from duoka.errors import LoadError
 from duoka.models import build
-from duoka.models.conversion import (
-    Recipe,
-    initialize_derived,
-    plan_tensors,
-    published_tensors,
-)
+from duoka.models.conversion import Recipe, initialize_derived, plan_tensors, published_tensors
 
 DENSE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}

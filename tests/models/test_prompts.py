@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from duoka.errors import CheckpointError, UsageError
-from duoka.models.messages import Message, ToolCall
-from duoka.models.prompts import (
+from duoka.models.text.messages import Message, ToolCall
+from duoka.models.text.prompts import (
     ChatFormat,
     ChatGLM2Format,
     ChatGLM3Format,
     GLM4Format,
     chat_format,
 )
-from duoka.models.tokenization import load_tokenizer
+from duoka.models.text.tokenizer import load_tokenizer
 
 CHATGLM = {"model_type": "chatglm"}
 WEATHER = {

@@ -12,8 +12,8 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from duoka.errors import CheckpointError, UsageError
-from duoka.models import rendering
-from duoka.models.rendering import MOST_TEMPLATE_CHARACTERS, render
+from duoka.models.text import template_process
+from duoka.models.text.template_process import MOST_TEMPLATE_CHARACTERS, render
 
 CHAT = [
     {"role": "system", "content": "be <brief> & 'kind'"},
@@ -167,7 +167,7 @@ ENDLESS = [
 
 @pytest.mark.parametrize("template", ENDLESS, ids=range(len(ENDLESS)))
 def test_time_has_a_limit(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "_CPU_SECONDS", 1)
+    monkeypatch.setattr(template_process, "_CPU_SECONDS", 1)
     with pytest.raises(CheckpointError, match="takes more than 1 s") as caught:
         render(template, [CHAT], VARIABLES)
     assert caught.value.hint is not None
@@ -176,13 +176,13 @@ def test_time_has_a_limit(template: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_process_has_no_environment_and_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secretsecretsecret")
     command: dict[str, object] = {}
-    original = rendering.subprocess.run
+    original = template_process.subprocess.run
 
     def look(*arguments: object, **options: object) -> object:
         command.update(options)
         return original(*arguments, **options)  # type: ignore[call-overload]
 
-    monkeypatch.setattr(rendering.subprocess, "run", look)
+    monkeypatch.setattr(template_process.subprocess, "run", look)
     assert render("{{ 1 }}", [CHAT], {}) == ["1"]
     assert command["env"] == {}
 

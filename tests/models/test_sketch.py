@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from duoka.models.boxes import IndescribableError, Sketch
 from duoka.models.conversion import Piece
-from duoka.models.sketch import IndescribableError, Sketch
 
 
 def build_from(sketch: Sketch, sources: dict[str, Tensor]) -> Tensor:

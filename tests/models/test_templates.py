@@ -6,8 +6,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from duoka.errors import CheckpointError, UsageError
-from duoka.models.messages import Message, ToolCall
-from duoka.models.prompts import TemplateFormat, chat_format
+from duoka.models.text.messages import Message, ToolCall
+from duoka.models.text.prompts import TemplateFormat, chat_format
 
 LLAMA = {"model_type": "llama", "eos_token_id": 7}
 

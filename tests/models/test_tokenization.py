@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from duoka.errors import CheckpointError
-from duoka.models import tokenization
-from duoka.models.tokenization import load_tokenizer, special_id
+from duoka.models.text import tokenizer as tokenization
+from duoka.models.text.tokenizer import load_tokenizer, special_id
 
 TEXTS = [
     *(

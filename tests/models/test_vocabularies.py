@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from duoka.errors import CheckpointError
-from duoka.models import vocabularies
-from duoka.models.vocabularies import PieceKind, SentencePieceModel, read_vocabulary
+from duoka.models.text import vocabularies
+from duoka.models.text.vocabularies import PieceKind, SentencePieceModel, read_vocabulary
 
 BYTES = [base64.b64encode(bytes([byte])) + b" %d" % byte for byte in range(256)]
 

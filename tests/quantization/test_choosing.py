@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from duoka import models
-from duoka.quantization import is_composed, notes, quantize_model
+from duoka.models.quantization import is_composed, notes, quantize_model
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from duoka import virtual
 from duoka.errors import ModelError, UsageError
-from duoka.loader.quantizing import Quantizer
-from duoka.quantization import (
+from duoka.models.quantization import (
     Scheme,
     computes_in,
     empty_weight,
@@ -24,8 +23,9 @@ from duoka.quantization import (
     quantize,
     takes_rows,
 )
-from duoka.quantization.needed import require
-from duoka.quantization.weights import let_compute_in
+from duoka.models.quantization.needed import require
+from duoka.models.quantization.weights import let_compute_in
+from duoka.runtime.load.quantizing import Quantizer
 
 ROWS, COLUMNS = 208, 1152  # int4's groups are 128 long, and its rows padded to 2048
 SCHEMES: tuple[Scheme, ...] = ("int8", "int4", "nf4")
@@ -116,7 +116,7 @@ def test_a_missing_package_is_named(
     def gone(name: str) -> object:
         return None if name == package else there(name)
 
-    monkeypatch.setattr("duoka.quantization.needed.find_spec", gone)
+    monkeypatch.setattr("duoka.models.quantization.needed.find_spec", gone)
     with pytest.raises(UsageError, match=f"need {package}") as caught:
         require(scheme)
     assert "pip install" in str(caught.value.hint)

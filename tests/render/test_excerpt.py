@@ -15,10 +15,10 @@ from reports import place_of
 from rich.cells import cell_len
 from rich.console import Console
 
-from duoka.render import plain
-from duoka.render.cells import cells, expanded, first_beyond, first_from
-from duoka.render.excerpt import Excerpt, Mark
-from duoka.report import Place
+from duoka.report.check_report import Place
+from duoka.report.terminal import plain
+from duoka.report.terminal.cells import cells, expanded, first_beyond, first_from
+from duoka.report.terminal.excerpt import Excerpt, Mark
 
 
 def shown(file: Path, source: str, text: str, *marks: str, width: int = 80) -> list[str]:

@@ -11,11 +11,11 @@ from staged import GIB, rearranged, staged
 from tiny import MIB, Costs, fleet, made_up
 
 from duoka import explain
-from duoka.fleet import Fleet
-from duoka.planner import Question, solve
-from duoka.plans import Plan
-from duoka.render import render_page
-from duoka.workload import Training, Workload
+from duoka.forecast.workload import Training, Workload
+from duoka.hardware.fleet import Fleet
+from duoka.planner.plan import Plan
+from duoka.planner.planner import Question, solve
+from duoka.report.terminal import render_page
 
 VOID = {"meta", "br", "path"}
 WORKLOAD = Workload(prompt_tokens=1000, new_tokens=24, prefill_chunk_tokens=None, dtype="bfloat16")

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from duoka.fleet import Device, Fleet
-from duoka.forecast import DeviceForecast, Forecast
-from duoka.placement import Placement
-from duoka.plans import Plan, Request
-from duoka.render import name_modules, render_plan
-from duoka.workload import Workload
+from duoka.forecast.forecast import DeviceForecast, Forecast
+from duoka.forecast.workload import Workload
+from duoka.hardware.device import Device
+from duoka.hardware.fleet import Fleet
+from duoka.planner.placement import Placement
+from duoka.planner.plan import Plan, Request
+from duoka.report.terminal import name_modules, render_plan
 
 GIB = 2**30
 

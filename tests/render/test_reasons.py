@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from duoka.explanation import Alternative, Change, Crossing, Explanation, Fewer, Share
-from duoka.render import render_explanation
-from duoka.render.reasons import shortly
+from duoka.planner.explain import Alternative, Change, Crossing, Explanation, Fewer, Share
+from duoka.report.terminal import render_explanation
+from duoka.report.terminal.explain import shortly
 
 GIB = 2**30
 LAYERS = tuple(f"model.layers.{number}" for number in range(24, 40))

@@ -11,8 +11,8 @@ from reports import bad_report, good_report, loss_fault, table_fault, write_mode
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
-from duoka.render import plain, render_report
-from duoka.report import Fault, Report
+from duoka.report.check_report import Fault, Report
+from duoka.report.terminal import plain, render_report
 
 
 @pytest.fixture(autouse=True)

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from duoka.fleet import Fleet, Link
-from duoka.plans import Plan
-from duoka.render.seconds import render_seconds
-from duoka.seconds import Seconds
+from duoka.forecast.latency import Seconds
+from duoka.hardware.device import Link
+from duoka.hardware.fleet import Fleet
+from duoka.planner.plan import Plan
+from duoka.report.terminal.seconds import render_seconds
 
 from .test_plan import PLAN
 

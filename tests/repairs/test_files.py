@@ -10,7 +10,7 @@ import pytest
 import torch
 from repairing import build, changed, load, repaired, write
 
-from duoka.repairs import Repairs
+from duoka.checker.fix import Repairs
 
 X = {"x": torch.linspace(-1, 1, 12).view(3, 4)}
 TEXT = """

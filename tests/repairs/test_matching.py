@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from duoka.repairs.matching import Lines, is_same
-from duoka.repairs.operands import completed
-from duoka.repairs.trees import Tree
-from duoka.report import Fault, Operand, Place
+from duoka.checker.fix.matching import Lines, is_same
+from duoka.checker.fix.operands import completed
+from duoka.checker.fix.syntax import Tree
+from duoka.report.check_report import Fault, Operand, Place
 
 BEFORE = "a = 1\nb = f(a) + g(a)\nc = 3\n"
 AFTER = "a = 1\ng_output = g(a)\nb = f(a).to(g_output.device) + g_output\nc = 3\n"

@@ -13,8 +13,8 @@ from repairing import build, changed, check, load, repaired, write
 from torch import nn
 
 import duoka
-from duoka.repairs import Repairs, apply, repair
-from duoka.report import Fault, Operand, Place, Report
+from duoka.checker.fix import Repairs, apply, repair
+from duoka.report.check_report import Fault, Operand, Place, Report
 
 X = {"x": torch.linspace(-1, 1, 12).view(3, 4)}
 HELPERS = """
@@ -227,7 +227,7 @@ def test_code_made_at_run_time_is_told() -> None:
 def test_a_model_too_big_for_real_numbers_is_not_proved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("duoka.checker.computing.REAL_BYTES", 100)
+    monkeypatch.setattr("duoka.checker.compute.REAL_BYTES", 100)
     repairs: Repairs = repaired(build(load(write(tmp_path, MODEL)).Model), {"a": 0, "b": 1}, X)[1]
     [patch] = repairs
     assert not patch.proved
@@ -259,7 +259,7 @@ def test_when_nothing_more_may_be_tried_nothing_is_changed(
     ).replace("h + x", "h")
     model = build(load(write(tmp_path, text)).Model)
     assert repaired(model, {"a": 0, "b": 1}, X)[1].proved
-    monkeypatch.setattr("duoka.repairs.rounds.Budget.__init__.__defaults__", (1,))
+    monkeypatch.setattr("duoka.checker.fix.search.Budget.__init__.__defaults__", (1,))
     repairs: Repairs = repaired(model, {"a": 0, "b": 1}, X)[1]
     assert not repairs.proved
     assert all(not patch.proved and patch.reason for patch in repairs)

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from repairing import load
 
-from duoka.repairs.swapping import SwapError, live_functions, swapped
+from duoka.checker.fix.live_code import SwapError, live_functions, swapped
 
 TEXT = '''\
 import functools

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import duoka
 from duoka.checker import Subject
-from duoka.repairs.twins import twin_of
+from duoka.checker.fix.twins import twin_of
 
 LAYERS = 6
 
@@ -36,7 +36,7 @@ def split(at: int) -> dict[str, int]:
 
 @pytest.fixture
 def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("duoka.repairs.proof.is_computable", lambda subject: False)
+    monkeypatch.setattr("duoka.checker.fix.verify.is_computable", lambda subject: False)
 
 
 @pytest.mark.usefixtures("nothing_is_small")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from duoka.checker.fix import Patch, apply, apply_in_place
+from duoka.checker.fix.patch import unified_diff
 from duoka.errors import MachineError, UsageError
-from duoka.repairs import Patch, apply, apply_in_place
-from duoka.repairs.patches import unified_diff
 
 
 def patch_of(path: Path, before: str = "a\r\nb\n", after: str = "a\r\nc\n") -> Patch:

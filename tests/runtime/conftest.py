@@ -8,10 +8,10 @@ import pytest
 from checkpoints import write_random
 
 import duoka
-from duoka.checkpoint import Checkpoint
-from duoka.demo.checkpoint import CONFIG
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.forecast.workload import Workload
 from duoka.runtime import Generator
-from duoka.workload import Workload
+from duoka.tools.demo.checkpoint import CONFIG
 
 TINY = {
     **CONFIG,

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from duoka.caches import new_cache
 from duoka.errors import UsageError
+from duoka.forecast.workload import Workload
+from duoka.models.kv_cache import new_cache
 from duoka.runtime import Generator, Sampling
-from duoka.workload import Workload
 
 QUESTIONS = ["What is a device map?", "显存不足怎么办？", "Why does the KV cache grow at all?"]
 
@@ -103,7 +103,7 @@ def test_a_cache_in_8_bit_is_used_where_it_was_planned(
         made.append(new_cache(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr("duoka.runtime.generation.new_cache", keep)
+    monkeypatch.setattr("duoka.runtime.generate.new_cache", keep)
     small = with_workload(generator, cache="int8", prefill_chunk_tokens=None)
     prompt = generator.prompt(QUESTIONS[0])
     (answer,) = small.answer([prompt])

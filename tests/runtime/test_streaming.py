@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from duoka.runtime import Generator, Sampling, Stream
-from duoka.runtime.streaming import Detokenizer
+from duoka.runtime.stream import Detokenizer
 
 
 def pieces_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:

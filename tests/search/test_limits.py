@@ -24,7 +24,7 @@ from searching import (
 )
 
 from duoka.errors import UsageError
-from duoka.search import Limits, NoPlacement, Objective, search
+from duoka.planner.search import Limits, NoPlacement, Objective, search
 
 
 def limited_case(rng: random.Random) -> Case:

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from duoka.search.programme import Floats, Programme
+from duoka.planner.search.dynamic_programme import Floats, Programme
 
 
 def tables(rng: np.random.Generator, num_groups: int, num_blocks: int) -> list[Floats]:

@@ -10,7 +10,7 @@ import pytest
 from searching import make_case, make_limits, oracle
 
 from duoka.errors import UsageError
-from duoka.search import NoPlacement, Objective, search
+from duoka.planner.search import NoPlacement, Objective, search
 
 
 @pytest.mark.parametrize("objective", ["latency", "throughput"])

@@ -21,9 +21,9 @@ from searching import (
     shape_of,
 )
 
-from duoka.constraints import Strategy
 from duoka.errors import UsageError
-from duoka.search import NoPlacement, Stage, search
+from duoka.planner.constraints import Strategy
+from duoka.planner.search import NoPlacement, Stage, search
 
 Stages = tuple[Stage, ...]
 

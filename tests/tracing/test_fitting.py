@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duoka.profile import MONOMIALS, Phase, Ref, Tape, evaluate, monomials
-from duoka.tracing.fitting import Sample, Unlike, fit
-from duoka.tracing.recording import Home, Pass, RawTape
+from duoka.forecast.profile import MONOMIALS, Phase, Ref, Tape, evaluate, monomials
+from duoka.tracing.fit import Sample, Unlike, fit
+from duoka.tracing.record import Home, Pass, RawTape
 
 Size = Callable[[int, int, int], int]
 """Of batch, query tokens and key tokens."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from duoka.tracing.flops import count_flops
+from duoka.tracing.op_costs import count_flops
 
 aten = torch.ops.aten
 FLASH = aten._scaled_dot_product_flash_attention.default

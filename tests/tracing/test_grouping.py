@@ -14,10 +14,11 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from duoka import models, virtual
-from duoka.dispatching import dispatch, place
-from duoka.placement import Placement
-from duoka.tracing import Stepper
-from duoka.tracing.grouping import Group, find_groups
+from duoka.planner.placement import Placement
+from duoka.runtime.dispatch.dispatch import dispatch
+from duoka.runtime.dispatch.place import place
+from duoka.runtime.steps import Stepper
+from duoka.tracing.blocks import Group, find_groups
 
 WIDTH = 16
 

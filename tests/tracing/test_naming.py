@@ -14,15 +14,16 @@ import torch
 from torch import nn
 
 import duoka
-from duoka import Checkpoint, Workload, api, models
-from duoka.demo.checkpoint import CONFIG
-from duoka.dispatching import tensor_names
+from duoka import Checkpoint, Workload, models
+from duoka.api import plan as api
+from duoka.base.serialization import from_dict, to_dict
 from duoka.errors import PlacementError
-from duoka.maps import judge
-from duoka.outline import NamedTensor, Outline, Roster
-from duoka.serial import from_dict, to_dict
-from duoka.tracing.grouping import Group, find_containers
-from duoka.tracing.naming import name_tensors, roster
+from duoka.forecast.tensor_names import NamedTensor, Outline, Roster
+from duoka.planner.device_map import judge
+from duoka.runtime.dispatch.place import tensor_names
+from duoka.tools.demo.checkpoint import CONFIG
+from duoka.tracing.blocks import Group, find_containers
+from duoka.tracing.names import name_tensors, roster
 
 LOAD = Workload(prompt_tokens=7, new_tokens=3)
 

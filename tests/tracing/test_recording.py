@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from duoka import models, virtual
-from duoka.dispatching import place
-from duoka.placement import Placement
-from duoka.profile import Phase, Tape
-from duoka.tracing import Stepper
-from duoka.tracing.fitting import Sample, fit
-from duoka.tracing.grouping import Group, find_groups
-from duoka.tracing.recording import Pass, Recorder, signature
+from duoka.forecast.profile import Phase, Tape
+from duoka.planner.placement import Placement
+from duoka.runtime.dispatch.place import place
+from duoka.runtime.steps import Stepper
+from duoka.tracing.blocks import Group, find_groups
+from duoka.tracing.fit import Sample, fit
+from duoka.tracing.record import Pass, Recorder, signature
 
 from .. import tiny
 

@@ -11,12 +11,12 @@ import towers
 from tests import tiny
 
 from duoka import Fleet, Workload, virtual
-from duoka.constraints import Constraints
-from duoka.dispatching import dispatch
-from duoka.images import image_inputs
-from duoka.placement import Placement
-from duoka.planner import Question, solve
-from duoka.profile import Profile
+from duoka.forecast.profile import Profile
+from duoka.planner.constraints import Constraints
+from duoka.planner.placement import Placement
+from duoka.planner.planner import Question, solve
+from duoka.runtime.dispatch.dispatch import dispatch
+from duoka.runtime.image_inputs import image_inputs
 from duoka.tracing import Subject, trace_workload
 
 TOWER, TEXT = "model.vision_tower", "model.language_model"

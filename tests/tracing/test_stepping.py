@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel
 
 from duoka import Placement, Workload, virtual
-from duoka.dispatching import place
-from duoka.tracing import Stepper
+from duoka.runtime.dispatch.place import place
+from duoka.runtime.steps import Stepper
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

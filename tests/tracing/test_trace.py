@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from duoka import Fleet, Placement, Workload, models, virtual
-from duoka.dispatching import dispatch
 from duoka.errors import ModelError
-from duoka.planner import Question, solve
-from duoka.profile import Profile
-from duoka.replay import Replay
+from duoka.forecast.profile import Profile
+from duoka.forecast.replay import Replay
+from duoka.planner.planner import Question, solve
+from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.tracing import Irregular, Subject, trace, trace_call, trace_workload
 
 from .. import tiny

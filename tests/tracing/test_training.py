@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from duoka import models
-from duoka.allocator import SEGMENT_ROUND_BYTES
 from duoka.errors import ModelError
-from duoka.profile import Profile
+from duoka.forecast.allocator import SEGMENT_ROUND_BYTES
+from duoka.forecast.costs import costs_of
+from duoka.forecast.profile import Profile
+from duoka.forecast.workload import Conditions, Training
 from duoka.tracing import Subject
-from duoka.tracing import training as tracing
-from duoka.training_costs import costs_of
-from duoka.workload import Conditions, Training
+from duoka.tracing import trace_training as tracing
 
 from .. import tiny
 

@@ -5,9 +5,9 @@
 that they stand in.
 """
 
-from .checking import check_subject
-from .computing import Numbers, compute, is_computable
-from .proof import Measured, prove
+from .compute import Numbers, compute, is_computable
+from .prove import Measured, prove
+from .run import check_subject
 from .subject import Subject, complete, device_name, device_of, read_entries
 
 __all__ = [

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..virtual import VirtualTensor
+from duoka.virtual import VirtualTensor
 
 MOST_DEPTH = 6
 """How far down containers are followed."""

@@ -16,8 +16,9 @@ from unittest import mock
 
 import torch
 
-from ..virtual import active_world
-from .sources import is_installed
+from duoka.virtual import active_world
+
+from .source_map import is_installed
 
 _OF_ALL = ("empty_cache", "is_bf16_supported")
 _OF_ONE = (

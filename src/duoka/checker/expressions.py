@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..report import Place
-from .sources import SPOT, Spot, locals_of, position, source_of, span
+from duoka.report.check_report import Place
+
+from .source_map import SPOT, Spot, locals_of, position, source_of, span
 
 _NOTHING = object()
 

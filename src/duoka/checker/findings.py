@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..report import Call, Effect, Fault, Kind, Operand, Place
+from duoka.report.check_report import Call, Effect, Fault, Kind, Operand, Place
 
 CAUSE = "_duoka_cause"
 """The attribute of a tensor that names the fault which decided its device."""

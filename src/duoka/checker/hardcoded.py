@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..virtual import active_world
+from duoka.virtual import active_world
+
 from .cuda import CurrentDevice
 
 _TO = torch.Tensor.to

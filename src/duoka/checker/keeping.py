@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from .contents import MOST_DEPTH, Contents, holds_virtual
-from .sources import is_installed
+from .source_map import is_installed
 
 _OF_LIBRARIES = 1
 _LruCache = type(cache(len))

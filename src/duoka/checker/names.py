@@ -9,8 +9,9 @@ from types import FrameType
 import torch
 from torch import nn
 
-from ..report import Call, Origin, OriginKind
-from .sources import is_model_code, locals_of, place_of, spot_of
+from duoka.report.check_report import Call, Origin, OriginKind
+
+from .source_map import is_model_code, locals_of, place_of, spot_of
 
 
 class Names:

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from .. import models
-from ..checkpoint import Checkpoint
-from ..errors import ModelError
-from ..report import Place, Stop
-from ..workload import Dtype
+from duoka import models
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.errors import ModelError
+from duoka.forecast.workload import Dtype
+from duoka.report.check_report import Place, Stop
 
 
 def build_own(checkpoint: Checkpoint, dtype: Dtype) -> PreTrainedModel:

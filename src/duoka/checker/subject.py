@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..dispatching import is_callable, tensor_names
-from ..errors import Faults, PlacementError
-from ..report import OriginKind
-from ..workload import Workload
+from duoka.errors import Faults, PlacementError
+from duoka.forecast.workload import Workload
+from duoka.report.check_report import OriginKind
+from duoka.runtime.dispatch.install import is_callable
+from duoka.runtime.dispatch.place import tensor_names
 
 Entries = tuple[tuple[str, str], ...]
 

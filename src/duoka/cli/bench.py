@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 import duoka
-from duoka.choices import choose
+from duoka.base.choices import choose
+from duoka.base.files import why
+from duoka.base.serialization import to_dict
+from duoka.base.units import format_bytes
 from duoka.errors import UsageError
-from duoka.files import why
-from duoka.planner import Question
-from duoka.serial import to_dict
-from duoka.units import format_bytes
-from duoka.workload import QUANTIZED, Cache, Dtype, Quantization
+from duoka.forecast.workload import QUANTIZED, Cache, Dtype, Quantization
+from duoka.planner.planner import Question
 
 from . import options, planning
 from .terminal import stderr, stdout
 
 if TYPE_CHECKING:
-    from duoka.bench import Calibrated, Quality
+    from duoka.tools.bench import Calibrated, Quality
 
 _MEASURED: tuple[Cache, ...] = ("dynamic", "int8")
 
@@ -183,7 +183,7 @@ def _read_tokens(text: str | None) -> int | None:
 
 
 def _measure(checkpoint: duoka.Checkpoint, fleet: duoka.Fleet, wanted: _Wanted) -> Quality:
-    from duoka.bench import measure_quality, windows_for
+    from duoka.tools.bench import measure_quality, windows_for
 
     chosen = windows_for(checkpoint)
     if wanted.context is not None:
@@ -239,7 +239,7 @@ def _print_quality(found: Quality) -> None:
 
 def _calibrate(gpus: str, *, json: bool) -> None:
     fleet = planning.read_fleet(gpus)
-    from duoka.bench import calibrate
+    from duoka.tools.bench import calibrate
 
     console = stderr()
     with console.status("measuring") as status:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from duoka.errors import UsageError
 
-from . import failures, options, planning, signals
+from . import errors, options, planning, signals
 from .terminal import answer, stderr
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _answer(conversation: Conversation, question: str) -> None:
                 answer(piece)
     except UsageError as error:
         # A question that is too long is no reason to leave.
-        failures.tell(error)
+        errors.tell(error)
         return
     answer("\n")
     if conversation.num_forgotten > forgotten:

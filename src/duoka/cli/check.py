@@ -11,15 +11,15 @@ import typer
 
 import duoka
 from duoka.errors import UsageError
-from duoka.host import fleet_for
-from duoka.maps import DeviceMap
+from duoka.planner.device_map import DeviceMap
+from duoka.planner.limits import fleet_for
 
 from . import fixing, options, outputs, pictures, planning
-from .failures import NOT_OK
+from .errors import NOT_OK
 from .terminal import stderr, stdout, working
 
 if TYPE_CHECKING:
-    from duoka.report import Report
+    from duoka.report.check_report import Report
 
 _TRAINING_TOKENS = "1"  # a workload answers at least one
 _FIXING = "How to repair"
@@ -121,7 +121,7 @@ def check(
     if save_device_map is not None:
         _save_map(report, save_device_map)
     if sarif is not None:
-        from duoka.sarif import dumps
+        from duoka.report.sarif import dumps
 
         outputs.write(sarif, dumps(report) + "\n", "the SARIF log")
     if not json:
@@ -187,6 +187,6 @@ def _save_map(report: Report, file: Path) -> None:
 
 
 def _print(report: Report, *, advice: bool) -> None:
-    from duoka.render import render_report
+    from duoka.report.terminal import render_report
 
     stdout().print(render_report(report, advice=advice))

@@ -28,6 +28,6 @@ def compare(
     if json:
         typer.echo(json_format.dumps(found.to_dict(), indent=1))
         return
-    from duoka.render import render_comparison
+    from duoka.report.terminal import render_comparison
 
     stdout().print(render_comparison(found, (str(first), str(second))))

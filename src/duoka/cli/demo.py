@@ -12,14 +12,14 @@ import typer
 from rich import box
 from rich.table import Table
 
+from duoka.base.units import format_bytes
 from duoka.errors import DuokaError, UsageError
-from duoka.units import format_bytes
 
 from . import options, outputs
 from .terminal import stderr, stdout
 
 if TYPE_CHECKING:
-    from duoka.demo import Demo
+    from duoka.tools.demo import Demo
 
 
 def demo(
@@ -80,7 +80,7 @@ def _run(directory: Path) -> Demo:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     console = stderr()
     with console.status("starting") as status:
-        from duoka.demo import run_demo
+        from duoka.tools.demo import run_demo
 
         def tell(text: str) -> None:
             status.update(text)
@@ -91,7 +91,7 @@ def _run(directory: Path) -> Demo:
 
 
 def _show(done: Demo) -> None:
-    from duoka.render import render_plan
+    from duoka.report.terminal import render_plan
 
     console = stdout()
     console.print(f"One of the GPUs alone: {done.one_gpu}.", soft_wrap=True)

@@ -12,13 +12,13 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 from duoka.errors import UsageError
-from duoka.render.wording import where
+from duoka.report.terminal.words import where
 
 from .terminal import stderr, working
 
 if TYPE_CHECKING:
-    from duoka.repairs import Repairs
-    from duoka.report import Report
+    from duoka.checker.fix import Repairs
+    from duoka.report.check_report import Report
 
 _DIRECTORY = Path("duoka-fixed")
 _THEME = "ansi_dark"
@@ -54,7 +54,7 @@ class Fixes:
 
     def repair(self, report: Report) -> Repaired:
         """Find changes and prove them; nothing is written yet."""
-        from duoka.repairs import repair
+        from duoka.checker.fix import repair
 
         with working("repairing, and proving it"):
             return Repaired(repair(report), None if self.in_place else self._directory)
@@ -82,7 +82,7 @@ class Repaired:
         UsageError, MachineError
             If that isn't possible.
         """
-        from duoka.repairs import apply, apply_in_place
+        from duoka.checker.fix import apply, apply_in_place
 
         if self._directory is None:
             files = apply_in_place([patch for patch in self._repairs if patch.proved])

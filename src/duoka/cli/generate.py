@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import duoka
+from duoka.base.files import why
 from duoka.errors import UsageError
-from duoka.files import why
 
 from . import options, planning
 from .terminal import answer

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from duoka.errors import MachineError
-from duoka.memory import CompiledMemory
+from duoka.forecast.device_memory import CompiledMemory
 
 _PACKAGES = ("duoka", "torch", "transformers")
 

@@ -14,7 +14,7 @@ import typer
 
 import duoka
 
-from . import failures, options, signals
+from . import errors, options, signals
 from .bench import bench
 from .chat import chat
 from .check import check
@@ -22,8 +22,8 @@ from .compare import compare
 from .demo import demo
 from .generate import generate
 from .plan import plan
+from .suggestions import options_of
 from .terminal import correct_columns
-from .ways import options_of
 
 _EPILOG = "\n\n".join(
     [
@@ -117,7 +117,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BaseException as error:
         known = options_of(typer.main.get_command(app), given)
-        return failures.report(error, debug=state.debug, arguments=given, known=known)
+        return errors.report(error, debug=state.debug, arguments=given, known=known)
     return code
 
 
@@ -137,7 +137,7 @@ def _open_streams() -> int:
     if sys.stdin is None:
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115, PTH123
     if sys.stdout is None:
-        return failures.BROKEN_PIPE
+        return errors.BROKEN_PIPE
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
     for stream in (sys.stdout, sys.stderr):

@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from duoka import workload
-from duoka.choices import choose
+from duoka.base.choices import choose
+from duoka.base.files import why
 from duoka.errors import UsageError
-from duoka.files import why
+from duoka.forecast import workload
 
 _TOKENS = re.compile(r"([1-9][0-9]{0,9})([kKmM]?)", re.ASCII)
 _PIXELS = re.compile(r"([1-9][0-9]{0,5})[xX]([1-9][0-9]{0,5})", re.ASCII)

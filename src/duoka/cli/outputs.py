@@ -7,8 +7,8 @@ import os
 import stat
 from pathlib import Path
 
+from duoka.base.files import write_whole
 from duoka.errors import UsageError
-from duoka.files import write_whole
 
 from .terminal import stderr
 

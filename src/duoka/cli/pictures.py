@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from duoka.base.files import why
 from duoka.errors import UsageError
-from duoka.files import why
 
 _SIZE = re.compile(r"([1-9][0-9]{0,5})[xX×]([1-9][0-9]{0,5})", re.ASCII)
 _LONGEST = 16384

@@ -10,14 +10,15 @@ from typing import Annotated
 import typer
 
 import duoka
+from duoka.base.serialization import to_dict
 from duoka.errors import Faults, InfeasibleError, PlacementError, UsageError
-from duoka.exports import refuse_unknown
-from duoka.replicas import Replicas
-from duoka.serial import to_dict
+from duoka.planner.replicas import Replicas
+from duoka.report.export import refuse_unknown
 
-from . import copies, options, outputs, planning, training
+from . import options, outputs, planning, training_options
+from . import replicas as copies
+from .suggestions import as_json
 from .terminal import stdout
-from .ways import as_json
 
 
 def _known_tool(tool: str | None) -> str | None:
@@ -46,14 +47,14 @@ def plan(
     uncut: options.Uncut = None,
     reserve: options.Reserve = None,
     offload: options.Offload = False,
-    train: training.Train = None,
-    optimizer: training.Optimizer = None,
-    lora_rank: training.LoraRank = None,
-    lora_target: training.LoraTarget = None,
-    gradient_checkpointing: training.GradientCheckpointing = False,
-    master_weights: training.MasterWeights = False,
-    micro_batches: training.MicroBatches = None,
-    schedule: training.Schedule = None,
+    train: training_options.Train = None,
+    optimizer: training_options.Optimizer = None,
+    lora_rank: training_options.LoraRank = None,
+    lora_target: training_options.LoraTarget = None,
+    gradient_checkpointing: training_options.GradientCheckpointing = False,
+    master_weights: training_options.MasterWeights = False,
+    micro_batches: training_options.MicroBatches = None,
+    schedule: training_options.Schedule = None,
     max_context: options.MaxContext = False,
     max_batch: options.MaxBatch = False,
     replicas: options.Copies = None,
@@ -114,7 +115,7 @@ def plan(
 
     [bold]duoka plan[/] ./glm-4-9b-chat --gpus 2x24GiB --train lora --context 2K
     """
-    wishes = planning.Wishes.of(locals(), training=training.read_training(locals()))
+    wishes = planning.Wishes.of(locals(), training=training_options.read_training(locals()))
     asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code)
     answer = _Answer(
         save=save,
@@ -208,7 +209,7 @@ class _Answer:
         if self.json:
             typer.echo(made.to_json() if explanation is None else _json(explanation.to_dict()))
             return
-        from duoka.render import render_explanation, render_plan
+        from duoka.report.terminal import render_explanation, render_plan
 
         stdout().print(render_plan(made))
         if explanation is not None:

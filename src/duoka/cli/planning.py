@@ -9,22 +9,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import duoka
-from duoka.answering import GIVEN, answer_checkpoint
-from duoka.choices import choose
-from duoka.constraints import Constraints
-from duoka.demands import given_back, usable
+from duoka.base.choices import choose
+from duoka.checkpoint.sampling_params import Sampling
 from duoka.errors import CheckpointError, UsageError
-from duoka.host import fleet_for
-from duoka.maps import DeviceMap
-from duoka.planner import Question
-from duoka.plans import Largest
-from duoka.replicas import Replicas
-from duoka.sampling import Sampling
-from duoka.search import OBJECTIVES
-from duoka.workload import CACHES, QUANTIZATIONS, Training
+from duoka.forecast.workload import CACHES, QUANTIZATIONS, Training
+from duoka.planner.constraints import Constraints
+from duoka.planner.device_map import DeviceMap
+from duoka.planner.from_device_map import OBJECTIVE as GIVEN
+from duoka.planner.limits import fleet_for, given_back, usable
+from duoka.planner.plan import Largest
+from duoka.planner.planner import Question
+from duoka.planner.replicas import Replicas
+from duoka.planner.resolve import answer_checkpoint
+from duoka.planner.search import OBJECTIVES
 
-from . import copies, outputs
-from .demands import read_constraints
+from . import outputs
+from . import replicas as copies
+from .constraint_options import read_constraints
 from .options import parse_chunk, parse_dtype, parse_image_size, parse_tokens
 from .profiles import finding
 from .terminal import progress_bars, stderr
@@ -202,8 +203,8 @@ def _asked(model: str | None, wishes: Wishes, asked: Asked) -> tuple[duoka.Check
 def load_generator(plan: duoka.Plan, *, trust_remote_code: bool, cache_weights: bool) -> Generator:
     """Prove and load a plan, with a progress bar."""
     plan = plan.here()  # a GPU that is gone is told at once, before torch is imported
-    from duoka.loader import Keeping
     from duoka.runtime import Generator
+    from duoka.runtime.load import Keeping
 
     console = stderr()
 
@@ -307,7 +308,7 @@ def save_device_map(device_map: Mapping[str, int | str], file: Path) -> None:
 
 def save_page(plan: duoka.Plan, file: Path) -> None:
     """Keep a plan as a page, with why it is so where the cache has the model's profile."""
-    from duoka.render import render_page
+    from duoka.report.terminal import render_page
 
     explanation = None
     try:

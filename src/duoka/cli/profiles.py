@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import duoka
-from duoka.answering import Find, workload_for
-from duoka.profile import Profile
-from duoka.profiles import find_profile
+from duoka.forecast.profile import Profile
+from duoka.forecast.profile_cache import find_profile
+from duoka.planner.resolve import Find
+from duoka.planner.workloads import workload_for
 
 from .terminal import working
 
@@ -26,7 +27,7 @@ def finding(checkpoint: duoka.Checkpoint) -> Iterator[Find]:
             if known is not None:
                 return known
             tell("tracing the model; the next plan of it takes a second")
-            from duoka.api import profile_checkpoint
+            from duoka.api.plan import profile_checkpoint
 
             found = profile_checkpoint(checkpoint, workload)
             tell("planning")

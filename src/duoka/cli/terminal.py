@@ -22,7 +22,7 @@ from rich.progress import (
 )
 from rich.segment import Segment
 
-from duoka.characters import printable
+from duoka.base.text import printable
 
 _NARROWEST = 20
 _UNKNOWN = 80  # a terminal that says it has no columns doesn't know how many

@@ -5,9 +5,9 @@ import; `build` and `chatglm.register` do that on first use.
 """
 
 from .build import build, is_served, resolve
-from .importing import import_class
-from .learning import base_name, make_trainable
-from .published import hold_as_stored
+from .quantized_checkpoint import hold_as_stored
+from .remote_code import import_class
+from .trainable import base_name, make_trainable
 
 __all__ = [
     "base_name",

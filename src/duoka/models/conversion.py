@@ -28,7 +28,7 @@ from transformers.core_model_loading import (
 
 from duoka.errors import LoadError
 
-from .sketch import Box, Sketch
+from .boxes import Box, Sketch
 
 Shape = Sequence[int]
 

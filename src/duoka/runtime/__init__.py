@@ -4,10 +4,10 @@ It stands on transformers' `generate`, which also works without it. It knows not
 loading or terminals; of a plan it takes the workload, whose limits it keeps.
 """
 
-from duoka.sampling import Sampling
+from duoka.checkpoint.sampling_params import Sampling
 
-from .chat import Conversation
-from .generation import Answer, Generator
-from .streaming import Stream
+from .conversation import Conversation
+from .generate import Answer, Generator
+from .stream import Stream
 
 __all__ = ["Answer", "Conversation", "Generator", "Sampling", "Stream"]

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import virtual
-from .grouping import Group, tensors_in
-from .recording import Home, Recorder, Skipper, picture_made
+from duoka import virtual
+
+from .blocks import Group, tensors_in
+from .record import Home, Recorder, Skipper, picture_made
 
 
 def placeholder(position: int) -> int:

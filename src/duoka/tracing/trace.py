@@ -13,22 +13,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .. import virtual
-from ..dispatching import place
-from ..errors import ModelError
-from ..images import ImagePrompts, prompts_for
-from ..outline import NamedTensor
-from ..placement import Placement
-from ..profile import ALIGNED_TOKENS, Block, Kind, Phase, Profile, Regime, Tape
-from ..quantization import is_composed, parts
-from ..workload import Conditions, Workload
-from .fitting import Sample, Unlike, fit
-from .grouping import Group, find_containers, find_groups
-from .naming import name_tensors, roster
-from .recording import Recorder
-from .returning import ReturningRecorder
-from .runs import Run, crossing_runs, image_runs, plain_runs, static_runs
-from .stepping import Stepper
+from duoka import virtual
+from duoka.errors import ModelError
+from duoka.forecast.profile import ALIGNED_TOKENS, Block, Kind, Phase, Profile, Regime, Tape
+from duoka.forecast.tensor_names import NamedTensor
+from duoka.forecast.workload import Conditions, Workload
+from duoka.models.quantization import is_composed, parts
+from duoka.planner.placement import Placement
+from duoka.runtime.dispatch.place import place
+from duoka.runtime.image_inputs import ImagePrompts, prompts_for
+from duoka.runtime.steps import Stepper
+
+from .blocks import Group, find_containers, find_groups
+from .fit import Sample, Unlike, fit
+from .names import name_tensors, roster
+from .probe_sizes import Run, crossing_runs, image_runs, plain_runs, static_runs
+from .record import Recorder
+from .record_returns import ReturningRecorder
 
 ENDLESS = 2**40
 EVERYWHERE = (0, ENDLESS)

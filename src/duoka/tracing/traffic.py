@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from .. import virtual
-from .grouping import tensors_in
+from duoka import virtual
+
+from .blocks import tensors_in
 
 _ATEN = torch.ops.aten
 # They read of their first argument only what they take from it.

@@ -15,15 +15,15 @@ from duoka.errors import VirtualDeviceError
 from . import (
     attention,
     autocast,
+    cuda_only,
+    device_module,
     factories,
-    kernels,
     operators,
     packed,
     pickling,
     recurrent,
     tensor,
     transfers,
-    vgpu,
 )
 from .state import World, set_process_world, use_world
 from .threads import arm
@@ -144,9 +144,9 @@ def _exists(path: str) -> bool:
 
 
 def _register() -> None:
-    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=vgpu)
+    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=device_module)
     tensor.install_operators(operators.run)
-    rooms = (transfers, pickling, factories, kernels, packed, recurrent, attention, autocast)
+    rooms = (transfers, pickling, factories, cuda_only, packed, recurrent, attention, autocast)
     for room in rooms:
         room.install()
     # Optimizers and gradient clipping then work on lists of tensors, as on CUDA, and cost the same.

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 
 import torch
 
-from duoka.allocator import Allocation, CachingAllocator, OutOfCapacity
+from duoka.base.units import format_bytes
 from duoka.errors import VirtualDeviceError
-from duoka.units import format_bytes
+from duoka.forecast.allocator import Allocation, CachingAllocator, OutOfCapacity
 
 UNLIMITED_BYTES = 2**50
 """What `mem_get_info` reports as the memory of a GPU without a capacity."""

@@ -1,0 +1,1 @@
+"""API: the front doors: plan, load, check."""

@@ -1,0 +1,411 @@
+"""The front door of the check: what people give, turned into a model on a placement."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, TypedDict, TypeVar, Unpack
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from duoka.checker import Subject, check_subject, complete, read_entries
+from duoka.checker.owncode import build_own, native_hint, stop_of
+from duoka.checker.split import splits
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.errors import Faults, InfeasibleError, ModelError, PlacementError, UsageError
+from duoka.forecast.tensor_names import Outline
+from duoka.forecast.workload import Training, Workload
+from duoka.hardware.fleet import Fleet
+from duoka.models.from_checkpoint import build_model
+from duoka.planner.device_map import DeviceMap, judge
+from duoka.planner.placement import Placement
+from duoka.planner.plan import Plan
+from duoka.planner.planner import Question
+from duoka.planner.workloads import workload_for
+from duoka.report.check_report import Report, Stop
+from duoka.runtime.dispatch.place import tensor_names
+from duoka.runtime.image_inputs import image_inputs
+
+from .plan import plan, plan_checkpoint, profile_checkpoint
+
+T = TypeVar("T")
+_INPUTS = (Mapping, tuple, list, torch.Tensor)
+_DEALT = "the model can't be planned, so its modules were dealt to the devices by their bytes"
+_UNTRACED = "what must stay whole on one device isn't known"
+
+Inputs = Mapping[str, Any] | tuple[Any, ...] | Callable[[nn.Module], Any]
+Where = Placement | Plan | DeviceMap | Mapping[str, Any]
+
+
+class Choices(TypedDict, total=False):
+    """The keyword arguments of `check`."""
+
+    fleet: Fleet | str | None
+    images: Sequence[tuple[int, int]]
+
+
+def check(
+    model: str | os.PathLike[str] | Checkpoint | nn.Module,
+    placement: Where | None = None,
+    inputs: Inputs | None = None,
+    workload: Workload | None = None,
+    train: bool = False,
+    **choices: Unpack[Choices],
+) -> Report:
+    """Run a model's own code on a placement's virtual GPUs, and say all that is wrong with it.
+
+    No weight is read and no GPU is touched. After a fault the run goes on with the tensors moved,
+    so that one check reports every fault, each with the line of code that it stands in.
+
+    Parameters
+    ----------
+    model : path, str, Checkpoint or torch.nn.Module
+        As in `plan`. A model that is given as an object is run itself, and left as it was.
+    placement : Placement, Plan or mapping, optional
+        Where its modules are: by device names, or by numbers of GPUs or stages. Without one, the
+        plan that duoka makes for all devices of `fleet` is checked; and where the model's code
+        can't be traced for a plan, a split of its modules by their bytes.
+    inputs : mapping, tuple or callable, optional
+        Keyword or positional arguments of one call; or a function that is called with the model
+        and runs it. Models of transformers that generate need none.
+    workload : Workload, optional
+        What such a model is asked to do; by default `Workload()`.
+    train : bool
+        Run the loss and backward, instead of the prompt and decode steps.
+    fleet : Fleet or str
+        Devices with budgets that the peaks are held against.
+    images : sequence of (int, int)
+        Width and height of pictures in the prompt.
+
+    Raises
+    ------
+    UsageError
+        If nothing says where the modules are, or nothing says how to run the model.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    >>> check(model, {"0": 0, "1": 1}, inputs=(__import__("torch").zeros(1, 4),)).ok
+    True
+    """
+    try:
+        subject = subject_of(model, placement, inputs, workload, train, **choices)
+    except _CodeStoppedError as error:
+        return Report(model=error.source, devices=(), stop=error.stop, train=train)
+    report = check_subject(subject)
+    if report.stop is None or report.stop.hint or not subject.hint:
+        return report
+    return replace(report, stop=replace(report.stop, hint=subject.hint))
+
+
+def subject_of(
+    model: str | os.PathLike[str] | Checkpoint | nn.Module,
+    placement: Where | None = None,
+    inputs: Inputs | None = None,
+    workload: Workload | None = None,
+    train: bool = False,
+    **choices: Unpack[Choices],
+) -> Subject:
+    """What `check` checks: a model, a complete placement and what to run."""
+    unknown = choices.keys() - Choices.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"check() has no argument {', '.join(sorted(unknown))}")
+    given = choices.get("fleet")
+    fleet = Fleet.parse(given) if isinstance(given, str) else given
+    if placement is None and fleet is None:
+        raise UsageError(
+            "nothing says where the modules are",
+            hint='give a placement, or a fleet to plan for: fleet="virtual:2x24GiB"',
+        )
+    if not (inputs is None or callable(inputs) or isinstance(inputs, _INPUTS)):
+        raise UsageError(
+            f"inputs can't be {type(inputs).__name__}: {inputs!r:.80}",
+            hint="give a tensor, a tuple, a mapping of keyword arguments, or a function",
+        )
+    if isinstance(model, nn.Module):
+        subject = _of_module(model, placement, inputs, _Asked(fleet, workload), {"train": train})
+        return _with_images(_offloaded(subject, placement), choices.get("images", ()))
+    if inputs is not None:
+        raise UsageError(
+            "example inputs are for a module that is given as an object",
+            hint="leave them out; a workload says what is run",
+        )
+    checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
+    of = _of_own_code if checkpoint.code else _of_checkpoint
+    subject = of(checkpoint, placement, _Asked(fleet, workload), {"train": train})
+    return _with_images(_offloaded(subject, placement), choices.get("images", ()))
+
+
+def _offloaded(subject: Subject, placement: Where | None) -> Subject:
+    """The subject with weights in the host's memory, where a plan says so."""
+    if not isinstance(placement, Plan) or not placement.offloaded:
+        return subject
+    if subject.train:
+        raise UsageError(
+            "a model whose weights lie in the host's memory can't be trained, and the plan has "
+            f"{len(placement.offloaded)} modules there",
+            hint="plan without offload, or check generation",
+        )
+    return replace(subject, offloaded=placement.offloaded)
+
+
+def _with_images(subject: Subject, sizes: Sequence[tuple[int, int]]) -> Subject:
+    """The subject with pictures in its prompt, as its model takes them."""
+    if not sizes:
+        return subject
+    if subject.inputs is not None:
+        raise UsageError(
+            "example inputs say it all: images can't be given with them",
+            hint="put the pictures into the inputs",
+        )
+    work, model = subject.workload, subject.model
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(
+            f"{subject.name} is no model of transformers: its images aren't known",
+            hint="put the pictures into the inputs",
+        )
+    prompt = image_inputs(model, sizes, batch=work.batch, prompt_tokens=work.prompt_tokens)
+    return replace(subject, prompt=prompt)
+
+
+class _Asked:
+    """Devices and work that a check was asked for."""
+
+    def __init__(self, fleet: Fleet | None, workload: Workload | None) -> None:
+        self.fleet = fleet
+        self.workload = workload or Workload()
+
+    def budgets(self, fleet: Fleet | None = None) -> dict[str, int]:
+        """Bytes by device name."""
+        fleet = fleet or self.fleet
+        return {} if fleet is None else {each.name: each.budget_bytes for each in fleet.devices}
+
+
+def _of_module(
+    model: nn.Module, placement: Where | None, inputs: Inputs | None, asked: _Asked, rest: Any
+) -> Subject:
+    workload, budgets = asked.workload, asked.budgets()
+    notes: list[str] = []
+    if placement is None:
+        fleet = asked.fleet
+        assert fleet is not None
+        own = _call_of(inputs)
+        work = workload if own is None else None
+        placement = _planned(
+            lambda some, use_all: plan(model, some, work, inputs=own, use_all=use_all), fleet, notes
+        )
+    if isinstance(placement, Plan):
+        workload, budgets = placement.workload, asked.budgets(placement.fleet)
+        placement = placement.placement
+    if placement is None:
+        entries = _dealt(model, asked.fleet)
+    elif isinstance(placement, Placement):
+        entries = placement.entries
+    else:
+        entries = read_entries(dict(DeviceMap.of(placement).entries))
+    entries, faults = complete(model, entries)
+    return Subject(
+        is_dispatched=isinstance(placement, Placement) and not faults,
+        model=model,
+        name=type(model).__name__,
+        entries=entries,
+        completeness=faults,
+        budgets=budgets,
+        workload=_whole(workload),
+        inputs=inputs,
+        notes=tuple(notes),
+        **rest,
+    )
+
+
+def _call_of(inputs: Any) -> Mapping[str, Any] | tuple[Any, ...] | None:
+    """The arguments of one call, where that is what the inputs are."""
+    if isinstance(inputs, Mapping) or inputs is None:
+        return inputs
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,)
+    return None if callable(inputs) else tuple(inputs)
+
+
+class _CodeStoppedError(ModelError):
+    """A checkpoint's own code that failed before it could be checked."""
+
+    def __init__(self, source: str, stop: Stop) -> None:
+        super().__init__(stop.message, hint=stop.hint)
+        self.source = source
+        self.stop = stop
+
+
+def _of_own_code(
+    checkpoint: Checkpoint, placement: Where | None, asked: _Asked, rest: Any
+) -> Subject:
+    """A checkpoint whose own code may run: that code, also where duoka has some of its own."""
+    workload = workload_for(checkpoint, asked.workload)
+    if isinstance(placement, Plan):
+        placement.refuse_other(checkpoint.fingerprint, checkpoint.source)
+    try:
+        model = build_own(checkpoint, workload.dtype)
+        subject = _of_module(model, placement, None, _Asked(asked.fleet, workload), rest)
+    except ModelError as error:
+        stop = stop_of(checkpoint, error, "build")
+        if stop is None:
+            raise
+        raise _CodeStoppedError(checkpoint.source, stop) from error
+    return replace(subject, name=checkpoint.source, hint=native_hint(checkpoint))
+
+
+def _of_checkpoint(
+    checkpoint: Checkpoint, placement: Where | None, asked: _Asked, rest: Any
+) -> Subject:
+    workload = asked.workload
+    if not isinstance(placement, Plan):
+        workload = workload_for(checkpoint, workload)
+    if workload.quantize == "auto" and placement is not None:
+        raise UsageError(
+            'quantize="auto" is for plans: what fits is not known of a map',
+            hint="say none, int8, int4 or nf4",
+        )
+    faults, budgets, is_whole = Faults(), asked.budgets(), True
+    notes: list[str] = []
+    if placement is None:
+        assert asked.fleet is not None
+        placement = _own_plan(checkpoint, asked.fleet, workload, notes, train=rest["train"])
+    if isinstance(placement, Plan):
+        placement.refuse_other(checkpoint.fingerprint, checkpoint.source)
+        workload, budgets = placement.workload, asked.budgets(placement.fleet)
+        placement = placement.placement
+    model = build_model(checkpoint, workload)
+    if placement is None:
+        entries = _dealt(model, asked.fleet)
+    elif isinstance(placement, Placement):
+        entries = placement.entries
+    else:
+        profile = _or_note(lambda: profile_checkpoint(checkpoint, workload), _UNTRACED, notes)
+        names = (name for name, _ in tensor_names(model))
+        outline = Outline.of_names(names) if profile is None else profile.outline
+        entries, faults, is_whole = _judged(
+            outline, model, (DeviceMap.of(placement), asked.fleet), notes
+        )
+    return Subject(
+        is_dispatched=is_whole,
+        model=model,
+        name=checkpoint.source,
+        entries=entries,
+        completeness=faults,
+        budgets=budgets,
+        workload=_whole(workload),
+        notes=tuple(notes),
+        **rest,
+    )
+
+
+def _own_plan(
+    checkpoint: Checkpoint, fleet: Fleet, workload: Workload, notes: list[str], *, train: bool
+) -> Plan | None:
+    """The plan for a checkpoint: for training all of it where that is checked, and fits."""
+
+    def planned(work: Workload) -> Plan | None:
+        question = Question(fleet=fleet, workload=work)
+        return _planned(
+            lambda some, use_all: plan_checkpoint(
+                checkpoint, replace(question, fleet=some, use_all=use_all)
+            ),
+            fleet,
+            notes,
+        )
+
+    if train and workload.training is None and workload.quantize == "none":
+        try:
+            return planned(_learning(workload))
+        except InfeasibleError:
+            notes.append("training all of it doesn't fit: the placement is one for answering")
+    return planned(workload)
+
+
+def _learning(workload: Workload) -> Workload:
+    """Training every parameter on sequences as long as the workload's context."""
+    return Workload(
+        batch=workload.batch,
+        prompt_tokens=workload.context_tokens,
+        new_tokens=0,
+        dtype=workload.dtype,
+        training=Training(method="full"),
+    )
+
+
+def _planned(ask: Callable[[Fleet, bool], Plan], fleet: Fleet, notes: list[str]) -> Plan | None:
+    """The plan for all devices, or for as many of the first as the model has blocks for."""
+
+    def attempt() -> Plan:
+        for count in range(len(fleet.devices), 1, -1):
+            with suppress(UsageError, InfeasibleError):  # what is no matter of number is told below
+                made = ask(_first(fleet, count), True)
+                if count < len(fleet.devices):
+                    notes.append(
+                        f"the model has blocks for {count} of {len(fleet.devices)} devices"
+                    )
+                return made
+        return ask(fleet, False)
+
+    return _or_note(attempt, _DEALT, notes)
+
+
+def _first(fleet: Fleet, count: int) -> Fleet:
+    names = fleet.names[:count]
+    links = [link for link in fleet.links if link.source in names and link.target in names]
+    return Fleet(devices=fleet.devices[:count], links=tuple(links))
+
+
+def _or_note(attempt: Callable[[], T], note: str, notes: list[str]) -> T | None:
+    """What an attempt gives; None, and a note, where the model's code can't be traced."""
+    try:
+        return attempt()
+    except ModelError as error:
+        notes.append(f"{note}: {error}")
+        return None
+
+
+def _dealt(model: nn.Module, fleet: Fleet | None) -> tuple[tuple[str, str], ...]:
+    """Devices for a model that can't be planned."""
+    names = [] if fleet is None else fleet.names
+    for num_stages in range(len(names), 1, -1):
+        for split in splits(model, num_stages):
+            return tuple((module, names[stage]) for module, stage in split.items())
+    return (("", names[0]),)
+
+
+def _whole(workload: Workload) -> Workload:
+    """The workload with its prompt in one step, unless a plan or a person said otherwise."""
+    is_open = workload.prefill_chunk_tokens == "auto"
+    return replace(workload, prefill_chunk_tokens=None) if is_open else workload
+
+
+def _judged(
+    outline: Outline,
+    model: nn.Module,
+    given: tuple[DeviceMap, Fleet | None],
+    notes: list[str],
+) -> tuple[tuple[tuple[str, str], ...], Faults, bool]:
+    """A map by hand, in the names of the model or of its checkpoint, and what is wrong with it.
+
+    One that only splits what should stay whole is run as it stands: then the faults are shown. The
+    last result says whether the entries are whole blocks instead.
+    """
+    device_map, fleet = given
+    try:
+        judgement = judge(device_map, outline, fleet)
+        notes += judgement.notes
+        return judgement.placed, Faults(), True
+    except PlacementError as error:
+        faults = error.faults
+    entries, wrong = complete(model, read_entries(dict(device_map.entries)))
+    if not wrong:
+        return entries, faults, False
+    if faults.completed is None:
+        raise PlacementError("the device map names nothing of this model", hint=None, faults=faults)
+    completed = dict(faults.completed)
+    return judge(completed, outline, fleet).placed, faults, True

@@ -1,0 +1,93 @@
+"""Sizes as people write them ("24GiB") and as the code counts them (int, bytes)."""
+
+from __future__ import annotations
+
+import re
+
+from duoka.errors import UsageError
+
+_UNIT_BYTES = {
+    "B": 1,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+_SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", re.ASCII)
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size: a number and a unit, in powers of 1024 (``GiB``) or of 1000 (``GB``).
+
+    Raises
+    ------
+    UsageError
+        If the text is no number with a unit, or the size is not positive.
+
+    Examples
+    --------
+    >>> parse_bytes("24GiB")
+    25769803776
+    >>> parse_bytes("1.5 MiB")
+    1572864
+    """
+    match = _SIZE.fullmatch(text)
+    unit = match.group(2).upper() if match else ""
+    if match is None or unit not in _UNIT_BYTES:
+        raise UsageError(
+            f"{text!r} is not a size", hint="write a number and a unit, like 24GiB, 512MiB or 80GB"
+        )
+    size = int(float(match.group(1)) * _UNIT_BYTES[unit])
+    if size <= 0:
+        raise UsageError(f"{text!r} is not a positive size", hint="the smallest size is 1B")
+    return size
+
+
+def exact_bytes(num_bytes: int) -> str:
+    """Write a size so that `parse_bytes` reads it as the same number.
+
+    Examples
+    --------
+    >>> exact_bytes(24 * 2**30), exact_bytes(1537)
+    ('24GiB', '1537B')
+    """
+    for unit in ("GiB", "MiB", "KiB"):
+        count, rest = divmod(num_bytes, _UNIT_BYTES[unit.upper()])
+        if not rest:
+            return f"{count}{unit}"
+    return f"{num_bytes}B"
+
+
+def format_count(number: int, noun: str) -> str:
+    """Write how many of something there are.
+
+    Examples
+    --------
+    >>> format_count(1, "device")
+    '1 device'
+    >>> format_count(2, "device")
+    '2 devices'
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Write a size for people, in powers of 1024.
+
+    Examples
+    --------
+    >>> format_bytes(25769803776)
+    '24.00 GiB'
+    >>> format_bytes(-1572864)
+    '-1.50 MiB'
+    """
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{num_bytes} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"

@@ -1,0 +1,95 @@
+"""Which placed module was entered last, and arguments that come to a part of one from outside.
+
+A map that names `model.decoder` places its embedding, too. Where code calls that embedding alone
+(`get_input_embeddings()(ids)`), hooks of accelerate's or duoka's bring the arguments to it; inside
+a running `model.decoder` nothing moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from duoka.runtime.dispatch.movers import Frames, Mover
+from duoka.runtime.dispatch.place import tensor_names
+
+from .execute import tensors_in
+from .findings import acquit
+
+Entered = Callable[[torch.device], None]
+
+
+def watch_entries(
+    placed: Mapping[nn.Module, torch.device], entered: Entered, running: list[torch.device]
+) -> list[torch.utils.hooks.RemovableHandle]:
+    """Call `entered` with the device of each placed module, or part of one, that is entered.
+
+    Parameters
+    ----------
+    placed : mapping of nn.Module to torch.device
+        They have movers already (see `dispatching.install_on`).
+    entered : callable
+    running : list of torch.device
+        Is kept: the devices of the placed modules that are running, innermost last.
+
+    Returns
+    -------
+    list of RemovableHandle
+    """
+    handles = []
+    for module, device in placed.items():
+        region = _Region(device, entered, running)
+        handles.append(module.register_forward_pre_hook(region.enter))
+        handles.append(module.register_forward_hook(region.leave, always_call=True))
+        for part in _parts(module, placed):
+            handles.append(part.register_forward_pre_hook(region.enter_part, with_kwargs=True))
+    return handles
+
+
+def _parts(module: nn.Module, placed: Mapping[nn.Module, torch.device]) -> list[nn.Module]:
+    """The modules below a placed one that hold tensors and aren't placed themselves."""
+    found = []
+    for child in module.children():
+        if child not in placed:
+            if any(True for _ in tensor_names(child)):
+                found.append(child)
+            found += _parts(child, placed)
+    return found
+
+
+class _Region:
+    """A placed module with its parts."""
+
+    def __init__(self, device: torch.device, entered: Entered, running: list[torch.device]) -> None:
+        self._device = device
+        self._entered = entered
+        self._all_running = running
+        self._running = 0
+        self._mover = Mover(device, Frames())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Region:
+        return self  # a copy of the module, made while it runs, is in the same place
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Forward pre-hook of the placed module."""
+        self._running += 1
+        self._all_running.append(self._device)
+        self._entered(self._device)
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook of the placed module, on errors too."""
+        self._running -= 1
+        self._all_running.pop()
+        acquit(list(tensors_in(output)))
+
+    def enter_part(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Forward pre-hook of a part: its arguments move only if it is called from outside."""
+        if self._running:
+            return None
+        self._entered(self._device)
+        return self._mover.bring(args, kwargs)

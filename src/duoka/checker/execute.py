@@ -1,0 +1,263 @@
+"""Runs a subject as its users would: a call, or prompt and decode steps, or loss and backward."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from duoka.errors import UsageError
+from duoka.runtime.steps import Stepper
+from duoka.virtual import UnknownValueError
+
+from .subject import Subject
+
+DECODE_STEPS = 2
+BETWEEN = "decode, many steps"
+"""The phase in which a cache is made longer without a step for each token."""
+
+_TRAIN_STEPS = 2
+_CACHES = ("past_key_values", "cache_params", "presents", "kv_cache", "kv_caches", "cache")
+
+
+class Steps:
+    """Hears which step begins, and which tensors are inputs, caches and gradients."""
+
+    def begin(self, phase: str) -> None:
+        """A step of this phase begins."""
+
+    def mark(self, kind: str, tensors: Any) -> None:
+        """The memory of these tensors is of this kind."""
+
+    def note(self, text: str) -> None:
+        """Something was done otherwise than the model's users would."""
+
+
+def run(subject: Subject, device: torch.device, steps: Steps) -> Any:
+    """Run a subject whose model lies on its devices.
+
+    Parameters
+    ----------
+    subject : Subject
+    device : torch.device
+        Where inputs start: that of the module that runs first.
+    steps : Steps
+
+    Returns
+    -------
+    object
+        What the last call returned; the loss where there is one.
+    """
+    model, given = subject.model, subject.inputs
+    if callable(given) and not isinstance(given, Mapping):
+        # Each call of the model is a step.
+        model.register_forward_pre_hook(lambda *_: steps.begin("forward"))
+        with torch.set_grad_enabled(subject.train):
+            return given(model)
+    if given is not None:
+        args, kwargs = _arguments(given, device)
+        steps.mark("inputs", tensors_in((args, kwargs)))
+        call = partial(model, *args, **kwargs)
+        return _train(call, steps) if subject.train else _infer(model, call, kwargs, steps)
+    if not hasattr(model, "prepare_inputs_for_generation"):
+        raise UsageError(
+            f"{type(model).__name__} is no generating model of transformers",
+            hint="give example inputs as well: check(model, placement, inputs=(x,))",
+        )
+    if subject.train:
+        inputs = _training_inputs(subject, device)
+        steps.mark("inputs", inputs.values())
+        return _train(partial(model, **inputs), steps)
+    return _generate(subject, device, steps)
+
+
+def _arguments(given: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments on a device; a tensor alone is the only argument."""
+    if isinstance(given, Mapping):
+        return (), _on(dict(given), device)
+    args = (given,) if isinstance(given, torch.Tensor) else tuple(given)
+    return _on(args, device), {}
+
+
+def _train(call: Callable[[], Any], steps: Steps) -> torch.Tensor:
+    """Forward, loss and backward, twice: the second time what the first left behind is there."""
+    with torch.enable_grad():
+        for _ in range(_TRAIN_STEPS):
+            steps.begin("forward")
+            loss = loss_of(call())
+            steps.begin("backward")
+            loss.backward()
+    return loss
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The loss in what a model returned, or, where there is none, a sum to send back."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs if outputs.dim() == 0 else outputs.float().sum()
+    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if isinstance(found, torch.Tensor):
+        return found if found.dim() == 0 else found.float().sum()
+    for tensor in tensors_in(outputs):
+        if tensor.requires_grad:
+            return tensor if tensor.dim() == 0 else tensor.float().sum()
+    raise UsageError(
+        "the model returned nothing that has a gradient",
+        hint="give inputs with labels, or check without training",
+    )
+
+
+def _infer(model: nn.Module, call: Callable[[], Any], kwargs: dict[str, Any], steps: Steps) -> Any:
+    """One call, a second one (what is made on first use is there then), and one over the cache."""
+    with torch.no_grad():
+        steps.begin("forward")
+        outputs = call()
+        again = _decode_arguments(model, outputs, kwargs)
+        steps.begin("forward")
+        outputs = call()
+        if again:
+            _try_decode(model, again, steps)
+    return outputs
+
+
+def _try_decode(model: nn.Module, arguments: dict[str, Any], steps: Steps) -> None:
+    """A call with the cache, which nobody gave: it may not be how this model is called."""
+    steps.begin("decode")
+    try:
+        model(**arguments)
+    except UnknownValueError:
+        raise
+    except Exception as error:
+        steps.note(f"a call with the cache and one token was tried, and failed: {error}")
+
+
+def _decode_arguments(
+    model: nn.Module, outputs: Any, kwargs: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The arguments of a call with one token more, where a cache was returned and is taken."""
+    accepted = inspect.signature(model.forward).parameters
+    for name in _CACHES:
+        cache = outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+        ids = kwargs.get("input_ids")
+        if cache is None or name not in accepted or not isinstance(ids, torch.Tensor):
+            continue
+        return {
+            **{key: v for key, v in kwargs.items() if key == "use_cache"},
+            "input_ids": ids[:, -1:],
+            name: cache,
+        }
+    return None
+
+
+def _training_inputs(subject: Subject, device: torch.device) -> dict[str, Any]:
+    work = subject.workload
+    shape = (work.batch, work.prompt_tokens)
+    accepted = inspect.signature(subject.model.forward).parameters
+    inputs: dict[str, Any] = {name: each.to(device) for name, each in subject.prompt.items()}
+    if not inputs:
+        inputs["input_ids"] = torch.ones(shape, dtype=torch.long, device=device)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    ids = inputs["input_ids"]
+    if "labels" in accepted or "kwargs" in accepted:
+        inputs["labels"] = ids.clone()
+    if getattr(getattr(subject.model, "config", None), "is_encoder_decoder", False):
+        inputs.pop("attention_mask")
+    elif "attention_mask" not in accepted:
+        del inputs["attention_mask"]
+    return {**inputs, **({"use_cache": False} if "use_cache" in accepted else {})}
+
+
+def _generate(subject: Subject, device: torch.device, steps: Steps) -> Any:
+    """The prompt, the first decode steps, and the last ones at the end of the context."""
+    work = subject.workload
+    with torch.no_grad():
+        model: Any = subject.model
+        stepper = Stepper.of(model, work, device)
+
+        def step(phase: str, tokens: int) -> None:
+            steps.begin(phase)
+            stepper.step(tokens)
+            steps.mark("cache", tensors_in(_held(stepper.cache)))
+
+        if subject.prompt:
+            inputs = {name: each.to(device) for name, each in subject.prompt.items()}
+            steps.mark("inputs", inputs.values())
+            steps.begin("prefill")
+            stepper.prefill(inputs)
+        else:
+            for query, _ in work.chunks():
+                step("prefill", query)
+        left = work.new_tokens - 1
+        for _ in range(min(left, DECODE_STEPS)):
+            step("decode", 1)
+        skipped = left - 2 * DECODE_STEPS
+        if skipped > 0:
+            steps.begin(BETWEEN)
+            stepper.lengthen(skipped)
+            steps.mark("cache", tensors_in(_held(stepper.cache)))
+        for _ in range(min(max(left - DECODE_STEPS, 0), DECODE_STEPS)):
+            step("decode", 1)
+    return None
+
+
+def _held(cache: Any) -> Any:
+    """The tensors of a cache: of its layers, or its own."""
+    layers = getattr(cache, "layers", None)
+    if layers is not None:
+        return [vars(layer) for layer in layers]
+    if not hasattr(cache, "__dict__"):
+        return cache
+    return [_held(each) if hasattr(each, "layers") else each for each in vars(cache).values()]
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested lists, tuples, mappings and objects of transformers' outputs."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    """The value with every tensor in it on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device).requires_grad_(value.requires_grad)
+    if isinstance(value, PackedSequence):
+        packed: Any = value
+        return packed.to(device)  # its batch sizes stay on the CPU
+    if is_dataclass(value) and not isinstance(value, (type, MutableMapping)):
+        parts = {each.name: _on(getattr(value, each.name), device) for each in fields(value)}
+        return replace(
+            value, **{each.name: parts[each.name] for each in fields(value) if each.init}
+        )
+    if isinstance(value, MutableMapping):
+        # A shallow copy keeps the class: transformers' outputs are mappings.
+        moved = copy.copy(value)
+        for key, item in value.items():
+            moved[key] = _on(item, device)
+        return moved
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_on(item, device) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on(item, device) for item in value)
+    if callable(move := getattr(value, "to", None)) and not isinstance(value, (type, nn.Module)):
+        return move(device)
+    return value
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Run compiled functions and modules as the Python code that they were compiled from."""
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -1,0 +1,107 @@
+"""From a report to patches, each with its proof."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from torch import nn
+
+from duoka.report.check_report import Fault, Report
+
+from .. import Subject, check_subject
+from .buffers import registered
+from .live_code import SwapError, live_functions, swapped
+from .patch import Patch, Repairs, unified_diff
+from .search import Draft, Outcome, guess, settle
+from .sources import Sources
+from .verify import Proof, prove
+
+_UNCHECKED = "the report doesn't hold what was checked, so nothing could be checked again"
+
+
+def repair(report: Report) -> Repairs:
+    """Find the smallest changes of source that cure a report's faults, and prove them.
+
+    Neither files nor the model are changed: while it is checked again, the model's live functions
+    run the patched code, and afterwards their own. Meanwhile nobody else may use the model.
+
+    Parameters
+    ----------
+    report : Report
+        As `duoka.check` returns it.
+
+    Returns
+    -------
+    Repairs
+        A sequence of patches, one for each file; `uncured` says what could not be cured.
+
+    Examples
+    --------
+    >>> report = duoka.check(model, {"body": 0, "head": 1}, inputs=(x,))
+    >>> for patch in duoka.repair(report):
+    ...     print(patch.proved, patch.diff)
+    """
+    sources = Sources()
+    subject = report.subject
+    if not isinstance(subject, Subject):
+        return _assembled(guess(report, sources), sources, Proof(False, _UNCHECKED))
+    live = live_functions()
+
+    @contextmanager
+    def patched(draft: Draft, model: nn.Module) -> Iterator[None]:
+        before = {file: sources.text(file) for file in draft.texts}
+        # A twin is younger than the model, and so may be its closures.
+        own = live if model is subject.model else live_functions()
+        with swapped(own, before, draft.texts), registered(model, draft.tables):
+            yield
+
+    def check(draft: Draft) -> Report:
+        with patched(draft, subject.model):
+            return check_subject(subject)
+
+    try:
+        outcome = settle(report, sources, subject, check)
+        proof = _left(outcome) or prove(report, subject, partial(patched, outcome.draft))
+    except SwapError as error:
+        outcome, proof = guess(report, sources), Proof(False, str(error))
+    return _assembled(outcome, sources, proof)
+
+
+def _left(outcome: Outcome) -> Proof | None:
+    """What the last check of the patched code still found, if anything."""
+    report = outcome.report
+    if report is None:
+        return Proof(False, _UNCHECKED)
+    if report.stop is not None:
+        return Proof(False, f"the patched code doesn't run to its end: {report.stop.message}")
+    if report.faults:
+        lines = ", ".join(f"{each.op} in {each.function}" for each in report.faults)
+        return Proof(False, f"checked again there are faults left: {lines}")
+    return None
+
+
+def _assembled(outcome: Outcome, sources: Sources, proof: Proof) -> Repairs:
+    patches = []
+    for file, after in outcome.draft.texts.items():
+        before = sources.text(file)
+        if before != after:
+            patches.append(
+                Patch(
+                    file=file,
+                    before=before,
+                    after=after,
+                    diff=unified_diff(file, before, after),
+                    faults=tuple(_cured(outcome, file)),
+                    proved=proof.holds,
+                    reason=proof.reason,
+                )
+            )
+    return Repairs(patches=tuple(patches), uncured=tuple(outcome.left))
+
+
+def _cured(outcome: Outcome, file: str) -> Iterator[Fault]:
+    for choice in outcome.choices:
+        if file in choice.files:
+            yield choice.fault

@@ -1,0 +1,99 @@
+"""What a repair comes to: patches with their proof, and what could not be cured."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import overload
+
+from duoka.report.check_report import Fault
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """The changes of one file.
+
+    Parameters
+    ----------
+    file : str
+        Its absolute path.
+    before, after : str
+        Its whole text, line ends as they are in the file.
+    diff : str
+        What changes, in the unified form that `git apply` and `patch` read.
+    faults : tuple of Fault
+        Those that this patch has a part in curing.
+    proved : bool
+        Checked again the code was clean, and on several devices it computed what the original
+        computes on one.
+    reason : str
+        Why it isn't proved; or on what it was, where the model itself is too big.
+    """
+
+    file: str
+    before: str = field(repr=False)
+    after: str = field(repr=False)
+    diff: str = field(repr=False)
+    faults: tuple[Fault, ...] = field(default=(), repr=False)
+    proved: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repairs(Sequence[Patch]):
+    """The patches of a report, one for each file; it can be used as the sequence of them.
+
+    Parameters
+    ----------
+    patches : tuple of Patch
+    uncured : tuple of (Fault, str)
+        The faults for which nothing was changed, each with the reason.
+    """
+
+    patches: tuple[Patch, ...] = ()
+    uncured: tuple[tuple[Fault, str], ...] = ()
+
+    @property
+    def proved(self) -> bool:
+        """Whether every fault is cured, and every patch proved."""
+        return not self.uncured and all(patch.proved for patch in self.patches)
+
+    @property
+    def diff(self) -> str:
+        """The unified diff of all files."""
+        return "".join(patch.diff for patch in self.patches)
+
+    @overload
+    def __getitem__(self, index: int) -> Patch: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Patch, ...]: ...
+    def __getitem__(self, index: int | slice) -> Patch | tuple[Patch, ...]:
+        return self.patches[index]
+
+    def __len__(self) -> int:
+        return len(self.patches)
+
+    def __iter__(self) -> Iterator[Patch]:
+        return iter(self.patches)
+
+
+def unified_diff(file: str, before: str, after: str) -> str:
+    """A unified diff; paths are relative to the working directory where the file lies in it."""
+    path = Path(file)
+    here = Path.cwd()
+    name = path.relative_to(here).as_posix() if path.is_relative_to(here) else path.as_posix()
+    name = name.lstrip("/")
+    lines = difflib.unified_diff(
+        _lines(before), _lines(after), fromfile=f"a/{name}", tofile=f"b/{name}"
+    )
+    return "".join(
+        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
+    )
+
+
+def _lines(text: str) -> list[str]:
+    """Lines with their ends, as `patch` counts them: only a line feed ends one."""
+    parts = text.split("\n")
+    return [f"{part}\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])

@@ -1,0 +1,109 @@
+"""The source files that a repair reads, each once."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import warnings
+from pathlib import Path
+
+import libcst as cst
+import torch
+
+from duoka.base.files import read_bytes, why
+
+from .syntax import Tree
+
+_MOST_BYTES = 8 << 20
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_CELL = "<ipython-input"
+
+
+class SourceError(Exception):
+    """A file whose source can't be read or understood."""
+
+
+class Sources:
+    """The texts of files, and their trees; a text that is given takes the place of the file's.
+
+    Parameters
+    ----------
+    texts : mapping of str to str, optional
+    """
+
+    def __init__(self, texts: dict[str, str] | None = None) -> None:
+        self.texts = dict(texts or {})
+        self._trees: dict[str, Tree] = {}
+
+    def text(self, file: str) -> str:
+        """The text of a file, line ends as they are.
+
+        Raises
+        ------
+        SourceError
+            If there is no such file, it is too long, not UTF-8, or nobody's to change.
+        """
+        if file.startswith(_TORCH):
+            raise SourceError(
+                "it stands in PyTorch's own code: the map must keep that module on one device"
+            )
+        if file.startswith("<") and not file.startswith(_CELL):
+            raise SourceError("it stands in code that was generated, and in no file")
+        if file not in self.texts:
+            try:
+                self.texts[file] = read_source(Path(file))
+            except SourceError:
+                # A notebook's cell is no file, but Python keeps its lines.
+                lines = linecache.getlines(file)
+                if not lines:
+                    raise
+                self.texts[file] = "".join(lines)
+        return self.texts[file]
+
+    def tree(self, file: str) -> Tree:
+        """The syntax tree of a file.
+
+        Raises
+        ------
+        SourceError
+            If it can't be read, or isn't Python.
+        """
+        if file not in self._trees:
+            text = self.text(file)
+            try:
+                self._trees[file] = Tree(file, text)
+            except cst.ParserSyntaxError as error:
+                line = error.raw_line
+                raise SourceError(f"{file} isn't Python that libcst reads (line {line})") from error
+            except (RecursionError, KeyError) as error:
+                # Its positions come to nothing where an expression is hundreds of terms deep.
+                raise SourceError(f"{file} holds an expression too deep for libcst") from error
+        return self._trees[file]
+
+
+def read_source(path: Path) -> str:
+    """The text of a file, line ends as they are.
+
+    Raises
+    ------
+    SourceError
+        If there is no such file, it is too long, or not UTF-8.
+    """
+    try:
+        return read_bytes(path, most_bytes=_MOST_BYTES).decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{path} can't be read: {why(error)}") from error
+
+
+def parse_quietly(text: str) -> ast.Module:
+    """The syntax tree of a text; what Python would warn of is its author's affair.
+
+    Raises
+    ------
+    SyntaxError
+        If it isn't Python.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # As bytes, so that it may begin with a mark, as files do.
+        return ast.parse(text.encode())

@@ -1,0 +1,453 @@
+"""Goes on where devices mix: records the fault, moves the tensors, and runs the operation.
+
+Two nets lie under each other. The virtual GPUs judge ATen operations as CUDA does, so that nothing
+is called a fault that CUDA accepts. The call in Python that such an operation was part of is where
+the tensors are moved, since there autograd records the move, as it would a person's `.to`. What no
+Python call of PyTorch's functions surrounds (backward, custom functions) is settled at the
+operation itself.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from duoka.report.check_report import Call, Kind, Operand, Origin, Place
+from duoka.virtual import MixedDevicesError, carry_over, settled_by
+
+from .cuda import CurrentDevice, seen_as_cuda, virtual_cuda, was_asked_for
+from .expressions import Expressions
+from .findings import (
+    CAUSE,
+    Finding,
+    Path,
+    blame,
+    cause_of,
+    few,
+    moved_to,
+    must_move,
+    reason_for,
+    tensors_of,
+)
+from .gathered_cache import Gathering
+from .gradients import checked_gradients
+from .hardcoded import is_hard_coded, softened
+from .mixed_call import Met, is_direct, op_name, positions_of
+from .names import Names, at_hand
+from .source_map import (
+    SPOT,
+    Spot,
+    is_handled,
+    is_installed,
+    is_named,
+    is_own_code,
+    is_written_back,
+    library_frame,
+    model_frame,
+    place_of,
+    returned,
+    spot_of,
+)
+
+_HARD = "_duoka_hard_coded"
+_ASKED: Any = (
+    torch.Tensor.device.__get__,
+    torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+)
+_GET_ITEM, _SET_ITEM = "Tensor.__getitem__", "Tensor.__setitem__"
+
+# Out-of-place twins of writes: the result is the first operand with something put into it.
+_TWINS = frozenset(
+    {
+        "masked_scatter", "masked_fill", "index_put", "index_add", "index_copy", "index_fill",
+        "scatter", "scatter_add", "scatter_reduce", "slice_scatter", "select_scatter", "copy",
+    }
+)  # fmt: skip
+
+
+class Referee(TorchFunctionMode):
+    """Watches every call of PyTorch's functions, and goes on where they mix devices.
+
+    Parameters
+    ----------
+    names : Names
+        What the report calls devices, modules and tensors.
+    """
+
+    def __init__(self, names: Names) -> None:
+        super().__init__()
+        self.names = names
+        self.phase = "forward"
+        self.step = 0
+        self.stage: torch.device | None = None
+        self.running: list[torch.device] = []
+        self.findings: dict[tuple[Any, ...], Finding] = {}
+        self.hard_coded: dict[Spot, tuple[str, str, int]] = {}
+        self.current = CurrentDevice()
+        self._calls = _Calls()
+        self._told: set[Spot | None] = set()
+        self._reads: dict[Place, Finding] = {}
+        self._chosen: dict[tuple[Any, ...], torch.device] = {}
+        self.gathering = Gathering(names)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Go on after faults inside the scope."""
+        with ExitStack() as stack:
+            stack.enter_context(settled_by(self))
+            stack.enter_context(checked_gradients(self._misplaced))
+            stack.enter_context(self._in_backward())
+            stack.enter_context(self._in_threads())
+            self.current = stack.enter_context(virtual_cuda(self.names.num_gpus))
+            stack.enter_context(self)
+            yield
+
+    @contextmanager
+    def _in_threads(self) -> Iterator[None]:
+        """Watch in threads that model code starts."""
+        start, scope = threading.Thread.start, carry_over()
+
+        def watched_start(thread: threading.Thread) -> None:
+            own = thread.run
+
+            def run() -> None:
+                with scope(), self:
+                    own()
+
+            thread.run = run  # type: ignore[method-assign]
+            start(thread)
+
+        with mock.patch.object(threading.Thread, "start", watched_start):
+            yield
+
+    @contextmanager
+    def _in_backward(self) -> Iterator[None]:
+        """Watch in backward, too, where model code runs: PyTorch would leave the mode for it."""
+        engine = vars(torch.autograd)["_engine_run_backward"]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            depth, self._calls.depth = self._calls.depth, 0
+            try:
+                with self:
+                    return engine(*args, **kwargs)
+            finally:
+                self._calls.depth = depth
+
+        with mock.patch.object(torch.autograd, "_engine_run_backward", run):
+            yield
+
+    # ── calls of PyTorch's functions ──
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        frame = sys._getframe(1)
+        if func in _ASKED and not is_installed(frame.f_code.co_filename):
+            device = seen_as_cuda(args[0].device)
+            return device if func == _ASKED[0] else device.type == "cuda"
+        if is_hard_coded(func, args, kwargs):
+            named = func
+            device, func, args, kwargs = softened(func, args, kwargs, self.current)
+            self._hard_code(frame, named, device)
+        self._calls.depth += 1
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            met = Met(error, func, args, kwargs, frame)
+            if not met.is_mix:
+                raise
+            result = self._go_on(met)
+        finally:
+            self._calls.depth -= 1
+        self._mark(func, result, frame, args)
+        return result
+
+    def _mark(self, func: Any, result: Any, frame: FrameType, args: tuple[Any, ...]) -> None:
+        """Remember on a new tensor where it was made, and which fault decided its device."""
+        for tensor in result if type(result) in (tuple, list) else (result,):
+            if not isinstance(tensor, torch.Tensor) or SPOT in (own := vars(tensor)):
+                continue
+            if is_own_code(frame.f_code) and args and isinstance(args[0], torch.Tensor):
+                # A mover's copy is the same thing in another place.
+                if SPOT in vars(args[0]):
+                    own[SPOT] = vars(args[0])[SPOT]
+                continue
+            caller = model_frame(frame)
+            if caller is not None:
+                own[SPOT] = spot = spot_of(caller)
+                self.gathering.heard(func, args, tensor, spot)
+                if self.hard_coded:
+                    own[_HARD] = spot if spot in self.hard_coded else _all_hard(args)
+            if self.findings:
+                cause = cause_of(args, tensor.device)
+                if cause is not None:
+                    own[CAUSE] = cause
+
+    # ── faults ──
+
+    def _go_on(self, met: Met) -> Any:
+        caller = model_frame(met.frame)
+        if caller is not None and is_handled(spot_of(caller)):
+            raise met.error
+        tensors = list(tensors_of((*met.args,), met.kwargs))
+        target = self._target(met, [tensor for _, tensor in tensors])
+        moved = {id(tensor) for _, tensor in tensors if must_move(tensor, target)}
+        if met.for_cpu is not None:
+            moved &= {id(met.for_cpu)}
+        if not moved:
+            # What mixes isn't among the arguments of the call.
+            return self._settled(met)
+        finding = self._record(met, tensors, moved, target)
+        args, kwargs = moved_to((met.args, met.kwargs), moved, target)
+        try:
+            result = met.func(*args, **kwargs)
+        except MixedDevicesError:
+            result = self._settled(Met(met.error, met.func, args, kwargs, met.frame))
+        if met.written is None:  # what is written stays where it was
+            blame(result, finding)
+        return result
+
+    def record_unsettled(self, error: MixedDevicesError, spot: Spot | None) -> None:
+        """Record a fault that nobody could go on after: in a thread of the code's own, say."""
+        met = Met(error, error.func, tuple(error.tensors), {}, sys._getframe(0))
+        tensors = list(tensors_of(met.args, {}))
+        target = self._target(met, error.tensors)
+        moved = {id(tensor) for tensor in error.tensors if must_move(tensor, target)}
+        finding = self._finding(met, None, tensors, (moved, self.names.device(target)))
+        if spot is not None:
+            finding.place = place_of(spot)
+            finding.path = (Call(place=finding.place),)
+        finding.met(self.step, "", ())
+        self.findings[spot, met.op] = finding
+
+    def _settled(self, met: Met) -> Any:
+        """Call again, and settle each operation inside."""
+        depth, self._calls.depth = self._calls.depth, 0
+        try:
+            return met.func(*met.args, **met.kwargs)
+        finally:
+            self._calls.depth = depth
+
+    def settle(
+        self, error: MixedDevicesError, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Settle an ATen operation that no call in Python surrounds (see `virtual.settled_by`)."""
+        if self._calls.depth:
+            raise error
+        met = Met(error, error.func, args, kwargs, sys._getframe(1))
+        tensors = list(tensors_of(args, kwargs))
+        target = self._target(met, [tensor for _, tensor in tensors])
+        if target.type == "cpu":
+            target = next(t.device for _, t in tensors if t.device.type != "cpu")
+        moved = {id(tensor) for _, tensor in tensors if must_move(tensor, target)}
+        self._record(met, tensors, moved, target)
+        with settled_by(None):
+            args, kwargs = moved_to((args, kwargs), moved, target)
+        return args, kwargs
+
+    def bring_to_cpu(self, error: TypeError, tensor: torch.Tensor) -> torch.Tensor:
+        """Record a tensor whose memory was asked for, and give its copy (see `virtual`)."""
+        met = Met(error, torch.Tensor.numpy, (tensor,), {}, sys._getframe(1))
+        self._record(met, [((0,), tensor)], {id(tensor)}, torch.device("cpu"))
+        return tensor.cpu()
+
+    def _target(self, met: Met, tensors: list[torch.Tensor]) -> torch.device:
+        """Where an operation runs whose tensors are on several devices."""
+        if met.written is not None:
+            return met.written.device
+        if met.for_cpu is not None:
+            return torch.device("cpu")
+        if met.kernel in _TWINS and tensors and tensors[0].device.type != "cpu":
+            return tensors[0].device
+        devices = {tensor.device for tensor in tensors}
+        caller = model_frame(met.frame)
+        if caller is not None and met.op == _GET_ITEM and is_written_back(spot_of(caller)):
+            return tensors[0].device
+        key = (spot_of(caller) if caller else None, frozenset(devices))
+        if torch._C._current_graph_task_id() != -1 and key in self._chosen:
+            # A checkpointed region computes again what it computed, where it did.
+            return self._chosen[key]
+        target = self.stage
+        if target is None or target not in devices:
+            gpu = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+            largest = max(gpu or tensors, key=lambda tensor: tensor.numel() * tensor.element_size())
+            target = largest.device
+        self._chosen[key] = target
+        return target
+
+    def _record(
+        self,
+        met: Met,
+        tensors: list[tuple[Path, torch.Tensor]],
+        moved: set[int],
+        target: torch.device,
+    ) -> Finding:
+        caller = model_frame(met.frame) or library_frame(met.frame)
+        where = self.names.device(target)
+        devices = frozenset(self.names.device(tensor.device) for _, tensor in tensors)
+        key = (spot_of(caller) if caller else None, met.op)
+        if met.op == _SET_ITEM and caller is not None:
+            # `x[i] += 1` reads the item first: that is one fault.
+            read = self._reads.get(place_of(spot_of(caller)))
+            if read is not None:
+                return read
+        finding = self.findings.get(key)
+        if finding is None:
+            finding = self.findings[key] = self._finding(met, caller, tensors, (moved, where))
+            home = self.names.device(self.running[-1]) if self.running else None
+            cause = reason_for(tensors, moved, where, met.written, devices, home)
+            if cause is not None and cause is not finding:
+                finding.cause = cause
+                cause.followups.append(finding)
+        if met.op == _GET_ITEM:
+            self._reads[finding.place] = finding
+        finding.met(self.step, self.names.module_of(caller), at_hand(caller, target))
+        return finding
+
+    def _misplaced(
+        self, function: type, index: int, gradient: torch.Tensor, expected: torch.device
+    ) -> None:
+        """Record a gradient that a custom function's backward returned on a wrong device."""
+        code = function.backward.__code__  # type: ignore[attr-defined]
+        place = returned(code, index)
+        where, got = self.names.device(expected), self.names.device(gradient.device)
+        key = (place, index)
+        if key not in self.findings:
+            self.findings[key] = Finding(
+                kind="gradient",
+                effect="raises",
+                op=f"{function.__qualname__}.backward",
+                operands=(
+                    Operand(
+                        argument=str(index),
+                        expression=place.text,
+                        place=place,
+                        device=got,
+                        shape=tuple(gradient.shape),
+                        dtype=str(gradient.dtype).removeprefix("torch."),
+                        num_bytes=gradient.numel() * gradient.element_size(),
+                        moved=True,
+                    ),
+                ),
+                target=where,
+                place=place,
+                message=f"Function {function.__name__}Backward returned an invalid gradient at "
+                f"index {index} - expected device {where} but got {got}",
+                path=(Call(place=place),),
+                phase=self.phase,
+            )
+        self.findings[key].met(self.step, "", ())
+
+    def _finding(
+        self,
+        met: Met,
+        caller: FrameType | None,
+        tensors: list[tuple[Path, torch.Tensor]],
+        decided: tuple[set[int], str],
+    ) -> Finding:
+        moved, target = decided
+        operands = self._operands(met, caller, few(tensors, moved), moved)
+        hard = any(id(t) in moved and vars(t).get(_HARD) is not None for _, t in tensors)
+        self._told |= {vars(tensor).get(_HARD) for _, tensor in tensors}
+        kind: Kind = "in-place" if met.written is not None else "mixed-devices"
+        return Finding(
+            kind="hard-coded-device" if hard else kind,
+            effect="raises",
+            op=met.op,
+            operands=operands,
+            target=target,
+            place=Place(file="", line=0) if caller is None else place_of(spot_of(caller)),
+            message=self.names.renamed(str(met.error)),
+            path=tuple(self.names.path(caller)),
+            phase=self.phase,
+        )
+
+    def _operands(
+        self,
+        met: Met,
+        caller: FrameType | None,
+        tensors: list[tuple[Path, torch.Tensor]],
+        moved: set[int],
+    ) -> tuple[Operand, ...]:
+        direct = is_direct(met.frame)
+        expressions = None
+        if caller is not None:
+            expressions = Expressions(caller, direct=direct, positions=positions_of(met.func))
+        found = []
+        for path, tensor in tensors:
+            written = expressions and expressions.of(tensor, path, met.is_method)
+            origin = self.origin(tensor)
+            if written and written.is_callees and id(tensor) in moved:
+                # A module can't be moved in the place of its parameter.
+                written = replace(written, place=None)
+            found.append(
+                Operand(
+                    argument="".join([str(path[0]), *(f"[{step}]" for step in path[1:])]),
+                    expression=written.text if written else "",
+                    place=written.place if written else None,
+                    device=self.names.device(tensor.device),
+                    shape=tuple(tensor.shape),
+                    dtype=str(tensor.dtype).removeprefix("torch."),
+                    num_bytes=tensor.numel() * tensor.element_size(),
+                    moved=id(tensor) in moved,
+                    origin=origin,
+                )
+            )
+        if expressions is not None and expressions.is_comparison:
+            found.sort(key=lambda each: (each.place.line, each.place.column) if each.place else ())
+        return tuple(found)
+
+    def origin(self, tensor: torch.Tensor) -> Origin | None:
+        """Where a tensor comes from, as far as that was seen."""
+        named = self.names.tensor(tensor)
+        if named is not None:
+            return named
+        spot = vars(tensor).get(SPOT)
+        return None if spot is None else Origin(kind="operation", place=place_of(spot))
+
+    # ── hard-coded devices ──
+
+    def lucky(self) -> Iterator[tuple[Spot, str, str, int]]:
+        """Places that name a device, where no fault comes of it on this placement."""
+        for spot, (op, device, count) in self.hard_coded.items():
+            if spot not in self._told:
+                yield spot, op, device, count
+
+    def _hard_code(self, frame: FrameType, func: Callable[..., Any], device: Any) -> None:
+        caller = model_frame(frame)
+        is_bare = not isinstance(device, int) and torch.device(device or "cuda").index is None
+        if was_asked_for(device) or (is_bare and self.current.is_set):
+            return
+        if caller is not None and is_named(spot_of(caller), device):
+            spot = spot_of(caller)
+            _, _, count = self.hard_coded.get(spot, ("", "", 0))
+            name = f"cuda:{self.current.number(device)}"
+            self.hard_coded[spot] = (op_name(func), name, count + 1)
+
+
+class _Calls(threading.local):
+    """How many calls of PyTorch's functions are in progress in a thread."""
+
+    depth: int = 0
+
+
+def _all_hard(args: tuple[Any, ...]) -> Spot | None:
+    """Where a device was named that decided where these tensors are, and nothing else did."""
+    spots = [
+        vars(tensor).get(_HARD) for _, tensor in tensors_of(args, {}) if tensor.device.type != "cpu"
+    ]
+    return spots[0] if spots and None not in spots else None

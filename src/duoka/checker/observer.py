@@ -1,0 +1,192 @@
+"""Hears what a run does on virtual GPUs: peaks and what they are made of, transfers, waiting."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from duoka.report.check_report import PeakMemory, Sync, Transfer
+from duoka.virtual import Gpu, VirtualTensor
+
+from .execute import BETWEEN
+from .names import Names
+from .source_map import Spot, model_frame, place_of, spot_of
+
+_aten = torch.ops.aten
+_COPIES = frozenset({_aten._to_copy.default, _aten.copy_.default})
+_INDEXING = frozenset({_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default})
+# What the CPU has to know before it can go on.
+_SYNCS = {
+    _aten._local_scalar_dense.default: "item",
+    _aten.nonzero.default: "nonzero",
+    _aten.masked_select.default: "masked_select",
+    _aten._unique2.default: "unique",
+    _aten.unique_dim.default: "unique",
+    _aten.unique_consecutive.default: "unique_consecutive",
+    _aten.repeat_interleave.Tensor: "repeat_interleave",
+    _aten.bincount.default: "bincount",
+    _aten.equal.default: "equal",
+}
+
+
+@dataclass(slots=True)
+class _Peak:
+    """The moment at which a GPU held most."""
+
+    allocated: int = 0
+    live: dict[int, int] = field(default_factory=dict)
+    spot: Spot | None = None
+    module: str = ""
+    phase: str = ""
+    is_open: bool = False
+
+
+@dataclass(slots=True)
+class _Step:
+    """What one step did."""
+
+    phase: str
+    transfers: Counter[tuple[str, str]] = field(default_factory=Counter)
+    hops: Counter[tuple[str, str]] = field(default_factory=Counter)
+    syncs: Counter[tuple[str, Spot]] = field(default_factory=Counter)
+
+
+class Watch:
+    """A listener of virtual GPUs (see `virtual.observe`)."""
+
+    def __init__(self, names: Names) -> None:
+        self.names = names
+        self.steps: list[_Step] = []
+        self._live: dict[Gpu, dict[int, int]] = {}
+        self._peaks: dict[Gpu, _Peak] = {}
+        self._kinds: dict[int, str] = {}
+
+    def begin(self, phase: str) -> None:
+        """Start a step."""
+        self.steps.append(_Step(phase))
+
+    @property
+    def phase(self) -> str:
+        """The phase of the step that is running; "" before the first."""
+        return self.steps[-1].phase if self.steps else ""
+
+    def mark(self, kind: str, tensors: Iterable[Any]) -> None:
+        """Say what the memory of some tensors is for."""
+        for tensor in tensors:
+            if isinstance(tensor, VirtualTensor):
+                self._kinds.setdefault(tensor.storage_id, kind)
+
+    # ── what the listener hears ──
+
+    def allocated(self, gpu: Gpu, storage_id: int, num_bytes: int) -> None:
+        """Hear of a new storage, and keep the line that asked for it if that is a new peak."""
+        live = self._live.setdefault(gpu, {})
+        live[storage_id] = num_bytes
+        allocated = gpu.allocator.allocated_bytes
+        peak = self._peaks.setdefault(gpu, _Peak())
+        if allocated > peak.allocated:
+            peak.allocated, peak.is_open, peak.phase = allocated, True, self.phase
+            frame = model_frame(sys._getframe(1))
+            peak.spot = None if frame is None else spot_of(frame)
+            peak.module = self.names.module_of(frame)
+
+    def freed(self, gpu: Gpu, storage_id: int) -> None:
+        """Hear of a storage that is gone; the first after a peak ends its moment."""
+        live = self._live.get(gpu, {})
+        peak = self._peaks.get(gpu)
+        if peak is not None and peak.is_open:
+            peak.live, peak.is_open = dict(live), False
+        live.pop(storage_id, None)
+
+    def operation(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """Hear of an ATen operation."""
+        if self.phase in ("", BETWEEN):
+            return
+        if func in _COPIES:
+            self._copied(func, args, result)
+        elif func in _SYNCS:
+            self._waited(_SYNCS[func])
+        elif func in _INDEXING and any(
+            isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8)
+            for each in args[1]
+        ):
+            self._waited("index with a mask")
+
+    def _copied(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        target, source = (args[0], args[1]) if len(args) > 1 else (result, args[0])
+        if not isinstance(source, torch.Tensor) or target.device == source.device:
+            return
+        if source.numel() == 0 or (source.dim() == 0 and source.device.type == "cpu"):
+            return  # nothing, or a number among a kernel's arguments
+        link = (self.names.device(source.device), self.names.device(target.device))
+        step = self.steps[-1]
+        step.hops[link] += 1
+        step.transfers[link] += source.numel() * source.element_size()
+        if target.device.type == "cpu":
+            self._waited("copy to the CPU")
+
+    def _waited(self, op: str) -> None:
+        frame = model_frame(sys._getframe(1))
+        if frame is not None:
+            self.steps[-1].syncs[op, spot_of(frame)] += 1
+
+    # ── what it comes to ──
+
+    def memory(self, gpu: Gpu, name: str, budget: int | None) -> PeakMemory:
+        """The peak of a GPU, and what it was made of."""
+        peak = self._peaks.get(gpu, _Peak())
+        live = self._live.get(gpu, {}) if peak.is_open else peak.live
+        kinds: Counter[str] = Counter()
+        for storage_id, num_bytes in live.items():
+            kinds[self._kinds.get(storage_id, "activations")] += num_bytes
+        rounding = peak.allocated - sum(live.values())
+        if rounding > 0:
+            kinds["rounding"] = rounding
+        return PeakMemory(
+            device=name,
+            budget_bytes=budget,
+            allocated_bytes=peak.allocated,
+            reserved_bytes=gpu.settle().max_reserved_bytes,
+            kinds=dict(kinds),
+            overflows=gpu.overflowed,
+            phase=peak.phase,
+            place=None if peak.spot is None else place_of(peak.spot),
+            module=peak.module,
+        )
+
+    def transfers(self) -> tuple[Transfer, ...]:
+        """What goes over each link in the dearest step of each phase."""
+        found: dict[tuple[str, str, str], Transfer] = {}
+        num_steps = Counter(step.phase for step in self.steps)
+        for step in self.steps:
+            for link, num_bytes in step.transfers.items():
+                key = (step.phase, *link)
+                if key not in found or found[key].num_bytes < num_bytes:
+                    found[key] = Transfer(
+                        phase=step.phase,
+                        source=link[0],
+                        target=link[1],
+                        hops=step.hops[link],
+                        num_bytes=num_bytes,
+                        steps=num_steps[step.phase],
+                    )
+        return tuple(found.values())
+
+    def syncs(self) -> tuple[Sync, ...]:
+        """Where the CPU waits, in the step of each phase that waits most often there."""
+        most: Counter[tuple[str, str, Spot]] = Counter()
+        for step in self.steps:
+            for (op, spot), count in step.syncs.items():
+                key = (step.phase, op, spot)
+                most[key] = max(most[key], count)
+        return tuple(
+            Sync(op=op, place=place_of(spot), phase=phase, count=count)
+            for (phase, op, spot), count in most.items()
+        )

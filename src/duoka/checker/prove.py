@@ -1,0 +1,150 @@
+"""The proof: a plan, run at its workload on virtual GPUs without data, before a weight is read."""
+
+from __future__ import annotations
+
+import copy
+import re
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from duoka import virtual
+from duoka.base.units import format_count
+from duoka.errors import ProofError
+from duoka.forecast.replay_training import in_flight
+from duoka.forecast.workload import Workload
+from duoka.models import make_trainable
+from duoka.planner.placement import Placement
+from duoka.planner.plan import Plan
+from duoka.runtime.dispatch.dispatch import dispatch
+from duoka.runtime.image_inputs import ImagePrompts, prompts_for
+from duoka.runtime.learning import Learner
+from duoka.runtime.steps import Stepper
+
+_DECODE_STEPS = 2
+_PACKAGE = Path(__file__).parent.parent
+_LIBRARY = Path(torch.__file__).parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Peaks that a virtual GPU measured, in bytes."""
+
+    device: str
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+def prove(plan: Plan, model: PreTrainedModel) -> tuple[Measured, ...]:
+    """Run a plan on virtual GPUs that have its devices' budgets.
+
+    Parameters
+    ----------
+    plan : Plan
+    model : transformers.PreTrainedModel
+        As `models.build` makes it. It is taken to virtual GPUs and of no use afterwards.
+
+    Returns
+    -------
+    tuple of Measured
+        One for each device of the plan.
+
+    Raises
+    ------
+    ProofError
+        If an operation mixes devices or a device overflows: with the place in the code.
+    PlacementError
+        If the placement isn't complete for this model.
+    """
+    if plan.workload.training is not None:
+        return _prove_training(plan, model)
+    prompts = prompts_for(model, plan.workload.conditions)
+    with torch.no_grad():
+        return _measured(plan, model, partial(_run, model, plan.workload, prompts), plan.devices)
+
+
+def _prove_training(plan: Plan, model: PreTrainedModel) -> tuple[Measured, ...]:
+    """Run steps of training; once for each stage where stages hold different micro-batches."""
+    workload, names = plan.workload, plan.devices
+    assert workload.training is not None, "the plan is for training"
+    make_trainable(model, workload.training, getattr(torch, workload.dtype))
+    flying = [in_flight(workload.training, len(names) - stage) for stage in range(len(names))]
+    found: dict[str, Measured] = {}
+    for limit in sorted(set(flying)):
+        copied = copy.deepcopy(model)
+        stages = [name for name, number in zip(names, flying, strict=True) if number == limit]
+        learner = Learner(copied, workload, torch.device("vgpu:0"))
+        measured = _measured(plan, copied, partial(learner.run, in_flight=limit), stages)
+        found |= {each.device: each for each in measured}
+    return tuple(found[name] for name in names)
+
+
+def _measured(
+    plan: Plan, model: PreTrainedModel, run: Callable[[], None], limited: Sequence[str]
+) -> tuple[Measured, ...]:
+    """Run a model where a plan puts it; what the devices measure that have their budgets."""
+    names = plan.devices
+    virtual_name = {name: f"vgpu:{index}" for index, name in enumerate(names)}
+    budgets = {name: plan.fleet.device(name).budget_bytes for name in limited}
+    entries = tuple((module, virtual_name[name]) for module, name in plan.placement.entries)
+    with virtual.gpus([budgets.get(name) for name in names], data="meta") as world:
+        try:
+            dispatch(model, Placement(entries=entries), empty=True, offloaded=plan.offloaded)
+            run()
+        except torch.OutOfMemoryError as error:
+            raise ProofError(
+                f"the plan overflows{_where(error)}: {_renamed(str(error), names)}",
+                hint="make the plan again; if it comes out the same, report it as a defect",
+            ) from error
+        except RuntimeError as error:
+            raise ProofError(
+                f"the model fails on {format_count(len(names), 'device')}{_where(error)}: "
+                f"{_renamed(str(error), names)}",
+                hint="this model's code can't be split there; put it on one GPU (--gpus)",
+            ) from error
+        return tuple(
+            Measured(
+                device=name,
+                allocated_bytes=world.max_memory_allocated(index),
+                reserved_bytes=world.max_memory_reserved(index),
+            )
+            for index, name in enumerate(names)
+            if name in budgets
+        )
+
+
+def _run(model: PreTrainedModel, workload: Workload, prompts: ImagePrompts | None) -> None:
+    """The prompt, the first decode steps, and the last ones at the end of the context."""
+    stepper = Stepper.of(model, workload, torch.device("vgpu:0"), prompts)
+    num_decodes = workload.new_tokens - 1
+    stepper.run(workload, decode_steps=min(num_decodes, _DECODE_STEPS))
+    left = num_decodes - 2 * _DECODE_STEPS
+    if left > 0:
+        stepper.lengthen(left)
+    for _ in range(min(max(num_decodes - _DECODE_STEPS, 0), _DECODE_STEPS)):
+        stepper.step(1)
+
+
+def _where(error: BaseException) -> str:
+    """File, line and text of the model's code in which an error arose."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not Path(frame.filename).is_relative_to(_PACKAGE)
+        and not Path(frame.filename).is_relative_to(_LIBRARY)
+    ]
+    if not frames:
+        return ""
+    last = frames[-1]
+    return f" at {last.filename}:{last.lineno} ({last.line})"
+
+
+def _renamed(message: str, names: tuple[str, ...]) -> str:
+    """The message with the plan's devices in place of the virtual ones it was proved on."""
+    # In one pass: the plan's devices may be virtual ones too, numbered in another order.
+    return re.sub(r"(vgpu:|\bGPU )(\d+)", lambda match: names[int(match[2])], message)

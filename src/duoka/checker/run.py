@@ -1,0 +1,328 @@
+"""One run of a subject on virtual GPUs, and the report of it."""
+
+from __future__ import annotations
+
+import random
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from duoka import virtual
+from duoka.errors import DuokaError, ModelError
+from duoka.models.quantization import parts
+from duoka.planner.placement import Placement
+from duoka.report.check_report import Fault, PeakMemory, Place, Report, Stop
+from duoka.runtime.dispatch.install import moving_modules
+
+from .entry_hooks import watch_entries
+from .execute import Steps, eager, run
+from .interceptor import Referee
+from .keeping import kept_as_before
+from .names import Names
+from .observer import Watch
+from .snapshot import borrowed
+from .source_map import Spot, forget_sources, is_model_code, place_of
+from .subject import Subject, module_names, named_tensors, placed_modules, tensor_devices
+
+_MOST_NAMED = 5
+_MOST_GPUS = 8
+REAL_BYTES = 2**30
+"""The largest model that is run with real numbers where its code reads values."""
+
+
+def check_subject(subject: Subject) -> Report:
+    """Run a subject on virtual GPUs, going on after each fault, and say what was found."""
+    started = time.perf_counter()
+    virtual.register()
+    forget_sources()
+    _refuse_scripted(subject)
+    # Not within a caller's inference mode, whose tensors have no history.
+    with random_state_kept(), torch.inference_mode(False):
+        report = Run(subject, "meta").report()
+        # Code that reads values, or an operation without a shape rule, may run with real numbers.
+        if report.stop is not None and num_bytes(subject.model) <= REAL_BYTES:
+            report = _further(report, Run(subject, "cpu").report())
+    return replace(report, seconds=time.perf_counter() - started, subject=subject)
+
+
+def _refuse_scripted(subject: Subject) -> None:
+    scripted = [
+        name
+        for name, module in subject.model.named_modules()
+        if isinstance(module, torch.jit.ScriptModule)
+    ]
+    if scripted:
+        raise ModelError(
+            f"{subject.name} holds TorchScript, which has no Python code to check: "
+            + ", ".join(name or "the model itself" for name in scripted[:_MOST_NAMED]),
+            hint="check the model before torch.jit.script or torch.jit.trace",
+        )
+
+
+def _further(report: Report, real: Report) -> Report:
+    """Of a run that stopped and one with real numbers, the one that came further."""
+    assert report.stop is not None
+    needs_values = report.stop.message.startswith(virtual.UnknownValueError.__name__)
+    if real.stop is not None and not needs_values and len(real.faults) <= len(report.faults):
+        return report
+    why = "the model's code reads values" if needs_values else report.stop.message
+    return replace(real, notes=(*real.notes, f"it was run with real numbers: {why}"))
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Leave the random numbers of the process as if none had been drawn in the scope."""
+    plain, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(plain)
+            np.random.set_state(numpy_state)
+
+
+def num_bytes(model: nn.Module) -> int:
+    """The bytes of a model's parameters."""
+    return sum(each.numel() * each.element_size() for each in model.parameters())
+
+
+class _FirstFound(BaseException):
+    """The first placed module was entered. No code of a model's catches it."""
+
+
+class Run(Steps):
+    """One run.
+
+    Parameters
+    ----------
+    subject : Subject
+    data : str
+        What holds the numbers: "meta" or "cpu".
+    """
+
+    def __init__(self, subject: Subject, data: str) -> None:
+        self.subject = subject
+        self.data = data
+        self._prefix = "vgpu" if any(d.startswith("vgpu") for d in subject.devices) else "cuda"
+        numbers = [_number(name) for name in subject.devices if name != "cpu"]
+        self._num_placed = max(numbers, default=0) + 1
+        # Code may name one that the placement leaves out.
+        self._num_gpus = max(self._num_placed, _MOST_GPUS)
+        self._capacities = [
+            subject.budgets.get(f"{self._prefix}:{index}") for index in range(self._num_gpus)
+        ]
+        self._first: torch.device | None = None
+        self._told: list[str] = []
+
+    def report(self) -> Report:
+        """Run, and say what was found."""
+        self._first = self._find_first()
+        model = self.subject.model
+        with kept_as_before(model), virtual.gpus(self._capacities, data=self.data) as world:
+            for gpu in world.gpus:
+                gpu.refuses = False
+            names = self._names()
+            self.watch = Watch(names)
+            with virtual.observe(self.watch), self._on_devices():
+                # Now, since buffers are other objects than before.
+                names.learn(named_tensors(model))
+                weights = (*model.parameters(), *model.buffers())
+                self.watch.mark("weights", [p for each in weights for p in parts(each).values()])
+                self.referee = Referee(names)
+                stop = self._run()
+                memory = tuple(self._memory(world))
+        return self._assembled(stop, memory)
+
+    def _assembled(self, stop: Stop | None, memory: tuple[PeakMemory, ...]) -> Report:
+        findings = list(self.referee.findings.values())
+        faults = tuple(each.fault() for each in findings if each.cause is None)
+        return Report(
+            model=self.subject.name,
+            devices=self.subject.devices,
+            completeness=self.subject.completeness,
+            faults=faults,
+            warnings=tuple(self._warnings()),
+            memory=memory,
+            transfers=self.watch.transfers(),
+            syncs=self.watch.syncs(),
+            notes=tuple(self._notes()),
+            stop=stop,
+            train=self.subject.train,
+        )
+
+    def _names(self) -> Names:
+        devices = {
+            torch.device("vgpu", index): f"{self._prefix}:{index}"
+            for index in range(self._num_gpus)
+        }
+        return Names(devices, module_names(self.subject.model), self._num_placed)
+
+    def _device(self, name: str) -> torch.device:
+        return torch.device("cpu") if name == "cpu" else torch.device("vgpu", _number(name))
+
+    @contextmanager
+    def _on_devices(self) -> Iterator[None]:
+        devices = {name: self._device(device) for name, device in self._tensor_devices()}
+        subject = self.subject
+        with borrowed(subject.model, devices, self._placed(), subject.offloaded) as self._borrowing:
+            yield
+
+    def _placed(self) -> dict[nn.Module, torch.device]:
+        subject = self.subject
+        if subject.is_dispatched:
+            entries = tuple((name, str(self._device(device))) for name, device in subject.entries)
+            by_name = {name: self._device(device) for name, device in self._tensor_devices()}
+            return moving_modules(subject.model, Placement(entries=entries), by_name)
+        placed = placed_modules(subject.model, subject.entries)
+        return {module: self._device(device) for module, device in placed.items()}
+
+    def _tensor_devices(self) -> Iterable[tuple[str, str]]:
+        return tensor_devices(self.subject.model, self.subject.entries).items()
+
+    def _find_first(self) -> torch.device:
+        """The device of the module that runs first, where the inputs start."""
+        found: list[torch.device] = []
+        subject = self.subject
+        first = self._device(subject.devices[0]) if subject.devices else torch.device("cpu")
+
+        def enter(device: torch.device) -> None:
+            found.append(device)
+            raise _FirstFound
+
+        world = virtual.gpus([None] * self._num_gpus, data=self.data)
+        with kept_as_before(subject.model), world, self._on_devices():
+            placed = self._placed()
+            placed.pop(subject.model, None)
+            watch_entries(placed, enter, [])
+            # Whatever goes wrong before is told by the run that counts.
+            with suppress(_FirstFound, Exception), eager(), Referee(self._names()).watching():
+                run(subject, first, Steps())
+        return found[0] if found else first
+
+    def _run(self) -> Stop | None:
+        subject, referee = self.subject, self.referee
+        # The hooks go with the model's attributes, which are put back.
+        watch_entries(self._placed(), self._entered, self.referee.running)
+        try:
+            with eager(), referee.watching():
+                assert self._first is not None
+                result = run(subject, self._first, self)
+                referee.gathering.step_ended()
+                self.ended(result)
+        except DuokaError as error:
+            if not isinstance(error, virtual.UnknownValueError):
+                raise
+            return self._stop(error)
+        except virtual.MixedDevicesError as error:
+            referee.record_unsettled(error, _raised_in(error))
+            return self._stop(error)
+        except Exception as error:  # whatever the model's own code raises
+            return self._stop(error)
+        return None
+
+    def _entered(self, device: torch.device) -> None:
+        self.referee.stage = device
+
+    # ── what a run says of its steps ──
+
+    def begin(self, phase: str) -> None:
+        """A step begins."""
+        self.referee.phase = phase
+        self.referee.step += 1
+        self.referee.gathering.step_ended()
+        self.watch.begin(phase)
+
+    def ended(self, result: Any) -> None:
+        """The run came to its end."""
+
+    def note(self, text: str) -> None:
+        """Something was done otherwise than the model's users would."""
+        self._told.append(text)
+
+    def mark(self, kind: str, tensors: Any) -> None:
+        """Some tensors are of this kind."""
+        self.watch.mark(kind, tensors)
+
+    # ── what it comes to ──
+
+    def _memory(self, world: virtual.World) -> Iterator[PeakMemory]:
+        gradients = (each.grad for each in self.subject.model.parameters())
+        self.watch.mark("gradients", [each for each in gradients if each is not None])
+        for name in self.subject.devices:
+            if name != "cpu":
+                gpu = world.gpu(_number(name))
+                yield self.watch.memory(gpu, name, self.subject.budgets.get(name))
+
+    def _stop(self, error: Exception) -> Stop:
+        spot = _raised_in(error)
+        stop = Stop(
+            message=self.referee.names.renamed(f"{type(error).__name__}: {error}"),
+            place=None if spot is None else place_of(spot),
+            phase=self.watch.phase,
+            hint=getattr(error, "hint", None) or "",
+        )
+        # What the frames of the error hold would keep the run's graphs alive.
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__context__
+        return stop
+
+    def _warnings(self) -> Iterator[Fault]:
+        for spot, op, device, count in self.referee.lucky():
+            yield _hard_coded(place_of(spot), op, device, count)
+        yield from self.referee.gathering.warnings()
+
+    def _notes(self) -> Iterator[str]:
+        if self._borrowing.num_replaced:
+            yield (
+                "a graph that the model's code left alive holds parameters: "
+                f"{self._borrowing.num_replaced} of the model's are other objects now, with the "
+                "same contents; make its optimizers anew"
+            )
+        yield from self.subject.notes
+        yield from self._told
+        names = list(_compiled(self.subject.model))
+        if names:
+            yield f"compiled code was run eagerly: {', '.join(names)}"
+
+
+def _hard_coded(place: Place, op: str, device: str, count: int) -> Fault:
+    return Fault(
+        kind="hard-coded-device",
+        effect="nothing",
+        op=op,
+        operands=(),
+        target=device,
+        place=place,
+        message=f"{device} is named in the code; it is right on this placement alone",
+        count=count,
+    )
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition(":")[2] or 0)
+
+
+def _compiled(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+            yield name or type(model).__name__
+
+
+def _raised_in(error: BaseException) -> Spot | None:
+    """The innermost place in model code that an error went through."""
+    found: Spot | None = None
+    trace = error.__traceback__
+    while trace is not None:
+        if is_model_code(trace.tb_frame.f_code):
+            found = (trace.tb_frame.f_code, trace.tb_lasti)
+        trace = trace.tb_next
+    return found

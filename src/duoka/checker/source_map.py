@@ -1,0 +1,307 @@
+"""From a running instruction to the source text of its expression, and of what it works on.
+
+Since Python 3.11 every instruction knows the lines and columns of its expression (PEP 657). The
+syntax tree of the file then tells which of its parts gave which tensor.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sysconfig
+from collections.abc import Iterator
+from dis import opname
+from functools import cache
+from inspect import CO_OPTIMIZED
+from itertools import islice
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from duoka.report.check_report import Place
+
+_OWN = str(Path(__file__).parent.parent) + "/"
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_TORCH_MODULES = _TORCH + "nn/modules/"
+_STANDARD = sysconfig.get_paths()["stdlib"] + "/"
+_RUNNER = str(Path(__file__).parent / "execute.py")
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+_NOTHING = object()
+_CATCH_ALL = frozenset({"RuntimeError", "Exception", "BaseException"})
+
+SPOT = "_duoka_spot"
+"""The attribute of a tensor that says where in model code it was made."""
+
+Spot = tuple[CodeType, int]
+"""A code object and the offset of an instruction in it."""
+
+
+def is_installed(file: str | None) -> bool:
+    """Whether a file is a library's: the standard one's, or one that was installed."""
+    if file is None:
+        return True
+    return file.startswith((_OWN, _STANDARD)) or any(part in file for part in _INSTALLED)
+
+
+@cache
+def is_model_code(code: CodeType) -> bool:
+    """Whether code is neither PyTorch's, nor duoka's, nor the standard library's."""
+    file = code.co_filename
+    if file.startswith((_OWN, _TORCH, "<frozen")):
+        return False
+    return not file.startswith(_STANDARD) or any(part in file for part in _INSTALLED)
+
+
+def is_own_code(code: CodeType) -> bool:
+    """Whether code is duoka's."""
+    return code.co_filename.startswith(_OWN)
+
+
+def model_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of model code, from `frame` outwards to where the check runs it."""
+    while frame is not None and not is_model_code(frame.f_code):
+        if frame.f_code.co_filename == _RUNNER:
+            return None
+        frame = frame.f_back
+    return frame
+
+
+def library_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of PyTorch's modules, where no model code is in between."""
+    while frame is not None and not frame.f_code.co_filename.startswith(_TORCH_MODULES):
+        if frame.f_code.co_filename == _RUNNER:
+            return None
+        frame = frame.f_back
+    return frame
+
+
+def locals_of(frame: FrameType) -> dict[str, Any]:
+    """The local names of a frame, and what they mean now."""
+    found = frame.f_locals
+    if type(found) is not dict or not frame.f_code.co_flags & CO_OPTIMIZED:
+        return dict(found)
+    # Before Python 3.13 the frame keeps this dict, and with it every tensor, as long as it runs.
+    names = found.copy()
+    found.clear()
+    return names
+
+
+def spot_of(frame: FrameType) -> Spot:
+    """Where a frame is."""
+    return frame.f_code, frame.f_lasti
+
+
+@cache
+def place_of(spot: Spot) -> Place:
+    """The expression that an instruction belongs to."""
+    code, offset = spot
+    source = source_of(code.co_filename)
+    line, end_line, column, end_column = source.tested(code, offset) or position(code, offset)
+    start = source.characters(line, column)
+    end = source.characters(end_line, end_column)
+    return Place(
+        file=code.co_filename,
+        line=line,
+        column=start,
+        end_line=end_line,
+        end_column=end,
+        text=source.text(line, start, end_line, end),
+        function=code.co_qualname,
+    )
+
+
+def position(code: CodeType, offset: int) -> tuple[int, int, int, int]:
+    """First and last line, and columns in bytes, of what an instruction belongs to."""
+    found = next(islice(code.co_positions(), offset // 2, None), (None, None, None, None))
+    line, end_line, column, end_column = found
+    line = line or code.co_firstlineno
+    return line, end_line or line, column or 0, end_column or 0
+
+
+class Source:
+    """A file's lines, and its syntax tree by position."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.lines = linecache.getlines(file)
+        self.parents: dict[ast.AST, ast.AST] = {}
+        self.nodes: dict[tuple[int, int, int, int], ast.AST] = {}
+        try:
+            tree = ast.parse("".join(self.lines))
+        except (SyntaxError, ValueError):
+            return  # made at run time, or changed since: then only the line is known
+        for node in ast.walk(tree):
+            for child in ast.iter_child_nodes(node):
+                self.parents[child] = node
+            # A statement that is a mere expression has the expression's span.
+            if isinstance(node, (ast.expr, ast.stmt)) and not isinstance(node, ast.Expr):
+                self.nodes.setdefault(span(node), node)
+
+    def tested(self, code: CodeType, offset: int) -> tuple[int, int, int, int] | None:
+        """The whole of what is tested, where a jump on it carries the span of its first part."""
+        if "JUMP" not in opname[code.co_code[offset]]:
+            return None
+        node = self.nodes.get(position(code, offset))
+        while node is not None and isinstance(outer := self.parents.get(node), ast.BoolOp):
+            node = outer
+        return span(node) if isinstance(node, ast.BoolOp) else None
+
+    def function(self, code: CodeType) -> ast.FunctionDef | None:
+        """The definition of a function; its code begins at its first decorator."""
+        for node in self.nodes.values():
+            if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
+                first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+                if first == code.co_firstlineno:
+                    return node
+        return None
+
+    def meanings(self, name: ast.expr, code: CodeType) -> Iterator[ast.expr]:
+        """What a local name is assigned in its function."""
+        function = self.function(code)
+        if isinstance(name, ast.Name) and function is not None:
+            for node in ast.walk(function):
+                if isinstance(node, ast.Assign) and any(
+                    isinstance(target, ast.Name) and target.id == name.id for target in node.targets
+                ):
+                    yield node.value
+
+    def characters(self, line: int, column: int) -> int:
+        """A column in characters; Python counts the bytes of UTF-8."""
+        if not 0 < line <= len(self.lines):
+            return column
+        return len(self.lines[line - 1].encode()[:column].decode(errors="replace"))
+
+    def text(self, line: int, column: int, end_line: int, end_column: int) -> str:
+        """The text between two positions as one line."""
+        lines = self.lines[line - 1 : end_line]
+        if not lines or (line, column) == (end_line, end_column):
+            return lines[0].strip() if lines else ""
+        lines[-1] = lines[-1][:end_column]
+        lines[0] = lines[0][column:]
+        return " ".join(part.strip() for part in lines).strip()
+
+    def place(self, node: ast.AST, function: str) -> Place:
+        """Where a node stands."""
+        line, end_line, column, end_column = span(node)
+        start, end = self.characters(line, column), self.characters(end_line, end_column)
+        return Place(
+            file=self.file,
+            line=line,
+            column=start,
+            end_line=end_line,
+            end_column=end,
+            text=self.text(line, start, end_line, end),
+            function=function,
+        )
+
+
+@cache
+def source_of(file: str) -> Source:
+    """A file's source, as it is now."""
+    return Source(file)
+
+
+def is_written_back(spot: Spot) -> bool:
+    """Whether an item is read to be changed and put back, as `x[i] += 1` does."""
+    source = source_of(spot[0].co_filename)
+    node = source.nodes.get(position(*spot))
+    outer = None if node is None else source.parents.get(node)
+    return isinstance(outer, ast.AugAssign) and outer.target is node
+
+
+def is_handled(spot: Spot) -> bool:
+    """Whether the code itself handles an error of this expression, and raises no other."""
+    source = source_of(spot[0].co_filename)
+    node = source.nodes.get(position(*spot))
+    while node is not None and not isinstance(node, (ast.FunctionDef, ast.Lambda)):
+        inner, node = node, source.parents.get(node)
+        if isinstance(node, ast.Try) and inner in node.body:
+            for handler in node.handlers:
+                names = {each.id for each in _caught(handler)}
+                if not handler.type or names.intersection(_CATCH_ALL):
+                    return not any(isinstance(each, ast.Raise) for each in ast.walk(handler))
+    return False
+
+
+def _caught(handler: ast.ExceptHandler) -> Iterator[ast.Name]:
+    kinds = [] if handler.type is None else ast.walk(handler.type)
+    return (each for each in kinds if isinstance(each, ast.Name))
+
+
+def assigned_to(spot: Spot) -> str:
+    """The text that the expression's value is assigned to; "" where it isn't."""
+    source = source_of(spot[0].co_filename)
+    node = source.nodes.get(position(*spot))
+    inner: ast.AST | None = None
+    while node is not None and not isinstance(node, ast.stmt):
+        inner, node = node, source.parents.get(node)
+        if isinstance(node, ast.Tuple):
+            return _assigned_item(source, node, inner)
+    if isinstance(node, ast.Assign):
+        return " ".join(source.place(target, "").text for target in node.targets)
+    if isinstance(node, (ast.AnnAssign, ast.AugAssign)):
+        return source.place(node.target, "").text
+    return ""
+
+
+def _assigned_item(source: Source, values: ast.Tuple, item: ast.AST) -> str:
+    """Of `a, b = x, y` the text for x or y."""
+    outer = source.parents.get(values)
+    if isinstance(outer, ast.Assign) and isinstance(outer.targets[0], ast.Tuple):
+        pairs = zip(values.elts, outer.targets[0].elts, strict=False)
+        return next((source.place(to, "").text for value, to in pairs if value is item), "")
+    return ""
+
+
+def is_named(spot: Spot, device: object) -> bool:
+    """Whether the source of a call itself says which device, and doesn't ask a tensor for its."""
+    node = source_of(spot[0].co_filename).nodes.get(position(*spot))
+    if not isinstance(node, ast.Call):
+        return True
+    given = next((word.value for word in node.keywords if word.arg == "device"), None)
+    if given is None and isinstance(node.func, ast.Attribute) and node.args:
+        given = node.args[0]
+    if given is None:
+        return True
+    if isinstance(device, int) and not isinstance(given, ast.Constant):
+        return False
+    source = source_of(spot[0].co_filename)
+    meant = [given, *source.meanings(given, spot[0])]
+    return not any(_asks_for_device(each) for each in meant)
+
+
+def _asks_for_device(node: ast.AST) -> bool:
+    return any(
+        isinstance(each, ast.Attribute)
+        and each.attr in ("device", "get_device", "index")
+        and ast.unparse(each) != "torch.device"
+        for each in ast.walk(node)
+    )
+
+
+def returned(code: CodeType, index: int) -> Place:
+    """What a function returns at a position, where it says so in its first `return`."""
+    source = source_of(code.co_filename)
+    function = source.function(code)
+    inside = [] if function is None else list(ast.walk(function))
+    found = next((node for node in inside if isinstance(node, ast.Return)), None)
+    if found is None or found.value is None:
+        return Place(file=code.co_filename, line=code.co_firstlineno, function=code.co_qualname)
+    value: ast.expr = found.value
+    if isinstance(value, ast.Tuple) and index < len(value.elts):
+        value = value.elts[index]
+    return source.place(value, code.co_qualname)
+
+
+def forget_sources() -> None:
+    """Read files anew: they may have been edited since."""
+    linecache.checkcache()
+    source_of.cache_clear()
+    place_of.cache_clear()
+
+
+def span(node: ast.AST) -> tuple[int, int, int, int]:
+    """Where a node stands, in the form of `position`."""
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset  # type: ignore[attr-defined]

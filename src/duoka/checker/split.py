@@ -1,0 +1,126 @@
+"""A model dealt into stages by its own modules, without running it or knowing what it does.
+
+It is for models that can't be planned, and for trying several splits. What the planner finds by
+experiment, that a block must stay whole, is here only guessed from the modules' structure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from duoka.runtime.dispatch.install import is_callable
+from duoka.runtime.dispatch.place import tensor_names
+
+Split = dict[str, int]
+
+
+def splits(model: nn.Module, num_stages: int) -> list[Split]:
+    """Ways to deal a model into stages: by bytes, and by number of parts.
+
+    The parts are the model's children in the order of registration. A list or dict of modules, and
+    an `nn.Sequential`, counts as its elements. As long as the largest part holds more than its
+    share of the bytes, its own children take its place; but an element of a list, such as a
+    decoder layer, stays whole. Parts that share a tensor are in one stage.
+
+    Parameters
+    ----------
+    model : nn.Module
+    num_stages : int
+
+    Returns
+    -------
+    list of dict
+        From names of modules and tensors to stages, complete; none where the model has fewer
+        parts than stages.
+
+    Examples
+    --------
+    >>> splits(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), 2)
+    [{'0': 0, '1': 1, '2': 1}]
+    """
+    parts = _parts(model, num_stages)
+    if len(parts) < num_stages:
+        return []
+    sizes = [part.num_bytes for part in parts]
+    found = [_dealt(model, parts, _cut(each, num_stages)) for each in (sizes, [1] * len(parts))]
+    return [split for index, split in enumerate(found) if split not in found[:index]]
+
+
+class _Part:
+    """A module that goes to one stage, or a tensor outside of all such modules."""
+
+    def __init__(self, name: str, module: nn.Module | None, *, is_element: bool = False) -> None:
+        self.name = name
+        self.module = module
+        self.is_element = is_element
+        tensors = [] if module is None else [tensor for _, tensor in tensor_names(module)]
+        self.num_bytes = sum({id(each): each.nbytes for each in tensors}.values())
+        self.tensors = {id(each) for each in tensors}
+
+    def children(self) -> list[_Part]:
+        """What takes the part's place when it is opened."""
+        assert self.module is not None
+        prefix = f"{self.name}." if self.name else ""
+        elements = _is_container(self.module)
+        return [
+            _Part(prefix + name, child, is_element=elements and is_callable(child))
+            for name, child in self.module.named_children()
+        ]
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) or not is_callable(module)
+
+
+def _parts(model: nn.Module, num_stages: int) -> list[_Part]:
+    parts = list(_opened(_Part("", model)))
+    total = sum(part.num_bytes for part in parts)
+    while True:
+        large = [
+            part
+            for part in parts
+            if part.num_bytes * num_stages > total and not part.is_element and part.children()
+        ]
+        if not large:
+            return [part for part in parts if part.tensors]
+        largest = max(large, key=lambda part: part.num_bytes)
+        index = parts.index(largest)
+        parts[index : index + 1] = _opened(largest)
+
+
+def _opened(part: _Part) -> Iterator[_Part]:
+    for child in part.children():
+        assert child.module is not None
+        if _is_container(child.module) and not child.is_element and child.children():
+            yield from _opened(child)
+        else:
+            yield child
+
+
+def _cut(weights: Sequence[int], num_stages: int) -> list[int]:
+    """The stage of each part: contiguous, none empty, each about its share."""
+    total, done, stage = sum(weights), 0, 0
+    stages: list[int] = []
+    for index, weight in enumerate(weights):
+        left = len(weights) - index
+        is_due = (done + weight / 2) * num_stages >= total * (stage + 1)
+        if stages and stage + 1 < num_stages and (is_due or left < num_stages - stage):
+            stage += 1
+        stages.append(stage)
+        done += weight
+    return stages
+
+
+def _dealt(model: nn.Module, parts: Sequence[_Part], stages: Sequence[int]) -> Split:
+    stage_of: dict[int, int] = {}
+    split: Split = {}
+    for part, stage in zip(parts, stages, strict=True):
+        tied = [stage_of[each] for each in part.tensors if each in stage_of]
+        split[part.name] = tied[0] if tied else stage
+        stage_of |= dict.fromkeys(part.tensors, split[part.name])
+    for name, tensor in tensor_names(model):  # those of modules that were opened
+        if id(tensor) not in stage_of:
+            split[name] = 0
+    return split

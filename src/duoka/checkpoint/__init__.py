@@ -1,0 +1,1 @@
+"""Checkpoint: a published model, without its weights."""

@@ -1,0 +1,372 @@
+"""Checkpoint: what a published model says about itself, without its weights.
+
+Read are ``config.json``, ``generation_config.json``, the headers of safetensors files and the
+indices of sharded ones. A 2023-style ``pytorch_model.bin`` is a pickle: it isn't opened here, so
+the names in it are known only when an index lists them. Everything is parsed as if an attacker
+wrote it (`headers`), wherever it lies (`folders`, `hub`). Nothing here knows torch, or what a model
+does with its tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from duoka.base.files import Stamp, read_bytes
+from duoka.errors import CheckpointError, UsageError
+
+from . import config as configs
+from .directory import CHAT_TEMPLATES, Folder, LocalFolder, Progress
+from .headers import UNREADABLE, TensorInfo, read_json
+from .index import NO_WEIGHTS, Weights, find_weights, stamps_of
+
+_CONFIG = "config.json"
+_GENERATION_CONFIG = "generation_config.json"
+_MAX_CODE_BYTES = 4 * 2**20
+_MAX_SMALL_BYTES = 256 * 2**20  # the largest published tokenizers have some 40 MB
+# What a tokenizer may consist of, besides the configs: everything small that isn't code.
+_TOKENIZER = re.compile(
+    rf"[^/]+\.(json|model|txt|jinja|tiktoken|vocab)|{CHAT_TEMPLATES}/[^/]+\.jinja"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeFile:
+    """One file of the model code that comes with a checkpoint.
+
+    Parameters
+    ----------
+    name, sha256 : str
+    content : bytes
+        What was hashed, and what will run.
+    """
+
+    name: str
+    sha256: str
+    content: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A published model; made by `open`.
+
+    Parameters
+    ----------
+    path : Path
+        The directory, or the config alone. For a model from the Hub the directory in
+        huggingface_hub's cache; not all of its files need be there yet.
+    source : str
+        What `open` finds this very checkpoint by: the path, or "org/name@commit".
+    config : dict
+        What ``config.json`` holds.
+    generation_config : dict or None
+        What ``generation_config.json`` holds.
+    tensors : mapping of str to TensorInfo, or None
+        By name. None when nothing says what there is: a config alone, or one ``.bin`` file.
+    files : tuple of Path
+        The files with weights, in the order of their names.
+    format : {"safetensors", "bin", "none"}
+        Of those files; "none" without any.
+    fingerprint : str
+        Equal for equal configs, tensors and trusted code, wherever they lie; `differences` tells
+        two apart. The tensors' values don't count.
+    trust_remote_code : bool
+        Whether model code that comes with the checkpoint may run.
+    code : tuple of CodeFile
+        That code; empty if it may not run.
+    stamps : mapping of Path to Stamp
+        Of the files with weights that are on this machine: whoever reads them can see that they
+        are still the same.
+    """
+
+    path: Path
+    source: str
+    config: dict[str, Any]
+    generation_config: dict[str, Any] | None
+    tensors: Mapping[str, TensorInfo] | None
+    files: tuple[Path, ...]
+    format: Literal["safetensors", "bin", "none"]
+    fingerprint: str
+    trust_remote_code: bool = False
+    code: tuple[CodeFile, ...] = ()
+    stamps: Mapping[Path, Stamp] = field(default_factory=dict, repr=False)
+    folder: Folder | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> Checkpoint:
+        """Read what a checkpoint says about itself; no weight is read or downloaded.
+
+        Parameters
+        ----------
+        path : path or str
+            A directory with ``config.json``; weights and indices are optional. Or a config
+            alone, under any name that ends in ``.json``; nothing beside it is looked at. Or, if
+            there is no such path, a model on the Hub: "org/name" or "org/name@revision".
+        revision : str, optional
+            Which branch, tag or commit of a model on the Hub; by default "main".
+        trust_remote_code : bool
+            Let model code that comes with the checkpoint run when the model is built.
+
+        Raises
+        ------
+        CheckpointError
+            If there is no such checkpoint, it is incomplete or damaged, or can't be asked for.
+        """
+        root = _local(path)
+        if root is not None and revision is not None:
+            raise UsageError(
+                f"{root} is on this machine, and has no revision {revision!r}",
+                hint="a revision is for a model on the Hub",
+            )
+        if root is not None and root.is_file():
+            return cls._of_config(root, trust_remote_code=trust_remote_code)
+        folder = LocalFolder(root) if root is not None else _remote(str(path), revision)
+        return cls._of(folder, trust_remote_code=trust_remote_code)
+
+    @classmethod
+    def _of_config(cls, path: Path, *, trust_remote_code: bool) -> Checkpoint:
+        config = read_json(path, most_bytes=configs.MAX_CONFIG_BYTES)
+        configs.check_config(config, num_tensors=None, source=str(path))
+        return cls(
+            path=path,
+            source=str(path),
+            config=config,
+            generation_config=None,
+            tensors=None,
+            files=(),
+            format="none",
+            fingerprint=_fingerprint(config, (), NO_WEIGHTS),
+            trust_remote_code=trust_remote_code,
+        )
+
+    @classmethod
+    def _of(cls, folder: Folder, *, trust_remote_code: bool) -> Checkpoint:
+        names = folder.names()
+        if _CONFIG not in names:
+            raise CheckpointError(
+                f"{folder.source} holds no {_CONFIG}{folder.explain()}",
+                hint="give the directory that holds config.json",
+            )
+        config = _read_config(folder, _CONFIG)
+        weights = find_weights(folder)
+        num_tensors = None if weights.tensors is None else len(weights.tensors)
+        where = str(folder.path / _CONFIG)
+        configs.check_config(config, num_tensors=num_tensors, source=where)
+        code = _read_code(folder) if trust_remote_code and "auto_map" in config else ()
+        generation = _GENERATION_CONFIG in names
+        return cls(
+            path=folder.path,
+            source=folder.source,
+            config=config,
+            generation_config=_read_config(folder, _GENERATION_CONFIG) if generation else None,
+            tensors=weights.tensors,
+            files=tuple(folder.path / name for name in weights.sizes),
+            format=weights.format,
+            fingerprint=_fingerprint(config, code, weights),
+            trust_remote_code=trust_remote_code,
+            code=code,
+            stamps=stamps_of(folder, weights),
+            folder=folder,
+        )
+
+    @property
+    def name(self) -> str:
+        """How people call it: the directory's name, or "org/name"."""
+        remote = self.source != str(self.path)
+        return self.source.partition("@")[0] if remote else self.path.name
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there are weights; those on the Hub need not be here yet."""
+        return self.format != "none"
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The files that `fetch` has yet to download, before the checkpoint can be loaded."""
+        return () if self.folder is None else self.folder.missing(self._needed())
+
+    def fetch(self, progress: Progress | None = None) -> Checkpoint:
+        """Download what loading needs, and see to it that it is whole.
+
+        Parameters
+        ----------
+        progress : callable, optional
+            Called with the bytes done so far and the bytes there are.
+
+        Returns
+        -------
+        Checkpoint
+            The same one, with all its files on this machine.
+
+        Raises
+        ------
+        CheckpointError
+            If a file can't be had, or isn't what it should be; nothing half is left in its place.
+        MachineError
+            If there is no room for them.
+        """
+        if self.folder is None:
+            return self
+        self.folder.download(self._needed(), progress)
+        return Checkpoint.open(self.source, trust_remote_code=self.trust_remote_code)
+
+    def _needed(self) -> list[str]:
+        assert self.folder is not None
+        small = [
+            name
+            for name in sorted(self.folder.names())
+            if _TOKENIZER.fullmatch(name) and self.folder.size(name) <= _MAX_SMALL_BYTES
+        ]
+        return [*small, *(file.name for file in self.files)]
+
+    @property
+    def remote_code(self) -> tuple[tuple[str, str], ...]:
+        """Name and sha256 of each file of the checkpoint's own code that may run."""
+        return tuple((file.name, file.sha256) for file in self.code)
+
+    @contextmanager
+    def code_directory(self) -> Iterator[Path | None]:
+        """A directory with the code that may run, and nothing else; None if none may.
+
+        It holds what was hashed, even if the checkpoint's files were changed since.
+        """
+        if not self.code:
+            yield None
+            return
+        key = hashlib.sha256(repr(self.remote_code).encode()).hexdigest()[:16]
+        with tempfile.TemporaryDirectory(prefix="duoka-code-") as scratch:
+            # The name becomes that of a Python package, the same one for the same code.
+            directory = Path(scratch) / f"checkpoint_{key}"
+            directory.mkdir()
+            for file in self.code:
+                (directory / file.name).write_bytes(file.content)
+            yield directory
+
+    @property
+    def weight_bytes(self) -> int | None:
+        """Bytes of all tensors as stored; None when a tensor's size isn't known."""
+        if self.tensors is None:
+            return None
+        sizes = [tensor.nbytes for tensor in self.tensors.values()]
+        return None if None in sizes else sum(size for size in sizes if size is not None)
+
+    @property
+    def default_dtype(self) -> str | None:
+        """The type that the weights are published in, by torch's name; None when unknown.
+
+        The config's word counts; without one, the type that most of the stored bytes have.
+        """
+        sizes: dict[str, int] = {}
+        for tensor in (self.tensors or {}).values():
+            if tensor.dtype is not None:
+                sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + (tensor.nbytes or 0)
+        return configs.default_dtype(self.config) or configs.commonest_dtype(sizes)
+
+    @property
+    def max_context_tokens(self) -> int | None:
+        """The longest context that the config names; None when it names none."""
+        return configs.max_context_tokens(self.config)
+
+
+# ── where it is ──
+
+
+def _local(path: str | os.PathLike[str]) -> Path | None:
+    """The directory or config on this machine; None if there is none."""
+    root = Path(path).expanduser()
+    try:
+        mode = root.stat().st_mode
+    except PermissionError as error:
+        raise CheckpointError(
+            f"{str(path)!r} can't be read with your permissions", hint=UNREADABLE
+        ) from error
+    except (OSError, ValueError):
+        return None
+    if stat.S_ISDIR(mode):
+        return root
+    if not stat.S_ISREG(mode) or root.suffix != ".json":
+        raise CheckpointError(
+            f"{root} is neither a directory nor a config",
+            hint="give the directory that holds config.json and the weights; a saved plan is given "
+            "with --plan",
+        )
+    return root
+
+
+def _remote(text: str, revision: str | None) -> Folder:
+    # Here, because whoever reads a local directory doesn't need the network's libraries.
+    from .hub import open_snapshot, parse_name
+
+    name = parse_name(text, revision)
+    if name is None:
+        raise CheckpointError(
+            f"no such directory: {text[:300]!r}, and no name of a model on the Hub either",
+            hint='give the directory that holds config.json, or a name such as "org/model"',
+        )
+    return open_snapshot(name)
+
+
+def _read_config(folder: Folder, name: str) -> dict[str, Any]:
+    return read_json(folder.fetch(name), most_bytes=configs.MAX_CONFIG_BYTES)
+
+
+def _read_code(folder: Folder) -> tuple[CodeFile, ...]:
+    """The code, read once: what is hashed is what will run."""
+    files = []
+    for name in sorted(name for name in folder.names() if name.endswith(".py")):
+        path = folder.fetch(name)
+        try:
+            content = read_bytes(path, most_bytes=_MAX_CODE_BYTES)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} can't be read: {error}", hint=UNREADABLE) from error
+        digest = hashlib.sha256(content).hexdigest()
+        files.append(CodeFile(name=name, sha256=digest, content=content))
+    return tuple(files)
+
+
+# ── fingerprints ──
+
+_PARTS = ("config.json", "the names, shapes, types or files of its tensors", "its code")
+
+
+def differences(one: str, other: str) -> tuple[str, ...]:
+    """What two checkpoints differ in, by their fingerprints; all of it if one is no checkpoint's.
+
+    Examples
+    --------
+    >>> differences("1-2-3", "1-5-3")
+    ('the names, shapes, types or files of its tensors',)
+    """
+    pairs = list(zip(one.split("-"), other.split("-"), strict=False))
+    if len(pairs) != len(_PARTS):
+        return _PARTS
+    return tuple(part for part, (a, b) in zip(_PARTS, pairs, strict=True) if a != b)
+
+
+def _fingerprint(config: dict[str, Any], code: tuple[CodeFile, ...], weights: Weights) -> str:
+    """One hash for each of `_PARTS`."""
+    tensors = [
+        (name, tensor.dtype, tensor.shape, tensor.file and tensor.file.name)
+        for name, tensor in sorted((weights.tensors or {}).items())
+    ]
+    # A pickle's contents aren't read; its size is all that is known.
+    sizes = sorted(weights.sizes.items())
+    parts = (config, (weights.format, tensors, sizes), [(file.name, file.sha256) for file in code])
+    return "-".join(
+        hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:32] for part in parts
+    )

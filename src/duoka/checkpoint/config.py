@@ -1,0 +1,152 @@
+"""Configs: what a ``config.json`` says that planning needs, and what none can say.
+
+A config decides how many modules are built. Without limits, one line of a hostile config makes
+a computer work for days or run out of memory, before a weight was looked at.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from duoka.errors import CheckpointError
+
+MAX_CONFIG_BYTES = 8 * 2**20  # the longest published ones have some 100 KB
+_HINT = "is this the config.json that was published with the model?"
+_MAX_DEPTH = 32
+_MAX_LAYERS = 1000  # the deepest published models have some 160; ten thousand take a minute
+_MAX_MODULES = 2_000_000  # layers times experts
+_MAX_SIZE = 2**26  # positions, words, widths; the longest published context is 10 million
+_MAX_INTEGER = 10**40  # tokenizers say 10**30 for "no limit"
+
+_MODEL_DTYPES = ("float16", "bfloat16", "float32", "float64")
+_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+_CONTEXT_KEYS = (
+    "max_position_embeddings",
+    "seq_length",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_len",
+    "n_ctx",
+)
+# Numbers of modules, and sizes of tensors. A key such as vision_feature_layer is a place, not a
+# number, and may be negative; so these are no wider than needed.
+_LAYERS = re.compile(
+    r"layers|depths?|(?:en|de)coder_layers|n_layers?|num_blocks|(?:\w+_)?num_(?:\w+_)?layers",
+    re.ASCII,
+)
+_SIZES = re.compile(
+    r"(?:\w+_)?(?:size|dims?|positions|position_embeddings|seq_len|sequence_length|seq_length|n_ctx"
+    r"|channels|d_model|d_ff|n_embd|n_inner|rank|experts|heads?|groups?|group_num|stages?)",
+    re.ASCII,
+)
+
+
+def check_config(config: dict[str, Any], *, num_tensors: int | None, source: str) -> None:
+    """Refuse a config that no model has.
+
+    Parameters
+    ----------
+    config : dict
+    num_tensors : int, optional
+        How many tensors the checkpoint holds: no more layers than that can have weights.
+    source : str
+        For messages.
+
+    Raises
+    ------
+    CheckpointError
+        If it is nested too deeply, or holds a number beyond every model's.
+    """
+    layers = experts = 0
+    for key, value in _values(config, source):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise CheckpointError(
+                f"{source}: {_shown(key)} is {value}, which is no number", hint=_HINT
+            )
+        if type(value) is not int:
+            continue
+        limit = _limit(key)
+        if abs(value) > limit or (value < 0 and _LAYERS.fullmatch(key)):
+            shown = f"{value}" if abs(value) < 10**30 else "a number of more than 30 digits"
+            raise CheckpointError(
+                f"{source}: {_shown(key)} is {shown}; duoka builds models with 0 to {limit}",
+                hint=_HINT,
+            )
+        if _LAYERS.fullmatch(key):
+            layers = max(layers, value)
+        elif key.endswith("experts"):
+            experts = max(experts, value)
+    if layers * experts > _MAX_MODULES:
+        raise CheckpointError(
+            f"{source}: {layers} layers of {experts} experts are more than the {_MAX_MODULES} "
+            "modules that duoka builds",
+            hint=_HINT,
+        )
+    if num_tensors is not None and layers > num_tensors:
+        raise CheckpointError(
+            f"{source} speaks of {layers} layers, and the weights have {num_tensors} tensors",
+            hint="config.json and the weights must be of the same model",
+        )
+
+
+def _shown(key: str) -> str:
+    return key if len(key) <= 80 and key.isprintable() else ascii(key[:80])
+
+
+def _limit(key: str) -> int:
+    if _LAYERS.fullmatch(key):
+        return _MAX_LAYERS
+    return _MAX_SIZE if _SIZES.fullmatch(key) else _MAX_INTEGER
+
+
+def _values(config: dict[str, Any], source: str) -> Iterator[tuple[str, Any]]:
+    """Every number and text, with the nearest key above it; a list's elements have the list's."""
+    level: list[tuple[str, Any]] = list(config.items())
+    for _ in range(_MAX_DEPTH):
+        deeper: list[tuple[str, Any]] = []
+        for key, value in level:
+            if isinstance(value, dict):
+                deeper.extend(value.items())
+            elif isinstance(value, list):
+                deeper.extend((key, item) for item in value)
+            else:
+                yield key, value
+        if not deeper:
+            return
+        level = deeper
+    raise CheckpointError(f"{source} is nested more than {_MAX_DEPTH} levels deep", hint=_HINT)
+
+
+def default_dtype(config: dict[str, Any]) -> str | None:
+    """The type that a config names for its weights, by torch's name; None when it names none."""
+    for part in _with_text_config(config):
+        for key in ("dtype", "torch_dtype"):
+            name = str(part.get(key)).removeprefix("torch.")
+            if name in _MODEL_DTYPES:
+                return name
+    return None
+
+
+def commonest_dtype(sizes: dict[str, int]) -> str | None:
+    """The type of a model's that most bytes have; None where there is none such."""
+    models = {name: size for name, size in sizes.items() if name in _MODEL_DTYPES}
+    return max(models, key=models.__getitem__, default=None)
+
+
+def max_context_tokens(config: dict[str, Any]) -> int | None:
+    """The longest context that a config names; None when it names none."""
+    for part in _with_text_config(config):
+        for key in _CONTEXT_KEYS:
+            value = part.get(key)
+            if type(value) is int and value > 0:
+                return value
+    return None
+
+
+def _with_text_config(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The config, then the language model's part of it where the model has several."""
+    nested = (config.get(key) for key in _TEXT_CONFIGS)
+    return [config, *(part for part in nested if isinstance(part, dict))]

@@ -1,0 +1,316 @@
+"""Folders: where a checkpoint's files lie, and which of them may be read.
+
+A local directory may hold anything: links that lead elsewhere, pipes, files that a download is
+still writing, pointers that git-lfs left in place of files. Here that is noticed and named before
+a file is believed. Nothing here knows what the files mean.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from duoka.base.files import Stamp, open_regular
+from duoka.errors import CheckpointError
+
+from .headers import UNREADABLE, TensorInfo, is_plain_name, read_header
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done so far, and the bytes there are."""
+
+# What belongs to a checkpoint: other files in the directory are nobody's business.
+_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".json",
+    ".model",
+    ".txt",
+    ".py",
+    ".jinja",
+    ".tiktoken",
+    ".vocab",
+)
+# What downloads in progress are called, by those that make them.
+_UNFINISHED = (".incomplete", ".part", ".partial", ".aria2", ".tmp", ".crdownload", ".download")
+_MODELSCOPE = "._____temp"
+_HUGGINGFACE = Path(".cache", "huggingface", "download")
+_RECENT_SECONDS = 120
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_POINTER_BYTES = 1024  # what git-lfs allows
+_MOST_ENTRIES = 100_000
+_WAIT = "wait until the download is done, or start it again"
+CHAT_TEMPLATES = "additional_chat_templates"
+
+
+class Folder(Protocol):
+    """Files of one checkpoint, here or on a server."""
+
+    @property
+    def path(self) -> Path:
+        """The directory where the files lie, or will lie once they were downloaded."""
+
+    @property
+    def source(self) -> str:
+        """What `Checkpoint.open` finds this very checkpoint by."""
+
+    def names(self) -> frozenset[str]:
+        """The files that there are."""
+
+    def size(self, name: str) -> int:
+        """Bytes of a file."""
+
+    def fetch(self, name: str) -> Path:
+        """Make sure that a small file is here."""
+
+    def headers(self, names: Sequence[str]) -> dict[str, dict[str, TensorInfo]]:
+        """What safetensors files hold."""
+
+    def missing(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Which of these files are not on this machine."""
+
+    def download(self, names: Sequence[str], progress: Progress | None = None) -> None:
+        """Make sure that files are here, whole and right."""
+
+    def explain(self) -> str:
+        """Why files may be missing, to be put behind a message; empty if nothing is known."""
+
+
+class LocalFolder:
+    """A directory on this machine.
+
+    Parameters
+    ----------
+    path : Path
+
+    Raises
+    ------
+    CheckpointError
+        If a file in it is a link that leads elsewhere, no regular file, or being written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._names, self._unfinished = _survey(path)
+        self._refuse_active()
+
+    @property
+    def path(self) -> Path:
+        """The directory."""
+        return self._path
+
+    @property
+    def source(self) -> str:
+        """Its path."""
+        return str(self._path)
+
+    def names(self) -> frozenset[str]:
+        """The files that belong to a checkpoint, as far as they are there."""
+        return self._names
+
+    def size(self, name: str) -> int:
+        """Bytes of a file; none of them is read, unless it is so short that it is suspicious."""
+        return self._whole(name).num_bytes
+
+    def fetch(self, name: str) -> Path:
+        """The path of a file that is no pointer and isn't being written."""
+        self._whole(name)
+        return self._path / name
+
+    def headers(self, names: Sequence[str]) -> dict[str, dict[str, TensorInfo]]:
+        """What safetensors files hold; they must not change meanwhile."""
+        return {name: self._header(name) for name in names}
+
+    def _header(self, name: str) -> dict[str, TensorInfo]:
+        before = self._whole(name)
+        tensors = read_header(self._path / name)
+        if self._whole(name) != before:
+            raise CheckpointError(f"{self._path / name} is being written", hint=_WAIT)
+        return tensors
+
+    def missing(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Which of these files are not there."""
+        return tuple(name for name in names if name not in self._names)
+
+    def download(self, names: Sequence[str], progress: Progress | None = None) -> None:
+        """Nothing is downloaded into a local directory; its files are looked at once more.
+
+        Raises
+        ------
+        CheckpointError
+            If a file isn't there, or isn't the file itself.
+        """
+        for name in names:
+            self._whole(name)
+
+    def explain(self) -> str:
+        """Name unfinished downloads."""
+        if not self._unfinished:
+            return ""
+        return f"; an unfinished download lies there: {self._unfinished[0].name}"
+
+    def _whole(self, name: str) -> Stamp:
+        path = self._path / name
+        try:
+            with open_regular(path) as file:
+                stamp = Stamp.of(os.fstat(file.fileno()))
+                start = file.read(len(_POINTER)) if stamp.num_bytes <= _POINTER_BYTES else b""
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} can't be read: {error.strerror}", hint=UNREADABLE
+            ) from error
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path} can't be read: {error}", hint="put the file itself there"
+            ) from error
+        if start == _POINTER:
+            raise CheckpointError(
+                f"{path} is not the file, but the pointer that git-lfs puts in its place",
+                hint=f"fetch the files: git -C {self._path} lfs pull",
+            )
+        if self._path / f"{name}.aria2" in self._unfinished:
+            raise CheckpointError(
+                f"{path} is not complete: {name}.aria2 lies beside it", hint=_WAIT
+            )
+        return stamp
+
+    def _refuse_active(self) -> None:
+        """Refuse a directory that somebody writes into now."""
+        now = time.time()
+        for path in self._unfinished:
+            age = now - _modified(path)
+            if age < _RECENT_SECONDS:
+                raise CheckpointError(
+                    f"{self._path} is still being written: {path.name} changed "
+                    f"{max(age, 0):.0f} seconds ago",
+                    hint=_WAIT,
+                )
+        for path in _files(self._path / _HUGGINGFACE, ".lock"):
+            if _is_locked(path):
+                raise CheckpointError(
+                    f"{self._path} is still being written: another process downloads {path.stem}",
+                    hint=_WAIT,
+                )
+
+
+def _survey(root: Path) -> tuple[frozenset[str], tuple[Path, ...]]:
+    """The checkpoint's files in a directory, and the unfinished downloads in it."""
+    names: set[str] = set()
+    unfinished: list[Path] = []
+    allowed = _allowed(root)
+    for entry in _entries(root):
+        path = root / entry.name
+        if entry.name.endswith(_UNFINISHED):
+            unfinished.append(path)
+        elif entry.name == _MODELSCOPE:
+            unfinished.extend(_files(path, ""))
+        elif entry.name.endswith(_SUFFIXES) and is_plain_name(entry.name):
+            if entry.is_symlink():
+                _refuse_foreign(path, allowed)
+            if _is_regular(path):
+                names.add(entry.name)
+    for path in _files(root / CHAT_TEMPLATES, ".jinja"):
+        _refuse_foreign(path, allowed)
+        _is_regular(path)
+    unfinished.extend(_files(root / _HUGGINGFACE, ".incomplete"))
+    return frozenset(names), tuple(unfinished)
+
+
+def _entries(root: Path) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(root) as entries:
+            for number, entry in enumerate(entries):
+                if number >= _MOST_ENTRIES:
+                    raise CheckpointError(
+                        f"{root} holds more than {_MOST_ENTRIES} files",
+                        hint="give the directory that holds config.json, and little else",
+                    )
+                yield entry
+    except OSError as error:
+        raise CheckpointError(f"{root} can't be read: {error.strerror}", hint=UNREADABLE) from error
+
+
+def _allowed(root: Path) -> tuple[str, ...]:
+    """Where links of a directory may lead: into it, or into the Hub cache's blobs if it lies there.
+
+    In the Hub cache, ``models--org--name/snapshots/COMMIT`` holds links into
+    ``models--org--name/blobs``, and those may be links into ``blobs``, which models share.
+    """
+    real = root.resolve()
+    places = [real]
+    if real.parent.name == "snapshots" and real.parents[1].name.startswith("models--"):
+        places += [real.parents[1] / "blobs", real.parents[2] / "blobs"]
+    return tuple(f"{place}{os.sep}" for place in places)
+
+
+def is_inside(path: Path, root: Path) -> bool:
+    """Whether a path, with all links followed, stays in a directory or its Hub cache.
+
+    Raises
+    ------
+    OSError
+        If it leads nowhere.
+    """
+    return str(path.resolve()).startswith(_allowed(root))
+
+
+def _refuse_foreign(path: Path, allowed: tuple[str, ...]) -> None:
+    try:
+        target = str(path.resolve())
+    except (OSError, RuntimeError) as error:  # links in a circle
+        raise CheckpointError(
+            f"{path} is a link that leads nowhere: {error}", hint="put the file itself there"
+        ) from error
+    if not target.startswith(allowed):
+        raise CheckpointError(
+            f"{path} is a link to {target}, which is outside of the checkpoint's directory",
+            hint="copy the file there, or give the directory that holds it",
+        )
+
+
+def _is_regular(path: Path) -> bool:
+    """Whether a file is there; what is neither file nor directory is refused."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:  # a link to nothing, or gone since: as good as not there
+        return False
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise CheckpointError(
+            f"{path} is not a regular file", hint="put the file itself there, or remove it"
+        )
+    return stat.S_ISREG(mode)
+
+
+def _files(directory: Path, suffix: str) -> list[Path]:
+    try:
+        return sorted(path for path in directory.iterdir() if path.name.endswith(suffix))
+    except OSError:
+        return []
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process holds a lock on a file; lock files themselves are left behind for ever."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(handle)
+    return False

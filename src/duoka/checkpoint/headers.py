@@ -1,0 +1,316 @@
+"""Headers: what the files of a checkpoint say about their tensors, before any is read.
+
+Everything is parsed as if an attacker wrote it: sizes are limited before they are read, names
+can't lead out of the directory, and a header must agree with the length of its file. Nothing here
+knows which files make a checkpoint, or whether a header came from a disk or from a server.
+
+The safetensors layout follows its published format description: eight bytes with the length of a
+JSON header, the header, then the data without holes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from duoka.base.files import open_regular, read_bytes
+from duoka.base.serialization import parse_json_object
+from duoka.errors import CheckpointError, FormatError
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
+MAX_JSON_BYTES = 100_000_000  # an index names every tensor; the longest known are some 10 MB
+# A short text can become much in memory ("[[],[],…"). This is room for 500,000 tensors; the
+# largest published models have a third of that.
+MAX_JSON_VALUES = 4_000_000
+MAX_NAME_LENGTH = 1024
+_MAX_DIMENSIONS = 64  # torch's own limit
+INCOMPLETE = "the download may be incomplete: fetch it again"
+UNREADABLE = "do you have the permission to read it?"
+DAMAGED = "the file is damaged or forged: fetch it again, from a source that you trust"
+
+# safetensors' name of a type → torch's name, bits of one element
+_DTYPES: dict[str, tuple[str, int]] = {
+    "BOOL": ("bool", 8),
+    "U8": ("uint8", 8),
+    "I8": ("int8", 8),
+    "U16": ("uint16", 16),
+    "I16": ("int16", 16),
+    "U32": ("uint32", 32),
+    "I32": ("int32", 32),
+    "U64": ("uint64", 64),
+    "I64": ("int64", 64),
+    "F4": ("float4_e2m1fn_x2", 4),
+    "F8_E4M3": ("float8_e4m3fn", 8),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8),
+    "F8_E5M2": ("float8_e5m2", 8),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8),
+    "F8_E8M0": ("float8_e8m0fnu", 8),
+    "F16": ("float16", 16),
+    "BF16": ("bfloat16", 16),
+    "F32": ("float32", 32),
+    "F64": ("float64", 64),
+    "C64": ("complex64", 64),
+}
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,200}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """One tensor of a checkpoint.
+
+    Parameters
+    ----------
+    name : str
+        The checkpoint's own key.
+    dtype : str or None
+        torch's name of the type, like "bfloat16". None when only the name is known.
+    shape : tuple of int or None
+    nbytes : int or None
+    file : Path or None
+        Where it lies, or will lie once it was downloaded; None when there is no file.
+    offset : int or None
+        Its first byte in that file; None where that isn't known.
+    """
+
+    name: str
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    nbytes: int | None = None
+    file: Path | None = None
+    offset: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """Which file of a sharded checkpoint holds which tensor.
+
+    Parameters
+    ----------
+    files : dict of str to str
+        Tensor → plain name of a file beside the index.
+    total_bytes : int or None
+        Of all tensors, as the index says; it isn't always right.
+    """
+
+    files: dict[str, str]
+    total_bytes: int | None
+
+
+def read_json(path: Path, *, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """Read a file that must hold one JSON object.
+
+    Raises
+    ------
+    CheckpointError
+        If it can't be read, is too long, or holds something else.
+    """
+    with _reading(path):
+        return parse_json(read_bytes(path, most_bytes=most_bytes), str(path))
+
+
+def parse_json(content: bytes, source: str) -> dict[str, Any]:
+    """Parse what must be one JSON object in UTF-8.
+
+    Raises
+    ------
+    CheckpointError
+        If it is something else, or would take far more memory than it is long.
+    """
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{source} is not UTF-8: {error}", hint=INCOMPLETE) from error
+    values = text.count(",") + text.count("[") + text.count("{")
+    if values > MAX_JSON_VALUES:
+        raise CheckpointError(
+            f"{source} has {values} values; at most {MAX_JSON_VALUES} are read", hint=DAMAGED
+        )
+    try:
+        return parse_json_object(text, source)
+    except FormatError as error:
+        raise CheckpointError(str(error), hint=INCOMPLETE) from error
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror}", hint=UNREADABLE) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} can't be read: {error}", hint=DAMAGED) from error
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether this can be the name of a file in a checkpoint's directory, and leads nowhere."""
+    return isinstance(name, str) and _PLAIN_NAME.fullmatch(name) is not None
+
+
+def read_index(path: Path, *, suffix: str) -> Index:
+    """Read which file of a sharded checkpoint holds which tensor.
+
+    Parameters
+    ----------
+    path : Path
+        The index.
+    suffix : str
+        What the names of the files must end in, like ".bin".
+
+    Raises
+    ------
+    CheckpointError
+        If it lists no tensor, or a file elsewhere.
+    """
+    content = read_json(path)
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} has no weight_map", hint=INCOMPLETE)
+    for key, file in weight_map.items():
+        _check_name(path, key)
+        if not (is_plain_name(file) and file.endswith(suffix)):
+            raise CheckpointError(
+                f"{path} puts {key!r} into {str(file)[:80]!r}, which is not the name of a "
+                f"{suffix} file beside it",
+                hint=DAMAGED,
+            )
+    metadata = content.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return Index(files=weight_map, total_bytes=total if type(total) is int and total > 0 else None)
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Read what a safetensors file holds, by name; no data is read.
+
+    Raises
+    ------
+    CheckpointError
+        If it can't be read, or the header is damaged or disagrees with the file's length.
+    """
+    with _reading(path), open_regular(path) as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        length = header_length(file.read(LENGTH_BYTES), size, str(path))
+        return parse_header(file.read(length), size - LENGTH_BYTES - length, path)
+
+
+def header_length(start: bytes, size: int, source: str) -> int:
+    """How long a safetensors header is, by the first eight bytes of its file.
+
+    Parameters
+    ----------
+    start : bytes
+    size : int
+        Of the file, in bytes.
+    source : str
+        For messages.
+
+    Raises
+    ------
+    CheckpointError
+        If the file, or what is read of one, can't hold such a header.
+    """
+    length = int.from_bytes(start, "little")
+    if len(start) < LENGTH_BYTES or length > min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
+        raise CheckpointError(
+            f"{source} is no safetensors file, or cut off: its header should have {length} "
+            f"bytes; the file has {size}, and at most {MAX_HEADER_BYTES} are read",
+            hint=INCOMPLETE,
+        )
+    return length
+
+
+def parse_header(text: bytes, data_bytes: int, path: Path) -> dict[str, TensorInfo]:
+    """Read a safetensors header.
+
+    Parameters
+    ----------
+    text : bytes
+        The header, without its length.
+    data_bytes : int
+        How many bytes follow it.
+    path : Path
+        Of the file, whether it is there or not.
+
+    Raises
+    ------
+    CheckpointError
+        If the header is damaged, or disagrees with the file's length.
+    """
+    if text[:1] != b"{":
+        raise CheckpointError(
+            f"{path} is no safetensors file: its header doesn't begin with '{{'", hint=DAMAGED
+        )
+    header = parse_json(text, f"the header of {path}")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CheckpointError(f"{path} has metadata that is no text for each key", hint=DAMAGED)
+    entries = [_read_entry(path, name, entry) for name, entry in header.items()]
+    _check_layout(path, entries, data_bytes=data_bytes)
+    data_offset = LENGTH_BYTES + len(text)
+    return {tensor.name: replace(tensor, offset=data_offset + start) for start, tensor in entries}
+
+
+def _check_name(path: Path, name: str) -> None:
+    # Names get into messages and plans: they must not be able to steer a terminal.
+    if len(name) > MAX_NAME_LENGTH or not name.isprintable():
+        raise CheckpointError(
+            f"{path} names a tensor {name[:80]!a}, which can't be one's name", hint=DAMAGED
+        )
+
+
+def _read_entry(path: Path, name: str, entry: object) -> tuple[int, TensorInfo]:
+    """Where a tensor starts in the data, and what it is."""
+    _check_name(path, name)
+    match entry:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [start, stop]} if (
+            type(start) is int and type(stop) is int  # True is an int, and no offset
+        ):
+            pass
+        case _:
+            raise CheckpointError(
+                f"{path} doesn't describe the tensor {name!r} in its header", hint=DAMAGED
+            )
+    if dtype not in _DTYPES:
+        raise CheckpointError(
+            f"{path} holds {name!r} as {dtype[:40]!r}, a type that duoka doesn't know",
+            hint=f"known are {', '.join(_DTYPES)}",
+        )
+    torch_name, bits = _DTYPES[dtype]
+    possible = all(type(length) is int and 0 <= length < 2**63 for length in shape)
+    if len(shape) > _MAX_DIMENSIONS or not possible:
+        raise CheckpointError(
+            f"{path} gives {name!r} a shape that no tensor can have", hint=DAMAGED
+        )
+    nbytes, rest = divmod(math.prod(shape) * bits, 8)
+    if start < 0 or stop - start != nbytes or rest:
+        raise CheckpointError(
+            f"{path} gives {name!r} the bytes {start} to {stop}; its shape and type need {nbytes}",
+            hint=DAMAGED,
+        )
+    return start, TensorInfo(
+        name=name, dtype=torch_name, shape=tuple(shape), nbytes=nbytes, file=path
+    )
+
+
+def _check_layout(
+    path: Path, entries: Iterable[tuple[int, TensorInfo]], *, data_bytes: int
+) -> None:
+    """Refuse data that overlaps, has holes, or ends elsewhere than the file does."""
+    stop = 0
+    for start, tensor in sorted(entries, key=lambda entry: (entry[0], entry[1].nbytes)):
+        if start != stop:
+            problem = "overlaps the tensor before it" if start < stop else "follows a hole"
+            raise CheckpointError(f"{path} is damaged: {tensor.name!r} {problem}", hint=DAMAGED)
+        stop = start + (tensor.nbytes or 0)
+    if stop != data_bytes:
+        problem = "is cut off" if stop > data_bytes else "has bytes that belong to no tensor"
+        raise CheckpointError(
+            f"{path} {problem}: its tensors have {stop} bytes, and it holds {data_bytes}",
+            hint=INCOMPLETE,
+        )

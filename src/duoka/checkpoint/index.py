@@ -1,0 +1,165 @@
+"""Weights: which files of a checkpoint hold them, and which tensors are in them.
+
+Everything is parsed as if an attacker wrote it (`headers`), wherever it lies (`folders`). A pickle
+isn't opened here, so the names in it are known only when an index lists them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from duoka.base.files import Stamp
+from duoka.errors import CheckpointError
+
+from .directory import Folder
+from .headers import DAMAGED, INCOMPLETE, UNREADABLE, Index, TensorInfo, read_index
+
+# transformers looks for weights in this order; so the same files are read.
+_Kind = Literal["safetensors", "bin"]
+_SOURCES: tuple[tuple[str, _Kind], ...] = (
+    ("model.safetensors", "safetensors"),
+    ("model.safetensors.index.json", "safetensors"),
+    ("pytorch_model.bin", "bin"),
+    ("pytorch_model.bin.index.json", "bin"),
+)
+_SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
+
+
+class Weights(NamedTuple):
+    """Tensors by name, and the sizes of the files that hold them, by name."""
+
+    tensors: Mapping[str, TensorInfo] | None
+    sizes: Mapping[str, int]
+    format: Literal["safetensors", "bin", "none"]
+
+
+NO_WEIGHTS = Weights(None, {}, "none")
+
+
+def find_weights(folder: Folder) -> Weights:
+    """Take the first source that is complete; a source with nothing but an index names tensors.
+
+    Raises
+    ------
+    CheckpointError
+        If files are missing, damaged, or contradict each other.
+    """
+    promised: Weights | None = None
+    broken: CheckpointError | None = None
+    names = folder.names()
+    for name, kind in _SOURCES:
+        if name not in names:
+            continue
+        if not name.endswith(".index.json"):
+            return _single(folder, name, kind)
+        index = read_index(folder.fetch(name), suffix="." + kind)
+        files = sorted(set(index.files.values()))
+        absent = [file for file in files if file not in names]
+        if not absent:
+            return _sharded(folder, index, files, kind)
+        if len(absent) < len(files):
+            broken = broken or CheckpointError(
+                f"{folder.path / name} lists {len(files)} files, of which {len(absent)} are not "
+                f"there: {', '.join(absent)}{folder.explain()}",
+                hint=INCOMPLETE,
+            )
+        promised = promised or Weights(
+            {key: TensorInfo(name=key) for key in index.files}, {}, "none"
+        )
+    if broken is not None:
+        raise broken
+    if promised is None:
+        _refuse_shards_without_index(folder)
+    return promised or NO_WEIGHTS
+
+
+def _refuse_shards_without_index(folder: Folder) -> None:
+    shards = sorted(name for name in folder.names() if _SHARD.fullmatch(name))
+    if shards:
+        raise CheckpointError(
+            f"{folder.path} holds {len(shards)} shards ({shards[0]}, …) but no index of them"
+            f"{folder.explain()}",
+            hint=INCOMPLETE,
+        )
+
+
+def _single(folder: Folder, name: str, kind: _Kind) -> Weights:
+    sizes = _sizes(folder, [name])
+    tensors = folder.headers([name])[name] if kind == "safetensors" else None
+    return Weights(tensors, sizes, kind)
+
+
+def _sizes(folder: Folder, names: list[str]) -> dict[str, int]:
+    sizes = {name: folder.size(name) for name in names}
+    for name, size in sizes.items():
+        if size == 0:
+            raise CheckpointError(f"{folder.path / name} is empty", hint=INCOMPLETE)
+    return sizes
+
+
+def _sharded(folder: Folder, index: Index, files: list[str], kind: _Kind) -> Weights:
+    sizes = _sizes(folder, files)
+    if kind == "bin":
+        _refuse_short(folder, index, sizes)
+        named = {
+            key: TensorInfo(name=key, file=folder.path / shard)
+            for key, shard in index.files.items()
+        }
+        return Weights(named, sizes, kind)
+    tensors: dict[str, TensorInfo] = {}
+    for held in folder.headers(files).values():
+        for key, tensor in held.items():
+            if key in tensors:
+                raise CheckpointError(
+                    f"the tensor {key!r} stands in two files of {folder.path}", hint=DAMAGED
+                )
+            tensors[key] = tensor
+    misplaced = [
+        key
+        for key, shard in index.files.items()
+        if key not in tensors or tensors[key].file != folder.path / shard
+    ]
+    if misplaced:
+        raise CheckpointError(
+            f"{len(misplaced)} tensors are not in the file that the index names, "
+            f"{misplaced[0]!r} in {index.files[misplaced[0]]} for one",
+            hint=INCOMPLETE,
+        )
+    return Weights(tensors, sizes, kind)
+
+
+def _refuse_short(folder: Folder, index: Index, sizes: Mapping[str, int]) -> None:
+    """Refuse pickles that can't hold what their index says; safetensors tell it more exactly."""
+    held = sum(sizes.values())
+    if index.total_bytes is not None and held < index.total_bytes:
+        raise CheckpointError(
+            f"{folder.path} is incomplete: its index speaks of {index.total_bytes} bytes of "
+            f"weights, and the {len(sizes)} files have {held}{folder.explain()}",
+            hint=INCOMPLETE,
+        )
+
+
+def stamps_of(folder: Folder, weights: Weights) -> dict[Path, Stamp]:
+    """The stamps of those files with weights that are on this machine.
+
+    Raises
+    ------
+    CheckpointError
+        If one has another length now.
+    """
+    absent = folder.missing(weights.sizes)
+    stamps = {}
+    for name in weights.sizes.keys() - set(absent):
+        path = folder.path / name
+        try:
+            stamps[path] = Stamp.of(path.stat())
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} can't be read: {error.strerror}", hint=UNREADABLE
+            ) from error
+        if stamps[path].num_bytes != weights.sizes[name]:
+            raise CheckpointError(f"{path} is being written", hint=INCOMPLETE)
+    return stamps

@@ -1,0 +1,123 @@
+"""Sampling: how the next token is chosen, safe at every temperature."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from duoka.errors import UsageError
+
+# At or below it the most likely token is taken. Logits that differ by a thousandth would already
+# differ e^10-fold in probability, and dividing by much less leaves the range of 32-bit numbers.
+GREEDY_TEMPERATURE = 1e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen and when an answer ends.
+
+    Parameters
+    ----------
+    temperature : float
+        0, or anything up to 0.0001, takes the most likely token each time.
+    top_p : float
+        Choose among the likeliest tokens that have this much probability together.
+    top_k : int
+        Choose among this many tokens; 0 for no limit.
+    max_new_tokens : int, optional
+        Where an answer is cut; None for as many as were planned.
+    seed : int, optional
+        The same seed gives the same answer.
+
+    Raises
+    ------
+    UsageError
+        If a value is out of its range.
+
+    Examples
+    --------
+    >>> Sampling(temperature=1e-5).is_greedy
+    True
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        longest, seed = self.max_new_tokens, self.seed
+        for name, fits, limits, hint in (
+            (
+                "temperature",
+                math.isfinite(self.temperature) and self.temperature >= 0,
+                "it must be 0 or more",
+                "0 takes the likeliest token each time; 0.8 is common",
+            ),
+            ("top_p", 0 < self.top_p <= 1, "it must be above 0 and at most 1", "1 is no limit"),
+            ("top_k", self.top_k >= 0, "it must be 0 or more", "0 is no limit"),
+            (
+                "max_new_tokens",
+                longest is None or longest >= 1,
+                "it must be at least 1",
+                "leave it out for as many as were planned",
+            ),
+            (
+                "seed",
+                seed is None or 0 <= seed < 2**63,
+                "it must be from 0 to 2^63 - 1",
+                "any number in this range does",
+            ),
+        ):
+            if not fits:
+                raise UsageError(f"{name} is {getattr(self, name)}; {limits}", hint=hint)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken each time."""
+        return self.temperature <= GREEDY_TEMPERATURE
+
+    @classmethod
+    def recommended(cls, generation_config: Mapping[str, Any] | None, **chosen: Any) -> Sampling:
+        """What a checkpoint's ``generation_config.json`` recommends, where nothing was chosen.
+
+        Parameters
+        ----------
+        generation_config : mapping, optional
+            Its content. Values in it that make no sense are not taken.
+        **chosen
+            The fields of `Sampling` that a person chose; None for those that they didn't.
+        """
+        found = dict(generation_config or {})
+        given = {name: value for name, value in chosen.items() if value is not None}
+        if not found.get("do_sample"):
+            return cls(**given)
+        usable = {
+            "temperature": _number(found.get("temperature", 1.0), 0, 100),
+            "top_p": _number(found.get("top_p", 1.0), 1e-9, 1),
+            "top_k": _number(found.get("top_k"), 0, 2**31),
+        }
+        defaults = {name: value for name, value in usable.items() if value is not None}
+        if "top_k" in defaults:
+            defaults["top_k"] = int(defaults["top_k"])
+        return cls(**{**defaults, **given})
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of transformers' `generate`."""
+        if self.is_greedy:
+            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        return {
+            "do_sample": True,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+        }
+
+
+def _number(value: object, low: float, high: float) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if low <= value <= high else None

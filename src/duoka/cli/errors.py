@@ -1,0 +1,149 @@
+"""What the user sees of an error, and the exit code."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import typer
+
+from duoka.base.text import printable
+from duoka.errors import DuokaError, InfeasibleError, MachineError
+
+from . import machine, signals, suggestions
+from .redaction import redact
+from .terminal import stderr
+
+NOT_OK = 13
+"""A check found something; no error, since that is what it is for."""
+DEFECT = 70
+INTERRUPTED = 130
+HUNG_UP = 129
+TERMINATED = 143
+BROKEN_PIPE = 141
+_SIGNALLED = 128  # and the signal's number, as shells have it
+
+# Typer's error for options it can't read. It has had this class from Click or, later, a copy of
+# Click of its own; only its subclass has a public name in both.
+_WRONG_OPTIONS: Any = typer.BadParameter.__bases__[0]
+
+
+def report(
+    error: BaseException,
+    *,
+    debug: bool,
+    arguments: Sequence[str] = (),
+    known: Collection[str] = (),
+) -> int:
+    """Tell an error on the standard error; return the exit code.
+
+    A user's mistake is told in one message, and so is what the machine refuses. Anything
+    unexpected is a defect, told with its traceback; `debug` shows the traceback of every error.
+    Tokens and passwords are left out of all of it. `arguments` are what the program was called
+    with, and `known` the options of its command: what would fit instead is told by them.
+    """
+    if isinstance(error, InfeasibleError) and error.ways_out:
+        columns = stderr().width
+        error.hint = suggestions.told(error, arguments, known, columns) or error.hint
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    signum = _signal_of(error)
+    signals.taken()
+    # When the terminal has gone, nobody can be told; the exit code is still right.
+    try:
+        if debug and not isinstance(error, _WRONG_OPTIONS | BrokenPipeError):
+            _show_traceback(error)
+        if signum is not None:
+            stderr().print("stopped", highlight=False)
+            return _SIGNALLED + signum
+        return _report(error, debug=debug)
+    except (OSError, ValueError):
+        if signum is None and getattr(error, "errno", None) == errno.EIO:
+            signum = signal.SIGHUP  # it comes with that, and may come a little later
+    return _SIGNALLED + signum if signum is not None else _code(_expected(error) or error)
+
+
+def tell(error: DuokaError) -> None:
+    """Print an error's message and hint."""
+    _tell(f"{error}", error.hint)
+
+
+def _report(error: BaseException, *, debug: bool) -> int:
+    if isinstance(error, BrokenPipeError):
+        _close_stdout()
+        return BROKEN_PIPE
+    if isinstance(error, _WRONG_OPTIONS):
+        return _tell_usage(error)
+    if not isinstance(error, DuokaError):
+        error = _expected(error) or error
+    if isinstance(error, DuokaError):
+        tell(error)
+        return error.exit_code
+    if not debug:
+        _show_traceback(error)
+    _tell(
+        "this is a defect of duoka, not a mistake of yours",
+        "please report the text above, with the command and with this:\n" + machine.versions(),
+    )
+    return DEFECT
+
+
+def _signal_of(error: BaseException) -> int | None:
+    """The signal behind an error, also where a library made another error of it."""
+    if isinstance(error, signals.Terminated):
+        return error.signum
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return INTERRUPTED - _SIGNALLED
+    return signals.stopped_by()
+
+
+def _expected(error: BaseException) -> DuokaError | None:
+    """What the machine refuses, and the memory of its GPUs."""
+    if _is_out_of_memory(error):
+        hint = "does another program use this GPU? Plan with a smaller budget (--gpus)"
+        return MachineError(str(error), hint=hint)
+    return machine.explain(error)
+
+
+def _code(error: BaseException) -> int:
+    if isinstance(error, BrokenPipeError):
+        return BROKEN_PIPE
+    return error.exit_code if isinstance(error, DuokaError) else DEFECT
+
+
+def _tell(message: str, hint: str | None) -> None:
+    console = stderr()
+    for label, style, text in (("error:", "bold red", message), ("hint:", "bold", hint)):
+        if text:
+            console.print(f"[{style}]{label}[/] ", end="")
+            console.print(printable(redact(text)), markup=False, highlight=False, soft_wrap=True)
+
+
+def _tell_usage(error: Any) -> int:
+    command = "duoka" if error.ctx is None else error.ctx.command_path
+    _tell(error.format_message(), f"`{command} --help` shows what it takes")
+    return int(error.exit_code)
+
+
+def _show_traceback(error: BaseException) -> None:
+    try:
+        text = "".join(traceback.format_exception(error))
+    except (RecursionError, MemoryError):  # a chain of causes that is too long to be told
+        text = "".join(traceback.format_exception_only(error))
+    sys.stderr.write(printable(redact(text)))
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    # Without importing torch for it: if torch isn't loaded, it can't have raised this.
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, getattr(torch, "OutOfMemoryError", ()))
+
+
+def _close_stdout() -> None:
+    """Let the interpreter's own flush at exit go nowhere, instead of failing once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

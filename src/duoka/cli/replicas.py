@@ -1,0 +1,104 @@
+"""``duoka plan --replicas``: a plan for each copy of a model, shown and kept one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import duoka
+from duoka.base.units import format_bytes
+from duoka.errors import UsageError
+from duoka.planner.planner import Question
+from duoka.planner.replicas import Replicas, format_copies, replicas_for
+
+from . import outputs
+from .profiles import finding
+from .terminal import stdout
+
+
+def read_number(text: str) -> int | Literal["auto"]:
+    """Read how many copies are wanted.
+
+    Raises
+    ------
+    UsageError
+        If it is neither a number nor "auto".
+    """
+    if text == "auto":
+        return "auto"
+    if not (text.isascii() and text.isdecimal() and len(text) < 5 and int(text)):
+        raise UsageError(
+            f"{text[:40]!r} is no number of copies", hint='write a number, or "auto" for the most'
+        )
+    return int(text)
+
+
+def make_copies(
+    checkpoint: duoka.Checkpoint, question: Question, number: int | Literal["auto"]
+) -> Replicas:
+    """The plans of the copies; the model is traced where the cache has no profile."""
+    with finding(checkpoint) as find:
+        return replicas_for(checkpoint, question, number, find)
+
+
+def files(save: Path, number: int) -> list[Path]:
+    """Where the plans of so many copies go: chatglm3-1.plan, chatglm3-2.plan, and so on."""
+    width = len(str(number))
+    return [
+        save.with_name(f"{save.stem}-{index + 1:0{width}d}{save.suffix}") for index in range(number)
+    ]
+
+
+def save_copies(found: Replicas, save: Path) -> None:
+    """Keep each plan in a file of its own, and say so."""
+    for plan, file in zip(found.plans, files(save, len(found.plans)), strict=True):
+        outputs.write(file, plan.lasting().to_json() + "\n", "the plan")
+
+
+def show_copies(found: Replicas) -> None:
+    """Print what there is, then each plan."""
+    from duoka.report.terminal import render_plan
+
+    stdout().print("\n".join(_told(found)), markup=False)
+    alike: dict[object, list[int]] = {}
+    for index, plan in enumerate(found.plans):
+        alike.setdefault(_nameless(plan), []).append(index)
+    for first, *others in alike.values():
+        plan = found.plans[first]
+        title = f"copy {first + 1} of {len(found.plans)}"
+        if others:
+            title += ", and others like it: " + "; ".join(
+                f"copy {index + 1} on {', '.join(found.plans[index].fleet.names)}"
+                for index in others
+            )
+        stdout().print("", title, markup=False, sep="\n")
+        stdout().print(render_plan(plan))
+
+
+def _nameless(plan: duoka.Plan) -> object:
+    """What a plan says but for which of equal GPUs it is on."""
+    place = {name: index for index, name in enumerate(plan.devices)}
+    return (
+        tuple((module, place[at]) for module, at in plan.placement.entries),
+        tuple(replace(each, device="") for each in plan.forecast.devices),
+        tuple(
+            replace(plan.fleet.device(name), name="cuda:0", uuid="", pci_address="")
+            for name in plan.devices
+        ),
+        plan.workload,
+        plan.forecast.seconds and plan.forecast.seconds.total_seconds,
+    )
+
+
+def _told(found: Replicas) -> Iterator[str]:
+    number = len(found.plans)
+    what = {
+        "headroom": f"at least {format_bytes(round(found.value))} stay free on each GPU",
+        "latency": f"a request takes {found.value:.3g} s on the slowest",
+        "throughput": f"{found.value:.3g} requests a second together",
+    }[found.objective]
+    yield f"{format_copies(number)}: {what}"
+    if found.idle:
+        yield f"idle: {', '.join(found.idle)}"

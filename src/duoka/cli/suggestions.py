@@ -1,0 +1,114 @@
+"""What would fit instead: for people, each way with a command to paste, and as JSON."""
+
+from __future__ import annotations
+
+import json as json_format
+import shlex
+import textwrap
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from duoka.base.units import format_bytes, format_count
+from duoka.errors import InfeasibleError, WayOut
+
+_FLAGS = frozenset({"--offload", "--gradient-checkpointing", "--master-weights"})
+_INDENT = "     "
+_WIDEST = 100
+
+
+def as_json(error: InfeasibleError) -> str:
+    """What doesn't fit, and what would, with its numbers."""
+    content = {
+        "error": str(error),
+        "shortfall_bytes": error.shortfall_bytes,
+        "ways_out": [asdict(way) for way in error.ways_out],
+    }
+    return json_format.dumps(content, ensure_ascii=False, indent=1)
+
+
+def told(
+    error: InfeasibleError, arguments: Sequence[str], known: Collection[str], columns: int
+) -> str | None:
+    """The ways out as lines of text; None where the command line has none.
+
+    Parameters
+    ----------
+    error : InfeasibleError
+    arguments : sequence of str
+        What the program was called with, the command first.
+    known : collection of str
+        The options that the command has: a way that asks for another one isn't told.
+    columns : int
+        How wide the text may be. Commands aren't broken, so that they can be pasted.
+    """
+    ways = [way for way in error.ways_out if {*_names(way.options), *way.without} <= {*known}]
+    if not ways:
+        return None
+    lines = ["what would fit instead, the cheapest for quality first:"]
+    for number, way in enumerate(ways, 1):
+        lines += _wrapped(f"{number:3}. {way.text}", columns)
+        lines += _wrapped(_INDENT + _numbers(way), columns)
+        lines.append(_INDENT + command_line(arguments, way))
+    return "\n".join(lines)
+
+
+def command_line(arguments: Sequence[str], way: WayOut) -> str:
+    """The command that was given, with what a way changes of it.
+
+    Parameters
+    ----------
+    arguments : sequence of str
+    way : WayOut
+
+    Examples
+    --------
+    >>> from duoka.errors import WayOut
+    >>> way = WayOut(kind="batch", text="", options=("--batch", "2"), context_tokens=1, batch=2,
+    ...              num_gpus=1, free_bytes=0)
+    >>> command_line(["plan", "my model", "--batch=8", "--gpus", "24GiB"], way)
+    "duoka plan 'my model' --gpus 24GiB --batch 2"
+    """
+    names = [*_names(way.options), *way.without]
+    if "--plan" in arguments or any(each.startswith("--plan=") for each in arguments):
+        # A saved plan has decided the rest: it takes a new one, made with these.
+        return " ".join(["duoka plan …", shlex.join(way.options)])
+    return shlex.join(["duoka", *_dropped(arguments, names), *way.options])
+
+
+def _dropped(arguments: Sequence[str], names: Collection[str]) -> Iterator[str]:
+    """The arguments without some options and their values."""
+    skip = False
+    for argument in arguments:
+        name, sign, _ = argument.partition("=")
+        if skip:
+            skip = False
+        elif name in names:
+            skip = not sign and name not in _FLAGS
+        else:
+            yield argument
+
+
+def _names(options: Sequence[str]) -> list[str]:
+    return [option for option in options if option.startswith("--")]
+
+
+def _numbers(way: WayOut) -> str:
+    on = "on it" if way.num_gpus == 1 else "on the fullest"
+    text = f"{format_count(way.num_gpus, 'GPU')}, {format_bytes(way.free_bytes)} left {on}"
+    return f"{text}; it costs {way.loses}" if way.loses else text
+
+
+def _wrapped(text: str, columns: int) -> list[str]:
+    return textwrap.wrap(
+        text, min(columns, _WIDEST), subsequent_indent=_INDENT, drop_whitespace=True
+    )
+
+
+def options_of(program: Any, arguments: Sequence[str]) -> set[str]:
+    """The options of the command that was called; none where it isn't one of the program's."""
+    commands: dict[str, Any] = getattr(program, "commands", {})
+    for argument in arguments:
+        if argument in commands:
+            return {name for parameter in commands[argument].params for name in parameter.opts}
+    return set()

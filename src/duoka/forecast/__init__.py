@@ -1,0 +1,1 @@
+"""Forecast: a profile and a workload become bytes and seconds."""

@@ -1,0 +1,5 @@
+from collections.abc import Callable
+
+from . import device_memory
+
+Memory: Callable[[int | None], device_memory.Memory]

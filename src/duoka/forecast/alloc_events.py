@@ -1,0 +1,239 @@
+"""Tapes: what the blocks of a profile allocate and free in the steps of one workload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from .allocator import SMALL_REQUEST_BYTES
+from .device_memory import BACK, sizes_of
+from .profile import (
+    Key,
+    Kind,
+    Phase,
+    Profile,
+    Ref,
+    Rules,
+    Tape,
+    evaluate,
+    evaluate_all,
+    monomials,
+    rules_of,
+)
+from .workload import Workload, refuse_short
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+MALLOC, KEEP, RELEASE, DROP, RELEASE_FAR = range(5)
+Event = tuple[int, int, int]
+"""A code with two numbers: allocate (number, index of its size), keep (number, index of its size),
+release (blocks back, number), drop (slot, 0), release far (block, number)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One call of the model: its phase, sizes and regime.
+
+    With `large_at_tokens`, only what comes from large segments in a context of so many tokens is
+    replayed, and caches.
+    """
+
+    phase: Phase
+    query: int
+    keys: int
+    regime: int
+    values: tuple[int, ...]
+    large_at_tokens: int = 0
+
+
+class Part:
+    """What one block does in one step, whatever the sizes.
+
+    Parameters
+    ----------
+    events : sequence of Event
+        In order.
+
+    Attributes
+    ----------
+    moves : [moves, 3]
+        Its program. The first slots are those of what comes from elsewhere: `near` (blocks back,
+        number), `far` (block, number) and `dropped` (the block's own caches); then of what is made.
+    left, kept : list
+        What is there afterwards: the number and slot of each, and the slots of new caches.
+    num_made : int
+        How many requests there are.
+    """
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.near: list[tuple[int, int]] = []
+        self.far: list[Key] = []
+        self.dropped: list[int] = []
+        made: dict[int, int] = {}  # by number, as long as it lives
+        kept: list[int] = []
+        self.num_made = 0
+        moves: list[tuple[str, int, int]] = []
+        for code, number, other in events:
+            if code in (MALLOC, KEEP):
+                moves.append(("made", self.num_made, other))
+                if code == KEEP:
+                    kept.append(self.num_made)
+                else:
+                    made[number] = self.num_made
+                self.num_made += 1
+            elif code == RELEASE and not number and other in made:
+                moves.append(("made", made.pop(other), BACK))
+            elif code == RELEASE:
+                moves.append(("near", len(self.near), BACK))
+                self.near.append((number, other))
+            elif code == RELEASE_FAR:
+                moves.append(("far", len(self.far), BACK))
+                self.far.append((number, other))
+            else:
+                moves.append(("dropped", len(self.dropped), BACK))
+                self.dropped.append(number)
+        far = len(self.near)
+        dropped = far + len(self.far)
+        first_made = dropped + len(self.dropped)
+        first = {"near": 0, "far": far, "dropped": dropped, "made": first_made}
+        self.left = [(number, first_made + index) for number, index in made.items()]
+        self.kept = [first_made + index for index in kept]
+        cached = {*range(dropped, first_made), *self.kept}
+        places = [(first[where] + index, size) for where, index, size in moves]
+        program = [(place, size, place in cached) for place, size in places]
+        self.moves = np.array(program, np.int64).reshape(-1, 3)
+
+
+class Tapes:
+    """A profile at one workload, whose steps a subclass makes.
+
+    Parameters
+    ----------
+    profile : Profile
+    workload : Workload
+        With its prefill chunk resolved.
+
+    Raises
+    ------
+    UsageError
+        If the workload is larger than what the profile knows, or under other conditions.
+    """
+
+    def __init__(self, profile: Profile, workload: Workload) -> None:
+        profile.refuse_other(workload.conditions)
+        refuse_short(workload, profile.least_prompt_tokens)
+        self.profile = profile
+        self.workload = workload
+        self._sizes: dict[tuple[int, int], list[int]] = {}
+        self._rules: dict[int, Rules] = {}  # by the tape, which the profile keeps
+        self._packed: dict[tuple[int, int], bytes] = {}
+        self._events: dict[tuple[int, int, int], list[Event]] = {}
+        self._parts: dict[tuple[int, int, int], Part] = {}
+        self._foreign_frees: dict[tuple[int, int], tuple[Ref, ...]] = {}
+        self._large_ones: dict[tuple[int, int], frozenset[int]] = {}
+        self.steps = self._schedule()
+
+    def _schedule(self) -> list[Step]:
+        raise NotImplementedError
+
+    def tape(self, block: int, step: int) -> Tape:
+        """The tape of a block in one of `steps`."""
+        return self._kind(block).tapes[self.steps[step].regime]
+
+    def sizes(self, block: int, step: int) -> list[int]:
+        """Bytes of each allocation that a block makes in one of `steps`."""
+        key = (self.profile.blocks[block].kind, step)
+        if key not in self._sizes:
+            tape = self.tape(block, step)
+            if id(tape) not in self._rules:
+                self._rules[id(tape)] = rules_of(tape.sizes)
+            self._sizes[key] = evaluate_all(self._rules[id(tape)], self.steps[step].values)
+        return self._sizes[key]
+
+    def events(self, block: int, step: int) -> list[Event]:
+        """What a block does in one of `steps`."""
+        now = self.steps[step]
+        key = (self.profile.blocks[block].kind, now.regime, now.large_at_tokens)
+        if key not in self._events:
+            self._events[key] = list(self._compile(block, step))
+        return self._events[key]
+
+    def part(self, block: int, step: int) -> Part:
+        """The same, made ready for being played."""
+        now = self.steps[step]
+        key = (self.profile.blocks[block].kind, now.regime, now.large_at_tokens)
+        if key not in self._parts:
+            self._parts[key] = Part(self.events(block, step))
+        return self._parts[key]
+
+    def packed_sizes(self, block: int, step: int) -> bytes:
+        """What `sizes` tells, for a program."""
+        key = (self.profile.blocks[block].kind, step)
+        if key not in self._packed:
+            self._packed[key] = sizes_of(self.sizes(block, step))
+        return self._packed[key]
+
+    def foreign_frees(self, block: int, step: int) -> tuple[Ref, ...]:
+        """The frees in a block's tape that end what other blocks made."""
+        key = (self.profile.blocks[block].kind, self.steps[step].regime)
+        if key not in self._foreign_frees:
+            self._foreign_frees[key] = tuple(
+                ref
+                for ref in self.tape(block, step).events
+                if ref is not None and ref.origin in ("earlier", "carried", "input")
+            )
+        return self._foreign_frees[key]
+
+    def key_of(self, block: int, ref: Ref, step: int) -> Key:
+        """Whose allocation a reference in a block's tape means."""
+        return self.profile.key_of(block, ref, self.steps[step].regime)
+
+    def first_number(self, block: int, step: int) -> int:
+        """The number of the first allocation in a block's tape."""
+        return 0
+
+    def _compile(self, block: int, step: int) -> Iterator[Event]:
+        # In the names of a tape, not of its block: kinds stand for many blocks.
+        tape = self.tape(block, step)
+        kept = frozenset(tape.kept)
+        number = first = self.first_number(block, step)
+        for ref in tape.events:
+            if ref is None:
+                if self._counts(block, number, step):
+                    yield KEEP if number in kept else MALLOC, number, number - first
+                number += 1
+            elif ref.origin == "kept":
+                yield DROP, ref.index, 0
+            elif ref.origin in ("own", "earlier"):
+                if self._counts(block - ref.back, ref.index, step):
+                    yield RELEASE, ref.back, ref.index
+            else:
+                yield RELEASE_FAR, *self.key_of(block, ref, step)
+
+    def _counts(self, block: int, number: int, step: int) -> bool:
+        """Whether an allocation is replayed in a step."""
+        now = self.steps[step]
+        return not now.large_at_tokens or number in self._large(block, now.regime)
+
+    def _large(self, block: int, regime: int) -> frozenset[int]:
+        """The allocations that come from large segments at the end of the context, and caches."""
+        key = (self.profile.blocks[block].kind, regime)
+        if key not in self._large_ones:
+            tape = self._kind(block).tapes[regime]
+            last = self._values(1, self.workload.context_tokens)
+            self._large_ones[key] = frozenset(tape.kept).union(
+                index
+                for index, rule in enumerate(tape.sizes)
+                if evaluate(rule, last) > SMALL_REQUEST_BYTES
+            )
+        return self._large_ones[key]
+
+    def _kind(self, block: int) -> Kind:
+        return self.profile.kinds[self.profile.blocks[block].kind]
+
+    def _values(self, query: int, keys: int) -> tuple[int, ...]:
+        return monomials(self.workload.batch, query, keys, self.workload.static_tokens)

@@ -1,0 +1,395 @@
+"""Seconds: how long the stages of a placement take for one request, and what that adds up to.
+
+A roofline: each block takes the longer of its arithmetic and its memory traffic, and every kernel
+that it starts costs a launch besides. Tensors that go from one stage to the next take the link's
+latency each, and its bandwidth. It knows nothing of how well kernels use a GPU: rates that were
+measured (`calibration`) already have that in them, published ones don't.
+
+What is optimised of training in a pipeline is an estimate: what one micro-batch needs for all its
+passes and transfers, once more the slowest of them for every further micro-batch, and the longest
+update. That is what GPipe (Huang et al., 2019) and one forward, one backward (Narayanan et al.,
+PipeDream 2019, Megatron-LM 2021) both come to where stages are equally fast: with K of them and m
+micro-batches m + K - 1 times one. Where they aren't, it knows nothing of what stages wait because
+of their order of passes, and takes forward and backward passes to be slowest at the same stage.
+What is told as the time of a step is what the schedule takes, pass by pass (`schedules`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from math import inf
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from duoka.errors import FormatError
+from duoka.hardware.device import Device, Link
+from duoka.hardware.fleet import Fleet
+
+from .alloc_events import Step
+from .profile import TRAINING_PHASES, Profile, Rule
+from .replay import Replay
+from .replay_training import STATES, Rehearsal, in_flight
+from .schedules import Passes, pipeline_seconds
+
+Floats: TypeAlias = NDArray[np.float64]
+Item = TypeVar("Item")
+
+LAUNCH_SECONDS = 5e-6
+"""What starting a kernel costs where it wasn't measured: about what an operator of PyTorch takes on
+the way to the GPU."""
+
+# What a step costs changes slowly with its length: of more steps than these some stand for others.
+_MOST_STEPS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """What one stage takes for one request, in the order in which stages run.
+
+    `prefill_seconds` is the whole prompt, `decode_seconds` all steps after it; with `transfer_` it
+    is the way of what comes in from the stage before. In training `prefill_seconds` is forward and
+    backward passes of all micro-batches, with the gradients' way back in the transfers, and
+    `update_seconds` what the optimizer takes once they are through.
+    """
+
+    device: str
+    prefill_seconds: float
+    decode_seconds: float
+    prefill_transfer_seconds: float
+    decode_transfer_seconds: float
+    update_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        _refuse_impossible(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """How long a placement takes.
+
+    Parameters
+    ----------
+    stages : tuple of StageSeconds
+        In execution order; a device comes twice where it has two stages.
+    total_seconds : float
+        From the request to the last token of the answer, nothing else running: what the objective
+        "latency" makes small. In training one step of the optimizer, which "throughput" makes small
+        as well; with several stages in a pipeline an estimate of `step_seconds`.
+    slowest_seconds : float
+        Of the stage or transfer that takes longest for one request: what the objective "throughput"
+        makes small, since with all stages busy a request comes out each time it is through. In
+        training that takes longest for all micro-batches.
+    first_token_seconds : float, optional
+        From the request to the first token. None in training.
+    token_seconds : float, optional
+        From one token to the next, on average. None where there is one token at most.
+    tokens_per_second : float
+        With all stages busy: generated tokens of all sequences, or in training tokens learnt from,
+        as the schedule has it.
+    step_seconds : float, optional
+        In training one step of the optimizer as the schedule has it: all passes one after another,
+        or a pipeline, pass by pass; and the longest update, since devices update at the same time.
+    """
+
+    stages: tuple[StageSeconds, ...]
+    total_seconds: float
+    slowest_seconds: float
+    first_token_seconds: float | None
+    token_seconds: float | None
+    tokens_per_second: float
+    step_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        _refuse_impossible(self)
+
+
+def _refuse_impossible(times: StageSeconds | Seconds) -> None:
+    """Raise FormatError for what no time is: a plan's file can say anything."""
+    for field in fields(times):
+        value = getattr(times, field.name)
+        if isinstance(value, float) and not 0 <= value < inf:
+            raise FormatError(f"{field.name} is {value}, which is no time")
+
+
+def rate(device: Device, dtype: str) -> float | None:
+    """Operations per second in a type; None when unknown.
+
+    A GPU without bfloat16 computes it in 32 bit, as far as that rate is known.
+    """
+    in_float32 = dtype == "float32" or (dtype == "bfloat16" and device.has_bfloat16 is False)
+    known = device.float32_flops_per_second if in_float32 else None
+    return device.flops_per_second if known is None else known
+
+
+def transfer(link: Link, num_bytes: Floats, num_transfers: Floats) -> Floats:
+    """Seconds of so many tensors of so many bytes together over a link."""
+    return np.asarray(num_transfers * link.latency_seconds + num_bytes / link.bytes_per_second)
+
+
+def crossing(
+    fleet: Fleet, source: str, target: str, num_bytes: Floats, num_transfers: Floats
+) -> Floats:
+    """Seconds from one device of a fleet to another.
+
+    A pair without a link is taken to be as slow as the slowest link of the fleet; without any link,
+    nothing is known, and transfers take no time.
+    """
+    known = fleet.link(source, target)
+    links = fleet.links if known is None else (known,)
+    ways = [transfer(link, num_bytes, num_transfers) for link in links]
+    return max(ways, key=np.sum, default=np.zeros_like(num_bytes, np.float64))
+
+
+class Times:
+    """What the places of a chain of blocks take for one request.
+
+    Parameters
+    ----------
+    replay : Replay
+        The profile at the workload.
+    places : sequence of sequence of int
+        The blocks of each place: those that are cut apart, each with what is tied to it. A place's
+        first block is the one that a stage may begin with.
+
+    Attributes
+    ----------
+    boundary_bytes, boundary_transfers : [2, places + 1]
+        What goes to a stage that begins at each place, in prefill and in decoding; in training with
+        the gradients that come back from it.
+    num_passes : int
+        Micro-batches that follow each other through a pipeline; otherwise 1.
+    """
+
+    def __init__(self, replay: Replay, places: Sequence[Sequence[int]]) -> None:
+        self._profile: Profile = replay.profile
+        self._workload = replay.workload
+        self._places = places
+        workload = self._workload
+        training = workload.training
+        is_pipeline = training is not None and training.schedule != "sequential"
+        self.num_passes = training.micro_batches if training is not None and is_pipeline else 1
+        lengths = range(workload.prompt_tokens, workload.context_tokens - 1)
+        chosen = [(step, weight, 0.0) for step, weight in _first_steps(replay)]
+        chosen += [(replay.step_over(1, past), 0.0, weight) for past, weight in _sampled(lengths)]
+        self._num_decodes = len(lengths)
+        self._steps: list[Step] = [step for step, _, _ in chosen]
+        self._weights = np.array([weights for _, *weights in chosen]).T  # [2, steps]
+        self._values = np.array([step.values for step in self._steps], np.float64)
+        self._known: dict[tuple[float | None, ...], Floats] = {}
+        self._work = {kind: self._work_of(kind) for kind in self._kinds()}
+        kinds = [block.kind for block in self._profile.blocks]
+        # The first block of a stage, and the last one of the stage before.
+        cuts = [(kinds[first], kinds[max(first - 1, 0)]) for first, *_ in places]
+        boundaries = {cut: self._boundary(*cut) for cut in set(cuts)}
+        # Of each place (bytes, number) of what goes to it, in each step.
+        self._sent = [boundaries[cut] for cut in cuts]
+        # [places + 1, (bytes, number), (prefill, decode)]
+        ends = np.array([*(sent @ self._weights.T for sent in self._sent), np.zeros((2, 2))])
+        self.boundary_bytes: Floats = ends[:, 0].T
+        self.boundary_transfers: Floats = ends[:, 1].T
+
+    def on(self, device: Device) -> Floats | None:
+        """[2, places]: seconds of each place, in prefill and in decoding; None when unknown."""
+        key = (*device.speeds, device.host_bytes_per_second)
+        if key not in self._known:
+            each = self._kinds_on(device)
+            if each is None:
+                return None
+            kinds = {kind: self._weights @ seconds for kind, seconds in each.items()}
+            blocks = self._profile.blocks
+            self._known[key] = np.array(
+                [sum(kinds[blocks[block].kind] for block in place) for place in self._places]
+            ).T
+        return self._known[key]
+
+    def _kinds_on(self, device: Device) -> dict[int, Floats] | None:
+        """[steps]: seconds of a block of each kind in each step; None when unknown."""
+        flops = rate(device, self._workload.dtype)
+        moved = device.memory_bytes_per_second
+        copies = self._copies(device)
+        if flops is None or moved is None or copies is None:
+            return None
+        launch = LAUNCH_SECONDS if device.launch_seconds is None else device.launch_seconds
+        return {
+            kind: np.maximum(
+                np.maximum(flop / flops, size / moved) + count * launch, copies.get(kind, 0.0)
+            )
+            for kind, (flop, size, count) in self._work.items()
+        }
+
+    def _copies(self, device: Device) -> dict[int, float] | None:
+        """Seconds in which the weights of blocks that stream come, by kind; None when unknown."""
+        sizes = {kind: self._profile.kinds[kind].streamed_bytes for kind in self._kinds()}
+        if not any(sizes.values()):
+            return {}
+        rate = device.host_bytes_per_second
+        return None if rate is None else {kind: size / rate for kind, size in sizes.items()}
+
+    def updates_on(self, device: Device) -> Floats:
+        """[places]: seconds of the optimizer's update; it is bound by memory, whose rate is known.
+
+        It reads weights, gradients and states, and writes all but the gradients.
+        """
+        training, moved = self._workload.training, device.memory_bytes_per_second
+        if training is None:
+            return np.zeros(len(self._places))
+        assert moved is not None, "`on` knows this device"
+        each = (3 + 2 * STATES[training.optimizer]) / moved
+        kinds, blocks = self._profile.kinds, self._profile.blocks
+        return each * np.array(
+            [
+                sum(sum(kinds[blocks[block].kind].trained_bytes) for block in place)
+                for place in self._places
+            ]
+        )
+
+    def of(self, stages: Sequence[tuple[str, int, int]], fleet: Fleet) -> Seconds | None:
+        """What a placement takes; None where a device's speeds are unknown.
+
+        Parameters
+        ----------
+        stages : sequence of (str, int, int)
+            Device, first place and the place after the last, in execution order.
+        fleet : Fleet
+        """
+        told = []
+        before: str | None = None
+        for name, start, stop in stages:
+            times = self.on(fleet.device(name))
+            if times is None:
+                return None
+            prefill, decode = times[:, start:stop].sum(axis=1)
+            update = self.updates_on(fleet.device(name))[start:stop].sum()
+            ways = np.zeros(2)
+            if before is not None:
+                sizes, numbers = self.boundary_bytes[:, start], self.boundary_transfers[:, start]
+                ways = crossing(fleet, before, name, sizes, numbers)
+            told.append(
+                StageSeconds(
+                    device=name,
+                    prefill_seconds=float(prefill),
+                    decode_seconds=float(decode),
+                    prefill_transfer_seconds=float(ways[0]),
+                    decode_transfer_seconds=float(ways[1]),
+                    update_seconds=float(update),
+                )
+            )
+            before = name
+        return self._summed(tuple(told), self._pipeline(stages, fleet))
+
+    def _summed(self, stages: tuple[StageSeconds, ...], pipeline: float | None) -> Seconds:
+        prefill = sum(s.prefill_seconds + s.prefill_transfer_seconds for s in stages)
+        decode = sum(s.decode_seconds + s.decode_transfer_seconds for s in stages)
+        slowest = max(
+            seconds
+            for s in stages
+            for seconds in (
+                s.prefill_seconds + s.decode_seconds,
+                s.prefill_transfer_seconds + s.decode_transfer_seconds,
+            )
+        )
+        training, tokens = self._workload.training, self._workload.new_tokens
+        total, step = prefill + decode, None
+        if training is not None:
+            tokens = self._workload.prompt_tokens * training.micro_batches
+            passes = (total + (self.num_passes - 1) * slowest) / self.num_passes
+            update = max(stage.update_seconds for stage in stages)
+            total = passes + update
+            step = total if pipeline is None else pipeline + update
+        tokens *= self._workload.batch
+        busy = slowest if step is None else step
+        return Seconds(
+            stages=stages,
+            total_seconds=total,
+            slowest_seconds=slowest,
+            first_token_seconds=prefill if training is None else None,
+            token_seconds=decode / self._num_decodes if self._num_decodes else None,
+            tokens_per_second=tokens / busy if busy else 0.0,
+            step_seconds=step,
+        )
+
+    def _pipeline(self, stages: Sequence[tuple[str, int, int]], fleet: Fleet) -> float | None:
+        """Seconds of all passes of a step of training as its schedule has them; None without one.
+
+        The devices' speeds are known.
+        """
+        training = self._workload.training
+        if training is None or training.schedule == "sequential" or len(stages) == 1:
+            return None
+        passes = []
+        for at, (name, start, stop) in enumerate(stages):
+            each, blocks = self._kinds_on(fleet.device(name)), self._profile.blocks
+            assert each is not None, "`on` knows this device"
+            here = [blocks[block].kind for place in self._places[start:stop] for block in place]
+            forward, backward, later = sum((each[kind] for kind in here), np.zeros(3))
+            ways = np.zeros(3)
+            if at:
+                ways = crossing(fleet, stages[at - 1][0], name, *self._sent[start])
+            passes.append(
+                Passes(
+                    forward_seconds=float(forward),
+                    backward_seconds=float(backward),
+                    later_seconds=float(later),
+                    in_flight=in_flight(training, len(stages) - at),
+                    forward_transfer_seconds=float(ways[0]),
+                    backward_transfer_seconds=float(ways[1]),
+                    later_transfer_seconds=float(ways[2]),
+                )
+            )
+        return pipeline_seconds(passes, training.micro_batches)
+
+    def _kinds(self) -> set[int]:
+        return {self._profile.blocks[block].kind for place in self._places for block in place}
+
+    def _work_of(self, kind: int) -> Floats:
+        """[3, steps]: arithmetic, bytes moved, and launches."""
+        tapes = self._profile.kinds[kind].tapes
+        work = np.zeros((3, len(self._steps)))
+        for regime in {step.regime for step in self._steps}:
+            tape = tapes[regime]
+            here = [index for index, step in enumerate(self._steps) if step.regime == regime]
+            rules = [tape.flops, tape.moved_bytes, tape.launches]
+            work[:, here] = _evaluated(rules, self._values[here])
+        return work
+
+    def _boundary(self, kind: int, before: int) -> Floats:
+        """[(bytes, number), steps]: what goes over a cut.
+
+        `kind` is that of the first block behind it; one of kind `before` is the last one before it,
+        to which gradients come back.
+        """
+        sent = np.zeros((2, len(self._steps)))
+        for regime in {step.regime for step in self._steps}:
+            here = [index for index, step in enumerate(self._steps) if step.regime == regime]
+            comes_back = self._steps[here[0]].phase in TRAINING_PHASES[1:]
+            tape = self._profile.kinds[before if comes_back else kind].tapes[regime]
+            reads = [read for read in tape.reads if not comes_back or read.ref.back < 0]
+            sizes = _evaluated([read.size for read in reads], self._values[here])
+            sent[:, here] = sizes.sum(axis=0), np.count_nonzero(sizes > 0, axis=0)
+        return sent
+
+
+def _evaluated(rules: Sequence[Rule], values: Floats) -> Floats:
+    """[rules, …]: each rule at values […, monomials]."""
+    table = np.zeros((len(rules), values.shape[-1]))
+    for row, rule in zip(table, rules, strict=True):
+        row[: len(rule)] = rule[: len(row)]
+    return np.asarray(table @ values.T)
+
+
+def _first_steps(replay: Replay) -> list[tuple[Step, float]]:
+    """The steps that run over the prompt, each with how many it stands for; in training all."""
+    if isinstance(replay, Rehearsal):
+        return replay.weighted_steps()
+    return _sampled([replay.step_over(*chunk) for chunk in replay.workload.chunks()])
+
+
+def _sampled(items: Sequence[Item]) -> list[tuple[Item, float]]:
+    """Some of the items, evenly, each with how many it stands for."""
+    number = min(len(items), _MOST_STEPS)
+    ends = [len(items) * index // number for index in range(number + 1)] if number else []
+    return [(items[(start + stop) // 2], float(stop - start)) for start, stop in pairwise(ends)]

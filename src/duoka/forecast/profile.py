@@ -1,0 +1,435 @@
+"""Profile: the blocks of one model in execution order, with what each of them costs.
+
+A profile holds rules, not one measurement. For every kind of block it keeps a *tape*: the
+allocations and frees that one step makes there, in order, each size a polynomial in the batch,
+the query tokens and the key tokens of the step. Replaying the tapes through the allocator's model
+answers any batch, prompt, chunk and number of new tokens without running the model again.
+
+Tapes hold for a *regime*: a phase of generation and a range of sizes in which the model's code
+does the same things. It knows nothing of devices or of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from duoka.errors import ModelError, UsageError
+
+from .allocator import END_OF_ADDRESSES, rounded_bytes
+from .tensor_names import Outline, OutlineBlock, Roster
+from .workload import Conditions
+
+Phase = Literal["prefill", "extend", "decode", "forward", "backward", "accumulate"]
+"""Of generation; and of a training step: the forward pass of a micro-batch, the backward pass of
+the first one, and that of later ones, whose gradients are added to what is there."""
+TRAINING_PHASES: tuple[Phase, ...] = ("forward", "backward", "accumulate")
+
+# Fused attention copies a mask whose rows don't begin on a multiple of so many elements.
+ALIGNED_TOKENS = 8
+# Weights that stream have so many places on their device: one that is used, one that is filled.
+NUM_BUFFERS = 2
+
+# What a size may depend on: batch b, query tokens q, key tokens k (past and query together), p,
+# which is k rounded up to a multiple of `ALIGNED_TOKENS`, and c and r, which are the context that
+# a static cache is made for and the same rounded up.
+_OF_KEYS = ("1", "q", "k", "qk", "qq", "b", "bq", "bk", "bqk", "bqq", "p", "qp", "bp", "bqp")
+MONOMIALS = (*_OF_KEYS, "c", "qc", "bc", "bqc", "r", "qr", "br", "bqr")
+# The same in training: sequence length q, p as above, and q rounded up to the rows that fused
+# attention keeps (r), to the blocks (s) and to the tiles (t) that it adds gradients up in.
+_OF_SEQUENCE = ("1", "q", "qq", "p", "qp", "r", "s", "t")
+TRAINING_MONOMIALS = (*_OF_SEQUENCE, *("b" + name.replace("1", "") for name in _OF_SEQUENCE))
+_ATTENTION_ROWS = (32, 64, 128)
+Rule = tuple[float, ...]
+"""Coefficients of `MONOMIALS` (or, in training, of `TRAINING_MONOMIALS`), in bytes or FLOPs;
+trailing zeros may be left out."""
+Rules: TypeAlias = npt.NDArray[np.float64]
+"""[rules, monomials]: several of them."""
+
+
+def monomials(batch: int, query: int, keys: int, context: int = 0) -> tuple[int, ...]:
+    """The values of `MONOMIALS` at one step's sizes; `context` counts with a static cache only."""
+    alone = (1, query, keys, query * keys, query * query)
+    lengths = [_aligned(keys)] + ([context, _aligned(context)] if context else [])
+    groups = [alone, *((length, query * length) for length in lengths)]
+    return tuple(
+        value for group in groups for value in (*group, *(batch * value for value in group))
+    )
+
+
+def training_monomials(batch: int, tokens: int) -> tuple[int, ...]:
+    """The values of `TRAINING_MONOMIALS` at a micro-batch's sizes."""
+    padded = _aligned(tokens)
+    rows = tuple(_aligned(tokens, multiple) for multiple in _ATTENTION_ROWS)
+    alone = (1, tokens, tokens * tokens, padded, tokens * padded, *rows)
+    return (*alone, *(batch * value for value in alone))
+
+
+def _aligned(tokens: int, multiple: int = ALIGNED_TOKENS) -> int:
+    return -(-tokens // multiple) * multiple
+
+
+def buffer_bytes(streamed_bytes: Sequence[int]) -> tuple[int, ...]:
+    """The buffers on a device for weights that come for a call: while one computes, one comes.
+
+    Parameters
+    ----------
+    streamed_bytes : sequence of int
+        What the weights of each module take there, in the order in which they are called. They
+        take turns in the buffers.
+
+    Examples
+    --------
+    >>> buffer_bytes([3, 5, 4])
+    (4, 5)
+    """
+    return tuple(
+        max(streamed_bytes[number::NUM_BUFFERS])
+        for number in range(min(NUM_BUFFERS, len(streamed_bytes)))
+    )
+
+
+def evaluate(rule: Rule, values: Sequence[int]) -> int:
+    """A rule's value at `monomials(…)`, rounded to the nearest integer."""
+    return round(sum(c * v for c, v in zip(rule, values, strict=False) if c))
+
+
+def rules_of(rules: Sequence[Rule]) -> Rules:
+    """The same rules as one matrix, for `evaluate_all`."""
+    longest = max(map(len, rules), default=0)
+    padded = [[*rule, *[0.0] * (longest - len(rule))] for rule in rules]
+    return np.array(padded, np.float64).reshape(len(rules), longest)
+
+
+def evaluate_all(rules: Rules, values: Sequence[int]) -> list[int]:
+    """What `evaluate` gives for each of the rules, all at once, at most `END_OF_ADDRESSES`."""
+    both = min(rules.shape[1], len(values))
+    found = np.rint(rules[:, :both] @ values[:both])
+    sizes: list[int] = np.minimum(found, END_OF_ADDRESSES).astype(np.int64).tolist()
+    return sizes
+
+
+Key = tuple[int, int]
+"""A block and the number of an allocation in its tape; block -1 stands for the model's inputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ref:
+    """One allocation, seen from a block.
+
+    Parameters
+    ----------
+    origin : {"own", "earlier", "kept", "carried", "input"}
+        Made by this block in this step; by another block in this step (`back` blocks before);
+        by this block in an earlier step (a KV cache); by any block in this step and used far
+        from it (masks, position embeddings; `index` is into `Regime.carried`); or given by the
+        caller (`index` counts the model's inputs).
+    index : int
+        Which one: the number of the allocation in the block's tape, and so on.
+    back : int
+        Only for "earlier": how many blocks before.
+    """
+
+    origin: Literal["own", "earlier", "kept", "carried", "input"]
+    index: int
+    back: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """A tensor that a block takes as an argument: moved when it lies on another device."""
+
+    ref: Ref
+    size: Rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tape:
+    """What one step does in one kind of block.
+
+    Parameters
+    ----------
+    sizes : tuple of Rule
+        Bytes of each allocation, in order, before rounding.
+    events : tuple of (Ref or None)
+        In order: None is the next allocation of `sizes`; a Ref is a free.
+    kept : tuple of int
+        The allocations that outlive the step (the KV cache).
+    reads : tuple of Read
+        The tensors that come in as arguments.
+    passing : tuple of int
+        Those of `reads` that the block isn't given itself: a module that begins with it is, for
+        what comes later. No backward pass of this block needs them.
+    flops, moved_bytes : Rule
+        Floating-point operations, and bytes that operations read and write.
+    launches : Rule
+        Operations that start a kernel.
+    """
+
+    sizes: tuple[Rule, ...]
+    events: tuple[Ref | None, ...]
+    kept: tuple[int, ...] = ()
+    reads: tuple[Read, ...] = ()
+    passing: tuple[int, ...] = ()
+    flops: Rule = ()
+    moved_bytes: Rule = ()
+    launches: Rule = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regime:
+    """Where one set of tapes holds; all ranges are half-open.
+
+    Parameters
+    ----------
+    phase : {"prefill", "extend", "decode"}
+        The first step; a later step with several query tokens; a step with one.
+    many : bool
+        More than one sequence, with padding.
+    query, past, keys : tuple of (int, int)
+        Ranges (start, stop) of the tokens that come in, that came before, and of both.
+    aligned : bool, optional
+        Whether the keys that are attended to are a multiple of `ALIGNED_TOKENS`, where that makes
+        a difference; with a static cache these are its whole context.
+    carried : tuple of (int, int)
+        Allocations that are used far from where they are made: block, number in its tape.
+    """
+
+    phase: Phase
+    many: bool
+    query: tuple[int, int]
+    past: tuple[int, int]
+    keys: tuple[int, int]
+    aligned: bool | None = None
+    carried: tuple[tuple[int, int], ...] = ()
+
+    def holds(self, phase: Phase, *, batch: int, query: int, keys: int, context: int = 0) -> bool:
+        """Whether the tapes of this regime describe such a step."""
+        return (
+            self.phase == phase
+            and self.many == (batch > 1)
+            and self.query[0] <= query < self.query[1]
+            and self.past[0] <= keys - query < self.past[1]
+            and self.keys[0] <= keys < self.keys[1]
+            and self.aligned in (None, (context or keys) % ALIGNED_TOKENS == 0)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What blocks of one kind cost.
+
+    Parameters
+    ----------
+    weight_bytes : tuple of int
+        Bytes of each parameter and buffer, in the model's order; tied ones only where they are
+        met first.
+    tapes : tuple of Tape
+        One for each of the profile's regimes.
+    streamed_bytes : int
+        What the weights take on a device for the time of a call, where they stay on the host
+        otherwise (`Profile.offloading`); `weight_bytes` is empty then.
+    trained_bytes : tuple of int
+        In training, bytes of each parameter that gets a gradient, in the model's order.
+    """
+
+    weight_bytes: tuple[int, ...]
+    tapes: tuple[Tape, ...]
+    streamed_bytes: int = 0
+    trained_bytes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Modules that stay whole on one device.
+
+    Parameters
+    ----------
+    modules : tuple of str
+        Names, disjoint; together they hold every parameter and buffer of the block. Without any,
+        the block is what the caller does with a step's outputs.
+    kind : int
+        Index into `Profile.kinds`.
+    tied_to : int, optional
+        The earlier block whose device this one must have: they share a parameter.
+    inside : tuple of int
+        The first blocks of modules that contain this block and others, the outermost first: what
+        is given to such a module goes to the device of its first block.
+    streams : bool
+        Whether its tensors are used within calls of its modules only, so that they may come for a
+        call and go after it.
+    """
+
+    modules: tuple[str, ...]
+    kind: int
+    tied_to: int | None = None
+    inside: tuple[int, ...] = ()
+    streams: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """All that planning needs to know about a model.
+
+    Parameters
+    ----------
+    fingerprint : str
+        Of the checkpoint or model.
+    model : str
+        The class's name, for people.
+    dtype : str
+        Type of the weights.
+    blocks : tuple of Block
+        In execution order.
+    kinds : tuple of Kind
+        What they cost.
+    regimes : tuple of Regime
+        Where the tapes hold.
+    max_context_tokens : int, optional
+        The longest context that the model was made for.
+    roster : Roster, optional
+        The names of the tensors; `outline` gives them block by block.
+    conditions : Conditions
+        What the model was run under. Other workloads are refused (`refuse_other`).
+    least_prompt_tokens : int
+        The shortest prompt that holds the images, where there are any; shorter ones are refused.
+    notes : tuple of str
+        What a person should know who plans with it, in sentences; plans repeat them.
+    """
+
+    fingerprint: str
+    model: str
+    dtype: str
+    blocks: tuple[Block, ...]
+    kinds: tuple[Kind, ...]
+    regimes: tuple[Regime, ...]
+    max_context_tokens: int | None = None
+    roster: Roster | None = None
+    conditions: Conditions = field(default_factory=Conditions)
+    least_prompt_tokens: int = 0
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.blocks:
+            raise ModelError("the model has no parameters to place")
+        assert self.roster is None or len(self.roster.blocks) == len(self.blocks)
+        assert all(len(kind.tapes) == len(self.regimes) for kind in self.kinds)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters and buffers, ties counted once."""
+        return sum(sum(self.kinds[block.kind].weight_bytes) for block in self.blocks)
+
+    @property
+    def outline(self) -> Outline:
+        """The names of all tensors, to judge a device map by.
+
+        Raises
+        ------
+        ModelError
+            If the profile was made without them.
+        """
+        if self.roster is None:
+            raise ModelError(f"the profile of {self.model} holds no names of tensors")
+        return Outline(
+            blocks=tuple(
+                OutlineBlock(modules=block.modules, tensors=tuple(tensors), tied_to=block.tied_to)
+                for block, tensors in zip(self.blocks, self.roster.tensors(), strict=True)
+            ),
+            model=self.model,
+            fingerprint=self.fingerprint,
+        )
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """The modules whose weights stay on the host."""
+        return tuple(
+            module
+            for block in self.blocks
+            if self.kinds[block.kind].streamed_bytes
+            for module in block.modules
+        )
+
+    def streamed_bytes(self, blocks: Sequence[int]) -> list[int]:
+        """What those of some blocks take whose weights come for a call."""
+        kinds = (self.kinds[self.blocks[block].kind] for block in blocks)
+        return [kind.streamed_bytes for kind in kinds if kind.streamed_bytes]
+
+    def offloading(self, blocks: Collection[int]) -> Profile:
+        """The same model, with the weights of some blocks on the host.
+
+        Parameters
+        ----------
+        blocks : collection of int
+            Blocks that stream, of one module each.
+        """
+        chosen = frozenset(blocks)
+        kinds = dict.fromkeys(self.kinds)
+        number = {kind: index for index, kind in enumerate(kinds)}
+        changed = []
+        for index, block in enumerate(self.blocks):
+            kind = self.kinds[block.kind]
+            if index in chosen:
+                assert block.streams, "its weights are used outside of its calls"
+                assert len(block.modules) == 1, "its weights don't come together"
+                streamed = sum(map(rounded_bytes, kind.weight_bytes))
+                kind = replace(kind, weight_bytes=(), streamed_bytes=streamed)
+            changed.append(replace(block, kind=number.setdefault(kind, len(number))))
+        return replace(self, blocks=tuple(changed), kinds=tuple(number))
+
+    def key_of(self, block: int, ref: Ref, regime: int) -> Key:
+        """Whose allocation a reference in a block's tape means."""
+        if ref.origin == "own":
+            return block, ref.index
+        if ref.origin == "earlier":
+            return block - ref.back, ref.index
+        if ref.origin == "carried":
+            return self.regimes[regime].carried[ref.index]
+        return -1, ref.index
+
+    def answers(self, batch: int) -> bool:
+        """Whether there are rules for so many sequences: one, or several."""
+        return any(regime.many == (batch > 1) for regime in self.regimes)
+
+    def refuse_other(self, conditions: Conditions) -> None:
+        """Refuse a workload under other conditions than the profile was made for.
+
+        Raises
+        ------
+        UsageError
+            With what differs.
+        """
+        differ = [
+            f"{part.name} {getattr(conditions, part.name)} (not {value})"
+            for part in fields(conditions)
+            if (value := getattr(self.conditions, part.name)) != getattr(conditions, part.name)
+        ]
+        if differ:
+            raise UsageError(
+                f"the profile of {self.model} doesn't answer for {', '.join(differ)}",
+                hint="trace the model under these conditions",
+            )
+
+    def regime_of(
+        self, phase: Phase, *, batch: int, query: int, keys: int, context: int = 0
+    ) -> int:
+        """Index of the regime that holds for a step; `context` is a static cache's, or 0.
+
+        Raises
+        ------
+        UsageError
+            If the step is larger than any that the profile knows.
+        """
+        for index, regime in enumerate(self.regimes):
+            if regime.holds(phase, batch=batch, query=query, keys=keys, context=context):
+                return index
+        longest = max(regime.keys[1] for regime in self.regimes) - 1
+        raise UsageError(
+            f"a {phase} step of {query} tokens over {keys}, batch {batch}, is not in the profile "
+            f"of {self.model}, which ends at {longest} tokens",
+            hint="ask for a shorter context",
+        )

@@ -1,0 +1,91 @@
+"""Profiles on disk: a model is traced once for each of its versions and settings.
+
+A cached profile answers without torch: the versions it was made with are read from the installed
+packages' metadata, not from the packages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from duoka.base.files import cache_directory, read_text, write_whole
+from duoka.base.serialization import from_dict, parse_json_object, to_dict
+from duoka.errors import FormatError
+
+from .profile import Profile
+from .workload import Workload
+
+_VERSION = 7
+_MOST_BYTES = 2**30
+_PACKAGES = ("torch", "transformers", "duoka")
+
+
+def find_profile(fingerprint: str, workload: Workload) -> Profile | None:
+    """The cached profile of a checkpoint; None when there is none that can be read.
+
+    Parameters
+    ----------
+    fingerprint : str
+        Of the checkpoint.
+    workload : Workload
+        With its dtype resolved. A profile for all workloads is looked for first, then one that
+        was traced for this one alone.
+    """
+    for key in (_key(fingerprint, workload), _key(fingerprint, workload, alone=True)):
+        try:
+            text = read_text(_path(key), most_bytes=_MOST_BYTES)
+            digest, _, told = text.partition("\n")
+            # A number that a bad disk changed is as good a number as any other.
+            if digest != _digest(told):
+                continue
+            found = from_dict(Profile, parse_json_object(told, "the profile"))
+            if found.answers(workload.batch):
+                return found
+        except (OSError, ValueError, FormatError):
+            continue
+    return None
+
+
+def keep_profile(profile: Profile, workload: Workload, *, alone: bool = False) -> None:
+    """Keep a profile: for all workloads under the same conditions, or for this one alone.
+
+    That it can't be kept is no reason to fail.
+    """
+    path = _path(_key(profile.fingerprint, workload, alone=alone))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        told = json.dumps(to_dict(profile))
+        write_whole(path, f"{_digest(told)}\n{told}")
+    except OSError:
+        return
+
+
+def _key(fingerprint: str, workload: Workload, *, alone: bool = False) -> str:
+    """What a profile depends on, as the name of a file."""
+    parts = {
+        "format": _VERSION,
+        "fingerprint": fingerprint,
+        "dtype": workload.dtype,
+        "conditions": to_dict(workload.conditions),
+        "workload": to_dict(workload) if alone else None,
+        **{name: _version(name) for name in _PACKAGES},
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def _path(key: str) -> Path:
+    return cache_directory() / "profiles" / f"{key}.json"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,248 @@
+"""Rehearsal: steps of training, run through the allocator's model stage by stage.
+
+One step is some micro-batches, each a forward pass over a stage's blocks and a backward pass over
+them in reverse, then the optimizer, which is torch's with default arguments: on a GPU it works on
+lists of tensors, and AdamW makes two states for every trained parameter in its first step and a
+temporary one in every step. Gradients are set to None at the end of a step.
+
+It knows nothing of how long anything takes, nor of copies that reach a block by way of a third
+device: a placement that isn't contiguous is rehearsed as if they came straight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .alloc_events import Step
+from .alloc_program import Score, Scoring
+from .allocator import rounded_bytes
+from .device_memory import Held, new_memory
+from .profile import TRAINING_PHASES, Key, Profile, training_monomials
+from .replay import Replay, StageBytes
+from .workload import Training, Workload
+
+FORWARD, BACKWARD, ACCUMULATE = range(3)
+"""The steps of a rehearsal: passes of a micro-batch, by their place in `Rehearsal.steps`."""
+
+# Where what is free doesn't come round to what it was before, so many steps and micro-batches stand
+# for all. The optimizer's states are made in the first step, and are there from the second one on.
+_MOST_STEPS = 6
+_MOST_ROUNDS = 64
+STATES = {"adamw": 2, "sgd": 0}
+TEMPORARIES = {"adamw": 1, "sgd": 0}
+
+
+class Rehearsal(Replay):
+    """A profile for training at one workload.
+
+    Parameters
+    ----------
+    profile : Profile
+    workload : Workload
+    place : int
+        How many stages there are from this one to the end, itself included: with the schedule
+        "1f1b" that many micro-batches are in flight.
+
+    Raises
+    ------
+    UsageError
+        If the workload is larger than what the profile knows, or under other conditions.
+    """
+
+    def __init__(self, profile: Profile, workload: Workload, *, place: int = 1) -> None:
+        assert workload.training is not None, "the workload is to train"
+        self.training: Training = workload.training
+        self.place = place
+        super().__init__(profile, workload)
+        self._ended_by = dict(self._ends())
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches that have run forward and not backward, at most."""
+        return in_flight(self.training, self.place)
+
+    def weighted_steps(self) -> list[tuple[Step, float]]:
+        """The passes of a step of training, each with how often it runs."""
+        number = self.training.micro_batches
+        return list(zip(self.steps, (float(number), 1.0, number - 1.0), strict=True))
+
+    def ended_by(self, key: Key) -> int | None:
+        """The block whose backward pass ends what a forward pass made; None if none does."""
+        return self._ended_by.get(key)
+
+    def first_number(self, block: int, step: int) -> int:
+        """The number of the first allocation in a block's tape."""
+        return 0 if step == FORWARD else len(self.tape(block, FORWARD).sizes)
+
+    def _stage_run(
+        self, blocks: Sequence[int], capacity: int | None, device_of: Sequence[str] | None
+    ) -> _StageRun:
+        return _StageRun(self, blocks, capacity)
+
+    def _ends(self) -> Iterator[tuple[Key, int]]:
+        for block in range(len(self.profile.blocks)):
+            for ref in self.tape(block, BACKWARD).events:
+                if ref is not None and ref.origin in ("own", "earlier", "carried"):
+                    yield self.key_of(block, ref, BACKWARD), block
+
+    def _schedule(self) -> list[Step]:
+        batch, tokens = self.workload.batch, self.workload.prompt_tokens
+        values = training_monomials(batch, tokens)
+        return [
+            Step(
+                phase=phase,
+                query=tokens,
+                keys=tokens,
+                regime=self.profile.regime_of(phase, batch=batch, query=tokens, keys=tokens),
+                values=values,
+            )
+            for phase in TRAINING_PHASES
+        ]
+
+
+def replay_of(profile: Profile, workload: Workload, *, place: int = 1) -> Replay:
+    """What replays a stage at a workload; in training, one at a place from the end."""
+    if workload.training is None:
+        return Replay(profile, workload)
+    return Rehearsal(profile, workload, place=place)
+
+
+def in_flight(training: Training, place: int) -> int:
+    """Micro-batches in flight at a stage that has `place` stages from itself to the end."""
+    most = {"sequential": 1, "gpipe": training.micro_batches, "1f1b": place}
+    return min(most[training.schedule], training.micro_batches)
+
+
+class _StageRun:
+    """One rehearsal: the device and what is there. What is told apart are states."""
+
+    def __init__(self, rehearsal: Rehearsal, blocks: Sequence[int], capacity: int | None) -> None:
+        self.rehearsal = rehearsal
+        self.blocks = sorted(blocks)
+        self.memory = new_memory(capacity)
+        self.num_begun = 0
+        # Block by block, and how many of each.
+        self.gradients: list[Held] = []
+        self.num_gradients = (0,) * len(self.blocks)
+        self._scores: dict[tuple[int, tuple[int, ...]], Score] = {}
+        profile = rehearsal.profile
+        self.kinds = [profile.kinds[profile.blocks[block].kind] for block in self.blocks]
+        self.trained = [size for kind in self.kinds for size in kind.trained_bytes]
+
+    def run(self) -> StageBytes:
+        memory = self.memory
+        for kind in self.kinds:
+            for size in kind.weight_bytes:
+                memory.hold(size)
+        weights = memory.allocated
+        ends: set[Any] = set()
+        while len(ends) < _MOST_STEPS:
+            self._run_micro_batches()
+            self._update(is_first=not ends)
+            end = self._layout(())
+            if end in ends:
+                break
+            ends.add(end)
+        gradients, optimizer = memory.cached_at_peak, memory.aside_at_peak
+        return StageBytes(
+            weights=weights,
+            kv_cache=0,
+            activations=memory.peak - weights - gradients - optimizer,
+            allocated=memory.peak,
+            reserved=memory.max_reserved,
+            requested=memory.requested_peak,
+            gradients=gradients,
+            optimizer=optimizer,
+            pressed=memory.is_pressed,
+        )
+
+    def _run_micro_batches(self) -> None:
+        limit, flying = self.rehearsal.in_flight, list[list[Held]]()
+        step = BACKWARD
+        seen: dict[Any, int] = {}
+        left = min(self.rehearsal.training.micro_batches, limit + _MOST_ROUNDS)
+        while left:
+            if len(flying) == limit:
+                self._pass(step, flying.pop(0))
+                step = ACCUMULATE
+                # From what is laid out as before, the same follows as before.
+                period = seen.setdefault(self._layout(flying), left) - left
+                if period:
+                    left %= period
+                    seen.clear()
+                    if not left:
+                        break
+            flying.append(self._pass(FORWARD, []))
+            left -= 1
+        while flying:
+            self._pass(step, flying.pop(0))
+            step = ACCUMULATE
+
+    def _layout(self, flying: Sequence[Sequence[Held]]) -> Any:
+        """What is free, and where what the micro-batches in flight have made is."""
+        return self.memory.free_blocks(), *map(tuple, flying)
+
+    def _pass(self, step: int, given: Sequence[Held]) -> list[Held]:
+        """Run a pass over all blocks, given what the forward one has left; what this one leaves."""
+        key = (step, self.num_gradients)
+        if key not in self._scores:
+            self._scores[key] = self._score(step)
+        score, number = self._scores[key], sum(self._scores[key].num_kept)
+        sizes = score.sizes(self.rehearsal, step)
+        out = self.memory.run(score.program, sizes, [*self.gradients, *given], score.out)
+        self.gradients, self.num_gradients = out[:number], score.num_kept
+        return out[number:]
+
+    def _score(self, step: int) -> Score:
+        rehearsal, blocks = self.rehearsal, range(len(self.rehearsal.profile.blocks))
+        num_kept = dict(zip(self.blocks, self.num_gradients, strict=True))
+        if step != FORWARD:
+            # The same whatever gradients there were then.
+            forward = next(score for key, score in self._scores.items() if key[0] == FORWARD)
+            scoring = Scoring(rehearsal, step, num_kept, given=forward.left)
+            scoring.write(blocks[::-1])
+            scoring.release_all()
+            return scoring.score()
+        scoring = Scoring(rehearsal, step, num_kept)
+        scoring.write(blocks)
+        given = {
+            rehearsal.key_of(block, read.ref, FORWARD)
+            for block in self.blocks
+            for number, read in enumerate(rehearsal.tape(block, FORWARD).reads)
+            if number not in rehearsal.tape(block, FORWARD).passing
+        }
+        for key in list(scoring.writer.alive):
+            # What only others hold for their backward pass is gone from its own device, and so is a
+            # copy that was only on its way.
+            holder = rehearsal.ended_by(key)
+            ends_here = holder is None if key[0] in num_kept else key in given
+            if not ends_here and holder not in num_kept:
+                scoring.release(key)
+        return scoring.score()
+
+    def _update(self, *, is_first: bool) -> None:
+        """What the optimizer does, and gradients set to None."""
+        optimizer, memory = self.rehearsal.training.optimizer, self.memory
+        if is_first:
+            for size in self.trained:
+                for _ in range(STATES[optimizer]):
+                    self._hold_aside(size)
+        before = memory.aside
+        for held in [self._hold_aside(size) for size in self.trained * TEMPORARIES[optimizer]]:
+            memory.release(held)
+        memory.aside = before
+        for held in self.gradients:
+            memory.release(held, cached=True)
+        self.gradients, self.num_gradients = [], (0,) * len(self.blocks)
+
+    def _hold_aside(self, size: int) -> Held:
+        memory = self.memory
+        memory.aside += rounded_bytes(size)
+        held = memory.hold(size)
+        if held[1] > held[2]:
+            # The block isn't split, and all of it counts, at the peak as well: it is taken anew.
+            memory.release(held)
+            memory.aside += held[1] - held[2]
+            held = memory.hold(size)
+        return held

@@ -1,0 +1,331 @@
+"""What a model will be asked to do."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, SupportsIndex, get_args
+
+from duoka.base.choices import choose
+from duoka.base.units import format_count
+from duoka.errors import UsageError
+
+Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+Cache = Literal["dynamic", "static", "int8"]
+Quantization = Literal["none", "int8", "int4", "nf4", "auto"]
+AUTO_QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
+"""What "auto" stands for: the first that fits."""
+Logits = Literal["last", "all"]
+Method = Literal["lora", "full"]
+Optimizer = Literal["adamw", "sgd"]
+Schedule = Literal["sequential", "gpipe", "1f1b"]
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+CACHES: tuple[Cache, ...] = get_args(Cache)
+QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
+QUANTIZED: tuple[Quantization, ...] = ("int8", "int4", "nf4")
+"""What weights can become."""
+
+
+# Far above what can be run; with more, bytes would no longer fit 64-bit integers.
+MOST_BATCH = 2**16
+MOST_TOKENS = 2**24
+MOST_BATCH_TOKENS = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How a model is trained.
+
+    Parameters
+    ----------
+    method : {"lora", "full"}
+        Low-rank adapters beside frozen weights (peft), or every parameter.
+    optimizer : {"adamw", "sgd"}
+        torch's, with its default arguments.
+    lora_rank : int
+    lora_targets : tuple of str
+        Names of the modules that get adapters, as peft's ``target_modules``; empty for every
+        linear layer but the head ("all-linear").
+    gradient_checkpointing : bool
+        Compute a layer's activations again in the backward pass instead of keeping them.
+    master_weights : bool
+        Keep what is trained, its gradients and the optimizer's states in float32, and compute
+        under autocast in the workload's dtype.
+    micro_batches : int
+        Passes whose gradients are added up before the optimizer's step.
+    schedule : {"sequential", "gpipe", "1f1b"}
+        One micro-batch after another, or several in flight: all of them (GPipe), or as many as
+        there are stages from here to the end (one forward, one backward).
+
+    Raises
+    ------
+    UsageError
+        If a number isn't positive and whole or a name is unknown.
+    """
+
+    method: Method = "lora"
+    optimizer: Optimizer = "adamw"
+    lora_rank: int = 8
+    lora_targets: tuple[str, ...] = ()
+    gradient_checkpointing: bool = False
+    master_weights: bool = False
+    micro_batches: int = 1
+    schedule: Schedule = "sequential"
+
+    def __post_init__(self) -> None:
+        for name in ("lora_rank", "micro_batches"):
+            _make_whole(self, name, 1)
+        if isinstance(self.lora_targets, str):
+            raise UsageError(
+                f"lora_targets is {self.lora_targets!r}; it must be several names",
+                hint=f"write ({self.lora_targets!r},)",
+            )
+        choose("method", self.method, get_args(Method))
+        choose("optimizer", self.optimizer, get_args(Optimizer))
+        choose("schedule", self.schedule, get_args(Schedule))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """What of a workload decides which code runs, and not only at which sizes.
+
+    A profile holds for one of these, and for any batch, context, chunk, optimizer and number of
+    micro-batches.
+    """
+
+    cache: Cache = "dynamic"
+    quantize: Quantization = "none"
+    images: int = 0
+    image_size: tuple[int, int] | None = None
+    logits: Logits = "last"
+    training: Training | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Inference over a batch of prompts, or training on a batch of sequences.
+
+    Parameters
+    ----------
+    batch : int
+        Prompts that run together. More than one is forecast with padding, that is with an
+        attention mask, because prompts differ in length.
+    prompt_tokens, new_tokens : int
+        Tokens of each prompt, and tokens generated after it; in training those of a sequence, and
+        none.
+    dtype : {"auto", "float32", "float16", "bfloat16"}
+        Type of the weights; "auto" is the checkpoint's own.
+    prefill_chunk_tokens : int, None or "auto"
+        Prompt tokens that run in one step: a number, None for the whole prompt, or "auto" for
+        the whole prompt where it fits and the largest chunk that fits where it doesn't.
+    cache : {"dynamic", "static", "int8"}
+        The KV cache: growing with each token, as `generate` makes it; made for the whole context
+        at once; or growing in 8 bit.
+    quantize : {"none", "int8", "int4", "nf4", "auto"}
+        What the weights of linear layers become while they are loaded; "auto" is the first of
+        "none", "int8", "int4" that fits. A checkpoint that is quantized already says "none".
+    images : int
+        Images in each prompt. Their tokens are part of `prompt_tokens`.
+    image_size : tuple of int
+        Height and width of each image in pixels, before the model's own preprocessing.
+    logits : {"last", "all"}
+        Of which positions of a prompt logits are made: of the last one, to go on from, or of all,
+        to score a text.
+    training : Training, optional
+        Train on a batch of sequences instead of generating.
+
+    Raises
+    ------
+    UsageError
+        If a number isn't positive and whole or a name is unknown.
+
+    Examples
+    --------
+    >>> Workload(prompt_tokens=1000, new_tokens=24).context_tokens
+    1024
+    """
+
+    batch: int = 1
+    prompt_tokens: int = 2048
+    new_tokens: int = 256
+    dtype: Dtype = "auto"
+    prefill_chunk_tokens: int | None | Literal["auto"] = "auto"
+    cache: Cache = "dynamic"
+    quantize: Quantization = "none"
+    images: int = 0
+    image_size: tuple[int, int] = (1024, 1024)
+    logits: Logits = "last"
+    training: Training | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "prompt_tokens"):
+            _make_whole(self, name, 1)
+        _make_whole(self, "new_tokens", 1 if self.training is None else 0)
+        _make_whole(self, "images", 0)
+        self._make_size()
+        if self.training is not None and self.new_tokens:
+            raise UsageError(
+                f"new_tokens is {self.new_tokens}; training generates none",
+                hint="give the sequence's length as prompt_tokens, and new_tokens=0",
+            )
+        if self.training is not None:
+            self._refuse_in_training()
+        self._refuse_too_many()
+        self._make_chunk()
+        choose("dtype", self.dtype, DTYPES)
+        choose("cache", self.cache, CACHES)
+        choose("logits", self.logits, get_args(Logits))
+        choose("quantize", self.quantize, QUANTIZATIONS)
+
+    def _make_size(self) -> None:
+        try:
+            size = tuple(_whole("image_size", pixels, 1) for pixels in self.image_size)
+        except TypeError:  # nothing that can be gone through
+            size = ()
+        if len(size) != 2:
+            raise UsageError(
+                f"image_size is {self.image_size!r}; it must be two numbers",
+                hint="write height and width in pixels, as (1024, 768)",
+            )
+        object.__setattr__(self, "image_size", size)
+
+    def _make_chunk(self) -> None:
+        chunk = self.prefill_chunk_tokens
+        if isinstance(chunk, str) and chunk != "auto":
+            raise UsageError(
+                f"prefill_chunk_tokens is {chunk!r}", hint='give a number, None or "auto"'
+            )
+        if chunk is None or chunk == "auto":
+            return
+        _make_whole(self, "prefill_chunk_tokens", 1)
+        if isinstance(chunk, int) and chunk > MOST_TOKENS:
+            raise UsageError(
+                f"prefill_chunk_tokens is {chunk}; it must be at most {MOST_TOKENS}",
+                hint="leave it out, and the largest chunk that fits is taken",
+            )
+
+    def _refuse_in_training(self) -> None:
+        for name, got, plain in (
+            ("cache", self.cache, "dynamic"),
+            ("quantize", self.quantize, "none"),
+            ("images", self.images, 0),
+        ):
+            if got != plain:
+                raise UsageError(
+                    f"{name} is {got!r}, and duoka doesn't forecast training with it",
+                    hint=f"leave {name} out, or generate instead of training",
+                )
+        if isinstance(self.prefill_chunk_tokens, int):
+            raise UsageError(
+                f"sequences can't be learnt from in chunks of {self.prefill_chunk_tokens} tokens",
+                hint="leave the chunk out",
+            )
+
+    def _refuse_too_many(self) -> None:
+        for name, got, most in (
+            ("batch", self.batch, MOST_BATCH),
+            ("the context", self.context_tokens, MOST_TOKENS),
+            ("batch times context", self.batch * self.context_tokens, MOST_BATCH_TOKENS),
+        ):
+            if got > most:
+                raise UsageError(
+                    f"{name} is {got}; duoka plans for at most {most}",
+                    hint="plan for less: no GPUs of today hold that much",
+                )
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of one sequence at the end: prompt and generated."""
+        return self.prompt_tokens + self.new_tokens
+
+    @property
+    def static_tokens(self) -> int:
+        """Tokens that a static cache is made for; 0 with another one."""
+        return self.context_tokens if self.cache == "static" else 0
+
+    @property
+    def conditions(self) -> Conditions:
+        """What a profile must have been made for, to answer this workload."""
+        training = self.training
+        if training is not None:
+            training = replace(training, optimizer="adamw", micro_batches=1, schedule="sequential")
+        return Conditions(
+            cache=self.cache,
+            quantize=self.quantize,
+            images=self.images,
+            image_size=self.image_size if self.images else None,
+            logits=self.logits,
+            training=training,
+        )
+
+    def resolved(self, *, dtype: Dtype) -> Workload:
+        """The same workload with "auto" replaced by the checkpoint's dtype."""
+        return replace(self, dtype=dtype) if self.dtype == "auto" else self
+
+    def chunks(self) -> tuple[tuple[int, int], ...]:
+        """Prefill steps as (query tokens, past tokens), in order.
+
+        Examples
+        --------
+        >>> Workload(prompt_tokens=10, prefill_chunk_tokens=4).chunks()
+        ((4, 0), (4, 4), (2, 8))
+        """
+        size = self.prefill_chunk_tokens
+        assert size != "auto", "resolve the chunk first"
+        step = self.prompt_tokens if size is None else size
+        return tuple(
+            (min(step, self.prompt_tokens - past), past)
+            for past in range(0, self.prompt_tokens, step)
+        )
+
+
+def refuse_short(workload: Workload, least_tokens: int) -> None:
+    """Refuse a prompt that can't hold its images.
+
+    Raises
+    ------
+    UsageError
+        With both numbers.
+    """
+    if workload.images and workload.prompt_tokens < least_tokens:
+        height, width = workload.image_size
+        raise UsageError(
+            f"{format_count(workload.images, 'image')} of {width}x{height} and a question take "
+            f"{least_tokens} tokens; the prompt has {workload.prompt_tokens}",
+            hint=f"ask for a context of {least_tokens + workload.new_tokens} tokens at least, "
+            "or for smaller images",
+        )
+
+
+def with_quantization(workload: Workload) -> tuple[Workload, ...]:
+    """The workload with its quantization resolved: what to try, in this order.
+
+    Examples
+    --------
+    >>> [each.quantize for each in with_quantization(Workload(quantize="auto"))]
+    ['none', 'int8', 'int4']
+    """
+    if workload.quantize != "auto":
+        return (workload,)
+    return tuple(replace(workload, quantize=each) for each in AUTO_QUANTIZATIONS)
+
+
+def _make_whole(data: Workload | Training, name: str, least: int) -> None:
+    """Hold a field to be a whole number, and keep it as Python's own."""
+    object.__setattr__(data, name, _whole(name, getattr(data, name), least))
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise UsageError(
+            f"{name} is {value!r}; it must be a whole number",
+            hint=f"write a number from {least} on, or leave it out",
+        )
+    number = operator.index(value)
+    if number < least:
+        raise UsageError(
+            f"{name} is {number}; it must be at least {least}",
+            hint=f"write a number from {least} on, or leave it out",
+        )
+    return number

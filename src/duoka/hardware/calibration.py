@@ -1,0 +1,204 @@
+"""Calibration: what was measured on GPUs, kept on disk by kind of GPU, driver and torch.
+
+One file holds all that was measured under one version of the driver and of torch; other versions
+have other files. What can't be read, or was changed by anything but duoka, counts as not measured.
+It measures nothing itself, and knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, fields, replace
+from importlib.metadata import PackageNotFoundError, version
+from math import isfinite
+from pathlib import Path
+
+from duoka.base.files import cache_directory, read_text, write_whole
+from duoka.base.serialization import from_dict, parse_json_object, to_dict
+from duoka.errors import FormatError
+
+_VERSION = 1
+_MOST_BYTES = 2**22
+_MIB = 2**20
+_LEAST_MARGIN_BYTES = 64 * _MIB
+_MARGIN_SHARE = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFigures:
+    """What was measured on GPUs of one kind; None where it couldn't be.
+
+    Parameters
+    ----------
+    product : str
+        What NVML calls it.
+    memory_bytes : int
+        All that it has; two kinds may share a name.
+    overhead_bytes : int
+        What a process holds there outside torch's allocator, after it has generated.
+    memory_bytes_per_second : float
+        Of its memory, in the product of a matrix with a single row: what decoding mostly does.
+    flops_per_second, float32_flops_per_second : float
+        Of square matrices in 16 and 32 bit.
+    launch_seconds : float
+        Of one small operation among many.
+    from_pinned_bytes_per_second, to_pinned_bytes_per_second : float, optional
+        From and to the host's memory, pinned.
+    from_pageable_bytes_per_second, to_pageable_bytes_per_second : float
+        The same, as any program has it.
+    """
+
+    product: str
+    memory_bytes: int
+    overhead_bytes: int
+    memory_bytes_per_second: float
+    flops_per_second: float
+    float32_flops_per_second: float
+    launch_seconds: float
+    from_pinned_bytes_per_second: float | None
+    to_pinned_bytes_per_second: float | None
+    from_pageable_bytes_per_second: float
+    to_pageable_bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "product" or value is None:
+                continue
+            if not isfinite(value) or value < 0 or (value == 0 and field.name != "overhead_bytes"):
+                raise FormatError(f"{field.name} of {self.product[:40]!a} is {value}")
+
+    @property
+    def reserve_bytes(self) -> int:
+        """What is kept out of a budget: the overhead, and an eighth of it more, at least 64 MiB.
+
+        Kernels that weren't met while it was measured are loaded when they are.
+        """
+        margin = max(self.overhead_bytes // _MARGIN_SHARE, _LEAST_MARGIN_BYTES)
+        return -(-(self.overhead_bytes + margin) // _MIB) * _MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFigures:
+    """What was measured from one GPU to another, known by their UUIDs and products."""
+
+    source: str
+    target: str
+    source_product: str
+    target_product: str
+    bytes_per_second: float
+    latency_seconds: float
+
+    def __post_init__(self) -> None:
+        if not (0 < self.bytes_per_second < float("inf") and 0 <= self.latency_seconds < 1e3):
+            raise FormatError(
+                f"the link from {self.source[:40]!a} has {self.bytes_per_second} bytes per second "
+                f"and {self.latency_seconds} seconds of latency"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """All that was measured under one version of the driver and of torch."""
+
+    driver: str
+    torch: str
+    gpus: tuple[GpuFigures, ...] = ()
+    links: tuple[LinkFigures, ...] = ()
+
+    def of_product(self, product: str, memory_bytes: int | None) -> GpuFigures | None:
+        """What was measured on GPUs of this name; the memory decides between two kinds of it."""
+        found = [figures for figures in self.gpus if figures.product == product]
+        if memory_bytes is None or not found:
+            return found[0] if len(found) == 1 else None
+        nearest = min(found, key=lambda each: abs(each.memory_bytes - memory_bytes))
+        # Drivers keep a little of it for themselves, one more than the other.
+        close = abs(nearest.memory_bytes - memory_bytes) * 16 < memory_bytes
+        return nearest if close else None
+
+    def between(self, source: str, target: str) -> LinkFigures | None:
+        """What was measured from one GPU to another, by their UUIDs."""
+        found = (link for link in self.links if (link.source, link.target) == (source, target))
+        return next(found, None)
+
+    def between_products(self, source: str, target: str) -> LinkFigures | None:
+        """The slowest that was measured between GPUs of two kinds."""
+        found = [
+            link
+            for link in self.links
+            if (link.source_product, link.target_product) == (source, target)
+        ]
+        return min(found, key=lambda link: link.bytes_per_second, default=None)
+
+    def joined(self, newer: Calibration) -> Calibration:
+        """The same with what was measured later in the place of what it was measured again for."""
+        again = {(each.product, each.memory_bytes) for each in newer.gpus}
+        linked = {(each.source, each.target) for each in newer.links}
+        kept = (each for each in self.gpus if (each.product, each.memory_bytes) not in again)
+        links = (each for each in self.links if (each.source, each.target) not in linked)
+        return replace(newer, gpus=(*kept, *newer.gpus), links=(*links, *newer.links))
+
+
+def torch_version() -> str:
+    """The version of torch, without importing it; empty where it isn't installed."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return ""
+
+
+def path_for(driver: str) -> Path:
+    """Where what is measured under this driver and the installed torch is kept."""
+    key = hashlib.sha256(json.dumps([_VERSION, driver, torch_version()]).encode()).hexdigest()
+    return _directory() / f"{key[:32]}.json"
+
+
+def is_empty() -> bool:
+    """Whether nothing was ever measured: then nobody needs to ask the driver for its version."""
+    try:
+        return next(_directory().glob("*.json"), None) is None
+    except OSError:
+        return True
+
+
+def find(driver: str) -> Calibration:
+    """What was measured under this driver and the installed torch; empty where nothing was."""
+    nothing = Calibration(driver=driver, torch=torch_version())
+    try:
+        text = read_text(path_for(driver), most_bytes=_MOST_BYTES)
+        digest, _, told = text.partition("\n")
+        if digest != _digest(told):
+            return nothing
+        found = from_dict(Calibration, parse_json_object(told, "the calibration"))
+    except (OSError, ValueError, FormatError):
+        return nothing
+    return found if (found.driver, found.torch) == (driver, nothing.torch) else nothing
+
+
+def keep(measured: Calibration) -> Path:
+    """Keep what was measured, beside what was measured before; whole or not at all.
+
+    Returns
+    -------
+    Path
+        The file, which may be removed: then nothing is measured.
+
+    Raises
+    ------
+    OSError
+        If it can't be written.
+    """
+    path = path_for(measured.driver)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    told = json.dumps(to_dict(find(measured.driver).joined(measured)))
+    write_whole(path, f"{_digest(told)}\n{told}")
+    return path
+
+
+def _directory() -> Path:
+    return cache_directory() / "calibration"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()

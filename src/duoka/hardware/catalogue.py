@@ -1,0 +1,213 @@
+"""The catalogue: what is publicly known of common GPUs, from `gpus.toml`.
+
+It knows products, not this machine: nothing here looks at hardware.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Literal
+
+from duoka.base.serialization import from_dict
+from duoka.errors import UsageError
+
+_GIB = 2**30
+_MOST_SHOWN = 6
+_CUTOFF = 0.5  # below this, difflib's nearest has nothing to do with what was written
+_NOISE = re.compile(r"[\s_-]+")
+_MAKERS = re.compile(r"^(?:nvidia|geforce|tesla)+")
+DECLARING = (
+    'declare a card with what it has: --gpus "MyCard:24GiB,936GB/s,71TFLOPs" '
+    '(the speeds may be left out), or only a budget: "24GiB"'
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pcie:
+    """A card's connector."""
+
+    generation: int
+    lanes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nvlink:
+    """A card's NVLinks: GB/s of all together, in one direction, and what they lead to."""
+
+    form: Literal["switch", "mesh", "bridge"]
+    gb_per_second: float
+    num_links: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where figures are published; `checked` says where they were looked up again."""
+
+    title: str
+    url: str
+    checked: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One product. Its fields are those of `gpus.toml`, which explains them."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    products: tuple[str, ...]
+    memory_gib: float
+    usable_gib: float
+    usable_seen: str | None = None
+    bandwidth_gb_per_second: float
+    pcie: Pcie | None = None
+    nvlink: Nvlink | None = None
+    tflops: dict[str, float]
+    sources: tuple[str, ...]
+
+    @property
+    def usable_bytes(self) -> int:
+        """What CUDA offers on an empty card."""
+        return int(self.usable_gib * _GIB)
+
+    @property
+    def memory_bytes_per_second(self) -> float:
+        """Of its memory."""
+        return self.bandwidth_gb_per_second * 1e9
+
+    @property
+    def flops_per_second(self) -> float:
+        """Dense, in 16 bit."""
+        rates = self.tflops
+        return 1e12 * rates.get("bf16", rates.get("fp16", rates["fp32"]))
+
+    @property
+    def float32_flops_per_second(self) -> float:
+        """Dense, in 32 bit."""
+        return 1e12 * self.tflops["fp32"]
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether it computes in bfloat16 by itself."""
+        return "bf16" in self.tflops
+
+
+def cards() -> tuple[Card, ...]:
+    """All cards, in the file's order."""
+    return _read()[0]
+
+
+def sources() -> dict[str, Source]:
+    """The documents that the figures come from, by their keys."""
+    return dict(_read()[1])
+
+
+def knows(text: str) -> bool:
+    """Whether a text is the name of a card."""
+    return _key(text) in _by_name()
+
+
+def find(text: str) -> Card:
+    """Find a card by a name that a person wrote.
+
+    Parameters
+    ----------
+    text : str
+        In any case, with or without spaces, hyphens and the maker's name.
+
+    Raises
+    ------
+    UsageError
+        If there is none, with the nearest ones and how to declare it; or if several could be
+        meant, with their names.
+
+    Examples
+    --------
+    >>> find("rtx 4090").name
+    'RTX 4090'
+    """
+    asked = text.strip()
+    key = _key(asked)
+    if key in _by_name():
+        return _by_name()[key]
+    words = _words(asked)
+    begun = [
+        card
+        for card in cards()
+        if any(_words(name)[: len(words)] == words for name in (card.name, *card.aliases))
+    ]
+    if words and begun:
+        raise UsageError(
+            f"{asked[:60]!r} can be several GPUs: {_listed([card.name for card in begun])}",
+            hint="write one of these names",
+        )
+    near = difflib.get_close_matches(key[:60], _by_name(), n=_MOST_SHOWN, cutoff=_CUTOFF)
+    names = list(dict.fromkeys(_by_name()[each].name for each in near))[:3]
+    told = f"; the nearest are {', '.join(names)}" if names else ""
+    raise UsageError(f"no GPU {asked[:60]!r} is in the catalogue{told}", hint=DECLARING)
+
+
+def of_product(product: str, total_bytes: int | None) -> Card | None:
+    """Find a card by what NVML calls it; its memory decides between two of one name.
+
+    Parameters
+    ----------
+    product : str
+    total_bytes : int, optional
+        None when it isn't known.
+
+    Returns
+    -------
+    Card or None
+        None when the catalogue doesn't have it.
+    """
+    key = _key(product)
+    found = [card for card in cards() if any(_key(name) == key for name in card.products)]
+    if total_bytes is None or len(found) < 2:
+        return found[0] if found else None
+    return min(found, key=lambda card: abs(card.memory_gib * _GIB - total_bytes))
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _MOST_SHOWN
+    return ", ".join(names[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _key(name: str) -> str:
+    """A name without what people write in many ways."""
+    bare = _NOISE.sub("", name.strip().lower())
+    return _MAKERS.sub("", bare) or bare
+
+
+def _words(name: str) -> list[str]:
+    """The words of a name; letters that follow a number begin one: "4060Ti" is "4060 Ti"."""
+    found = re.findall(r"[a-z]*\d+(?:gb)?|[a-z]+", name.lower())
+    return [word for word in found if word not in ("nvidia", "geforce", "tesla")]
+
+
+@cache
+def _by_name() -> dict[str, Card]:
+    return dict(_names())
+
+
+def _names() -> Iterator[tuple[str, Card]]:
+    for card in cards():
+        for name in (card.name, *card.aliases):
+            yield _key(name), card
+
+
+@cache
+def _read() -> tuple[tuple[Card, ...], dict[str, Source]]:
+    # What most cards leave out; `from_dict` wants every field.
+    absent: dict[str, object] = {"aliases": [], "usable_seen": None, "pcie": None, "nvlink": None}
+    text = files(__package__).joinpath("gpus.toml").read_text(encoding="utf-8")
+    data = tomllib.loads(text)
+    return (
+        tuple(from_dict(Card, {**absent, **each}) for each in data["gpu"]),
+        {key: from_dict(Source, {"checked": None, **each}) for key, each in data["source"].items()},
+    )

@@ -1,0 +1,399 @@
+"""NVML: what the driver says of this machine's GPUs, as frozen snapshots.
+
+The only room that calls NVML (`pynvml`, of the package nvidia-ml-py). What a card or driver
+doesn't tell is None; a card that doesn't answer at all is told as lost and hides no other one. It
+knows nothing of CUDA: which of these GPUs a process may use, and under which number, isn't here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, Literal
+
+import pynvml
+
+from duoka.errors import FleetError
+
+# A name can be anything that a process calls itself: it is shown, so it is kept short.
+_MAX_NAME = 60
+_PEER_KINDS: dict[int | None, Literal["gpu", "switch"]] = {
+    pynvml.NVML_NVLINK_DEVICE_TYPE_GPU: "gpu",
+    pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH: "switch",
+    # Where a driver doesn't say, the address tells whether it is one.
+    pynvml.NVML_NVLINK_DEVICE_TYPE_UNKNOWN: "gpu",
+    None: "gpu",
+}
+# Active, and asleep: that one wakes when something is to be sent. The other states carry nothing.
+_LINK_STATES = (1, 2)
+_COMPUTE_MODES: dict[int | None, Literal["shared", "exclusive", "prohibited"]] = {
+    pynvml.NVML_COMPUTEMODE_DEFAULT: "shared",
+    pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive",
+    pynvml.NVML_COMPUTEMODE_PROHIBITED: "prohibited",
+}
+# Bytes per second of one link in one direction, by NVML's number of the version: NVIDIA's
+# whitepapers on Pascal (1.0), Volta (2.0), Turing (2.2), Ampere (3.0; 3.1 on GA102, from
+# 56.25 GB/s over 4 links), Hopper (4.0) and Blackwell (5.0). Asked only where the driver
+# doesn't give the speed itself.
+_LINK_BYTES_PER_SECOND = {
+    1: 20e9,
+    2: 25e9,
+    3: 25e9,
+    4: 25e9,
+    5: 14.0625e9,
+    6: 25e9,
+    7: 50e9,
+}
+_NO_GPU = (
+    'without a GPU, declare some (--gpus "2xRTX4090" or "24GiB,12GiB") to plan for, or try virtual '
+    'ones (--gpus "virtual:2x24GiB")'
+)
+_FAULTS: dict[int, tuple[str, str]] = {
+    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: (
+        "NVIDIA's management library (libnvidia-ml.so.1) is not here",
+        "it comes with the NVIDIA driver; in a container, start it with the GPUs "
+        f"(docker run --gpus all); {_NO_GPU}",
+    ),
+    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: (
+        "the NVIDIA driver is installed and not loaded",
+        "`nvidia-smi` should work first: load the module (modprobe nvidia) or restart the machine; "
+        "in a container, start it with the GPUs (docker run --gpus all)",
+    ),
+    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
+        "the NVIDIA driver that runs is of another version than its library",
+        "the driver was updated and the old one still runs: restart the machine",
+    ),
+    pynvml.NVML_ERROR_NO_PERMISSION: (
+        "this user may not ask the NVIDIA driver",
+        "look at who may open /dev/nvidiactl and /dev/nvidia0",
+    ),
+}
+_LOST = {pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """A process of somebody else that has memory of a GPU.
+
+    Parameters
+    ----------
+    pid : int
+        As the driver counts; inside a container that may be the host's number.
+    name : str
+        Empty when it isn't told.
+    used_bytes : int, optional
+    computes : bool
+        Whether it uses CUDA; otherwise it draws.
+    """
+
+    pid: int
+    name: str
+    used_bytes: int | None
+    computes: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """A part of a GPU in MIG mode, which CUDA takes for a GPU of its own."""
+
+    uuid: str
+    name: str
+    total_bytes: int | None
+    free_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """What a GPU's active NVLinks lead to: another GPU, or a switch.
+
+    Parameters
+    ----------
+    kind : {"gpu", "switch"}
+    pci_address : str
+        Of the other end; empty when it isn't told.
+    num_links : int
+    bytes_per_second : float, optional
+        Of all these links together, in one direction.
+    """
+
+    kind: Literal["gpu", "switch"]
+    pci_address: str
+    num_links: int
+    bytes_per_second: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU. None stands for what the card or the driver doesn't tell.
+
+    Parameters
+    ----------
+    index : int
+        The number that `nvidia-smi` shows.
+    name, uuid, pci_address : str
+    total_bytes, free_bytes : int, optional
+        What isn't free is used or reserved by the driver.
+    used_bytes : int, optional
+        By processes, this one among them; without what the driver reserves.
+    processes : tuple of Process
+        The others that NVML knows of.
+    compute_mode : {"shared", "exclusive", "prohibited"}, optional
+        How many processes may compute on it at a time: any number, one or none.
+    is_mig : bool
+        Whether it is divided: then only its `instances` can compute.
+    peers : tuple of Peer
+    pcie_generation, pcie_lanes : int, optional
+        At this moment; an idle card lowers the generation.
+    max_pcie_generation, max_pcie_lanes : int, optional
+        Of the card in this machine.
+    compute_capability : tuple of int, optional
+    """
+
+    index: int
+    name: str
+    uuid: str
+    pci_address: str = ""
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+    used_bytes: int | None = None
+    processes: tuple[Process, ...] = ()
+    compute_mode: Literal["shared", "exclusive", "prohibited"] | None = None
+    is_mig: bool = False
+    instances: tuple[Instance, ...] = ()
+    peers: tuple[Peer, ...] = ()
+    pcie_generation: int | None = None
+    pcie_lanes: int | None = None
+    max_pcie_generation: int | None = None
+    max_pcie_lanes: int | None = None
+    compute_capability: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """A GPU that is counted and doesn't answer, as one that fell off the bus."""
+
+    index: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """All GPUs of a machine (or container), in `nvidia-smi`'s order."""
+
+    gpus: tuple[Gpu, ...]
+    lost: tuple[Lost, ...] = ()
+    driver_version: str = ""
+    cuda_version: tuple[int, int] | None = None
+
+
+def read() -> Machine:
+    """Ask the driver for all GPUs.
+
+    Raises
+    ------
+    FleetError
+        If there is no driver, or it doesn't answer: which, and what to do about it.
+    """
+    with _session():
+        try:
+            count = pynvml.nvmlDeviceGetCount()
+        except pynvml.NVMLError as error:
+            raise _fault(error) from None
+        gpus: list[Gpu] = []
+        lost: list[Lost] = []
+        for index in range(count):
+            try:
+                gpus.append(_gpu(index, pynvml.nvmlDeviceGetHandleByIndex(index)))
+            except pynvml.NVMLError as error:
+                lost.append(Lost(index=index, reason=str(error)))
+        version = _ask(pynvml.nvmlSystemGetCudaDriverVersion)
+        return Machine(
+            gpus=tuple(gpus),
+            lost=tuple(lost),
+            driver_version=_text(_ask(pynvml.nvmlSystemGetDriverVersion)),
+            # 12040 is 12.4.
+            cuda_version=None if version is None else (version // 1000, version % 1000 // 10),
+        )
+
+
+def driver_version() -> str:
+    """The version of the driver alone; empty where it doesn't tell.
+
+    Raises
+    ------
+    FleetError
+        If there is no driver, or it doesn't answer.
+    """
+    with _session():
+        return _text(_ask(pynvml.nvmlSystemGetDriverVersion))
+
+
+def own_bytes(uuid: str) -> int | None:
+    """What this process holds on a GPU; None where the driver doesn't tell, as in containers.
+
+    Raises
+    ------
+    FleetError
+        If there is no driver, or it doesn't answer.
+    """
+    with _session():
+        handle = _ask(pynvml.nvmlDeviceGetHandleByUUID, uuid)
+        if handle is None:
+            return None
+        running = _ask(pynvml.nvmlDeviceGetComputeRunningProcesses_v3, handle) or ()
+        mine = (process for process in running if process.pid == os.getpid())
+        return next((process.usedGpuMemory for process in mine), None)
+
+
+@contextmanager
+def _session() -> Iterator[None]:
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise _fault(error) from None
+    try:
+        yield
+    finally:
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def _fault(error: Any) -> FleetError:
+    message, hint = _FAULTS.get(
+        error.value,
+        (
+            f"the NVIDIA driver doesn't answer: {error}",
+            f"`nvidia-smi` should work first; {_NO_GPU}",
+        ),
+    )
+    return FleetError(message, hint=hint)
+
+
+def _ask(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What NVML answers; None where it has no answer. A lost GPU is raised."""
+    try:
+        return function(*arguments, **options)
+    except pynvml.NVMLError as error:
+        if error.value in _LOST:
+            raise
+        return None
+    except UnicodeDecodeError:  # the name of a process
+        return None
+
+
+def _gpu(index: int, handle: Any) -> Gpu:
+    total, free, used = _memory(handle)
+    mig = _ask(pynvml.nvmlDeviceGetMigMode, handle)
+    is_mig = mig is not None and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE
+    capability = _ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+    return Gpu(
+        index=index,
+        name=_text(_ask(pynvml.nvmlDeviceGetName, handle)),
+        # Without an identity it can't be used: this one is asked without `_ask`.
+        uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
+        pci_address=_pci_address(_ask(pynvml.nvmlDeviceGetPciInfo, handle)),
+        total_bytes=total,
+        free_bytes=free,
+        used_bytes=used,
+        processes=_processes(handle),
+        compute_mode=_COMPUTE_MODES.get(_ask(pynvml.nvmlDeviceGetComputeMode, handle)),
+        is_mig=is_mig,
+        instances=tuple(_instances(handle)) if is_mig else (),
+        peers=_peers(handle),
+        pcie_generation=_ask(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
+        pcie_lanes=_ask(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+        max_pcie_generation=_ask(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+        max_pcie_lanes=_ask(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+        compute_capability=None if capability is None else (capability[0], capability[1]),
+    )
+
+
+def _memory(handle: Any) -> tuple[int | None, int | None, int | None]:
+    """Total, free, and used by processes.
+
+    "free" means the same in both versions of the call. "used" doesn't: the first counts what the
+    driver reserves, and so did the second in some drivers. Therefore it is computed.
+    """
+    told = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle, version=pynvml.nvmlMemory_v2)
+    told = told or _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    if told is None or not told.total:
+        return None, None, None
+    used = told.total - told.free - getattr(told, "reserved", 0)
+    return int(told.total), int(told.free), max(int(used), 0)
+
+
+def _processes(handle: Any) -> tuple[Process, ...]:
+    found = {}
+    for computes, function in (
+        # By their versions: where a driver lacks the newest one, the names without it raise
+        # something that is no NVMLError. A process can do both, and stands in both lists.
+        (False, pynvml.nvmlDeviceGetGraphicsRunningProcesses_v3),
+        (True, pynvml.nvmlDeviceGetComputeRunningProcesses_v3),
+    ):
+        for process in _ask(function, handle) or ():
+            found[process.pid] = Process(
+                pid=process.pid,
+                name=PurePath(_text(_ask(pynvml.nvmlSystemGetProcessName, process.pid))).name,
+                used_bytes=process.usedGpuMemory,
+                computes=computes,
+            )
+    found.pop(os.getpid(), None)
+    return tuple(found.values())
+
+
+def _instances(handle: Any) -> Iterator[Instance]:
+    for index in range(_ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+        part = _ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
+        uuid = None if part is None else _ask(pynvml.nvmlDeviceGetUUID, part)
+        if uuid is not None:  # there may be fewer than could be
+            total, free, _ = _memory(part)
+            name = _text(_ask(pynvml.nvmlDeviceGetName, part))
+            yield Instance(uuid=_text(uuid), name=name, total_bytes=total, free_bytes=free)
+
+
+def _peers(handle: Any) -> tuple[Peer, ...]:
+    """The other ends of the active links, each once."""
+    common = _link_speed(handle)
+    found: dict[tuple[Literal["gpu", "switch"], str], list[float | None]] = {}
+    for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+        if _ask(pynvml.nvmlDeviceGetNvLinkState, handle, link) not in _LINK_STATES:
+            continue
+        kind = _PEER_KINDS.get(_ask(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link))
+        if kind is None:
+            continue
+        address = _pci_address(_ask(pynvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link))
+        version = _ask(pynvml.nvmlDeviceGetNvLinkVersion, handle, link)
+        speed = common or _LINK_BYTES_PER_SECOND.get(version)
+        found.setdefault((kind, address), []).append(speed)
+    return tuple(
+        Peer(kind=kind, pci_address=address, num_links=len(speeds), bytes_per_second=_sum(speeds))
+        for (kind, address), speeds in found.items()
+    )
+
+
+def _sum(speeds: list[float | None]) -> float | None:
+    known = [speed for speed in speeds if speed is not None]
+    return sum(known) if len(known) == len(speeds) else None
+
+
+def _link_speed(handle: Any) -> float | None:
+    """Bytes per second of one NVLink in one direction, where the driver tells it."""
+    field = pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON
+    told = _ask(pynvml.nvmlDeviceGetFieldValues, handle, [field])
+    if not told or told[0].nvmlReturn != pynvml.NVML_SUCCESS:
+        return None
+    return told[0].value.uiVal * 1e6 or None
+
+
+def _pci_address(info: Any) -> str:
+    return "" if info is None else _text(info.busId).upper()
+
+
+def _text(value: Any) -> str:
+    """What NVML tells as text: short, and without what a terminal would obey."""
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "replace")
+    return "".join(sign for sign in value or "" if sign.isprintable())[-_MAX_NAME:]

@@ -1,0 +1,286 @@
+"""Fleets as people write them: what `--gpus` takes.
+
+Four kinds of entry, joined by commas or "+": a GPU of this machine ("2", "GPU-8932f937"), a
+budget ("24GiB"), a card of the catalogue ("RTX4090") and a card with its figures
+("MyCard:24GiB,936GB/s"). Which kind an entry is can be seen from the entry alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from duoka.base.units import format_bytes, parse_bytes
+from duoka.errors import FleetError, UsageError
+
+from . import catalogue, measured
+from .calibration import Calibration
+from .detect import detect, is_detected
+from .device import MAX_DEVICES, RESERVE_BYTES, Device, Found
+from .links import Way, between, by_nvlink, from_host, through_host
+
+FORMS = (
+    'the forms are: GPUs of this machine ("2,3", "all"), cards ("2xRTX4090+1xRTX3090"), a budget '
+    'for each GPU ("24GiB,12GiB" or "2x24GiB,12GiB"), virtual GPUs ("virtual:2x24GiB")'
+)
+_MOST_SIGNS = 4000
+_MOST_BYTES = 2**50
+_SHOWN = 60
+_ALL = "all"
+_GROUP = re.compile(r"(?:(\d+)\s*[xX×*]\s*)?(.+)", re.ASCII | re.DOTALL)
+_SIZE = re.compile(r"[\d.]+\s*(?:[kmgtp]i?b?|b)?", re.ASCII | re.IGNORECASE)
+_SPEED = re.compile(r"([\d.]+\s*[kmgt]?i?b)\s*(?:/\s*s|ps)", re.ASCII | re.IGNORECASE)
+_RATE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([gtp])flop(?:s|/s|ps)?", re.ASCII | re.IGNORECASE)
+_RATE_UNITS = {"g": 1e9, "t": 1e12, "p": 1e15}
+_CARD_NAME = re.compile(r"[\w .()/-]{1,40}")
+_RESERVED = frozenset({"virtual", "cuda", "vgpu", "cpu", "gpu"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """A device without a name yet, and its card, where it is one of the catalogue.
+
+    `measured_as` is what NVML called a card of its kind that was measured.
+    """
+
+    device: Device
+    card: catalogue.Card | None = None
+    measured_as: str = ""
+
+
+def read(text: str) -> Found:
+    """Read a fleet; `Fleet.parse` says what can be written.
+
+    Raises
+    ------
+    FleetError
+        If the text names no device, too many, or one that can't be used.
+    UsageError
+        If it can't be understood.
+    """
+    if len(text) > _MOST_SIGNS:
+        raise UsageError(
+            f"the GPUs are named in {len(text)} signs; at most {_MOST_SIGNS} are read", hint=FORMS
+        )
+    head, colon, rest = text.partition(":")
+    is_virtual = bool(colon) and head.strip().lower() == "virtual"
+    body = rest if is_virtual else text
+    if not body.strip():
+        raise FleetError(f"{_short(text)} names no device", hint=FORMS)
+    entries = [entry.strip() for entry in _entries(body)]
+    if "" in entries:
+        raise UsageError(f"{_short(text)} has an empty entry", hint=FORMS)
+    detected = [entry for entry in entries if is_detected(entry) or entry.lower() == _ALL]
+    if not detected:
+        return _declared(entries, "vgpu" if is_virtual else "cuda", text)
+    everything = [entry.lower() for entry in entries] == [_ALL]
+    if is_virtual or not (everything or all(map(is_detected, entries))):
+        raise _mixture(text, detected, is_virtual=is_virtual)
+    return detect(None if everything else ",".join(entries))
+
+
+def devices_in(text: str) -> tuple[str, list[str]] | None:
+    """What a text of declared devices begins with, and an entry for each of them.
+
+    None for GPUs of this machine, and for what can't be read.
+    """
+    head, colon, rest = text.partition(":")
+    is_virtual = bool(colon) and head.strip().lower() == "virtual"
+    found: list[str] = []
+    for entry in _entries(rest if is_virtual else text):
+        entry = entry.strip()
+        match = _GROUP.fullmatch(entry)
+        if match is None or is_detected(entry) or entry.lower() == _ALL:
+            return None
+        name = match[2].strip()
+        # "3090" alone would be a GPU of this machine.
+        name = catalogue.find(name).name if is_detected(name) else name
+        found += [name] * _count(match[1], entry)
+    return ("virtual:" if is_virtual else "", found)
+
+
+def _entries(body: str) -> Iterator[str]:
+    """Split at "+" and commas; what follows a colon up to the next "+" is one card's."""
+    for term in body.split("+"):
+        head, colon, figures = term.partition(":")
+        *before, last = head.split(",")
+        yield from before
+        yield f"{last}:{figures}" if colon else last
+
+
+def _mixture(text: str, detected: list[str], *, is_virtual: bool) -> UsageError:
+    first = detected[0][:_SHOWN]
+    if is_virtual:
+        return UsageError(
+            f"{_short(text)} takes {first!r} for a virtual GPU: that is one of this machine",
+            hint='a virtual GPU is a budget or a card: "virtual:2x24GiB", "virtual:2xRTX4090"',
+        )
+    if _ALL in [entry.lower() for entry in detected]:
+        return UsageError(f'{_short(text)}: "all" stands alone', hint=FORMS)
+    return UsageError(
+        f"{_short(text)} mixes GPUs of this machine ({first!r}) with declared ones",
+        hint="either all are there and are named by index or UUID, or all are declared; a budget "
+        "needs its unit, as in 24GiB",
+    )
+
+
+def _declared(entries: list[str], kind: str, text: str) -> Found:
+    found: list[_Entry] = []
+    known = measured.for_this_driver()
+    for entry in entries:
+        match = _GROUP.fullmatch(entry)
+        assert match is not None, "an empty entry was refused"
+        count = _count(match[1], entry)
+        if count > MAX_DEVICES - len(found):
+            raise FleetError(
+                f"{_short(text)} is more than {MAX_DEVICES} devices", hint="name fewer of them"
+            )
+        found += [_entry(match[2], text, known)] * count
+    names = [f"{kind}:{index}" for index in range(len(found))]
+    links = between(names, lambda one, other: _way(found[one].card, found[other].card))
+    ends = [
+        measured.End(name=name, product=each.measured_as)
+        for name, each in zip(names, found, strict=True)
+    ]
+    return Found(
+        devices=tuple(
+            replace(each.device, name=name) for name, each in zip(names, found, strict=True)
+        ),
+        links=measured.with_links(links, ends, known),
+    )
+
+
+def _count(digits: str | None, entry: str) -> int:
+    if digits is None:
+        return 1
+    # Digits are limited first: int() of a million digits takes long.
+    count = int(digits) if len(digits) < 10 else MAX_DEVICES + 1
+    if count == 0:
+        raise FleetError(f"{_short(entry)} is no device at all", hint=FORMS)
+    return count
+
+
+def _entry(entry: str, text: str, known: Calibration) -> _Entry:
+    if ":" in entry:
+        return _Entry(device=_own_card(entry))
+    # "3090" is a name, too: it comes here after a count, as in "2x3090".
+    if _SIZE.fullmatch(entry) and not catalogue.knows(entry):
+        return _Entry(device=Device(name="cuda", budget_bytes=_size(entry, text)))
+    card = catalogue.find(entry)
+    figures = measured.of_card(card, known)
+    device = replace(
+        _card(card.name, card.usable_bytes, measured.reserve_bytes(figures)),
+        memory_bytes_per_second=card.memory_bytes_per_second,
+        flops_per_second=card.flops_per_second,
+        has_bfloat16=card.has_bfloat16,
+        host_bytes_per_second=None
+        if card.pcie is None
+        else from_host(card.pcie.generation, card.pcie.lanes),
+        float32_flops_per_second=card.float32_flops_per_second,
+    )
+    return _Entry(
+        device=measured.with_figures(device, figures),
+        card=card,
+        measured_as="" if figures is None else figures.product,
+    )
+
+
+def _own_card(entry: str) -> Device:
+    """Read "MyCard:24GiB,936GB/s,71TFLOPs"; the parts may come in any order."""
+    name, _, figures = entry.partition(":")
+    name = name.strip()
+    if name.lower() in ("cuda", "vgpu"):
+        raise UsageError(
+            f"{_short(entry)} is torch's name for a device",
+            hint=f"write the numbers that nvidia-smi shows, as 0,1; {FORMS}",
+        )
+    if not _CARD_NAME.fullmatch(name) or name.lower() in _RESERVED:
+        raise UsageError(
+            f"{_short(name)} is not a name for a card", hint=f"{catalogue.DECLARING}; {FORMS}"
+        )
+    found: dict[str, float] = {}
+    for part in figures.split(","):
+        what, value = _figure(part.strip(), entry)
+        if what in found:
+            raise UsageError(
+                f"{_short(entry)} has two figures for its {what.replace('_', ' ')}",
+                hint='join cards with "+": "MyCard:24GiB+OtherCard:12GiB"',
+            )
+        found[what] = value
+    if "memory" not in found:
+        raise UsageError(f"{_short(entry)} doesn't say how much memory", hint=catalogue.DECLARING)
+    return replace(
+        _card(name, int(found["memory"])),
+        memory_bytes_per_second=found.get("memory_speed"),
+        flops_per_second=found.get("rate"),
+    )
+
+
+def _figure(part: str, entry: str) -> tuple[str, float]:
+    if (match := _RATE.fullmatch(part)) is not None:
+        rate = float(match[1]) * _RATE_UNITS[match[2].lower()]
+        if rate > 0:
+            return "rate", rate
+    elif (match := _SPEED.fullmatch(part)) is not None:
+        return "memory_speed", float(_size(match[1], entry))
+    elif _SIZE.fullmatch(part):
+        return "memory", _size(part, entry)
+    raise UsageError(
+        f"{_short(entry)} has {_short(part)}, which is no memory (24GiB), memory speed (936GB/s) "
+        "or rate of computing (71TFLOPs)",
+        hint=f'{catalogue.DECLARING}; several cards are joined with "+"',
+    )
+
+
+def _card(product: str, memory_bytes: int, reserve_bytes: int = RESERVE_BYTES) -> Device:
+    if memory_bytes <= reserve_bytes:
+        raise FleetError(
+            f"{product} has {format_bytes(memory_bytes)}, and {format_bytes(reserve_bytes)} are "
+            "kept for CUDA",
+            hint='a budget without a card is taken as it is: "512MiB"',
+        )
+    return Device(
+        name="cuda",
+        budget_bytes=memory_bytes - reserve_bytes,
+        product=product,
+        memory_bytes=memory_bytes,
+        reserve_bytes=reserve_bytes,
+    )
+
+
+def _size(size: str, text: str) -> int:
+    try:
+        num_bytes = parse_bytes(size)
+    except UsageError as error:
+        raise UsageError(
+            f"{_short(text)} is not a fleet: {error}", hint=f"{error.hint}; {FORMS}"
+        ) from None
+    if num_bytes > _MOST_BYTES:
+        raise UsageError(
+            f"{_short(text)}: {_short(size)} is more than {format_bytes(_MOST_BYTES)}", hint=FORMS
+        )
+    return num_bytes
+
+
+def _way(one: catalogue.Card | None, other: catalogue.Card | None) -> Way | None:
+    """The way between two cards of the catalogue, in one machine.
+
+    Cards of one kind whose NVLinks are a part of them are taken to be joined: all of it over a
+    switch, one link of a mesh. A bridge is an extra part, and taken not to be there.
+    """
+    if one is None or other is None:
+        return None
+    link = one.nvlink
+    if link is not None and one is other and link.form != "bridge":
+        share = 1 if link.form == "switch" else link.num_links
+        return by_nvlink(link.gb_per_second * 1e9 / share)
+    if one.pcie is None or other.pcie is None:
+        return None
+    return through_host(
+        (one.pcie.generation, one.pcie.lanes), (other.pcie.generation, other.pcie.lanes)
+    )
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")

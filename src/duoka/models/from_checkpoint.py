@@ -1,0 +1,85 @@
+"""Building: a checkpoint's model without data, its weights in the form that they will have."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from duoka import models
+from duoka.base.units import format_bytes
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.checkpoint.quantized import Method, method_of, sort_tensors, without_quantization
+from duoka.errors import ModelError
+from duoka.forecast.workload import Workload
+
+from . import quantization
+
+
+def build_model(checkpoint: Checkpoint, workload: Workload) -> PreTrainedModel:
+    """The model of a checkpoint, without data.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    workload : Workload
+        Its dtype and quantization are resolved. Weights that are quantized while they are loaded
+        have the form that they are given then; those of a checkpoint that was published quantized
+        hold what it stores, and can't be computed with.
+
+    Raises
+    ------
+    ModelError
+        If the model can't be built, or is quantized in a way that isn't known.
+    UsageError
+        If a package is missing that quantizes.
+    """
+    method = method_of(checkpoint.config)
+    dtype = getattr(torch, workload.dtype)
+    config = checkpoint.config if method is None else without_quantization(checkpoint.config)
+    with checkpoint.code_directory() as code:
+        model = models.build(config, dtype=dtype, trust_remote_code=code)
+    scheme = _scheme(workload)
+    if method is not None:
+        _hold_as_stored(model, method, checkpoint)
+    elif scheme is not None:
+        quantization.quantize_model(model, scheme)
+    return model
+
+
+def notes_of(model: PreTrainedModel, checkpoint: Checkpoint, workload: Workload) -> tuple[str, ...]:
+    """What a person should know of how a model's weights are quantized, in sentences."""
+    method = method_of(checkpoint.config)
+    scheme = _scheme(workload)
+    if method is None:
+        return () if scheme is None else quantization.notes(model, scheme)
+    assert checkpoint.tensors is not None
+    stored = sort_tensors(method, checkpoint.tensors)
+    held = [tensor.nbytes or 0 for parts in stored.weights.values() for tensor in parts]
+    engine = (
+        "transformers unpacks them into 16 bit on first use: run this plan with an engine that "
+        "keeps them, as vLLM and SGLang do."
+        if not method.keeps
+        else "Kernels that multiply packed weights take less."
+    )
+    return (
+        f"The checkpoint is quantized ({method.name}): {len(stored.weights)} weights are counted "
+        f"as stored, {format_bytes(sum(held))} with their scales, and one of them unpacked at a "
+        f"time while it is multiplied. {engine}",
+    )
+
+
+def _scheme(workload: Workload) -> quantization.Scheme | None:
+    """What the weights are quantized to while they are loaded."""
+    assert workload.quantize != "auto", "resolve it first"
+    return None if workload.quantize == "none" else workload.quantize
+
+
+def _hold_as_stored(model: PreTrainedModel, method: Method, checkpoint: Checkpoint) -> None:
+    tensors = checkpoint.tensors
+    if tensors is None or any(tensor.nbytes is None for tensor in tensors.values()):
+        raise ModelError(
+            f"the checkpoint is quantized ({method.name}), and nothing says how many bytes its "
+            "tensors have",
+            hint="give a directory or a model on the Hub that holds its safetensors files",
+        )
+    models.hold_as_stored(model, sort_tensors(method, tensors), tensors)

@@ -1,0 +1,262 @@
+"""KV caches: what keeps the keys and values of earlier tokens, on the device of their layer.
+
+Three kinds, by `Workload.cache`. "dynamic" is transformers' `DynamicCache`: it grows by a copy with
+each step. "static" is its `StaticCache`, made for the whole context at once. "int8" grows too, and
+keeps each token's keys and values as 8-bit integers with a scale for each head.
+
+That one is duoka's own. Of the backends of transformers' `QuantizedCache`, quanto's has no 8 bit;
+fp8 takes one scale for a whole layer from the first tokens, which later ones may overflow; hqq's
+8 bit works, but can't be added to: every 128 tokens all of a layer is made whole in float32 and
+rounded again. And none takes sliding windows.
+
+It knows nothing of devices: a layer's cache is made where its first keys come from.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+
+from duoka.errors import UsageError
+from duoka.forecast.workload import Cache
+
+_NAMES = ("past_key_values", "cache_params")
+_MOST = 127
+"""The largest 8-bit integer."""
+
+
+def cache_name(model: Any) -> str:
+    """The argument of a model's `forward` that takes the cache."""
+    accepted = inspect.signature(model.forward).parameters
+    return next((name for name in _NAMES if name in accepted), _NAMES[0])
+
+
+def new_cache(model: Any, kind: Cache = "dynamic", *, context_tokens: int = 0) -> Any:
+    """The cache for one run of a model; None for models that make one of their own kind.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+    kind : {"dynamic", "static", "int8"}
+        The cross-attention of an encoder with a decoder is filled once, and stays as it is.
+    context_tokens : int
+        How many tokens a static cache is made for.
+
+    Raises
+    ------
+    UsageError
+        If the model has no keys and values that could be kept in this way.
+    """
+    # Remote code may lack the question; `generate` needs it.
+    takes_ours = getattr(model, "_supports_default_dynamic_cache", lambda: True)
+    if not takes_ours():
+        _refuse(model, kind, "it makes a cache of its own kind")
+        return None
+    decoder = model.config.get_text_config(decoder=True)
+    if kind == "static":
+        assert context_tokens, "a static cache is made for a context"
+        made: Any = StaticCache(config=decoder, max_cache_len=context_tokens)
+    else:
+        made = DynamicCache(config=decoder)
+        if kind == "int8" and not _make_int8(made):
+            _refuse(model, kind, "it keeps no keys and values of single tokens")
+    if not model.config.is_encoder_decoder:
+        return made
+    return EncoderDecoderCache(made, DynamicCache(config=decoder))
+
+
+def lengthen(cache: Any, tokens: int) -> bool:
+    """Let a cache hold that many more tokens of any content; False where it has another layout."""
+    layers = getattr(cache, "layers", [])
+    if not layers or any(type(layer) not in _LENGTHENED for layer in layers):
+        return False
+    for layer in layers:
+        if layer.is_initialized:
+            _LENGTHENED[type(layer)](layer, tokens)
+    return True
+
+
+class Int8Layer(DynamicLayer):
+    """Keys and values of all tokens as 8-bit integers, with a scale for each token and head.
+
+    What a step brings is rounded once, when it comes. The first step attends to its own keys and
+    values as they are; later ones to a copy of all in the model's type, for as long as the layer
+    computes.
+    """
+
+    def __init__(self, **_: Any) -> None:
+        prepare: Any = super().__init__  # without types there
+        prepare()
+        self.key_scales: Tensor | None = None
+        self.value_scales: Tensor | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Add tokens, and return the keys and values of all: [batch, heads, tokens, head_dim]."""
+        is_first = not self.is_initialized
+        if is_first:
+            self.lazy_initialization(key_states, value_states)
+        self.keys, self.key_scales, keys = _extended(self.keys, self.key_scales, key_states)
+        self.values, self.value_scales, values = _extended(
+            self.values, self.value_scales, value_states
+        )
+        return keys, values
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Note the type and the device; memory is taken by the first tokens."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.keys = self.values = self.key_scales = self.value_scales = None
+        self.is_initialized = False
+
+    def get_seq_length(self) -> int:
+        """How many tokens there are."""
+        return 0 if self.keys is None else int(self.keys.shape[-2])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens."""
+        super().crop(tokens_to_remove)
+        left = self.get_seq_length()
+        self._change_scales(lambda scales: scales[..., :left, :])
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Take other sequences of the batch, as beam search does."""
+        super().reorder_cache(beam_idx)
+        self._change_scales(lambda scales: scales.index_select(0, beam_idx.to(scales.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence of the batch."""
+        super().batch_repeat_interleave(repeats)
+        self._change_scales(lambda scales: scales.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some sequences of the batch."""
+        super().batch_select_indices(indices)
+        self._change_scales(lambda scales: scales[indices, ...])
+
+    def _change_scales(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.key_scales is not None and self.value_scales is not None:
+            self.key_scales, self.value_scales = change(self.key_scales), change(self.value_scales)
+
+
+class Int8SlidingLayer(Int8Layer):
+    """The same for a layer that attends to the last tokens only, and keeps no others."""
+
+    is_sliding = True
+    is_croppable = False
+
+    def __init__(self, sliding_window: int, **_: Any) -> None:
+        super().__init__()
+        self.sliding_window = sliding_window
+        self.cumulative_length = 0
+
+    # Which keys there are is what transformers' own layer of this window says.
+    get_mask_sizes = DynamicSlidingWindowLayer.get_mask_sizes
+    get_seq_length = DynamicSlidingWindowLayer.get_seq_length
+    get_max_length = DynamicSlidingWindowLayer.get_max_length
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Add tokens, and return the keys and values of all that they attend to."""
+        self.cumulative_length += key_states.shape[-2]
+        keys, values = super().update(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys, self.values = self._last(self.keys), self._last(self.values)
+        self._change_scales(self._last)
+        return keys, values
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        super().reset()
+        self.cumulative_length = 0
+
+    def _last(self, states: Tensor) -> Tensor:
+        """The tokens of the window, without the memory of those before."""
+        kept = self.sliding_window - 1
+        return states if states.shape[-2] <= kept else states[..., -kept:, :].clone()
+
+
+def _extended(
+    held: Tensor | None, scales: Tensor | None, states: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Integers and scales with new states behind, and all of it in the states' type."""
+    new, new_scales = _rounded(states)
+    if held is None or scales is None:
+        return new, new_scales, states
+    # Scales come first, as in the first step: so each step ends what the one before made in order.
+    scales = torch.cat([scales, new_scales], dim=-2)
+    held = torch.cat([held, new], dim=-2)
+    return held, scales, held * scales
+
+
+def _rounded(states: Tensor) -> tuple[Tensor, Tensor]:
+    """[…, head_dim] as 8-bit integers, and what to multiply them with: […, 1]."""
+    scales = states.abs().amax(dim=-1, keepdim=True) / _MOST
+    scales = scales.clamp_(min=torch.finfo(states.dtype).tiny)
+    # A scale is rounded too, so that the largest may come out a little above the range.
+    return (states / scales).round_().clamp_(-_MOST, _MOST).to(torch.int8), scales
+
+
+def _make_int8(cache: Any) -> bool:
+    """Put layers that keep 8 bit in the place of those that keep keys and values."""
+    if cache.layer_class_to_replicate is DynamicLayer:
+        cache.layer_class_to_replicate = Int8Layer
+        return True
+    cache.layers = [_in_int8(layer) for layer in cache.layers]
+    return any(isinstance(layer, Int8Layer) for layer in cache.layers)
+
+
+def _in_int8(layer: Any) -> Any:
+    # What has other layers inside (linear attention, an index of its own) keeps its type.
+    if type(layer) is DynamicLayer:
+        return Int8Layer()
+    if type(layer) is DynamicSlidingWindowLayer:
+        return Int8SlidingLayer(layer.sliding_window)
+    return layer
+
+
+def _refuse(model: Any, kind: Cache, why: str) -> None:
+    if kind != "dynamic":
+        raise UsageError(
+            f"{type(model).__name__} can't run with a cache {kind!r}: {why}",
+            hint='leave the cache out, or say "dynamic"',
+        )
+
+
+def _lengthen_dynamic(layer: Any, tokens: int) -> None:
+    layer.keys, layer.values = _longer(layer.keys, tokens), _longer(layer.values, tokens)
+
+
+def _lengthen_int8(layer: Any, tokens: int) -> None:
+    _lengthen_dynamic(layer, tokens)
+    layer.key_scales = _longer(layer.key_scales, tokens)
+    layer.value_scales = _longer(layer.value_scales, tokens)
+
+
+def _lengthen_static(layer: Any, tokens: int) -> None:
+    layer.cumulative_length.add_(tokens)
+
+
+_LENGTHENED: dict[type, Callable[[Any, int], None]] = {
+    DynamicLayer: _lengthen_dynamic,
+    Int8Layer: _lengthen_int8,
+    StaticLayer: _lengthen_static,
+}
+
+
+def _longer(states: Tensor, tokens: int) -> Tensor:
+    """[batch, heads, tokens, head_dim] with more tokens, on the same device."""
+    batch, heads, length, width = states.shape
+    return states.new_empty((batch, heads, length + tokens, width))

@@ -1,0 +1,255 @@
+"""From messages to token ids and from an answer back to a message.
+
+Roles are ids put in by this code; what people and tools say is encoded as plain text. So nobody
+can change the speaker by writing ``<|user|>`` into a message. ChatGLM2 has no ids for roles: its
+rounds are text, and text can imitate them.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from duoka.errors import CheckpointError, UsageError
+
+from .chat_template import encode_template
+from .messages import Message, Tool, ToolCall, last_is_answerable, tool_function
+from .tokenizer import special_id
+from .toolcalls import parse_json_call, parse_python_call, write_json_call, write_python_call
+
+
+class ChatFormat(Protocol):
+    """How one model is talked to."""
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[int]:
+        """Return the ids after which the model answers.
+
+        Raises
+        ------
+        UsageError
+            If the messages or tools can't be said in this format.
+        """
+
+    def parse(self, text: str, tools: Sequence[Tool] | None = None) -> Message:
+        """Return what an answer says; with a tool call if it is one, to one of `tools` if given."""
+
+
+def chat_format(
+    tokenizer: PreTrainedTokenizerBase,
+    config: Mapping[str, Any],
+    generation_config: Mapping[str, Any] | None = None,
+) -> ChatFormat:
+    """Choose the format by the model's type and the special tokens that its tokenizer has.
+
+    Parameters
+    ----------
+    tokenizer : transformers.PreTrainedTokenizerBase
+        As `load_tokenizer` returns it.
+    config, generation_config : mapping
+        The content of ``config.json`` and ``generation_config.json``.
+    """
+    added = tokenizer.get_added_vocab()
+    if config.get("model_type") == "chatglm":
+        if "<|user|>" in added and "<sop>" in added:
+            return GLM4Format(tokenizer)
+        if "<|user|>" in added and "sop" in added:
+            return ChatGLM3Format(tokenizer)
+        if "sop" in added:
+            return ChatGLM2Format(tokenizer)
+        raise CheckpointError("the tokenizer has none of the ChatGLM family's special tokens")
+    stop_ids = [*_end_ids(generation_config or {}), *_end_ids(config)]
+    if isinstance(tokenizer.eos_token_id, int):
+        stop_ids.append(tokenizer.eos_token_id)
+    return TemplateFormat(tokenizer, stop_ids=tuple(dict.fromkeys(stop_ids)))
+
+
+def _end_ids(config: Mapping[str, Any]) -> list[int]:
+    found = config.get("eos_token_id")
+    listed = found if isinstance(found, list) else [found]
+    return [number for number in listed if isinstance(number, int)]
+
+
+@dataclass(frozen=True)
+class _TokenFormat:
+    """What ChatGLM3 and GLM-4 share: a token for each role, metadata to the end of its line."""
+
+    tokenizer: PreTrainedTokenizerBase
+    start: tuple[str, str]
+    stops: tuple[str, ...]
+    read: Callable[[str, str], ToolCall | None] = field(repr=False)
+    write: Callable[[ToolCall], str] = field(repr=False)
+    describe: Callable[[str, Sequence[Tool]], str] = field(repr=False)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The end of text, and the roles that only others have."""
+        return tuple(special_id(self.tokenizer, name) for name in self.stops)
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[int]:
+        """See `ChatFormat.prompt`."""
+        last_is_answerable(messages)
+        ids = [special_id(self.tokenizer, name) for name in self.start]
+        for message in self._with_tools(messages, tools or ()):
+            ids.append(special_id(self.tokenizer, f"<|{message.role}|>"))
+            ids += _encode(self.tokenizer, message.metadata + "\n")
+            ids += _encode(self.tokenizer, message.content)
+        return [*ids, special_id(self.tokenizer, "<|assistant|>")]
+
+    def parse(self, text: str, tools: Sequence[Tool] | None = None) -> Message:
+        """See `ChatFormat.parse`. What was said before a call is the message's content."""
+        said, _, last = text.rpartition("<|assistant|>")
+        name, _, arguments = last.partition("\n")
+        call = self.read(name, arguments)
+        known = None if tools is None else {tool_function(tool)["name"] for tool in tools}
+        if call is None or (known is not None and call.name not in known):
+            return Message(role="assistant", content=" ".join(text.split("<|assistant|>")).strip())
+        return Message(role="assistant", content=said.strip(), tool_call=call)
+
+    def _with_tools(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+        """Write calls as the model writes them, and tools into the system's message."""
+        said: list[Message] = []
+        for message in messages:
+            if message.tool_call is None or message.content:
+                said.append(replace(message, tool_call=None))
+            if message.tool_call is not None:
+                call = message.tool_call
+                written = self.write(call)
+                said.append(Message(role="assistant", metadata=call.name, content=written))
+        if not tools:
+            return said
+        leading = said.pop(0).content if said[0].role == "system" else ""
+        return [Message(role="system", content=self.describe(leading, tools)), *said]
+
+
+class ChatGLM3Format(_TokenFormat):
+    """ChatGLM3: ``[gMASK]sop``, role tokens; a tool is called in a line of Python."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(
+            tokenizer=tokenizer,
+            start=("[gMASK]", "sop"),
+            stops=(str(tokenizer.eos_token), "<|user|>", "<|observation|>"),
+            read=parse_python_call,
+            write=write_python_call,
+            describe=_chatglm3_tools,
+        )
+
+
+class GLM4Format(_TokenFormat):
+    """GLM-4: ``[gMASK]<sop>``, role tokens; a tool's arguments are JSON."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(
+            tokenizer=tokenizer,
+            start=("[gMASK]", "<sop>"),
+            stops=("<|endoftext|>", "<|user|>", "<|observation|>"),
+            read=parse_json_call,
+            write=write_json_call,
+            describe=_glm4_tools,
+        )
+
+
+def _chatglm3_tools(leading: str, tools: Sequence[Tool]) -> str:
+    return f"{leading}\n{_json([tool_function(tool) for tool in tools])}"
+
+
+def _glm4_tools(leading: str, tools: Sequence[Tool]) -> str:
+    # These headings are part of the published format; the model was trained on them.
+    parts = [leading, "# 可用工具"] if leading else ["# 可用工具"]
+    for function in map(tool_function, tools):
+        parts += [
+            f"## {function['name']}",
+            f"{_json(function)}\n在调用上述函数时，请使用 Json 格式表示调用的参数。",
+        ]
+    return "\n\n".join(parts)
+
+
+def _json(value: object) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, indent=4)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"a tool's description is no JSON: {error}") from error
+
+
+@dataclass(frozen=True)
+class ChatGLM2Format:
+    """ChatGLM2: numbered rounds of question and answer, all text."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The end of text."""
+        end = self.tokenizer.eos_token_id
+        return (end,) if isinstance(end, int) else ()
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[int]:
+        """See `ChatFormat.prompt`. A system's message stands before the first round."""
+        last_is_answerable(messages)
+        if tools:
+            raise UsageError("ChatGLM2 was not trained to call tools")
+        text, asked = "", 0
+        for message in messages:
+            if message.role == "system" and not asked:
+                text += f"{message.content}\n\n"
+            elif message.role == "user":
+                asked += 1
+                text += f"[Round {asked}]\n\n问：{message.content}\n\n答："
+            elif message.role == "assistant" and text.endswith("答："):
+                text += f"{message.content}\n\n"
+            else:
+                raise UsageError(
+                    f"ChatGLM2 has no place for a message of role {message.role!r} here",
+                    hint="a system message may come first, then questions and answers in turn",
+                )
+        prefix = [special_id(self.tokenizer, name) for name in ("[gMASK]", "sop")]
+        return [*prefix, *_encode(self.tokenizer, text)]
+
+    def parse(self, text: str, tools: Sequence[Tool] | None = None) -> Message:
+        """See `ChatFormat.parse`."""
+        return Message(role="assistant", content=text.strip())
+
+
+@dataclass(frozen=True)
+class TemplateFormat:
+    """Any other model: the chat template that comes with its tokenizer, or else plain text."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: tuple[int, ...]
+    # Whether text may become special tokens is a state of the tokenizer, and differs by call.
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[int]:
+        """See `ChatFormat.prompt`. Without a template the messages' texts follow one another."""
+        last_is_answerable(messages)
+        if self.tokenizer.chat_template is not None:
+            with self._lock:
+                return encode_template(self.tokenizer, messages, tools)
+        if tools:
+            raise UsageError("this model has no chat template, so no tools can be offered")
+        text = "\n".join(message.content for message in messages)
+        with self._lock:
+            return _encode(self.tokenizer, text, add_special_tokens=True)
+
+    def parse(self, text: str, tools: Sequence[Tool] | None = None) -> Message:
+        """See `ChatFormat.parse`. Only the ChatGLM family's forms of tool calls are read."""
+        return Message(role="assistant", content=text.strip())
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = False
+) -> list[int]:
+    """Encode foreign text: what looks like a special token is text."""
+    ids: list[int] = tokenizer.encode(
+        text, add_special_tokens=add_special_tokens, split_special_tokens=True
+    )
+    return ids

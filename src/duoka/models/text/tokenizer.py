@@ -1,0 +1,282 @@
+"""Fast tokenizers from published files, and which special tokens the ChatGLM family adds.
+
+ChatGLM2 and 3 publish a sentencepiece model, GLM-4 a tiktoken rank file; both become a
+``tokenizers`` byte-pair encoding with the same ids. Text that looks like a special token
+(``<|user|>``) is encoded as text: nobody gets a role by typing it. A caller that does want it,
+and passes no foreign text, asks for ``split_special_tokens=False``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from duoka.base.units import format_bytes
+from duoka.errors import CheckpointError
+
+from .vocabularies import PieceKind, SentencePieceModel, read_vocabulary
+
+Generation = Literal["chatglm2", "chatglm3", "glm4"]
+
+_CHATGLM2_SPECIAL = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
+_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+_GLM4_SPECIAL = (
+    *("<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", *_ROLES),
+    *("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
+)
+# Published with GLM-4: how text is cut before bytes are merged.
+_GLM4_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+_HINT = "its tokenizer.json or tokenizer.model belongs into the same directory"
+_NAMED = re.compile(r"token|vocab|sentencepiece|spiece|merges|tekken")
+_MOST_BYTES = (
+    (re.compile(r"\.jinja$|^chat_template"), 2**20),
+    (re.compile(r"^(tokenizer_config|special_tokens_map|added_tokens)\.json$"), 2**26),
+    (_NAMED, 2**29),
+)
+
+
+def load_tokenizer(directory: Path, config: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that a checkpoint's directory holds. No code from there is run.
+
+    Parameters
+    ----------
+    directory : pathlib.Path
+        Of the checkpoint.
+    config : mapping
+        The content of its ``config.json``.
+
+    Raises
+    ------
+    CheckpointError
+        If there is none, or its files are damaged.
+    """
+    _look_at_files(directory)
+    vocabulary = directory / "tokenizer.model"
+    if config.get("model_type") == "chatglm" and vocabulary.is_file():
+        return _chatglm_tokenizer(vocabulary, config)
+    try:
+        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False, padding_side="left"
+        )
+    except Exception as error:
+        raise CheckpointError(
+            f"no tokenizer could be loaded from {directory}: {error}",
+            hint=_HINT,
+        ) from error
+    return loaded
+
+
+def _look_at_files(directory: Path) -> None:
+    """Refuse a directory without a tokenizer, and files that are far larger than any published."""
+    files = directory.iterdir() if directory.is_dir() else ()
+    sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
+    if not any(_NAMED.search(name) for name in sizes):
+        raise CheckpointError(f"{directory} holds no tokenizer", hint=_HINT)
+    for name, size in sizes.items():
+        most = next((most for pattern, most in _MOST_BYTES if pattern.search(name)), size)
+        if size > most:
+            got, limit = format_bytes(size), format_bytes(most)
+            raise CheckpointError(f"{directory / name} has {got}; at most {limit} are read")
+
+
+def special_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
+    """Return the id of a special token.
+
+    Raises
+    ------
+    CheckpointError
+        If the tokenizer doesn't have it.
+    """
+    number = tokenizer.convert_tokens_to_ids(name)
+    if not isinstance(number, int) or (
+        number == tokenizer.unk_token_id and name != tokenizer.unk_token
+    ):
+        raise CheckpointError(f"the tokenizer has no special token {name}")
+    return number
+
+
+def _chatglm_tokenizer(vocabulary: Path, config: Mapping[str, Any]) -> PreTrainedTokenizerFast:
+    settings = _read_json(vocabulary.with_name("tokenizer_config.json"))
+    model = read_vocabulary(vocabulary)
+    if isinstance(model, SentencePieceModel):
+        special = list(_CHATGLM2_SPECIAL)
+        if _sentencepiece_generation(vocabulary.parent, config, settings) == "chatglm3":
+            special += _ROLES
+        backend, prefix = _sentencepiece_backend(model), ("[gMASK]", "sop")
+        unknown, end = model.pieces[0][0], model.pieces[2][0]
+        names = {"unk_token": unknown, "bos_token": model.pieces[1][0], "eos_token": end}
+        pad = unknown
+    else:
+        special, prefix = _glm4_special(settings, len(model)), ("[gMASK]", "<sop>")
+        backend = _tiktoken_backend(model)
+        end = pad = "<|endoftext|>"
+        names = {"eos_token": end}
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    backend.post_processor = TemplateProcessing(
+        single=[*prefix, "$A"],
+        pair=[*prefix, "$A", "$B", end],
+        special_tokens=[(name, backend.token_to_id(name)) for name in (*prefix, end)],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_Owned(backend),
+        pad_token=pad,
+        padding_side="left",
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+        **names,
+    )
+
+
+class _Owned:
+    """Hands a backend over where a copy of it would be taken: seconds, for nothing."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self.backend = backend
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tokenizer:
+        return self.backend
+
+
+def _sentencepiece_generation(
+    directory: Path, config: Mapping[str, Any], settings: Mapping[str, Any]
+) -> Generation:
+    """Tell ChatGLM2 from ChatGLM3, which adds tokens for roles to the same vocabulary.
+
+    Surest is the tokenizer's code beside it, looked into as text; then the name under which the
+    model was published; then the length in its configuration, 32K for ChatGLM2-6B.
+    """
+    code = directory / "tokenization_chatglm.py"
+    if code.is_file():
+        return "chatglm3" if b"<|user|>" in code.read_bytes() else "chatglm2"
+    for name in (settings.get("name_or_path"), config.get("_name_or_path")):
+        for generation in ("chatglm2", "chatglm3"):
+            if isinstance(name, str) and generation in name.lower():
+                return generation
+    long = config.get("seq_length") == 32768 and config.get("rope_ratio", 1) in (1, 16)
+    return "chatglm2" if long else "chatglm3"
+
+
+def _glm4_special(settings: Mapping[str, Any], first: int) -> list[str]:
+    """Return special tokens in the order of their ids, which follow the ranks without a gap."""
+    listed = settings.get("added_tokens_decoder")
+    if listed is None:
+        return list(_GLM4_SPECIAL)
+    try:
+        contents = {int(number): str(token["content"]) for number, token in listed.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError("tokenizer_config.json: added_tokens_decoder is damaged") from error
+    if sorted(contents) != list(range(first, first + len(contents))):
+        raise CheckpointError(
+            f"tokenizer_config.json: the ids of added tokens don't count on from {first}"
+        )
+    return [contents[number] for number in sorted(contents)]
+
+
+def _sentencepiece_backend(model: SentencePieceModel) -> Tokenizer:
+    vocabulary = {text: number for number, (text, _, _) in enumerate(model.pieces)}
+    if len(vocabulary) != len(model.pieces):
+        raise CheckpointError("tokenizer.model: a piece occurs twice")
+    normal = {text: -score for text, score, kind in model.pieces if kind == PieceKind.NORMAL}
+    bytes_known = any(kind == PieceKind.BYTE for _, _, kind in model.pieces)
+    unknown = next((text for text, _, kind in model.pieces if kind == PieceKind.UNKNOWN), None)
+    backend = Tokenizer(
+        BPE(
+            vocab=vocabulary,
+            merges=_merges(normal, vocabulary),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=bytes_known,
+        )
+    )
+    backend.normalizer = _sentencepiece_normalizer(model)
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if model.add_dummy_prefix:
+        steps.append(decoders.Strip(" ", 1, 0))
+    backend.decoder = decoders.Sequence(steps)
+    control = [text for text, _, kind in model.pieces if kind in (2, 3)]
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in control])
+    user = [text for text, _, kind in model.pieces if kind == PieceKind.USER_DEFINED]
+    backend.add_tokens([AddedToken(text, normalized=False) for text in user])
+    return backend
+
+
+def _sentencepiece_normalizer(model: SentencePieceModel) -> Any:
+    steps: list[Any] = []
+    if model.charsmap:
+        steps.append(normalizers.Precompiled(model.charsmap))
+    if model.remove_extra_whitespaces:
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    if model.add_dummy_prefix:
+        steps.append(normalizers.Prepend("▁"))
+    return normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+
+
+def _tiktoken_backend(ranks: Mapping[bytes, int]) -> Tokenizer:
+    letters = _byte_letters()
+    spelled = {"".join(letters[b] for b in token): rank for token, rank in ranks.items()}
+    # A piece of text that is a token is that token, whether or not merges lead there.
+    backend = Tokenizer(BPE(vocab=spelled, merges=_merges(spelled, spelled), ignore_merges=True))
+    cut = pre_tokenizers.Split(Regex(_GLM4_PATTERN), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([cut, byte_level])
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _merges(wanted: Mapping[str, float], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """List every pair that joins to a wanted piece, the pair of the lowest cost first.
+
+    Both sentencepiece and tiktoken join any two neighbours whose union is in the vocabulary, so
+    all ways to cut a piece count.
+    """
+    merges: list[tuple[str, str]] = []
+    for piece in sorted(wanted, key=lambda piece: (wanted[piece], vocabulary[piece])):
+        pairs = [
+            (left, right)
+            for cut in range(1, len(piece))
+            if (left := piece[:cut]) in vocabulary and (right := piece[cut:]) in vocabulary
+        ]
+        if len(pairs) > 1:
+            pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        merges += pairs
+    return merges
+
+
+def _byte_letters() -> Sequence[str]:
+    """Return the letter that the ``tokenizers`` library writes for each byte.
+
+    Printable bytes stand for themselves, the others for the characters from U+0100 on, in order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    letters: list[str] = []
+    shifted = 0x100
+    for byte in range(256):
+        letters.append(chr(byte if byte in printable else shifted))
+        shifted += byte not in printable
+    return letters
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is damaged: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds no object")
+    return content

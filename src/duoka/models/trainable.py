@@ -1,0 +1,106 @@
+"""Making a model ready to be trained: what learns, in which type, and what is kept for backward.
+
+Adapters are peft's own, put into the model in place: its modules keep their names, and what
+peft adds lies inside the layer that it adapts. So a placement of the model places the adapters,
+each with its layer.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from duoka.errors import ModelError, UsageError
+from duoka.forecast.workload import Training
+
+_ADAPTED = ".base_layer"
+"""Where peft keeps the layer that it adapts, below the name that the layer had."""
+_ALL_LINEAR = "all-linear"
+
+
+def make_trainable(model: nn.Module, training: Training, dtype: torch.dtype) -> None:
+    """Change a model in place so that a step of training can be run.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        With or without data. Full training with master weights takes it to float32, buffers too.
+    training : Training
+    dtype : torch.dtype
+        The workload's. Adapters are of this type, or float32 with master weights; the weights
+        that they adapt stay as they are.
+
+    Raises
+    ------
+    UsageError
+        If peft isn't installed, or the model can't be trained in this way.
+    """
+    if training.method == "lora":
+        _adapt(model, training, torch.float32 if training.master_weights else dtype)
+    else:
+        if training.master_weights:
+            model.to(torch.float32)
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+    if training.gradient_checkpointing:
+        _checkpoint(model)
+    model.train()
+
+
+def base_name(name: str) -> str:
+    """The name that a module or tensor had before adapters were put into its model.
+
+    Examples
+    --------
+    >>> base_name("layers.0.q_proj.base_layer.weight")
+    'layers.0.q_proj.weight'
+    """
+    return name.replace(_ADAPTED, "")
+
+
+def _adapt(model: nn.Module, training: Training, dtype: torch.dtype) -> None:
+    try:
+        import peft
+    except ImportError as error:
+        raise UsageError(
+            "adapters need peft, which isn't installed", hint='pip install "duoka[train]"'
+        ) from error
+    config = peft.LoraConfig(
+        r=training.lora_rank,
+        target_modules=list(training.lora_targets) or _ALL_LINEAR,
+    )
+    before = {id(parameter) for parameter in model.parameters()}
+    try:
+        with warnings.catch_warnings():
+            # Layers that keep their weight transposed are told to be so, and handled.
+            warnings.filterwarnings("ignore", ".*fan_in_fan_out.*")
+            peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise UsageError(
+            f"peft can't adapt {type(model).__name__}: {error}",
+            hint="name modules of the model as LoRA targets",
+        ) from error
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in before and parameter.dtype != dtype:
+                _retype(module, name, dtype)
+
+
+def _retype(module: nn.Module, name: str, dtype: torch.dtype) -> None:
+    parameter = module.get_parameter(name)
+    learns = parameter.requires_grad
+    setattr(module, name, nn.Parameter(parameter.detach().to(dtype), requires_grad=learns))
+
+
+def _checkpoint(model: Any) -> None:
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise ModelError(
+            f"{type(model).__name__} has no gradient checkpointing",
+            hint="train it without gradient_checkpointing (--gradient-checkpointing)",
+        )
+    # The newer name; the older one warns where both are there.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (model.gradient_checkpointing_enable if enable is None else enable)()

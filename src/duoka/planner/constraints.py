@@ -1,0 +1,100 @@
+"""Constraints: what a person demands of a placement, besides that it fits.
+
+They are data, kept in a plan's request so that the plan can be made again. What the names mean is
+found out where they are used: this room knows nothing of models or of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from duoka.base.choices import choose
+from duoka.base.units import format_bytes
+from duoka.errors import UsageError
+
+Strategy = Literal["auto", "balanced", "sequential"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+
+_SHOWN = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """What must hold of a placement.
+
+    Parameters
+    ----------
+    strategy : {"auto", "balanced", "sequential"}
+        As few devices as hold the workload, and the best placement on so many for the objective;
+        every device, and as much of each as can be left free on all; or the devices in the user's
+        order, each filled as far as it goes before the next.
+    pins : tuple of (str, str)
+        Modules or tensors, in the model's names or its checkpoint's, with the device that each
+        must be on.
+    uncut : tuple of str
+        Modules that a stage can't begin with, unless all before them is empty; a range,
+        "model.layers.0-7", stays on one device.
+    reserve : tuple of (str, int)
+        Devices, with bytes that are taken off their budgets.
+    offload : bool
+        Whether weights may lie in the processor's memory where they fit no GPU.
+
+    Raises
+    ------
+    UsageError
+        If a name is empty or stands twice, a number isn't positive, or the strategy is unknown.
+
+    Examples
+    --------
+    >>> Constraints(pins=(("lm_head", "cuda:1"),)).demands
+    True
+    """
+
+    strategy: Strategy = "auto"
+    pins: tuple[tuple[str, str], ...] = ()
+    uncut: tuple[str, ...] = ()
+    reserve: tuple[tuple[str, int], ...] = ()
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        choose("the strategy", self.strategy, STRATEGIES)
+        _refuse_empty("a pin", [part for pin in self.pins for part in pin])
+        _refuse_empty("an uncut module", self.uncut)
+        _refuse_empty("a reserve", [device for device, _ in self.reserve])
+        _refuse_two("the pin", self.pins)
+        _refuse_two(
+            "the reserve",
+            [(device, format_bytes(size)) for device, size in self.reserve],
+            more=True,
+        )
+        for device, size in self.reserve:
+            if size <= 0:
+                raise UsageError(
+                    f"the reserve of {device[:_SHOWN]} is {size} bytes",
+                    hint="write how much to leave free, as cuda:0=2GiB",
+                )
+
+    @property
+    def demands(self) -> bool:
+        """Whether anything is demanded of where modules go."""
+        return bool(self.pins or self.uncut) or self.strategy != "auto"
+
+
+def _refuse_empty(what: str, names: Sequence[str]) -> None:
+    if not all(name.strip() for name in names):
+        raise UsageError(f"{what} has an empty name", hint="write the name out")
+
+
+def _refuse_two(what: str, pairs: Sequence[tuple[str, str]], *, more: bool = False) -> None:
+    """Refuse a name with two values; with `more`, one that stands twice at all."""
+    said: dict[str, str] = {}
+    for name, value in pairs:
+        if name in said and (more or said[name] != value):
+            raise UsageError(
+                f"{what} of {name[:_SHOWN]} is said twice: {said[name][:_SHOWN]} and "
+                f"{value[:_SHOWN]}",
+                hint="say it once",
+            )
+        said[name] = value

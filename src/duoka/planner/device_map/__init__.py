@@ -1,0 +1,14 @@
+"""Maps by hand: a `device_map` as people write it, judged against a model's outline.
+
+A map names modules or tensors by the model's own names, by those of its published checkpoint, or
+by both, and gives each a device. It becomes one device for every block, or an error that lists
+everything that is missing, unknown, doubled and split, with the nearest real names and a completed
+map. Nothing here needs the model, its weights or torch, nor knows what a device can hold.
+"""
+
+from .names import Names, find_device
+from .read import DeviceMap
+from .validate import Judgement, judge
+from .wording import meant, runs, shorten
+
+__all__ = ["DeviceMap", "Judgement", "Names", "find_device", "judge", "meant", "runs", "shorten"]

@@ -1,0 +1,208 @@
+"""A device map as it is given: a dict, one device, or a JSON file that anybody may have written."""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import SupportsIndex
+
+from duoka.base.files import read_text, why
+from duoka.errors import FormatError, UsageError
+from duoka.hardware.device import MAX_DEVICES
+from duoka.hardware.fleet import Fleet
+
+_MAX_BYTES = 16 * 2**20
+_DEVICE = re.compile(r"([a-z]+)(?::(0|[1-9][0-9]{0,3}))?", re.ASCII)
+_NUMBER = re.compile(r"[0-9]{1,4}", re.ASCII)
+_AUTOMATIC = frozenset({"auto", "balanced", "balanced_low_0", "sequential"})
+_LEAVE_OUT = "leave the device map out: finding one is what duoka does by itself"
+_KINDS = {
+    "_Pairs": "an object",
+    "list": "a list",
+    "NoneType": "null",
+    "bool": "true or false",
+    "float": "a fraction",
+}
+_NO_OFFLOAD = "duoka doesn't offload; name a GPU, or cpu to compute there"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMap:
+    """Pairs of a name and what was given as its device, in their order; names may stand twice.
+
+    Examples
+    --------
+    >>> DeviceMap.of({"model.embed_tokens": 0, "model.layers": "cuda:1"}).entries
+    (('model.embed_tokens', 0), ('model.layers', 'cuda:1'))
+    >>> DeviceMap.of("cuda:0").entries
+    (('', 'cuda:0'),)
+    """
+
+    entries: tuple[tuple[str, object], ...]
+
+    @classmethod
+    def of(cls, given: object) -> DeviceMap:
+        """Take a map, or one device for the whole model, as transformers' ``device_map=`` does.
+
+        Raises
+        ------
+        UsageError
+            If it is neither, or asks for an automatic map.
+        """
+        if isinstance(given, DeviceMap):
+            return given
+        if isinstance(given, Mapping):
+            pairs = ((key if isinstance(key, str) else repr(key), given[key]) for key in given)
+            return cls(tuple(pairs))
+        if isinstance(given, str) and given.strip().lower() in _AUTOMATIC:
+            raise UsageError(f"{given!r} is no device map", hint=_LEAVE_OUT)
+        if isinstance(given, str) or _whole(given) is not None or _is_torch_device(given):
+            return cls((("", given),))
+        raise UsageError(
+            f"a device map is a mapping from names to devices, not {type(given).__name__}",
+            hint='{"": 0} puts the whole model on the first GPU',
+        )
+
+    @classmethod
+    def parse(cls, text: str, source: str) -> DeviceMap:
+        """Read JSON text; a name that stands twice is kept twice, for `judge` to tell.
+
+        Raises
+        ------
+        FormatError
+            If it is no JSON.
+        UsageError
+            If it isn't a map.
+        """
+        try:
+            value = json.loads(text, object_pairs_hook=_Pairs, parse_constant=str)
+        except (ValueError, RecursionError) as error:
+            problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+            raise FormatError(
+                f"{source} is not valid JSON: {problem}",
+                hint='a device map is an object, as {"model.embed_tokens": 0, "model.layers": 1}',
+            ) from None
+        return cls(tuple(value)) if isinstance(value, _Pairs) else cls.of(value)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> DeviceMap:
+        """Read a JSON file.
+
+        Raises
+        ------
+        FormatError
+            If it can't be read or is no JSON.
+        UsageError
+            If it isn't a map.
+        """
+        try:
+            text = read_text(Path(path), most_bytes=_MAX_BYTES)
+        except (OSError, ValueError) as error:
+            raise FormatError(
+                f"the device map {path} can't be read: {why(error)}",
+                hint="name a JSON file that holds a device map",
+            ) from None
+        return cls.parse(text, f"the device map {path}")
+
+    @property
+    def names_cpu(self) -> bool:
+        """Whether an entry's device is the CPU."""
+        return any(str(value) == "cpu" for _, value in self.entries)
+
+
+class _Pairs(list[tuple[str, object]]):
+    """A JSON object with all its keys, those that stand twice too."""
+
+
+def _whole(value: object) -> int | None:
+    """A number, of Python's or of any library's; None for everything else."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:  # an array of several
+        return None
+
+
+def _is_torch_device(value: object) -> bool:
+    # Known by its name: torch isn't imported here.
+    return type(value).__module__ == "torch" and type(value).__name__ == "device"
+
+
+class NoDevice(Exception):
+    """What was given as a device isn't one, or isn't in the fleet."""
+
+
+class Devices:
+    """What a map's devices mean.
+
+    A number N is the device with that number in the fleet, ``cuda:N`` or ``vgpu:N``; "cuda" alone
+    is the fleet's only GPU, or its number 0.
+
+    Parameters
+    ----------
+    fleet : Fleet, optional
+        Without one every device that torch could have will do, and numbers mean CUDA's.
+    """
+
+    def __init__(self, fleet: Fleet | None) -> None:
+        self.names = () if fleet is None else fleet.names
+        self._any = fleet is None
+        kinds = dict.fromkeys(name.partition(":")[0] for name in self.names if name != "cpu")
+        self._kinds = tuple(kinds) or (("cuda",) if self._any else ())
+
+    @property
+    def first(self) -> str:
+        """Where to put what nothing else tells."""
+        return self.names[0] if self.names else "cuda:0"
+
+    def find(self, value: object) -> str:
+        """The name of a device.
+
+        Raises
+        ------
+        NoDevice
+            With what is wrong.
+        """
+        number = _whole(value)
+        if number is not None:
+            return self._numbered(number)
+        if not isinstance(value, str) and not _is_torch_device(value):
+            kind = type(value).__name__
+            raise NoDevice(f"{_KINDS.get(kind, kind)} is no device")
+        text = str(value)
+        if _NUMBER.fullmatch(text):
+            return self._numbered(int(text))
+        match = _DEVICE.fullmatch(text)
+        if match is None:
+            raise NoDevice("no device has such a name")
+        if text in ("disk", "meta"):
+            raise NoDevice(_NO_OFFLOAD)
+        kind, index = match.groups()
+        return self._known(text if kind == "cpu" or index is not None else self._alone(kind))
+
+    def _numbered(self, number: int) -> str:
+        if len(self._kinds) > 1:
+            raise NoDevice(f"the number of which: {' or '.join(self._kinds)}?")
+        if not 0 <= number < 10_000 or not self._kinds:
+            raise NoDevice("no GPU has such a number")
+        return self._known(f"{self._kinds[0]}:{number}")
+
+    def _alone(self, kind: str) -> str:
+        same = [name for name in self.names if name.partition(":")[0] == kind]
+        return same[0] if len(same) == 1 else f"{kind}:0"
+
+    def _known(self, name: str) -> str:
+        if self._any:
+            if name.partition(":")[0] not in ("cpu", "cuda", "vgpu"):
+                raise NoDevice("duoka knows cuda:N, vgpu:N and cpu")
+            if name != "cpu" and int(name.partition(":")[2]) >= MAX_DEVICES:
+                raise NoDevice("no GPU has such a number")
+        elif name not in self.names:
+            raise NoDevice(f"{name} is not in the fleet")
+        return name

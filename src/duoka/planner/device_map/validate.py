@@ -1,0 +1,272 @@
+"""The judgement: one device for every block, or everything that is wrong at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from duoka.errors import Faults, PlacementError
+from duoka.forecast.tensor_names import NamedTensor, Outline, OutlineBlock
+from duoka.hardware.fleet import Fleet
+
+from .entries import Entries
+from .matching import Match, Matcher
+from .read import DeviceMap, Devices
+from .spelling import Spelling, is_within
+from .wording import listed, meant, runs, shorten, shown
+
+_HINT = (
+    "`duoka plan --device-map … --save-device-map FILE` writes the completed map; in Python it is "
+    "the error's `completed`"
+)
+
+Placed = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What a good map says: a device for every module, and what a person should know of it.
+
+    Parameters
+    ----------
+    placed : tuple of (str, str)
+        Native names of the blocks' modules and devices, in execution order.
+    notes : tuple of str
+        What goes elsewhere than the map says, in sentences.
+    """
+
+    placed: Placed
+    notes: tuple[str, ...] = ()
+
+
+def judge(device_map: object, outline: Outline, fleet: Fleet | None = None) -> Judgement:
+    """Turn a map written by hand into one device for every block.
+
+    Buffers follow the parameters of their block.
+
+    Parameters
+    ----------
+    device_map : DeviceMap, mapping or one device
+        See `DeviceMap.of`.
+    outline : Outline
+    fleet : Fleet, optional
+        The devices that may be named; without one every device may be.
+
+    Raises
+    ------
+    PlacementError
+        With all names at fault of every kind, and a completed map.
+    UsageError
+        If it is no map.
+    """
+    return _Judge(DeviceMap.of(device_map), outline, Devices(fleet)).judge()
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """Blocks that must be on one device: one, or several that are tied."""
+
+    blocks: list[OutlineBlock]
+    matches: dict[str, Match]
+
+    @property
+    def tensors(self) -> list[NamedTensor]:
+        return [tensor for block in self.blocks for tensor in block.tensors]
+
+    def devices(self) -> list[str]:
+        """Devices that the map gives to these blocks without contradiction.
+
+        Those of parameters where there are any: buffers follow them.
+        """
+        return self._devices(buffers=False) or self._devices(buffers=True)
+
+    def _devices(self, *, buffers: bool) -> list[str]:
+        matches = (self.matches[t.name] for t in self.tensors if t.is_buffer == buffers)
+        clear = (match.devices for match in matches if not match.clash)
+        return list(dict.fromkeys(device for devices in clear for device in devices))
+
+    def following(self) -> Iterator[tuple[str, str]]:
+        """Buffers that go elsewhere than the map says, and where it says."""
+        (here,) = self.devices()
+        for tensor in self.tensors:
+            for device in self.matches[tensor.name].devices:
+                if device != here:
+                    yield tensor.name, device
+
+    def heaviest(self) -> str | None:
+        """The device with most of the bytes, among those that the map names."""
+        weights: Counter[str] = Counter()
+        for tensor in self.tensors:
+            for device in self.matches[tensor.name].devices:
+                weights[device] += tensor.num_bytes
+        # Of equal ones the first that is met: max keeps the order.
+        return max(weights, key=weights.__getitem__) if weights else None
+
+
+class _Judge:
+    def __init__(self, device_map: DeviceMap, outline: Outline, devices: Devices) -> None:
+        self.outline = outline
+        self.devices = devices
+        self.spelling = Spelling(outline)
+        self.entries = Entries.read(device_map, self.spelling, devices)
+        self.published = self.entries.are_published(self.spelling)
+
+    def judge(self) -> Judgement:
+        parts = self._parts(self.entries.known)
+        faults = self._faults(parts)
+        if not faults:
+            notes = tuple(note for part in parts for note in self._followed(part))
+            return Judgement(placed=tuple(self._placed(parts)), notes=notes)
+        completed = self._completed()
+        faults = replace(faults, completed=completed)
+        raise PlacementError(
+            self._message(faults, parts),
+            hint=_HINT,
+            faults=faults,
+        )
+
+    # ── judging ──
+
+    def _parts(self, entries: Mapping[str, str | None]) -> list[_Part]:
+        """What the map says, block by block; tied blocks together."""
+        matcher = Matcher(self.spelling, entries)
+        tied: dict[int, list[OutlineBlock]] = {}
+        blocks = self.outline.blocks
+        for index, block in enumerate(blocks):
+            root = index
+            while (partner := blocks[root].tied_to) is not None:
+                root = partner
+            if block.modules:
+                tied.setdefault(root, []).append(block)
+        return [
+            _Part(group, self._matches(matcher, [t for block in group for t in block.tensors]))
+            for group in tied.values()
+        ]
+
+    def _matches(self, matcher: Matcher, tensors: Sequence[NamedTensor]) -> dict[str, Match]:
+        """What the map says of tensors; a name that it lacks has the device of its tie."""
+        matches = {tensor.name: matcher.match(tensor) for tensor in tensors}
+        given = {
+            tensor.tied_to or tensor.name for tensor in tensors if not matches[tensor.name].missing
+        }
+        return {
+            tensor.name: replace(matches[tensor.name], missing=())
+            if (tensor.tied_to or tensor.name) in given
+            else matches[tensor.name]
+            for tensor in tensors
+        }
+
+    def _faults(self, parts: Sequence[_Part]) -> Faults:
+        clashes = [m.clash for part in parts for m in part.matches.values() if m.clash]
+        return Faults(
+            missing=tuple(
+                dict.fromkeys(n for part in parts for n in self._missing(part, part.tensors))
+            ),
+            unknown=tuple(self.entries.unknown),
+            doubled=tuple(dict.fromkeys([*self.entries.doubled, *(k for c in clashes for k in c)])),
+            split=tuple(name for part in parts for name in self._split(part)),
+            misplaced=tuple(self.entries.misplaced),
+            nearest={name: near.names for name, near in self.entries.unknown.items() if near.names},
+        )
+
+    def _missing(self, part: _Part, tensors: Iterable[NamedTensor]) -> Iterator[str]:
+        for tensor in tensors:
+            missing = part.matches[tensor.name].missing
+            if missing and not tensor.tied_to:
+                yield from missing if self.published else (tensor.name,)
+
+    def _split(self, part: _Part) -> list[str]:
+        return list(self._modules(part.blocks)) if len(part.devices()) > 1 else []
+
+    def _modules(self, blocks: Iterable[OutlineBlock]) -> Iterator[str]:
+        """The names of modules as the map's author writes them."""
+        for block in blocks:
+            for module in block.modules:
+                yield self.spelling.module(module, block.tensors, published=self.published)
+
+    def _placed(self, parts: Sequence[_Part]) -> Iterator[tuple[str, str]]:
+        device_of = {id(block): part.devices()[0] for part in parts for block in part.blocks}
+        for block in self.outline.blocks:
+            for module in block.modules:
+                yield module, device_of[id(block)]
+
+    def _followed(self, part: _Part) -> Iterator[str]:
+        """What follows the parameters of its block, in a sentence for each device."""
+        held = {t.name.rpartition(".")[0] for t in part.tensors if not t.is_buffer}
+        away: dict[str, dict[str, None]] = {}
+        for name, device in part.following():
+            owner = name.rpartition(".")[0]
+            away.setdefault(device, {})[name if owner in held else owner] = None
+        for device, names in away.items():
+            goes, it, hold = ("goes", "it", "holds") if len(names) == 1 else ("go", "they", "hold")
+            with_what = next(t.name.rpartition(".")[0] for t in part.tensors if not t.is_buffer)
+            yield (
+                f"{shorten(names)} {goes} to {part.devices()[0]} with {shown(with_what)}, and not "
+                f"to {device}: {it} {hold} no parameters"
+            )
+
+    # ── completing ──
+
+    def _completed(self) -> dict[str, int | str]:
+        """What could be kept, what was meant, and for the rest the device of its neighbours."""
+        kept = {name: device for name, device in self.entries.known.items() if device}
+        parts = self._parts({**self.entries.meant, **kept})
+        chosen = {part: part.heaviest() for part in parts}
+        part_of = {id(block): part for part in parts for block in part.blocks}
+        blocks = [block for block in self.outline.blocks if block.modules]
+        order = [part_of[id(block)] for block in blocks]
+        before = next(filter(None, map(chosen.__getitem__, order)), self.devices.first)
+        completed: dict[str, int | str] = {}
+        for block, part in zip(blocks, order, strict=True):
+            before = chosen[part] = chosen[part] or before
+            completed |= dict.fromkeys(self._modules([block]), self._value(before))
+        return completed
+
+    def _value(self, device: str) -> int | str:
+        """A device as the map's author writes them."""
+        number = device.partition(":")[2]
+        return int(number) if self.entries.is_numbered and number else device
+
+    # ── telling ──
+
+    def _message(self, faults: Faults, parts: Sequence[_Part]) -> str:
+        lines = [
+            ("has no device for", listed(runs(self._missing_modules(parts)))),
+            ("names what isn't there", listed(meant(faults))),
+            ("gives two devices to", listed(runs(faults.doubled))),
+            ("cuts what must stay whole", listed(list(self._cuts(parts)))),
+            ("names devices that can't be used", listed(self._no_devices(), "; ")),
+        ]
+        told = "\n".join(f"  it {what}: {names}" for what, names in lines if names)
+        return f"the device map doesn't place {self.outline.model}:\n{told}"
+
+    def _missing_modules(self, parts: Sequence[_Part]) -> Iterator[str]:
+        """What is missing, with one name for a module of which all is."""
+        pairs = ((part, block) for part in parts for block in part.blocks)
+        for part, block in pairs:
+            for module, called in zip(block.modules, self._modules([block]), strict=True):
+                held = [tensor for tensor in block.tensors if is_within(tensor.name, module)]
+                if all(part.matches[tensor.name].missing for tensor in held):
+                    yield called
+                else:
+                    yield from self._missing(part, held)
+
+    def _cuts(self, parts: Sequence[_Part]) -> Iterator[str]:
+        cut: dict[tuple[bool, tuple[str, ...]], list[str]] = {}
+        for part in parts:
+            names = self._split(part)
+            if names:
+                cut.setdefault((len(part.blocks) > 1, tuple(part.devices())), []).extend(names)
+        for (is_tied, devices), names in cut.items():
+            why = ", which share weights" if is_tied else ""
+            yield f"{listed(runs(names))}{why} (on {' and '.join(devices)})"
+
+    def _no_devices(self) -> list[str]:
+        at: dict[str, list[str]] = {}
+        for name, problem in self.entries.misplaced.items():
+            at.setdefault(problem, []).append(name)
+        told = [f"{problem} for {listed(runs(names))}" for problem, names in at.items()]
+        if told and self.devices.names:
+            told.append(f"the fleet is {', '.join(self.devices.names)}")
+        return told

@@ -1,0 +1,168 @@
+"""Alternatives: the placements that people would try, for the same workload on the same fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import cast, get_args
+
+from duoka.errors import UsageError
+from duoka.forecast.layers import layer_of, main_list
+
+from ..search import NoPlacement, Objective, Stage, search
+from .data import Alternative
+from .trial import TIMED, Stages, Trial
+
+_NAMES = {
+    "headroom": "the most headroom",
+    "latency": "the shortest time",
+    "throughput": "the fastest slowest stage",
+}
+
+
+def alternatives(trial: Trial, plan_stages: Stages | None) -> Iterator[Alternative]:
+    """Each placement once, with what it needs and what the plan's objective makes of it.
+
+    Parameters
+    ----------
+    trial : Trial
+        For the plan's workload, fleet and objective.
+    plan_stages : tuple of Stage, optional
+        The plan's own; None where its placement isn't one stage for each device.
+    """
+    names: dict[Stages, list[str]] = {}
+    for name, stages in _placements(trial, plan_stages):
+        names.setdefault(stages, []).append(name)
+    for stages, alike in names.items():
+        value = trial.value(stages)
+        seconds = None if value is None else trial.seconds(stages)
+        yield Alternative(
+            name="; ".join(alike),
+            shares=trial.shares(stages),
+            fits=value is not None,
+            value=value,
+            request_seconds=None if seconds is None else seconds.total_seconds,
+            is_plan=stages == plan_stages,
+        )
+
+
+def _placements(trial: Trial, plan_stages: Stages | None) -> Iterator[tuple[str, Stages]]:
+    yield from _optima(trial, plan_stages)
+    if plan_stages is not None and len(plan_stages) > 1:
+        used = [stage.device for stage in plan_stages]
+        yield "equal numbers of layers, in the best order", _best_equal(trial, used)
+        yield "the GPUs in reverse order", _reversed(plan_stages)
+    everything = list(range(min(len(trial.fleet.devices), trial.costs.num_blocks)))
+    if len(everything) > 1:
+        if plan_stages is None or len(plan_stages) != len(everything):
+            equal = _best_equal(trial, everything)
+            yield "equal numbers of layers on all GPUs", equal
+        yield "equal bytes of weights on all GPUs", _equal_weights(trial, everything)
+
+
+def _optima(trial: Trial, plan_stages: Stages | None) -> Iterator[tuple[str, Stages]]:
+    """The optimum of each objective, and that on all devices."""
+    wanted: tuple[Objective, ...] = get_args(Objective) if trial.has_speeds else ("headroom",)
+    if trial.costs.more_passes is not None:
+        wanted = tuple(each for each in wanted if each != "throughput")  # latency is the same
+    for objective in wanted:
+        if objective != trial.objective or plan_stages is None:
+            found = _optimum(trial, objective)
+            if found is not None:
+                yield f"{_NAMES[objective]}, on as few GPUs as hold it", found
+    if plan_stages is None or len(plan_stages) < len(trial.fleet.devices):
+        everywhere = trial.objective if trial.objective in TIMED else "headroom"
+        found = _optimum(trial, cast(Objective, everywhere), use_all=True)
+        if found is not None:
+            yield f"{_NAMES[everywhere]}, on all GPUs", found
+
+
+def _optimum(trial: Trial, objective: Objective, *, use_all: bool = False) -> Stages | None:
+    try:
+        return search(
+            trial.costs, trial.fleet, objective=objective, use_all=use_all, limits=trial.limits
+        ).stages
+    except (NoPlacement, UsageError):
+        return None  # nothing fits; or there are more devices than blocks, or too many kinds
+
+
+def _staged(cuts: Sequence[int], devices: Sequence[int]) -> Stages:
+    return tuple(
+        Stage(start=start, stop=stop, device=device)
+        for (start, stop), device in zip(pairwise(cuts), devices, strict=True)
+    )
+
+
+def _best_equal(trial: Trial, devices: Sequence[int]) -> Stages:
+    """As many layers for each device; the stage that needs most on the largest, and so on down.
+
+    No other order of the devices leaves more free on the tightest one.
+    """
+    cuts = _equal_cuts(trial, len(devices))
+    needs = [share.requested_bytes for share in trial.shares(_staged(cuts, devices))]
+    hungriest = sorted(range(len(needs)), key=lambda place: -needs[place])
+    largest = sorted(devices, key=lambda device: -trial.fleet.devices[device].budget_bytes)
+    at = dict(zip(hungriest, largest, strict=True))
+    return _staged(cuts, [at[place] for place in range(len(needs))])
+
+
+def _equal_cuts(trial: Trial, num_stages: int) -> list[int]:
+    """Cuts that deal the layers evenly; what is before and after them goes to the ends."""
+    layers = _layer_places(trial)
+    first, last = (layers[0], layers[-1] + 1) if len(layers) >= num_stages else (0, None)
+    num = (trial.costs.num_blocks if last is None else last) - first
+    inner = [first + -(-num * stage // num_stages) for stage in range(1, num_stages)]
+    return [0, *inner, trial.costs.num_blocks]
+
+
+def _layer_places(trial: Trial) -> list[int]:
+    """Places in the chain of the blocks that hold the model's layers."""
+    places = [trial.modules(place, place + 1) for place in range(trial.costs.num_blocks)]
+    main = main_list([module for modules in places for module in modules])
+    return [
+        place
+        for place, modules in enumerate(places)
+        if any((at := layer_of(module)) and at[0] == main for module in modules)
+    ]
+
+
+def _reversed(stages: Stages) -> Stages:
+    """The devices in reverse order, each with as many blocks as it had."""
+    lengths = [stage.stop - stage.start for stage in reversed(stages)]
+    cuts = [0]
+    for length in lengths:
+        cuts.append(cuts[-1] + length)
+    return _staged(cuts, [stage.device for stage in reversed(stages)])
+
+
+def _equal_weights(trial: Trial, devices: Sequence[int]) -> Stages:
+    """The contiguous cut whose largest share of the weights is smallest, in the user's order."""
+    sizes = [_weight_bytes(trial, index) for index in range(trial.costs.num_blocks)]
+    low, high = max(sizes), sum(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_filled(sizes, middle, len(devices))) - 1 <= len(devices):
+            high = middle
+        else:
+            low = middle + 1
+    return _staged(_filled(sizes, low, len(devices)), devices)
+
+
+def _filled(sizes: Sequence[int], most: int, num_stages: int) -> list[int]:
+    """Cuts of stages that are filled up to `most` bytes, with a block for each at least."""
+    cuts, held = [0], 0
+    for index, size in enumerate(sizes):
+        left = num_stages - len(cuts)
+        if index > cuts[-1] and (held + size > most or len(sizes) - index == left):
+            cuts.append(index)
+            held = 0
+        held += size
+    return [*cuts, len(sizes)]
+
+
+def _weight_bytes(trial: Trial, position: int) -> int:
+    profile = trial.costs.profile
+    return sum(
+        sum(profile.kinds[profile.blocks[index].kind].weight_bytes)
+        for index in trial.costs.blocks_of(position, position + 1)
+    )

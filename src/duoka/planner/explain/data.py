@@ -1,0 +1,184 @@
+"""What an explanation holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from duoka.base.serialization import to_dict
+
+Outcome = Literal["impossible", "forbidden", "worse", "equal", "better"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one device has of a placement.
+
+    Parameters
+    ----------
+    device : str
+    modules : tuple of str
+        In execution order.
+    requested_bytes, budget_bytes : int
+        What tensors ask for there at the peak, and what the device can give.
+    """
+
+    device: str
+    modules: tuple[str, ...]
+    requested_bytes: int
+    budget_bytes: int
+
+    @property
+    def free_bytes(self) -> int:
+        """What is left; negative where it doesn't fit."""
+        return self.budget_bytes - self.requested_bytes
+
+    @property
+    def is_fragmented(self) -> bool:
+        """Whether there are bytes enough, but not in one piece: said as one byte too many."""
+        return self.free_bytes == -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One block moved over the boundary between two stages.
+
+    Parameters
+    ----------
+    giver, taker : Share
+        The devices of both stages, as they would be then.
+    modules : tuple of str
+        What moves.
+    outcome : {"impossible", "forbidden", "worse", "equal", "better"}
+        Impossible where it doesn't fit; forbidden by a pin or a module that stays uncut; otherwise
+        as the objective judges it.
+    value : float, optional
+        The objective's value then; None where it doesn't fit.
+    """
+
+    giver: Share
+    taker: Share
+    modules: tuple[str, ...]
+    outcome: Outcome
+    value: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """What goes from one stage to the next.
+
+    Parameters
+    ----------
+    source, target : str
+    per : {"token", "request", "step"}
+        One decode step, on average, over the whole batch; the whole request where it has none; in
+        training a step.
+    num_bytes : int
+    seconds : float, optional
+        How long it takes; None where speeds are unknown.
+    """
+
+    source: str
+    target: str
+    per: Literal["token", "request", "step"]
+    num_bytes: int
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fewer:
+    """Why one device less doesn't do.
+
+    Parameters
+    ----------
+    devices : tuple of str
+        The largest ones, one less than the plan uses.
+    missing_bytes : int
+        What is missing on them at least, with the smallest prefill chunk.
+    """
+
+    devices: tuple[str, ...]
+    missing_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Another placement for the same workload.
+
+    Parameters
+    ----------
+    name : str
+        What it is, for people.
+    shares : tuple of Share
+        In execution order.
+    fits : bool
+    value : float, optional
+        What the plan's objective makes of it; None where it doesn't fit.
+    request_seconds : float, optional
+        From the request to the last token; None where speeds are unknown, or it doesn't fit.
+    is_plan : bool
+        Whether it is the plan's own placement.
+    """
+
+    name: str
+    shares: tuple[Share, ...]
+    fits: bool
+    value: float | None
+    request_seconds: float | None
+    is_plan: bool
+
+    @property
+    def least_free_bytes(self) -> int:
+        """What the tightest device has left; negative where it doesn't fit."""
+        return min(share.free_bytes for share in self.shares)
+
+    @property
+    def missing_bytes(self) -> int:
+        """What is missing on all devices together."""
+        return sum(max(-share.free_bytes, 0) for share in self.shares)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why a plan is as it is.
+
+    Parameters
+    ----------
+    work : {"request", "step"}
+        What seconds are of: a request, or in training a step.
+    objective : str
+        The plan's; "given" where a person wrote the map.
+    value, bound : float
+        The plan's: bytes for "headroom" and "given", the free share of a budget for "balance",
+        blocks on the first device for "order", else seconds.
+    binding_device : str
+    shares : tuple of Share
+        What each device has, in order of first use.
+    crossings : tuple of Crossing
+        In execution order.
+    changes : tuple of Change
+        What would come of moving a block from a stage to its neighbour; none where the placement
+        isn't one stage for each device.
+    fewer : Fewer, optional
+        Why one device less doesn't do; None where that wasn't asked, or where one is used.
+    whole_prompt : tuple of Share
+        What the stages would need if the prompt ran whole; empty where it does.
+    alternatives : tuple of Alternative
+    """
+
+    work: Literal["request", "step"]
+    objective: str
+    value: float
+    bound: float
+    binding_device: str
+    shares: tuple[Share, ...]
+    crossings: tuple[Crossing, ...] = ()
+    changes: tuple[Change, ...] = ()
+    fewer: Fewer | None = None
+    whole_prompt: tuple[Share, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form that `json.dumps` takes."""
+        data: dict[str, Any] = to_dict(self)
+        return data

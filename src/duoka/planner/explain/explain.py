@@ -1,0 +1,194 @@
+"""From a profile and a plan to the explanation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby, pairwise
+from typing import Literal
+
+from duoka.errors import FormatError, UsageError
+from duoka.forecast.costs import costs_of
+from duoka.forecast.forecast import Costs
+from duoka.forecast.profile import Profile
+from duoka.forecast.profile_cache import find_profile
+from duoka.hardware.fleet import Fleet
+
+from ..limits import limits_for
+from ..plan import Plan
+from ..planner import with_chunks
+from ..search import NoPlacement, Stage, search
+from .alternatives import alternatives
+from .data import Change, Crossing, Explanation, Fewer, Outcome, Share
+from .trial import Stages, Trial
+
+
+def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
+    """Say why a plan is as it is.
+
+    Parameters
+    ----------
+    plan : Plan
+    profile : Profile, optional
+        Of the plan's model; by default the one in the cache.
+
+    Raises
+    ------
+    UsageError
+        If the cache has no profile of the model.
+    FormatError
+        If the profile is of another model, or the plan places less than the model.
+
+    Examples
+    --------
+    >>> explanation = explain(plan)  # doctest: +SKIP
+    >>> explanation.changes[0].outcome  # doctest: +SKIP
+    'impossible'
+    """
+    profile = profile or _cached(plan)
+    plan.refuse_other(profile.fingerprint, plan.source or profile.model)
+    if plan.offloaded:
+        streams = [
+            index
+            for index, block in enumerate(profile.blocks)
+            if set(block.modules) & set(plan.offloaded)
+        ]
+        profile = profile.offloading(streams)
+    costs = costs_of(profile, plan.workload)
+    limits = limits_for(plan.request.constraints, profile, costs.chain, plan.fleet)
+    trial = Trial(costs, plan.fleet, plan.objective, limits)
+    runs = _runs(costs, plan)
+    stages = runs if len({stage.device for stage in runs}) == len(runs) else None
+    return Explanation(
+        work="request" if plan.workload.training is None else "step",
+        objective=plan.objective,
+        value=plan.value,
+        bound=plan.bound,
+        binding_device=plan.binding_device,
+        shares=tuple(_shares(plan)),
+        crossings=tuple(_crossings(trial, runs)),
+        changes=() if stages is None else tuple(_changes(trial, stages)),
+        fewer=_fewer(trial, plan),
+        whole_prompt=() if stages is None else _whole_prompt(trial, plan, stages),
+        alternatives=tuple(alternatives(trial, stages)),
+    )
+
+
+def _cached(plan: Plan) -> Profile:
+    # What was traced for one workload alone is kept under the workload as it was asked for.
+    asked = replace(plan.request.workload, dtype=plan.workload.dtype)
+    for workload in (plan.workload, asked):
+        found = find_profile(plan.fingerprint, workload)
+        if found is not None:
+            return found
+    raise UsageError(
+        f"there is no profile of {plan.model} in the cache to explain the plan with",
+        hint="plan the model again on this machine (duoka plan MODEL …): that traces it",
+    )
+
+
+def _runs(costs: Costs, plan: Plan) -> Stages:
+    """The placement as runs of blocks on one device; one device can have several in a given map."""
+    names = list(plan.fleet.names)
+    devices: list[int] = []
+    for index in costs.chain:
+        modules = costs.profile.blocks[index].modules
+        at = plan.placement.device_of(modules[0]) if modules else None
+        if at is None and (modules or not devices):
+            raise FormatError(f"the plan says nothing of {modules[0] if modules else 'the model'}")
+        devices.append(devices[-1] if at is None else names.index(at))
+    runs: list[Stage] = []
+    for device, places in groupby(range(len(devices)), key=devices.__getitem__):
+        first, *rest = places
+        runs.append(Stage(start=first, stop=first + len(rest) + 1, device=device))
+    return tuple(runs)
+
+
+def _shares(plan: Plan) -> Iterator[Share]:
+    for device in plan.forecast.devices:
+        yield Share(
+            device=device.device,
+            modules=tuple(name for name, at in plan.placement.entries if at == device.device),
+            requested_bytes=device.requested_bytes,
+            budget_bytes=device.budget_bytes,
+        )
+
+
+def _crossings(trial: Trial, runs: Stages) -> Iterator[Crossing]:
+    """What comes in to each run but the first, from the one before it."""
+    seconds = trial.seconds(runs)
+    is_training = trial.costs.workload.training is not None
+    steps = trial.costs.workload.new_tokens - 1  # the first token comes of the prompt
+    prefill, decode = trial.costs.times.boundary_bytes
+    for number, (before, after) in enumerate(pairwise(runs), 1):
+        names = [trial.fleet.devices[stage.device].name for stage in (before, after)]
+        came = None if seconds is None else seconds.stages[number]
+        if steps > 0:
+            took = None if came is None else came.decode_transfer_seconds / steps
+            moved = decode[after.start] / steps
+        else:
+            took = None if came is None else came.prefill_transfer_seconds
+            moved = prefill[after.start]
+        whole: Literal["request", "step"] = "step" if is_training else "request"
+        yield Crossing(
+            source=names[0],
+            target=names[1],
+            per="token" if steps > 0 else whole,
+            num_bytes=round(moved),
+            seconds=took if trial.fleet.links else None,
+        )
+
+
+def _changes(trial: Trial, stages: Stages) -> Iterator[Change]:
+    """At each boundary, the last block before it given on, and the first behind it taken in."""
+    own = trial.value(stages)
+    for number in range(len(stages) - 1):
+        before, after = stages[number : number + 2]
+        for cut in (after.start - 1, after.start + 1):
+            if not before.start < cut < after.stop:
+                continue  # the stage would be empty
+            moved = (replace(before, stop=cut), replace(after, start=cut))
+            changed = (*stages[:number], *moved, *stages[number + 2 :])
+            shares = trial.shares(changed)[number : number + 2]
+            giver, taker = shares if cut < after.start else shares[::-1]
+            value = trial.value(changed)
+            yield Change(
+                giver=giver,
+                taker=taker,
+                modules=trial.modules(min(cut, after.start), max(cut, after.start)),
+                outcome=_outcome(trial, value, own) if trial.allows(moved) else "forbidden",
+                value=value,
+            )
+
+
+def _outcome(trial: Trial, value: float | None, own: float | None) -> Outcome:
+    if value is None:
+        return "impossible"
+    if own is None or trial.is_better(value, own):
+        return "better"
+    return "worse" if trial.is_better(own, value) else "equal"
+
+
+def _fewer(trial: Trial, plan: Plan) -> Fewer | None:
+    """The largest devices, one less than are used, miss something; as a lower bound."""
+    num = len(plan.devices) - 1
+    if num < 1 or plan.request.use_all or plan.request.constraints.demands:
+        return None
+    largest = sorted(trial.fleet.devices, key=lambda device: -device.budget_bytes)[:num]
+    asked = replace(plan.workload, prefill_chunk_tokens=plan.request.workload.prefill_chunk_tokens)
+    *_, least = with_chunks(asked)
+    try:
+        search(costs_of(trial.costs.profile, least), Fleet(devices=tuple(largest)))
+    except NoPlacement as none:
+        missing = none.shortfall().shortfall_bytes
+        return Fewer(devices=tuple(device.name for device in largest), missing_bytes=missing)
+    return None  # a map by hand can use more than it needs
+
+
+def _whole_prompt(trial: Trial, plan: Plan, stages: Stages) -> tuple[Share, ...]:
+    """What the same stages would need if the prompt ran whole, where it was cut unasked."""
+    chunk = plan.workload.prefill_chunk_tokens
+    if chunk is None or plan.request.workload.prefill_chunk_tokens != "auto":
+        return ()
+    whole = costs_of(trial.costs.profile, replace(plan.workload, prefill_chunk_tokens=None))
+    return Trial(whole, plan.fleet, "headroom", trial.limits).shares(stages)

@@ -1,0 +1,249 @@
+"""A plan for a device map that a person wrote: judged, forecast, and compared with duoka's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from duoka.base.units import format_bytes
+from duoka.errors import InfeasibleError, UsageError
+from duoka.forecast.costs import costs_of
+from duoka.forecast.forecast import DeviceForecast, Forecast
+from duoka.forecast.latency import Seconds
+from duoka.forecast.profile import Profile
+from duoka.forecast.replay import StageBytes
+from duoka.forecast.replay_training import replay_of
+from duoka.forecast.workload import Workload
+from duoka.hardware.device import Device
+from duoka.hardware.fleet import Fleet
+
+from . import planner
+from .device_map import Judgement, judge
+from .placement import Placement
+from .plan import Plan
+from .planner import Question, check_context, with_chunks
+from .reasons import chunk_reason
+from .search import UnsearchableError
+
+OBJECTIVE = "given"
+"""What a plan for a map has in the place of an objective: nothing was optimised."""
+
+
+def plan(profile: Profile, question: Question, *, source: str = "") -> Plan:
+    """The plan for the question's device map.
+
+    Parameters
+    ----------
+    profile : Profile
+    question : Question
+        With a `device_map`.
+    source : str
+        The checkpoint's directory, kept in the plan.
+
+    Raises
+    ------
+    PlacementError
+        If the map isn't complete: with all names at fault, and a completed one.
+    InfeasibleError
+        If the map doesn't fit: with the shortfall.
+    UsageError
+        If the context is longer than the model was made for, or the question asks for an optimum
+        where a map has decided.
+    """
+    return _given(profile, question).plan(source)
+
+
+def attempt(profile: Profile, question: Question) -> Plan | None:
+    """The plan that `plan` finds; None where the map doesn't fit."""
+    try:
+        return plan(profile, question)
+    except InfeasibleError:
+        return None
+
+
+def _given(profile: Profile, question: Question) -> _Given:
+    """The question's map, judged."""
+    assert question.device_map is not None, "the planner answers without one"
+    if question.use_all or question.objective != "auto":
+        raise UsageError(
+            "a device map says which GPUs are used, and how: nothing is left to optimise",
+            hint="leave out the map, or the objective and `use_all`",
+        )
+    if question.constraints.demands:
+        raise UsageError(
+            "a device map says where every module goes, and so would a strategy, pins or modules "
+            "that stay uncut",
+            hint="leave out the map, or change it",
+        )
+    if question.constraints.offload:
+        raise UsageError(
+            "a device map says where every module computes, and what is offloaded is duoka's to "
+            "decide",
+            hint="leave out the map, or the offload",
+        )
+    judgement = judge(question.device_map, profile.outline, question.fleet)
+    check_context(question.workload, profile.max_context_tokens, profile.model)
+    return _Given(profile, question, judgement)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Need:
+    """What the blocks on one device need; no `peaks` where they don't fit it."""
+
+    device: Device
+    bytes: int
+    peaks: StageBytes | None
+
+
+class _Given:
+    def __init__(self, profile: Profile, question: Question, judgement: Judgement) -> None:
+        self.profile = profile
+        self.question = question
+        self.notes = judgement.notes
+        self.placement = Placement(entries=judgement.placed, fingerprint=profile.fingerprint)
+        self.device_of = _devices(profile, self.placement)
+
+    def plan(self, source: str) -> Plan:
+        """The plan, with the largest chunk of the prompt with which the map fits."""
+        needs: list[_Need] = []
+        for workload in with_chunks(self.question.workload):
+            needs = self._needs(workload)
+            if all(need.peaks is not None for need in needs):
+                return self._made(workload, needs, source)
+        raise self._infeasible(needs)
+
+    def _needs(self, workload: Workload) -> list[_Need]:
+        devices = self.placement.devices
+        return [
+            self._need(name, workload, place=len(devices) - number)
+            for number, name in enumerate(devices)
+        ]
+
+    def _need(self, name: str, workload: Workload, *, place: int) -> _Need:
+        device = self.question.fleet.device(name)
+        blocks = [index for index, at in enumerate(self.device_of) if at == name]
+        replay = replay_of(self.profile, workload, place=place)
+        peaks = replay.run(blocks, device.budget_bytes, device_of=self.device_of)
+        unlimited = peaks or replay.run(blocks, device_of=self.device_of)
+        assert unlimited is not None, "nothing limits this run"
+        return _Need(device=device, bytes=unlimited.allocated, peaks=peaks)
+
+    def _made(self, workload: Workload, needs: list[_Need], source: str) -> Plan:
+        question, profile = self.question, self.profile
+        forecasts = tuple(
+            DeviceForecast.of(need.device, need.peaks) for need in needs if need.peaks
+        )
+        own = self._own()
+        best = self._best(workload)
+        tightest = min(forecasts, key=lambda each: each.free_bytes)
+        free = float(tightest.free_bytes)
+        return Plan(
+            source=source,
+            model=profile.model,
+            fingerprint=profile.fingerprint,
+            fleet=question.fleet,
+            workload=workload,
+            placement=self.placement,
+            forecast=Forecast(devices=forecasts, seconds=self._seconds(workload)),
+            objective=OBJECTIVE,
+            value=free,
+            bound=free if best is None else max(free, best),
+            binding_device=tightest.device,
+            request=question.request,
+            why=tuple(self._reasons(workload, tightest, own)),
+        )
+
+    def _own(self) -> Plan | None:
+        """What duoka would have done; None where the GPUs are more than can be searched."""
+        try:
+            return planner.attempt(self.profile, replace(self.question, device_map=None))
+        except UnsearchableError:
+            return None
+
+    def _best(self, workload: Workload) -> float | None:
+        """What no placement in stages can beat: the free memory of the map's fullest device."""
+        if len(self.placement.devices) > 1 and "cpu" in self.placement.devices:
+            return None  # which duoka doesn't use beside others
+        devices = tuple(self.question.fleet.device(name) for name in self.placement.devices)
+        question = Question(
+            fleet=Fleet(devices=devices), workload=workload, objective="headroom", use_all=True
+        )
+        try:
+            best = planner.attempt(self.profile, question)
+        except UnsearchableError:
+            # A map can use more devices than there are stages, or than can be searched. Whatever
+            # the cuts, all of them together hold at least what one stage of everything does.
+            least = int(costs_of(self.profile, workload).lower_bound_bytes[0, -1])
+            return (question.fleet.budget_bytes - least) / len(devices)
+        return None if best is None else best.value
+
+    def _reasons(
+        self, workload: Workload, tightest: DeviceForecast, own: Plan | None
+    ) -> Iterator[str]:
+        crossings = _crossings(self.device_of)
+        yield f"As the device map says: {_told(crossings, tightest.free_bytes)}."
+        yield from (f"{note}." for note in self.notes)
+        if own is not None and own.device_map != self.placement.device_map:
+            others = _crossings(_devices(self.profile, own.placement))
+            least = min(each.free_bytes for each in own.forecast.devices)
+            used = ", ".join(own.devices)
+            yield f"duoka's own plan for these GPUs uses {used}: {_told(others, least)}."
+        yield from chunk_reason(self.question.workload, workload)
+
+    def _seconds(self, workload: Workload) -> Seconds | None:
+        """Each run of blocks on one device is a stage."""
+        costs = costs_of(self.profile, workload)
+        stages: list[tuple[str, int, int]] = []
+        for place, block in enumerate(costs.chain):
+            name = self.device_of[block]
+            if stages and stages[-1][0] == name:
+                stages[-1] = (name, stages[-1][1], place + 1)
+            else:
+                stages.append((name, place, place + 1))
+        return costs.times.of(stages, self.question.fleet)
+
+    def _infeasible(self, needs: list[_Need]) -> InfeasibleError:
+        over = [need for need in needs if need.peaks is None]
+        missing = [max(need.bytes - need.device.budget_bytes, 1) for need in over]
+        workload = self.question.workload
+        told = "; ".join(map(_shortage, over))
+        return InfeasibleError(
+            f"the device map does not fit: {told}. {self.profile.model}, "
+            f"{workload.context_tokens} tokens, batch {workload.batch}",
+            hint="spread the model over more GPUs",
+            shortfall_bytes=sum(missing),
+        )
+
+
+def _devices(profile: Profile, placement: Placement) -> list[str]:
+    """The device of every block."""
+    found: list[str] = []
+    for block in profile.blocks:
+        # What the caller does has no module; it happens where the block is that it's tied to.
+        root = None if block.tied_to is None else found[block.tied_to]
+        device = placement.device_of(block.modules[0]) if block.modules else root
+        assert device is not None, "a judged placement is complete"
+        found.append(device)
+    return found
+
+
+def _crossings(device_of: list[str]) -> int:
+    """How often one token goes from one device to another, on its way through the blocks."""
+    return sum(before != after for before, after in pairwise(device_of))
+
+
+def _told(crossings: int, free_bytes: int) -> str:
+    times = {0: "nothing crosses between devices", 1: "each token crosses between devices once"}
+    crossed = times.get(crossings, f"each token crosses between devices {crossings} times")
+    return f"{crossed}, and at least {format_bytes(free_bytes)} stay free on each"
+
+
+def _shortage(need: _Need) -> str:
+    budget = need.device.budget_bytes
+    if need.bytes <= budget:
+        return f"on {need.device.name} its {format_bytes(budget)} are too fragmented"
+    return (
+        f"{need.device.name} needs {format_bytes(need.bytes)} of a budget of "
+        f"{format_bytes(budget)}: {format_bytes(need.bytes - budget)} are missing"
+    )

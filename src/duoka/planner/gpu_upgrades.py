@@ -1,0 +1,199 @@
+"""Upgrades: the GPU to add, or to put in the place of one, so that something fits.
+
+Sizes are those of real cards; for each size the card is taken that offers the least of it, so that
+any other one will do as well. It knows no prices: what takes less memory is taken to be cheaper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from duoka.base.units import exact_bytes, format_bytes
+from duoka.errors import DuokaError
+from duoka.hardware import catalogue
+from duoka.hardware.device import MAX_DEVICES, Device
+from duoka.hardware.editing import with_more, with_replaced
+from duoka.hardware.fleet import Fleet
+
+from .limits import usable
+from .plan import Plan
+from .planner import Question
+
+_GIB = 2**30
+_MOST_GPUS = 16
+
+Write = Callable[[str], str]
+"""From a card's name to the text of a fleet with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upgrade:
+    """A fleet on which something fits.
+
+    Parameters
+    ----------
+    text : str
+        What is new, for people.
+    gpus : str
+        The fleet, as `Fleet.parse` reads it.
+    plan : Plan
+        The plan on it.
+    new_bytes : int
+        Memory of what is new.
+    """
+
+    text: str
+    gpus: str
+    plan: Plan
+    new_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Size:
+    """A size of cards, and the card that offers the least of it."""
+
+    gib: int
+    name: str
+    budget_bytes: int
+
+
+def upgrades(
+    question: Question,
+    conceivable: Callable[[Question], bool],
+    attempt: Callable[[Question], Plan | None],
+) -> list[Upgrade]:
+    """Find the smallest card that helps beside the others, and in the place of the smallest one.
+
+    Where no single card as large as the largest there would do, also more of the same kind.
+
+    Parameters
+    ----------
+    question : Question
+        What doesn't fit. Its fleet's GPUs are taken to stay; the processor counts for nothing.
+    conceivable, attempt : callable
+        Whether bounds leave a plan for another question possible, and that plan.
+    """
+    devices = [device for device in question.fleet.devices if device.name != "cpu"]
+    if not devices:
+        return []  # nobody says what card that machine could take
+    search = _Upgrades(question, devices, conceivable, attempt)
+    found = [search.one_more(), search.replaced(), search.more_alike()]
+    return sorted((each for each in found if each is not None), key=lambda each: each.new_bytes)
+
+
+class _Upgrades:
+    def __init__(
+        self,
+        question: Question,
+        devices: Sequence[Device],
+        conceivable: Callable[[Question], bool],
+        attempt: Callable[[Question], Plan | None],
+    ) -> None:
+        self._question = question
+        self._devices = devices
+        self._conceivable = conceivable
+        self._attempt = attempt
+        self._sizes = list(_sizes())
+        self._most = min(_MOST_GPUS, MAX_DEVICES) - len(devices)
+
+    def one_more(self) -> Upgrade | None:
+        """The smallest card beside the others."""
+        if self._most < 1:
+            return None
+        found = self._smallest(self._sizes, self._with_more)
+        return found and replace(found, text=f"one more card with {found.text}")
+
+    def replaced(self) -> Upgrade | None:
+        """The smallest card in the place of the smallest that is there.
+
+        No other exchange does with a smaller one: of two fleets that differ by one device, the
+        one with the larger device holds whatever the other holds.
+        """
+        index = min(range(len(self._devices)), key=lambda n: self._devices[n].budget_bytes)
+        old = self._devices[index]
+        larger = [size for size in self._sizes if size.budget_bytes > old.budget_bytes]
+        gpus = self._question.gpus
+        found = self._smallest(larger, lambda name: with_replaced(gpus, self._devices, index, name))
+        return found and replace(
+            found, text=f"a card with {found.text}, in the place of {old.name} ({_told(old)})"
+        )
+
+    def more_alike(self) -> Upgrade | None:
+        """More GPUs like the largest that is there, two at least."""
+        best = max(self._devices, key=lambda device: device.budget_bytes)
+        for count in range(1, self._most + 1):
+            gpus = with_more(self._question.gpus, self._devices, _entry(best), count)
+            plan = self._on(gpus)
+            if plan is None:
+                continue
+            text = f"{count} more GPUs like {best.name} ({_told(best)})"
+            bought = count * best.budget_bytes
+            # One more is told of as a card of its size, or a smaller one.
+            return (
+                None if count == 1 else Upgrade(text=text, gpus=gpus, plan=plan, new_bytes=bought)
+            )
+        return None
+
+    def _with_more(self, name: str) -> str:
+        return with_more(self._question.gpus, self._devices, name)
+
+    def _smallest(self, sizes: Sequence[_Size], write: Write) -> Upgrade | None:
+        """The smallest size that will do; a larger one does whatever a smaller one does."""
+        low, high = 0, len(sizes)
+        while low < high:
+            middle = (low + high) // 2
+            if self._may(write(sizes[middle].name)):
+                high = middle
+            else:
+                low = middle + 1
+        for size in sizes[low:]:
+            gpus = write(size.name)
+            plan = self._on(gpus)
+            if plan is not None:
+                text = f"{size.gib} GB (such as {size.name})"
+                return Upgrade(text=text, gpus=gpus, plan=plan, new_bytes=size.gib * _GIB)
+        return None
+
+    def _may(self, gpus: str) -> bool:
+        question = self._with(gpus)
+        return question is not None and self._conceivable(question)
+
+    def _on(self, gpus: str) -> Plan | None:
+        question = self._with(gpus)
+        if question is None or not self._conceivable(question):
+            return None
+        return self._attempt(question)
+
+    def _with(self, gpus: str) -> Question | None:
+        """The question on another fleet, read as the command line would read it."""
+        try:
+            fleet = usable(Fleet.parse(gpus), self._question.constraints)
+        except DuokaError:
+            return None
+        return replace(self._question, fleet=fleet, gpus=gpus, limits=None)
+
+
+def _sizes() -> Iterator[_Size]:
+    """The sizes of the catalogue's cards, the smallest first."""
+    smallest: dict[int, catalogue.Card] = {}
+    for card in sorted(catalogue.cards(), key=lambda card: card.usable_bytes):
+        smallest.setdefault(round(card.memory_gib), card)
+    for gib, card in sorted(smallest.items()):
+        (device,) = Fleet.parse(card.name).devices
+        yield _Size(gib=gib, name=card.name, budget_bytes=device.budget_bytes)
+
+
+def _entry(device: Device) -> str:
+    """A device as an entry of a fleet: its card where it has all of that, else its budget."""
+    if device.product and catalogue.knows(device.product):
+        (card,) = Fleet.parse(device.product).devices
+        if card.budget_bytes == device.budget_bytes:
+            return device.product
+    return exact_bytes(device.budget_bytes)
+
+
+def _told(device: Device) -> str:
+    if device.memory_bytes is not None:
+        return f"{round(device.memory_bytes / _GIB)} GB"
+    return format_bytes(device.budget_bytes)

@@ -1,0 +1,215 @@
+"""Demands: what a person's constraints mean for the blocks of one model and the GPUs of one fleet.
+
+Names are those of the model or of its checkpoint, of any module or tensor. It knows nothing of
+memory: whether a placement that obeys fits is for the search to say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from duoka.errors import FleetError, UsageError
+from duoka.forecast.profile import Profile
+from duoka.hardware.device import Device
+from duoka.hardware.fleet import Fleet
+from duoka.hardware.host import available_bytes
+
+from .constraints import Constraints
+from .device_map import DeviceMap, Names, find_device
+from .plan import Plan
+from .search import Limits
+
+_RANGE = re.compile(
+    r"(?P<stem>.*?)(?P<first>[0-9]{1,6})-(?P<last>[0-9]{1,6})", re.ASCII | re.DOTALL
+)
+_MOST_IN_RANGE = 10_000
+
+
+def fleet_for(fleet: Fleet, device_map: DeviceMap | None, *, offload: bool = False) -> Fleet:
+    """The fleet, with the CPU where it is needed and nobody gave it a budget.
+
+    That is where a device map names it; and, for weights that are offloaded, where the GPUs are
+    this machine's: of another one it isn't known how much memory its processor has.
+
+    Raises
+    ------
+    FleetError
+        If it isn't known how much memory there is.
+    """
+    named = device_map is not None and device_map.names_cpu
+    here = offload and any(device.uuid for device in fleet.devices)
+    if "cpu" in fleet.names or not (named or here):
+        return fleet
+    budget = available_bytes()
+    if not budget:
+        raise FleetError(
+            "how much memory the CPU may use isn't known",
+            hint='give it a budget: Fleet.from_max_memory({0: "24GiB", "cpu": "30GiB"})',
+        )
+    return replace(fleet, devices=(*fleet.devices, Device(name="cpu", budget_bytes=budget)))
+
+
+def limits_for(
+    constraints: Constraints, profile: Profile, chain: Sequence[int], fleet: Fleet
+) -> Limits:
+    """What constraints forbid the search.
+
+    Parameters
+    ----------
+    constraints : Constraints
+    profile : Profile
+    chain : sequence of int
+        The blocks that are cut apart, in execution order: all but those that are tied.
+    fleet : Fleet
+
+    Raises
+    ------
+    UsageError
+        If a name or device is unknown, or two pins contradict each other.
+    """
+    if not (constraints.pins or constraints.uncut):
+        return Limits()
+    reader = _Reader(profile, chain)
+    return Limits(
+        uncut=frozenset(place for text in constraints.uncut for place in reader.uncut(text)),
+        pins=tuple(reader.pins(constraints.pins, fleet).items()),
+    )
+
+
+class _Reader:
+    def __init__(self, profile: Profile, chain: Sequence[int]) -> None:
+        self._profile = profile
+        self._names = Names(profile.outline)
+        self._place = {block: place for place, block in enumerate(chain)}
+
+    def pins(self, pins: Sequence[tuple[str, str]], fleet: Fleet) -> dict[int, int]:
+        """The device of each place in the chain that has one."""
+        found: dict[int, int] = {}
+        said: dict[int, str] = {}
+        for name, told in pins:
+            device, blocks = self._pinned(name, told, fleet)
+            for block in blocks:
+                place = self._place[self._root(block)]
+                if found.setdefault(place, device) != device:
+                    raise UsageError(
+                        f"{name} is to be on {fleet.names[device]}, and {said[place]}, which is "
+                        f"{self._why_same(name, block)}, on {fleet.names[found[place]]}",
+                        hint="pin one of the two",
+                    )
+                said.setdefault(place, name)
+        return found
+
+    def _pinned(self, name: str, told: str, fleet: Fleet) -> tuple[int, list[int]]:
+        """The device of a pin and its blocks; both are told where both are wrong."""
+        problems = []
+        try:
+            blocks = self._blocks(name)
+        except UsageError as error:
+            problems.append(error)
+        try:
+            device = fleet.names.index(find_device(told, fleet))
+        except UsageError as error:
+            problems.append(error)
+        if problems:
+            hints = "; ".join(error.hint for error in problems if error.hint)
+            raise UsageError(
+                f"the pin {name}={told}: {' and '.join(map(str, problems))}", hint=hints
+            )
+        return device, blocks
+
+    def uncut(self, text: str) -> Iterator[int]:
+        """The places in the chain before which nothing may be cut."""
+        match = None if self._names.is_known(text) else _RANGE.fullmatch(text)
+        if match is None:
+            blocks = self._begins(text)
+            yield from (self._place[block] for block in blocks[:1])
+            return
+        first, last = int(match["first"]), int(match["last"])
+        if not first < last < first + _MOST_IN_RANGE:
+            raise UsageError(
+                f"{text!r} is no range of modules", hint="write its first and last one: layers.0-7"
+            )
+        blocks = sorted(
+            {
+                self._root(block)
+                for number in range(first, last + 1)
+                for block in self._blocks(f"{match['stem']}{number}")
+            }
+        )
+        places = [self._place[block] for block in blocks]
+        yield from range(places[0] + 1, places[-1] + 1)
+
+    def _begins(self, name: str) -> list[int]:
+        """The blocks that begin with a module; a part of one that doesn't begin it is never cut."""
+        inside = [
+            block
+            for block in self._blocks(name)
+            if any(self._names.holds(name, each) for each in self._profile.blocks[block].modules)
+        ]
+        for block in inside[:1]:
+            if block not in self._place:
+                raise UsageError(
+                    f"{name} is tied and runs where its partner does: no stage begins with it",
+                    hint="leave it out",
+                )
+        return inside
+
+    def _blocks(self, name: str) -> list[int]:
+        """The blocks that hold something of a module or tensor."""
+        blocks = self._names.blocks_of(name)
+        if not blocks:
+            near = self._names.nearest(name)
+            raise UsageError(
+                f"{self._profile.model} has no module or tensor {name[:120]!r}",
+                hint=f"the nearest: {', '.join(near)}"
+                if near
+                else "`duoka plan` shows its modules",
+            )
+        return blocks
+
+    def _root(self, block: int) -> int:
+        while (partner := self._profile.blocks[block].tied_to) is not None:
+            block = partner
+        return block
+
+    def _why_same(self, name: str, block: int) -> str:
+        tied = self._profile.blocks[block].tied_to is not None
+        return "tied to it" if tied else "of the same block"
+
+
+def reserves(constraints: Constraints, fleet: Fleet) -> Mapping[str, int]:
+    """Bytes to take off the budgets, by the names of the fleet's devices.
+
+    Raises
+    ------
+    UsageError
+        If a device is unknown, or named twice in two ways.
+    """
+    found: dict[str, int] = {}
+    for told, size in constraints.reserve:
+        name = find_device(told, fleet)
+        if name in found:
+            raise UsageError(f"the reserve of {name} is said twice", hint="say it once")
+        found[name] = size
+    return found
+
+
+def usable(fleet: Fleet, constraints: Constraints) -> Fleet:
+    """The fleet without what is to be left free on its devices.
+
+    Raises
+    ------
+    UsageError
+        As `reserves`.
+    FleetError
+        If nothing is left of a budget.
+    """
+    return fleet.reserving(reserves(constraints, fleet)) if constraints.reserve else fleet
+
+
+def given_back(plan: Plan) -> Fleet:
+    """The fleet of a plan with what was to be left free, as before `usable`."""
+    taken = reserves(plan.request.constraints, plan.fleet)
+    return plan.fleet.reserving({name: -size for name, size in taken.items()})

@@ -1,0 +1,104 @@
+"""Largest: the longest context, or the largest batch, for which there is a plan.
+
+More tokens need more memory, but for what segments and fragmentation make of it: a context may fit
+where a slightly shorter one doesn't. So what is sought is said exactly. Contexts are whole
+multiples of `STEP_TOKENS` (from `COARSE_FROM_TOKENS` on, of `COARSE_STEP_TOKENS`) and the model's
+own limit; batches are whole numbers. The answer is the largest of them for which the planner finds
+a plan, among all below the first one that lower bounds rule out: bounds have no fragmentation in
+them, and grow with the number.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+
+from duoka.errors import UsageError
+from duoka.forecast.profile import Profile
+from duoka.forecast.workload import MOST_BATCH, MOST_BATCH_TOKENS, MOST_TOKENS, Workload
+
+from .plan import Plan
+from .planner import Question, attempt, conceivable
+
+STEP_TOKENS = 64
+COARSE_STEP_TOKENS = 256
+COARSE_FROM_TOKENS = 16_384
+
+
+def find_largest(profile: Profile, question: Question) -> Plan | None:
+    """The plan for the largest context or batch that fits; None where not even the least does.
+
+    Parameters
+    ----------
+    profile : Profile
+    question : Question
+        With `largest`. The context of its workload is not looked at, or else its batch; the new
+        tokens are as many as it says. In training the context is a sequence's length.
+
+    Raises
+    ------
+    UsageError
+        If new tokens leave no room for a prompt, or the profile doesn't know of so much.
+    """
+    numbers = candidates(profile, question)
+
+    def asked(index: int) -> Question:
+        return replace(question, workload=_with(question, numbers[index]))
+
+    def ruled_out(index: int) -> bool:
+        return not conceivable(profile, asked(index))
+
+    stop = bisect_left(range(len(numbers)), True, key=ruled_out)
+    for index in reversed(range(stop)):
+        if (plan := attempt(profile, asked(index))) is not None:
+            reason = _reason(profile, question, plan, is_last=index == len(numbers) - 1)
+            return replace(plan, why=(reason, *plan.why))
+    return None
+
+
+def least(profile: Profile, question: Question) -> Question:
+    """The question for the least context or batch that there is."""
+    return replace(
+        question, workload=_with(question, candidates(profile, question)[0]), largest=None
+    )
+
+
+def candidates(profile: Profile, question: Question) -> Sequence[int]:
+    """The contexts or batches to choose from, in order."""
+    workload = question.workload
+    if question.largest == "batch":
+        most = min(MOST_BATCH, MOST_BATCH_TOKENS // workload.context_tokens)
+        return range(1, most + 1)
+    limit = min(profile.max_context_tokens or MOST_TOKENS, MOST_BATCH_TOKENS // workload.batch)
+    fine = range(STEP_TOKENS, min(limit, COARSE_FROM_TOKENS) + 1, STEP_TOKENS)
+    coarse = range(COARSE_FROM_TOKENS + COARSE_STEP_TOKENS, limit + 1, COARSE_STEP_TOKENS)
+    numbers = [n for n in sorted({*fine, *coarse, limit}) if n > workload.new_tokens]
+    if not numbers:
+        raise UsageError(
+            f"{workload.new_tokens} new tokens leave no room for a prompt in a context of {limit}",
+            hint="ask for fewer new tokens",
+        )
+    return numbers
+
+
+def _with(question: Question, number: int) -> Workload:
+    workload = question.workload
+    if question.largest == "batch":
+        return replace(workload, batch=number)
+    return replace(workload, prompt_tokens=number - workload.new_tokens)
+
+
+def _reason(profile: Profile, question: Question, plan: Plan, *, is_last: bool) -> str:
+    """That it is the largest, and what is in the way of more."""
+    tokens = plan.workload.context_tokens
+    if question.largest == "batch":
+        limit = "duoka plans for no more" if is_last else "memory is what limits it"
+        return (
+            f"The largest batch that fits {tokens} tokens each is {plan.workload.batch}: {limit}."
+        )
+    if tokens == profile.max_context_tokens:
+        return f"The longest context is {tokens} tokens: the model was made for no more."
+    step = STEP_TOKENS if tokens < COARSE_FROM_TOKENS else COARSE_STEP_TOKENS
+    limit = "duoka plans for no more" if is_last else "memory is what limits it"
+    return f"The longest context that fits is {tokens} tokens, in steps of {step}: {limit}."

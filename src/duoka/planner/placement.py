@@ -1,0 +1,156 @@
+"""Placement: which module sits on which device, complete or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from duoka.errors import Faults, PlacementError
+from duoka.forecast.profile import Profile
+from duoka.forecast.tensor_names import Outline
+from duoka.hardware.fleet import Fleet
+
+from .device_map import judge
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Module → device, in execution order.
+
+    Parameters
+    ----------
+    entries : tuple of (str, str)
+        Name of a module (or of a parameter) and torch's name of its device. A name stands for
+        everything below it; "" stands for the whole model.
+    fingerprint : str
+        The checkpoint or model that the placement was made for; empty when unknown.
+
+    Raises
+    ------
+    PlacementError
+        If there is no entry, or a name stands twice.
+
+    Examples
+    --------
+    >>> placement = Placement(entries=(("embed", "cuda:0"), ("head", "cuda:1")))
+    >>> placement.device_of("head.weight")
+    'cuda:1'
+    >>> placement.devices
+    ('cuda:0', 'cuda:1')
+    """
+
+    entries: tuple[tuple[str, str], ...]
+    fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.entries]
+        doubled = sorted({name for name in names if names.count(name) > 1})
+        if doubled:
+            raise PlacementError(
+                f"{len(doubled)} names are placed twice: {', '.join(doubled)}",
+                faults=Faults(doubled=tuple(doubled)),
+            )
+        if not names:
+            raise PlacementError("the placement is empty", hint='{"": "cuda:0"} is one device')
+
+    @classmethod
+    def from_device_map(
+        cls,
+        device_map: object,
+        model: Outline | Profile | Iterable[str],
+        fleet: Fleet | None = None,
+    ) -> Placement:
+        """Judge a device map that a person wrote, before anything is loaded.
+
+        What the map's devices can hold isn't looked at here; ``duoka.plan(model, fleet,
+        device_map=…)`` does that as well, and needs no outline.
+
+        Parameters
+        ----------
+        device_map : mapping, or one device
+            From names of modules or tensors to devices: numbers, "cuda:1", "cpu", objects of
+            torch. Names may be the model's own or those of its checkpoint, in any mixture; the
+            longest one that contains a tensor decides.
+        model : Outline, Profile or iterable of str
+            What there is to place. Of names alone (all parameters and buffers) nobody can tell
+            what must stay whole.
+        fleet : Fleet, optional
+            The devices that may be named; without it every device may be, and numbers mean CUDA's.
+
+        Raises
+        ------
+        PlacementError
+            With everything that is missing, unknown, doubled or split, and a completed map.
+        UsageError
+            If it is no map.
+
+        Examples
+        --------
+        >>> names = ["embed.weight", "layers.0.weight", "layers.1.weight"]
+        >>> Placement.from_device_map({"embed": 0, "layers": 1}, names).entries
+        (('embed', 'cuda:0'), ('layers.0', 'cuda:1'), ('layers.1', 'cuda:1'))
+        """
+        if isinstance(model, Profile):
+            model = model.outline
+        outline = model if isinstance(model, Outline) else Outline.of_names(model)
+        placed = judge(device_map, outline, fleet).placed
+        return cls(entries=placed, fingerprint=outline.fingerprint)
+
+    @property
+    def device_map(self) -> dict[str, str]:
+        """The form that transformers' ``from_pretrained(device_map=…)`` takes."""
+        return dict(self.entries)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices in order of first use."""
+        return tuple(dict.fromkeys(device for _, device in self.entries))
+
+    def device_of(self, name: str) -> str | None:
+        """The device of a parameter, buffer or module; None when nothing names it."""
+        return _lookup(self.device_map, name)
+
+    def check(self, names: Iterable[str]) -> None:
+        """Refuse the placement unless it names a device for every parameter and buffer.
+
+        Parameters
+        ----------
+        names : iterable of str
+            All parameters and buffers of the model, each under every name it has.
+
+        Raises
+        ------
+        PlacementError
+            With *all* names that are missing, and all entries that name nothing.
+        """
+        names = tuple(names)
+        device_map = self.device_map
+        missing = [name for name in names if _lookup(device_map, name) is None]
+        unknown = [entry for entry in device_map if not any(_holds(entry, name) for name in names)]
+        faults = [
+            f"{len(found)} {text}: {', '.join(found)}"
+            for found, text in (
+                (missing, "parameters and buffers have no device"),
+                (unknown, "entries name nothing in the model"),
+            )
+            if found
+        ]
+        if faults:
+            raise PlacementError(
+                "the placement is not complete: " + "; ".join(faults),
+                hint="let `duoka plan` make the placement",
+                faults=Faults(missing=tuple(missing), unknown=tuple(unknown)),
+            )
+
+
+def _holds(entry: str, name: str) -> bool:
+    return entry in ("", name) or name.startswith(entry + ".")
+
+
+def _lookup(device_map: Mapping[str, str], name: str) -> str | None:
+    prefix = name
+    while prefix not in device_map:
+        if not prefix:
+            return None
+        prefix = prefix.rpartition(".")[0]
+    return device_map[prefix]

@@ -1,0 +1,360 @@
+"""Plan: fleet, workload, placement, forecast and why, as one file that can be kept.
+
+The file is JSON, with a version and a schema (``plan.schema.json`` beside this module). It is for
+one checkpoint, by its fingerprint, and for GPUs by their identity: `Plan.on` finds them again
+whatever they are called by now.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from duoka.base.files import read_text, why, write_whole
+from duoka.base.serialization import from_dict, json_schema, parse_json_object, to_dict
+from duoka.base.units import format_bytes
+from duoka.checkpoint.checkpoint import differences
+from duoka.errors import FleetError, FormatError
+from duoka.forecast.forecast import Forecast
+from duoka.forecast.workload import Workload
+from duoka.hardware.detect import tells_memory
+from duoka.hardware.device import Device
+from duoka.hardware.fleet import Fleet
+
+from .constraints import Constraints
+from .placement import Placement
+from .search import Objective
+
+Largest = Literal["context", "batch"]
+
+_FORMAT = "duoka.plan"
+_VERSION = 4
+_MAX_BYTES = 64 * 2**20
+_REPLAN = "--replan makes a new plan for what is there now"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was asked for: enough to ask again.
+
+    Parameters
+    ----------
+    workload : Workload
+        With "auto" where it was said.
+    objective : {"auto", "headroom", "latency", "throughput"}
+    use_all : bool
+        Whether every GPU had to be used.
+    gpus : str
+        The GPUs as they were named (`Fleet.parse`); "all" where the command line was told none,
+        empty when they were given as an object.
+    constraints : Constraints
+        What was demanded of the placement.
+    largest : {"context", "batch"}, optional
+        What was to be as large as fits, whatever the workload says of it.
+    trust_remote_code : bool
+        Whether model code that comes with the checkpoint could run.
+    """
+
+    workload: Workload
+    objective: Objective | Literal["auto"] = "auto"
+    use_all: bool = False
+    gpus: str = ""
+    constraints: Constraints = field(default_factory=Constraints)
+    largest: Largest | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Where every module goes, what that will cost, and why.
+
+    Parameters
+    ----------
+    source : str
+        The checkpoint's directory; empty for a model that was given as an object.
+    model : str
+        The model's class.
+    fingerprint : str
+        Of the checkpoint or model that the plan was made for.
+    fleet : Fleet
+        The devices that could be used.
+    workload : Workload
+        With every "auto" resolved.
+    placement : Placement
+        On devices of the fleet.
+    forecast : Forecast
+        For the same devices in the same order.
+    objective : str
+        What was optimised: "headroom", "latency" or "throughput".
+    value, bound : float
+        The objective's value, and the best that any placement could reach.
+    binding_device : str
+        The device that limits the objective.
+    request : Request
+        What was asked for.
+    why : tuple of str
+        The reasons, as sentences.
+    offloaded : tuple of str
+        Modules whose weights stay in the host's memory, in the order in which they run; each is
+        copied to its device whenever it is called.
+
+    Raises
+    ------
+    FormatError
+        If these contradict each other.
+    """
+
+    source: str
+    model: str
+    fingerprint: str
+    fleet: Fleet
+    workload: Workload
+    placement: Placement
+    forecast: Forecast
+    objective: str
+    value: float
+    bound: float
+    binding_device: str
+    request: Request
+    why: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        known = {device.name for device in self.fleet.devices}
+        strangers = [name for name in self.devices if name not in known]
+        if strangers:
+            raise FormatError(f"the fleet has no device {', '.join(strangers)[:200]}")
+        if self.devices != tuple(device.device for device in self.forecast.devices):
+            raise FormatError("the forecast is for other devices than the placement")
+        if self.binding_device not in self.devices:
+            raise FormatError(f"the binding device {self.binding_device[:40]!r} is not used")
+        if self.workload.prefill_chunk_tokens == "auto" or self.fingerprint != (
+            self.placement.fingerprint
+        ):
+            raise FormatError("the workload or the placement is not this plan's")
+        modules = {module for module, _ in self.placement.entries}
+        if strangers := [module for module in self.offloaded if module not in modules]:
+            raise FormatError(f"offloaded is {strangers[0][:60]!r}, which isn't placed")
+
+    @property
+    def device_map(self) -> dict[str, str]:
+        """The form that transformers' ``from_pretrained(device_map=…)`` takes."""
+        return self.placement.device_map
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices that are used, in order of first use."""
+        return self.placement.devices
+
+    def to_json(self) -> str:
+        """The plan as JSON text, with its format and version."""
+        data = {"format": _FORMAT, "version": _VERSION, **to_dict(self)}
+        text = json.dumps(data, indent=1, ensure_ascii=False)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            # The name of a directory can be bytes that are no text; escaped, they survive.
+            return json.dumps(data, indent=1)
+        return text
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan.
+
+        Raises
+        ------
+        FormatError
+            If the text is no plan, or one of another version.
+        """
+        data = parse_json_object(text, "the plan")
+        if data.pop("format", None) != _FORMAT:
+            raise FormatError("this is no plan of duoka", hint="`duoka plan --save FILE` makes one")
+        version = data.pop("version", None)
+        if type(version) is not int or version != _VERSION:
+            newer = type(version) is int and version > _VERSION
+            raise FormatError(
+                f"the plan has version {str(version)[:40]}; this duoka reads version {_VERSION}",
+                hint="a newer duoka made it: update this one, or make the plan again"
+                if newer
+                else "make the plan again",
+            )
+        return from_dict(cls, data)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, whole or not at all."""
+        write_whole(Path(path), self.to_json() + "\n")
+
+    def lasting(self) -> Plan:
+        """The plan with its checkpoint's absolute path, so that it serves in any directory."""
+        source = Path(self.source)
+        if not self.source or not source.exists():  # given as an object, or on the Hub
+            return self
+        return replace(self, source=str(source.absolute()))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan from a file.
+
+        Raises
+        ------
+        FormatError
+            If the file can't be read, or is no plan of this version.
+        """
+        try:
+            text = read_text(Path(path), most_bytes=_MAX_BYTES)
+        except (OSError, ValueError) as error:
+            raise FormatError(
+                f"the plan {path} can't be read: {why(error)}",
+                hint="`duoka plan --save FILE` makes one",
+            ) from None
+        try:
+            return cls.from_json(text)
+        except FormatError as error:
+            hint = error.hint or "`duoka plan --save FILE` makes one"
+            raise FormatError(f"{path}: {error}", hint=hint) from error
+
+    @classmethod
+    def schema(cls) -> dict[str, Any]:
+        """The JSON Schema of a plan's file."""
+        return json_schema(
+            cls,
+            title="A plan of duoka",
+            format={"const": _FORMAT},
+            version={"const": _VERSION},
+        )
+
+    def refuse_other(self, fingerprint: str, source: str) -> None:
+        """Refuse a checkpoint that the plan wasn't made for.
+
+        Parameters
+        ----------
+        fingerprint, source : str
+            The checkpoint's, and where it lies.
+
+        Raises
+        ------
+        FormatError
+            If the fingerprint isn't the plan's.
+        """
+        if fingerprint != self.fingerprint:
+            differ = ", ".join(differences(self.fingerprint, fingerprint))
+            raise FormatError(
+                f"the plan was made for another checkpoint than {source} is now; these differ: "
+                f"{differ}",
+                hint=_REPLAN,
+            )
+
+    def here(self) -> Plan:
+        """The same plan on this machine's GPUs, as they are now; see `on`.
+
+        Where the driver doesn't tell memory, as of GPUs that share the processor's, there is
+        nothing to hold a plan for declared GPUs against: it stays as it is.
+
+        Raises
+        ------
+        FleetError
+            As `on`, and if there is no driver, or no GPU that can be used.
+        """
+        if not any(name.startswith("cuda") for name in self.devices):
+            return self
+        try:
+            present = Fleet.detect()
+        except FleetError:
+            if any(self.fleet.device(name).uuid for name in self.devices) or tells_memory():
+                raise
+            return self
+        return self.on(present)
+
+    def on(self, present: Fleet) -> Plan:
+        """The same plan on the GPUs that are there now.
+
+        GPUs are found by their UUID, and have the names and no more than the budgets that they
+        have in `present`. Declared ones are found by name. Other devices stay as they are.
+
+        Parameters
+        ----------
+        present : Fleet
+            As `Fleet.detect` finds it.
+
+        Raises
+        ------
+        FleetError
+            If a GPU that the plan uses is gone, or has less memory now than the plan needs: with
+            every difference.
+        """
+        found = {
+            device.name: _find(device, present) if device.name.startswith("cuda") else device
+            for device in self.fleet.devices
+        }
+        problems = list(self._problems(found))
+        if problems:
+            raise FleetError(
+                f"the plan doesn't fit the GPUs that are here: {'; '.join(problems)}",
+                hint="\n".join([_REPLAN, "here are", *map(_line, present.devices)]),
+            )
+        now = {name: here for name, here in found.items() if here is not None}
+        return self._moved(now)
+
+    def _moved(self, now: Mapping[str, Device]) -> Plan:
+        """The plan under other names, and with no more memory than there is or was planned for."""
+        now = {
+            name: replace(
+                here, budget_bytes=min(here.budget_bytes, self.fleet.device(name).budget_bytes)
+            )
+            for name, here in now.items()
+        }
+        links = tuple(
+            replace(link, source=now[link.source].name, target=now[link.target].name)
+            for link in self.fleet.links
+            if link.source in now and link.target in now
+        )
+        entries = tuple((module, now[at].name) for module, at in self.placement.entries)
+        forecasts = tuple(
+            replace(
+                each,
+                device=now[each.device].name,
+                budget_bytes=now[each.device].budget_bytes,
+                reserved_bytes=min(each.reserved_bytes, now[each.device].budget_bytes),
+            )
+            for each in self.forecast.devices
+        )
+        return replace(
+            self,
+            fleet=Fleet(devices=tuple(now.values()), links=links),
+            placement=replace(self.placement, entries=entries),
+            forecast=replace(self.forecast, devices=forecasts),
+            binding_device=now[self.binding_device].name,
+        )
+
+    def _problems(self, found: dict[str, Device | None]) -> Iterator[str]:
+        """Why the plan can't run on what was found for its devices."""
+        for each in self.forecast.devices:
+            told, here = _named(self.fleet.device(each.device)), found[each.device]
+            if here is None:
+                yield f"{told} is gone, hidden, or full"
+            elif here.budget_bytes < each.requested_bytes:
+                yield (
+                    f"{told} can give {format_bytes(here.budget_bytes)} now, and the plan needs "
+                    f"{format_bytes(each.requested_bytes)} there: "
+                    f"{format_bytes(each.requested_bytes - here.budget_bytes)} are missing"
+                )
+
+
+def _find(device: Device, present: Fleet) -> Device | None:
+    """The same GPU among those that are present; a declared one is known by its name alone."""
+    for here in present.devices:
+        if here.uuid == device.uuid if device.uuid else here.name == device.name:
+            return here
+    return None
+
+
+def _named(device: Device, between: str = " ") -> str:
+    return between.join(filter(None, (device.name, device.product, device.uuid)))
+
+
+def _line(device: Device) -> str:
+    return f"  {_named(device, '  ')}  can give {format_bytes(device.budget_bytes)}"

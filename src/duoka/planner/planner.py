@@ -1,0 +1,423 @@
+"""The planner: profile, fleet and workload → placement, forecast and why; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from duoka.base.units import format_bytes, format_count
+from duoka.errors import InfeasibleError, UsageError
+from duoka.forecast.costs import costs_of
+from duoka.forecast.forecast import Costs, DeviceForecast, Findings, Forecast
+from duoka.forecast.latency import Seconds
+from duoka.forecast.profile import Profile
+from duoka.forecast.replay import StageBytes
+from duoka.forecast.workload import Workload
+from duoka.hardware.fleet import Fleet
+
+from . import search
+from .constraints import Constraints
+from .device_map import DeviceMap
+from .limits import limits_for
+from .offload import candidates, lightest
+from .placement import Placement
+from .plan import Largest, Plan, Request
+from .reasons import chunk_reason, demand_reasons, number_reason, offload_reason
+from .search import NO_LIMITS, Limits, NoPlacement, Objective, Solution
+
+_SMALLEST_CHUNK_TOKENS = 512
+_LARGEST_CHUNK_TOKENS = 8192
+_LEAST_TOLD = 4096
+_HOST_UNKNOWN = "Whether the host has so much memory isn't known: its GPUs were declared."
+_CPU_UNUSED = "The CPU computes nothing: it would be slow. A device map can put modules there."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What the planner is asked, besides the profile.
+
+    `gpus` is how the fleet was named, where it was; plans keep it. With a `device_map` the modules
+    go where it says (`answering.mapped`). What the constraints reserve has been taken off the
+    fleet's budgets already (`demands.usable`); `limits` is what they mean for a profile, once it is
+    known.
+    With `largest` the context or batch is to be as large as fits (`answering.largest`). `findings`
+    is what one replay tells all questions that are made of this one.
+    """
+
+    fleet: Fleet
+    workload: Workload
+    objective: Objective | Literal["auto"] = "auto"
+    use_all: bool = False
+    gpus: str = ""
+    device_map: DeviceMap | None = None
+    constraints: Constraints = field(default_factory=Constraints)
+    limits: Limits | None = None
+    largest: Largest | None = None
+    findings: Findings = field(default_factory=Findings, compare=False, repr=False)
+
+    @property
+    def request(self) -> Request:
+        """What a plan keeps of the question."""
+        return Request(
+            workload=self.workload,
+            objective=self.objective,
+            use_all=self.use_all,
+            gpus=self.gpus,
+            constraints=self.constraints,
+            largest=self.largest,
+        )
+
+
+def solve(profile: Profile, question: Question, *, source: str = "") -> Plan:
+    """Find the best placement.
+
+    The fewest devices that hold the workload are used, all of them with `use_all`; among the
+    placements on so many devices the one that is best for the objective is taken, and it is the
+    optimum over all contiguous cuts and all orders of the devices that obey the constraints. Their
+    strategies "balanced" and "sequential" choose otherwise (`search.search`). The CPU is used only
+    where there is nothing else.
+
+    Parameters
+    ----------
+    profile : Profile
+    question : Question
+    source : str
+        The checkpoint's directory, kept in the plan.
+
+    Raises
+    ------
+    InfeasibleError
+        If nothing fits: with the shortfall. `answering.answer` says what would fit instead.
+    UsageError
+        If the context is longer than the model was made for, or the constraints name what isn't
+        there or contradict each other.
+    """
+    check_context(question.workload, profile.max_context_tokens, profile.model)
+    if question.constraints.offload:
+        _refuse_offload(question.workload)
+    found = _solve(profile, question, source)
+    if isinstance(found, NoPlacement):
+        raise _infeasible(profile, _ready(profile, question), found)
+    return found
+
+
+def attempt(profile: Profile, question: Question) -> Plan | None:
+    """The plan that `solve` finds; None where it would say what fits instead, which takes long."""
+    found = _solve(profile, question, "")
+    return None if isinstance(found, NoPlacement) else found
+
+
+def conceivable(profile: Profile, question: Question) -> bool:
+    """Whether lower bounds leave a plan possible; without it there is none. Nothing is replayed."""
+    ready = _ready(profile, question)
+    if _conceivable(profile, ready):
+        return True
+    if not question.constraints.offload or question.workload.training is not None:
+        return False
+    if not _conceivable(lightest(profile), ready):
+        return False
+    # Where a plan is possible, it mostly is with all that may be offloaded.
+    runs = reversed([blocks for _, blocks in candidates(profile)])
+    return any(_conceivable(profile.offloading(blocks), ready) for blocks in runs)
+
+
+def _conceivable(profile: Profile, ready: Question) -> bool:
+    return search.conceivable(
+        _chunked(profile, ready),
+        ready.fleet,
+        use_all=ready.use_all,
+        strategy=ready.constraints.strategy,
+        limits=_limits(ready),
+    )
+
+
+def _chunked(profile: Profile, question: Question) -> list[Costs]:
+    """The costs of each chunk that the prompt may run in, the largest first."""
+    return [costs_of(profile, each, question.findings) for each in with_chunks(question.workload)]
+
+
+def _refuse_offload(workload: Workload) -> None:
+    """Refuse what weights in the host's memory can't be used for."""
+    if workload.training is not None:
+        raise UsageError(
+            "weights that lie in the host's memory can't be trained",
+            hint="leave out the offload: gradient checkpointing or LoRA take less memory",
+        )
+    if workload.quantize != "none":
+        raise UsageError(
+            f"weights are quantized ({workload.quantize}) or offloaded, not both",
+            hint="leave out one of the two",
+        )
+
+
+def _solve(profile: Profile, question: Question, source: str) -> Plan | NoPlacement:
+    assert question.device_map is None, "answering.mapped follows maps"
+    ready = _ready(profile, question)
+    found = _best(profile, ready, source)
+    may_offload = question.constraints.offload and question.workload.training is None
+    if may_offload and isinstance(found, NoPlacement):
+        found = _offloaded(profile, replace(question, limits=ready.limits), source) or found
+    if ready.fleet == question.fleet or isinstance(found, NoPlacement):
+        return found
+    return replace(found, why=(*found.why, _CPU_UNUSED))
+
+
+def _ready(profile: Profile, question: Question) -> Question:
+    """The question as the search is asked: on GPUs alone, with its constraints understood."""
+    fleet, limits = without_cpu(question.fleet), question.limits
+    if limits is None:
+        chain = [index for index, block in enumerate(profile.blocks) if block.tied_to is None]
+        limits = limits_for(question.constraints, profile, chain, fleet)
+    return replace(question, fleet=fleet, limits=limits)
+
+
+def _limits(question: Question) -> Limits:
+    return NO_LIMITS if question.limits is None else question.limits
+
+
+def _offloaded(profile: Profile, question: Question, source: str) -> Plan | None:
+    """The plan with the fewest bytes of weights in the host's memory; None where that won't do."""
+    gpus = without_cpu(question.fleet)
+    most = [device.budget_bytes for device in question.fleet.devices if device not in gpus.devices]
+    # Whatever the cuts: all stages together hold at least what one stage of everything does.
+    least = min(int(costs.lower_bound_bytes[0, -1]) for costs in _chunked(profile, question))
+    missing = least - gpus.budget_bytes
+    question = replace(question, fleet=gpus)
+    if not _conceivable(lightest(profile), question):
+        return None
+    for num_bytes, blocks in candidates(profile):
+        if num_bytes < missing or any(num_bytes > each for each in most):
+            continue
+        streaming = profile.offloading(blocks)
+        if _conceivable(streaming, question):
+            found = _best(streaming, question, source)
+            if not isinstance(found, NoPlacement):
+                return found if most else replace(found, why=(*found.why, _HOST_UNKNOWN))
+    return None
+
+
+def objective_of(question: Question) -> Objective:
+    """What is optimised for a question, with "auto" resolved for all of its devices."""
+    if question.objective != "auto":
+        return question.objective
+    known = {device.speeds for device in question.fleet.devices}
+    unknown = any(device.memory_bytes_per_second is None for device in question.fleet.devices)
+    return "headroom" if unknown or len(known) == 1 else "latency"
+
+
+def without_cpu(fleet: Fleet) -> Fleet:
+    """The GPUs of a fleet; the CPU too where it has nothing else."""
+    gpus = tuple(device for device in fleet.devices if device.name != "cpu")
+    links = tuple(link for link in fleet.links if "cpu" not in (link.source, link.target))
+    return replace(fleet, devices=gpus, links=links) if gpus else fleet
+
+
+def _best(profile: Profile, question: Question, source: str) -> Plan | NoPlacement:
+    """The plan with the fewest devices, and of those the one with the largest chunk."""
+    chunked = _chunked(profile, question)
+    shortage = NoPlacement()
+    try:
+        for limits in _limits_to_try(chunked, question):
+            for costs in chunked:
+                asked = replace(question, limits=limits)
+                try:
+                    return _plan(costs, *_search(costs, asked), question, source)
+                except NoPlacement as none:
+                    shortage |= none
+    except NoPlacement as none:
+        return none  # whatever the number
+    return shortage
+
+
+def _limits_to_try(chunked: Sequence[Costs], question: Question) -> Iterator[Limits]:
+    """One number of devices after the other, where fewer are better than larger chunks."""
+    limits = _limits(question)
+    if question.use_all or question.constraints.strategy != "auto" or len(chunked) == 1:
+        yield limits
+        return
+    most = min(len(question.fleet.devices), chunked[0].num_blocks)
+    for number in range(search.fewest(chunked, question.fleet, limits=limits), most + 1):
+        yield replace(limits, num_devices=number)
+
+
+def _search(costs: Costs, question: Question) -> tuple[Solution, list[StageBytes]]:
+    """The optimum, and the peaks of its stages."""
+    while True:
+        solution = search.search(
+            costs,
+            question.fleet,
+            objective=question.objective,
+            use_all=question.use_all,
+            strategy=question.constraints.strategy,
+            limits=_limits(question),
+        )
+        peaks = [*_peaks(costs, solution, question.fleet)]
+        known = [each for each in peaks if each is not None]
+        if len(known) == len(peaks):
+            return solution, known
+
+
+def _peaks(costs: Costs, solution: Solution, fleet: Fleet) -> Iterator[StageBytes | None]:
+    """Of each stage; None where copies by way of other devices are too much for its own."""
+    device_of = _device_of(costs, solution, fleet)
+    for number, stage in enumerate(solution.stages):
+        budget = fleet.devices[stage.device].budget_bytes
+        if costs.has_returns:
+            yield costs.stage_bytes_where(stage.start, stage.stop, budget, device_of)
+        else:
+            place = len(solution.stages) - number
+            yield costs.stage_bytes(stage.start, stage.stop, budget, place=place)
+
+
+def with_chunks(workload: Workload) -> Iterator[Workload]:
+    """Yield the workload with its prefill chunk resolved: the whole prompt, then smaller chunks."""
+    if workload.prefill_chunk_tokens != "auto":
+        yield workload
+        return
+    yield replace(workload, prefill_chunk_tokens=None)
+    if workload.training is not None:
+        return  # a sequence is learnt from whole
+    chunk = _LARGEST_CHUNK_TOKENS
+    while chunk >= _SMALLEST_CHUNK_TOKENS:
+        if chunk < workload.prompt_tokens:
+            yield replace(workload, prefill_chunk_tokens=chunk)
+        chunk //= 2
+
+
+def check_context(workload: Workload, limit: int | None, model: str) -> None:
+    """Refuse a context that is longer than a model was made for.
+
+    Raises
+    ------
+    UsageError
+        With both numbers.
+    """
+    if limit is not None and workload.context_tokens > limit:
+        raise UsageError(
+            f"{workload.prompt_tokens} prompt and {workload.new_tokens} new tokens are "
+            f"{workload.context_tokens}; {model} was made for {limit}",
+            hint=f"ask for a context of at most {limit} tokens",
+        )
+
+
+def _device_of(costs: Costs, solution: Solution, fleet: Fleet) -> list[str]:
+    """The device of every block."""
+    found: dict[int, str] = {}
+    for stage in solution.stages:
+        name = fleet.devices[stage.device].name
+        found.update(dict.fromkeys(costs.blocks_of(stage.start, stage.stop), name))
+    return [found[index] for index in range(len(costs.profile.blocks))]
+
+
+def _plan(
+    costs: Costs,
+    solution: Solution,
+    stage_peaks: list[StageBytes],
+    question: Question,
+    source: str,
+) -> Plan:
+    profile, fleet = costs.profile, question.fleet
+    device_of = _device_of(costs, solution, fleet)
+    forecasts = tuple(
+        DeviceForecast.of(fleet.devices[stage.device], peaks)
+        for stage, peaks in zip(solution.stages, stage_peaks, strict=True)
+    )
+    entries = tuple(
+        (module, device_of[index])
+        for index, block in enumerate(profile.blocks)
+        for module in block.modules
+    )
+    return Plan(
+        source=source,
+        model=profile.model,
+        fingerprint=profile.fingerprint,
+        fleet=fleet,
+        workload=costs.workload,
+        placement=Placement(entries=entries, fingerprint=profile.fingerprint),
+        forecast=Forecast(
+            devices=forecasts,
+            seconds=_seconds(costs, solution, fleet),
+            host_bytes=costs.streamed_bytes(0, costs.num_blocks),
+            copy_seconds=_copy_seconds(costs, solution, fleet),
+        ),
+        objective=solution.objective,
+        value=float(solution.value),
+        bound=float(solution.bound),
+        binding_device=fleet.devices[solution.binding_device].name,
+        request=question.request,
+        why=tuple(_reasons(costs, solution, question)),
+        offloaded=profile.offloaded,
+    )
+
+
+def _seconds(costs: Costs, solution: Solution, fleet: Fleet) -> Seconds | None:
+    names = fleet.names
+    return costs.times.of(
+        [(names[stage.device], stage.start, stage.stop) for stage in solution.stages], fleet
+    )
+
+
+def _copy_seconds(costs: Costs, solution: Solution, fleet: Fleet) -> float | None:
+    """What copying weights from the host takes in each step, as far as the links are known."""
+    total = 0.0
+    for stage in solution.stages:
+        size = costs.streamed_bytes(stage.start, stage.stop)
+        rate = fleet.devices[stage.device].host_bytes_per_second
+        if size and rate is None:
+            return None
+        total += size / rate if rate else 0.0
+    return total or None
+
+
+def _reasons(costs: Costs, solution: Solution, question: Question) -> Iterator[str]:
+    used, given = len(solution.stages), len(question.fleet.devices)
+    if question.constraints.strategy == "auto":
+        first = question.fleet.devices[solution.stages[0].device].name
+        yield from number_reason(used, given, first, is_limited=bool(question.limits))
+    names = question.fleet.names
+    devices = [names[stage.device] for stage in solution.stages]
+    yield from demand_reasons(question.constraints, question.fleet, devices)
+    if costs.has_ties and used > 1:
+        yield "Tied weights are kept once: the tied module runs on its partner's GPU."
+    yield from costs.profile.notes
+    if question.constraints.offload:
+        yield from offload_reason(
+            len(costs.profile.offloaded),
+            costs.streamed_bytes(0, costs.num_blocks),
+            _copy_seconds(costs, solution, question.fleet),
+        )
+    yield from chunk_reason(question.workload, costs.workload)
+
+
+def _infeasible(profile: Profile, question: Question, shortage: NoPlacement) -> InfeasibleError:
+    budget = sum(device.budget_bytes for device in question.fleet.devices)
+    shortfall = shortage.shortfall()
+    workload = question.workload
+    missing = shortfall.shortfall_bytes
+    # As a lower bound it may be next to nothing, where it is the cut that doesn't work out.
+    least = f"; at least {format_bytes(missing)} are missing" if missing >= _LEAST_TOLD else ""
+    return InfeasibleError(
+        f"{profile.model} does not fit: {format_bytes(profile.weight_bytes)} of weights, "
+        f"{workload.context_tokens} tokens, batch {workload.batch}; "
+        f"{format_count(len(question.fleet.devices), 'device')} with a budget of "
+        f"{format_bytes(budget)} in all{least}{_in_the_way(profile, question)}",
+        hint="use more or larger GPUs, or a smaller model",
+        shortfall_bytes=missing,
+    )
+
+
+def _in_the_way(profile: Profile, question: Question) -> str:
+    """Whether it is only what was demanded of the placement that doesn't fit."""
+    asked = question.constraints
+    if not asked.demands:
+        return ""
+    free = replace(
+        question, constraints=replace(asked, strategy="auto", pins=(), uncut=()), limits=NO_LIMITS
+    )
+    if attempt(profile, free) is None:
+        return ""
+    said = [f"the strategy {asked.strategy}"] if asked.strategy != "auto" else []
+    said += ["the pins"] if asked.pins else []
+    said += ["the modules that stay uncut"] if asked.uncut else []
+    return f"; without {' and '.join(said)} it fits"

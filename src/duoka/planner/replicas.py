@@ -1,0 +1,351 @@
+"""Replicas: several copies of a model on one fleet, each on GPUs of its own.
+
+Where a part of the fleet holds the workload, the rest can hold it again. A *group* is a set of
+devices that hold one copy together, each of them in use. Wanted are, in this order: as many groups
+as can be, or as many as were asked for; as few devices in all, or all of them; the best groups for
+the objective; the user's order. The optimum over all ways to deal the devices is found by a
+dynamic programme over what is left of each kind of device; those that can be exchanged are counted.
+
+What is optimised is the headroom of the tightest group, the latency of the slowest, or the
+throughput of all together. It knows nothing of how copies share their work.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.errors import InfeasibleError, UsageError
+from duoka.forecast.profile import Profile
+from duoka.hardware.fleet import Fleet
+from duoka.planner.resolve import answer
+
+from .constraints import Constraints
+from .device_map import find_device
+from .plan import Plan, Request
+from .planner import Question, attempt, objective_of, without_cpu
+from .resolve import Find
+from .search import Objective, exchangeable
+from .suggestions import ProfileFor
+from .workloads import workload_for
+
+Counts = tuple[int, ...]
+"""How many devices of each kind."""
+
+# Groups that can be made of what is left, for all that can be left: more take minutes.
+_MOST_DEALS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """One plan for each copy of the model.
+
+    Parameters
+    ----------
+    plans : tuple of Plan
+        Each for a fleet of its group's devices alone, in the order of the first of them.
+    idle : tuple of str
+        The devices that no group uses.
+    objective : {"headroom", "latency", "throughput"}
+    value : float
+        Bytes free on the tightest device of all; seconds of the slowest group; or requests a
+        second of all groups.
+    """
+
+    plans: tuple[Plan, ...]
+    idle: tuple[str, ...]
+    objective: Objective
+    value: float
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Deal:
+    """A way to deal some devices; the larger the better."""
+
+    devices: int  # negative, so that fewer are better
+    value: float
+    groups: tuple[Counts, ...]
+
+
+def plan_replicas(
+    profile: Profile,
+    question: Question,
+    number: int | Literal["auto"] = "auto",
+    *,
+    source: str = "",
+    profile_for: ProfileFor | None = None,
+    request: Request | None = None,
+) -> Replicas:
+    """Find the most copies that the fleet holds, or so many.
+
+    Parameters
+    ----------
+    profile : Profile
+    question : Question
+        What each copy is asked; with `use_all` no device may stay idle.
+    number : int or "auto"
+        How many copies.
+    source, profile_for, request
+        As for `answering.answer`.
+
+    Raises
+    ------
+    InfeasibleError
+        If the fleet doesn't hold one copy, with what would fit; or not as many as were asked for.
+    UsageError
+        If copies make no sense with what else was asked for.
+    """
+    _refuse_senseless(question, number)
+    request = request or question.request
+    question = replace(question, fleet=without_cpu(question.fleet))
+    dealer = _Dealer(profile, question, source)
+    best = dealer.best()
+    if not best:
+        alone = replace(question, use_all=False)
+        try:
+            answer(profile, alone, profile_for=profile_for, request=request)
+        except InfeasibleError as error:
+            ways = (replace(way, without=(*way.without, "--replicas")) for way in error.ways_out)
+            raise error.with_ways_out(ways) from None
+    wanted = max(best, default=0) if number == "auto" else number
+    if wanted not in best:
+        raise _too_many(profile, question, wanted, max(best, default=0))
+    found = dealer.answer(best[wanted])
+    return replace(
+        found,
+        plans=tuple(_asking(plan, request, question, found.objective) for plan in found.plans),
+    )
+
+
+def _too_many(profile: Profile, question: Question, wanted: int, most: int) -> InfeasibleError:
+    everywhere = " with every one of them in use" if question.use_all else ""
+    if not most:
+        return InfeasibleError(
+            f"{profile.model} fits these GPUs, but no copies do{everywhere}",
+            hint="leave out --use-all",
+        )
+    return InfeasibleError(
+        f"{format_copies(wanted)} of {profile.model} don't fit these GPUs{everywhere}; "
+        f"{format_copies(most)} {'does' if most == 1 else 'do'}",
+        hint=f"--replicas {most}, or more GPUs",
+    )
+
+
+def format_copies(number: int) -> str:
+    """A number of copies, for people."""
+    return "1 copy" if number == 1 else f"{number} copies"
+
+
+def _asking(plan: Plan, request: Request, question: Question, objective: Objective) -> Plan:
+    """A copy's plan, keeping what asks for it alone: its own GPUs, where they have names."""
+    names, fleet = plan.fleet.names, question.fleet
+    uuids = [device.uuid for device in plan.fleet.devices]
+    gpus = ",".join(filter(None, uuids)) if all(uuids) else ""
+    alone = objective_of(replace(question, fleet=plan.fleet))
+    asked = replace(
+        request,
+        gpus=request.gpus if len(names) == len(fleet.names) else gpus,
+        objective=request.objective if alone == objective else objective,
+        constraints=_of_group(request.constraints, fleet, names),
+    )
+    return replace(plan, request=asked)
+
+
+def _of_group(constraints: Constraints, fleet: Fleet, names: Collection[str]) -> Constraints:
+    """What is demanded of a group: what other devices leave free is no matter of it."""
+    reserve = [each for each in constraints.reserve if find_device(each[0], fleet) in names]
+    return replace(constraints, reserve=tuple(reserve))
+
+
+def _refuse_senseless(question: Question, number: int | Literal["auto"]) -> None:
+    asked = question.constraints
+    if number != "auto" and not 1 <= number <= len(question.fleet.devices):
+        raise UsageError(
+            f"{number} copies of a model on {len(question.fleet.devices)} devices",
+            hint="each copy needs a device of its own",
+        )
+    for is_said, what in (
+        (question.device_map is not None, "a device map"),
+        (bool(asked.pins), "a pin"),
+        (asked.strategy != "auto", f"the strategy {asked.strategy}"),
+        (asked.offload, "offloading"),
+        (question.largest is not None, f"the largest {question.largest}"),
+    ):
+        if is_said:
+            raise UsageError(
+                f"{what} is for one copy of a model, and several are to be planned",
+                hint="leave out one of the two",
+            )
+
+
+class _Dealer:
+    """The kinds of devices, what groups of them can do, and how they are dealt."""
+
+    def __init__(self, profile: Profile, question: Question, source: str) -> None:
+        self._profile = profile
+        self._source = source
+        self._question = question
+        self._objective = objective_of(question)
+        self._kinds = exchangeable(question.fleet)
+        self._plans: dict[Counts, Plan | None] = {}
+        self._holding: list[Counts] = []
+        all_of_them = tuple(len(kind) for kind in self._kinds)
+        deals = math.prod((count + 1) * (count + 2) // 2 for count in all_of_them)
+        if deals > _MOST_DEALS:
+            raise UsageError(
+                f"{len(question.fleet.devices)} devices of {len(self._kinds)} kinds can be dealt "
+                "in too many ways",
+                hint="name fewer devices, or give similar ones equal budgets",
+            )
+        self._all = all_of_them
+
+    def best(self) -> dict[int, _Deal]:
+        """The best way to deal all devices, by the number of groups."""
+        groups = [counts for counts in self._by_size() if self._plan(counts) is not None]
+        found: dict[Counts, dict[int, _Deal]] = {}
+        for left in itertools.product(*(range(count + 1) for count in self._all)):
+            found[left] = self._deal(left, groups, found)
+        return {number: deal for number, deal in found[self._all].items() if number}
+
+    def answer(self, deal: _Deal) -> Replicas:
+        """The plans of a deal, on the devices that the user named first."""
+        free = [list(kind) for kind in self._kinds]
+        dealt: list[tuple[int, ...]] = []
+        for counts in deal.groups:
+            taken: list[int] = []
+            for kind, count in zip(free, counts, strict=True):
+                taken += kind[:count]
+                del kind[:count]
+            dealt.append(tuple(sorted(taken)))
+        plans = [self._made(devices) for devices in sorted(dealt)]
+        assert all(plan is not None for plan in plans), "its kind of group has a plan"
+        names = self._question.fleet.names
+        return Replicas(
+            plans=tuple(replace(plan, source=self._source) for plan in plans if plan is not None),
+            idle=tuple(names[index] for index in sorted(itertools.chain(*free))),
+            objective=self._objective,
+            value=abs(deal.value),
+        )
+
+    def _deal(
+        self, left: Counts, groups: Sequence[Counts], found: dict[Counts, dict[int, _Deal]]
+    ) -> dict[int, _Deal]:
+        """The best ways to deal what is left: the first device stays idle, or is in a group."""
+        if not any(left):
+            return {0: _Deal(0, self._join(()), ())}
+        first = next(kind for kind, count in enumerate(left) if count)
+        best: dict[int, _Deal] = {}
+        if not self._question.use_all:
+            idle = (*left[:first], left[first] - 1, *left[first + 1 :])
+            best = dict(found[idle])
+        for counts in groups:
+            rest = tuple(have - take for have, take in zip(left, counts, strict=True))
+            if not counts[first] or min(rest) < 0:
+                continue
+            plan = self._plan(counts)
+            assert plan is not None, "only groups that hold a copy are dealt"
+            for number, deal in found[rest].items():
+                made = _Deal(
+                    deal.devices - sum(counts),
+                    self._join((deal.value, self._worth(plan))),
+                    (counts, *deal.groups),
+                )
+                if number + 1 not in best or _is_better(made, best[number + 1]):
+                    best[number + 1] = made
+        return best
+
+    def _by_size(self) -> Iterator[Counts]:
+        """All groups that could be, the smallest first, but for those that are never needed."""
+        every = itertools.product(*(range(count + 1) for count in self._all))
+        for counts in sorted((each for each in every if any(each)), key=lambda each: sum(each)):
+            if self._question.use_all or not self._is_larger(counts):
+                yield counts
+
+    def _is_larger(self, counts: Counts) -> bool:
+        """Whether a part of these devices is known to hold a copy: then all are never needed."""
+        return any(
+            other != counts and all(map(int.__le__, other, counts)) for other in self._holding
+        )
+
+    def _plan(self, counts: Counts) -> Plan | None:
+        if counts not in self._plans:
+            kinds = zip(self._kinds, counts, strict=True)
+            chosen = itertools.chain.from_iterable(kind[:count] for kind, count in kinds)
+            self._plans[counts] = self._made(tuple(sorted(chosen)))
+            if self._plans[counts] is not None:
+                self._holding.append(counts)
+        return self._plans[counts]
+
+    def _made(self, devices: Sequence[int]) -> Plan | None:
+        """The plan that uses each of these devices."""
+        fleet = self._question.fleet
+        chosen = tuple(fleet.devices[index] for index in devices)
+        names = {device.name for device in chosen}
+        links = tuple(link for link in fleet.links if {link.source, link.target} <= names)
+        group = replace(
+            self._question,
+            fleet=Fleet(devices=chosen, links=links),
+            objective=self._objective,
+            use_all=True,
+            gpus="",
+            constraints=_of_group(self._question.constraints, fleet, names),
+        )
+        try:
+            return attempt(self._profile, group)
+        except UsageError:
+            return None  # more devices than stages
+
+    def _worth(self, plan: Plan) -> float:
+        """What a group adds, to be made large."""
+        if self._objective == "headroom":
+            return plan.value
+        return -plan.value if self._objective == "latency" else 1.0 / plan.value
+
+    @property
+    def _join(self) -> Callable[[Sequence[float]], float]:
+        """What groups are worth together: as much as the worst, or all of it."""
+        if self._objective == "throughput":
+            return math.fsum
+        return lambda values: min(values, default=math.inf)
+
+
+def _is_better(one: _Deal, other: _Deal) -> bool:
+    return (one.devices, one.value) > (other.devices, other.value)
+
+
+def replicas_for(
+    checkpoint: Checkpoint, question: Question, number: int | Literal["auto"], find: Find
+) -> Replicas:
+    """The copies of a checkpoint.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    question : Question
+    number : int or "auto"
+    find : callable
+        The profile for a workload.
+
+    Raises
+    ------
+    InfeasibleError, UsageError
+        As `plan_replicas`.
+    """
+    workload = workload_for(checkpoint, question.workload)
+    if workload.quantize == "auto":
+        raise UsageError(
+            "several copies are planned for one quantization of the weights",
+            hint="give quantize none, int8, int4 or nf4",
+        )
+    return plan_replicas(
+        find(workload),
+        replace(question, workload=workload),
+        number,
+        source=checkpoint.source,
+        profile_for=lambda other: find(workload_for(checkpoint, other)),
+        request=replace(question.request, trust_remote_code=checkpoint.trust_remote_code),
+    )

@@ -1,0 +1,38 @@
+"""Search: the best cut of a model's blocks into stages, and the best device for each stage.
+
+Blocks run in order, so a placement is a cut of that order into stages and an assignment of
+stages to devices. The optimum over all of them, all subsets and all orders of devices is found
+by a dynamic programme over (block, devices used so far, first device of the rest). Identical
+devices are counted, not told apart.
+
+Exact memory is dear to compute, so the programme runs on lower bounds. The optimum's entries are
+made exact, and it runs again until its optimum consists of exact entries alone. A bound never
+exceeds the exact value, so nothing else can be better. No rule that a longer stage needs more
+memory than a part of it is assumed.
+
+It knows nothing of models, workloads or how costs come about.
+"""
+
+from .device_groups import exchangeable
+from .dynamic_programme import Stage, UnsearchableError
+from .limits import NO_LIMITS, Limits
+from .problem import OBJECTIVES, NoPlacement, Objective, Shortfall
+from .solve import Solution, conceivable, fewest, search
+from .stage_costs import StageCosts
+
+__all__ = [
+    "NO_LIMITS",
+    "OBJECTIVES",
+    "Limits",
+    "NoPlacement",
+    "Objective",
+    "Shortfall",
+    "Solution",
+    "Stage",
+    "StageCosts",
+    "UnsearchableError",
+    "conceivable",
+    "exchangeable",
+    "fewest",
+    "search",
+]

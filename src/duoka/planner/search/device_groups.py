@@ -1,0 +1,115 @@
+"""Groups: the devices that can be exchanged for each other, and the links between groups."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from duoka.hardware.device import Device
+from duoka.hardware.fleet import Fleet
+
+from .dynamic_programme import Floats
+from .stage_costs import StageCosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Devices that nothing but their names tells apart, by index, in the user's order."""
+
+    index: int
+    devices: tuple[int, ...]
+    budget_bytes: int
+    seconds: Floats | None
+    updates: Floats | None
+
+
+def link_seconds(costs: StageCosts, fleet: Fleet) -> Floats:
+    """[devices, devices, num_blocks + 1]: seconds of the transfer at the cut before each block."""
+    seconds = {
+        (link.source, link.target): link.latency_seconds * costs.boundary_transfers
+        + costs.boundary_bytes / link.bytes_per_second
+        for link in fleet.links
+    }
+    slowest = np.max(list(seconds.values()), axis=0)
+    return np.array(
+        [
+            [seconds.get((source, target), slowest) for target in fleet.names]
+            for source in fleet.names
+        ]
+    )
+
+
+def group_devices(
+    costs: StageCosts,
+    fleet: Fleet,
+    *,
+    links: Floats | None,
+    timed: bool,
+    alone: frozenset[int] = frozenset(),
+) -> tuple[Group, ...]:
+    """Put devices together that can be exchanged without changing any cost.
+
+    The seconds of a stage are taken to depend on the device's speeds alone. Those in `alone`
+    can't be exchanged.
+    """
+    members: list[list[int]] = []
+    for index, device in enumerate(fleet.devices):
+        for group in members:
+            other = fleet.devices[group[0]]
+            if (
+                index not in alone
+                and group[0] not in alone
+                and device.budget_bytes == other.budget_bytes
+                and (not timed or speeds(device) == speeds(other))
+                and (links is None or _exchangeable(links, group[0], index))
+            ):
+                group.append(index)
+                break
+        else:
+            members.append([index])
+    return tuple(
+        Group(
+            index=index,
+            devices=tuple(group),
+            budget_bytes=fleet.devices[group[0]].budget_bytes,
+            seconds=costs.seconds(fleet.devices[group[0]]) if timed else None,
+            updates=costs.update_seconds(fleet.devices[group[0]]) if timed else None,
+        )
+        for index, group in enumerate(members)
+    )
+
+
+def exchangeable(fleet: Fleet) -> tuple[tuple[int, ...], ...]:
+    """The devices that nothing but their names tells apart, by index, in the user's order."""
+    ways = {(link.source, link.target): link for link in fleet.links}
+    rates = np.zeros((2, len(fleet.devices), len(fleet.devices)))
+    for (i, one), (j, other) in itertools.product(enumerate(fleet.names), repeat=2):
+        if (link := ways.get((one, other))) is not None:
+            rates[:, i, j] = link.bytes_per_second, link.latency_seconds
+    kinds: list[list[int]] = []
+    for index, device in enumerate(fleet.devices):
+        for kind in kinds:
+            other_device = fleet.devices[kind[0]]
+            if (device.budget_bytes, speeds(device)) == (
+                other_device.budget_bytes,
+                speeds(other_device),
+            ) and all(_exchangeable(rate, kind[0], index) for rate in rates):
+                kind.append(index)
+                break
+        else:
+            kinds.append([index])
+    return tuple(map(tuple, kinds))
+
+
+def speeds(device: Device) -> tuple[float | None, ...]:
+    """All that the seconds of a stage may depend on, streamed weights included."""
+    return (*device.speeds, device.host_bytes_per_second)
+
+
+def _exchangeable(links: Floats, one: int, other: int) -> bool:
+    """Whether exchanging two devices leaves every link as fast as it was."""
+    order = np.arange(len(links))
+    order[[one, other]] = other, one
+    return np.array_equal(links[np.ix_(order, order)], links)

@@ -1,0 +1,436 @@
+"""Problem: one search, with what it knows so far; bounds are made exact until one wins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from duoka.errors import UsageError
+from duoka.hardware.fleet import Fleet
+
+from .device_groups import Group, group_devices, link_seconds
+from .dynamic_programme import Floats, Programme, Stage, Stages, UnsearchableError
+from .limits import NO_LIMITS, Limits
+from .stage_costs import KnownBytes, StageCosts
+
+Objective = Literal["headroom", "latency", "throughput"]
+OBJECTIVES: tuple[Objective | Literal["auto"], ...] = ("auto", *get_args(Objective))
+Aim = Literal["headroom", "latency", "throughput", "balance"]
+"""What the programme optimises: an objective, or the largest least share of a budget left free."""
+
+# How often a more even placement among the optimal ones is looked for.
+_TIE_ROUNDS = 8
+# Part of the latency: placements that differ by less count as equally fast.
+_TIE_TOLERANCE = 2.0**-26
+# Costs of ties are rounded to whole numbers of this size, whose sums are exact in any order.
+_LATENCY_UNITS = 2.0**50
+_PRESSURE_UNITS = 2.0**18
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caps:
+    """What every pass and transfer, and every update, of a placement takes at most."""
+
+    pass_seconds: float = math.inf
+    update_seconds: float = math.inf
+
+
+NO_CAPS = Caps()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortfall:
+    """How far the nearest placement is from fitting.
+
+    Parameters
+    ----------
+    shortfall_bytes : int
+        The least total, over all placements, of what the stages' lower bounds exceed their
+        devices' budgets by; a stage that is known not to fit in spite of its bound misses at
+        least one byte. No placement can miss less.
+    stages : tuple of Stage
+        A placement that attains it.
+    blocks : tuple of int
+        The blocks that fit no device, each on its own.
+    """
+
+    shortfall_bytes: int
+    stages: Stages
+    blocks: tuple[int, ...]
+
+
+class NoPlacement(Exception):
+    """Nothing fits. The planner turns it into an `InfeasibleError` with the ways out."""
+
+    def __init__(self, *problems: Problem) -> None:
+        super().__init__("no placement fits the fleet")
+        self._problems = problems
+
+    def shortfall(self) -> Shortfall:
+        """Say by how much; computed on demand, because a search for ways out fails often."""
+        found = [problem.shortfall() for problem in self._problems]
+        return min(found, key=lambda each: each.shortfall_bytes)
+
+    def __or__(self, other: NoPlacement) -> NoPlacement:
+        """That nothing fits in either way: by how much in the nearer one."""
+        return NoPlacement(*self._problems, *other._problems)
+
+
+class _Made:
+    """Tables, each made again where what it is made of isn't what it was."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[object, ...], tuple[tuple[object, ...], Floats]] = {}
+
+    def get(
+        self, name: tuple[object, ...], of: tuple[object, ...], make: Callable[[], Floats]
+    ) -> Floats:
+        """The table of a name; made where one of these isn't the very same thing as before."""
+        before, table = self._made.get(name, ((), None))
+        if table is None or any(one is not other for one, other in zip(before, of, strict=True)):
+            table = make()
+            self._made[name] = of, table
+        return table
+
+
+class Problem:
+    """One search: its groups of devices, its objective, and what is known of memory so far.
+
+    With `others` bounds are the least of all these costs': what none of them can go below.
+    """
+
+    def __init__(
+        self,
+        costs: StageCosts,
+        fleet: Fleet,
+        aim: Aim,
+        *,
+        use_all: bool = False,
+        limits: Limits = NO_LIMITS,
+        others: Sequence[StageCosts] = (),
+    ) -> None:
+        num_devices = len(fleet.devices)
+        if use_all and num_devices > costs.num_blocks:
+            raise UnsearchableError(
+                f"{num_devices} devices are to be used, and the model has only "
+                f"{costs.num_blocks} blocks to place",
+                hint="name fewer devices, or let duoka use as few as it needs",
+            )
+        most = min(num_devices, costs.num_blocks)
+        self.aim: Aim = aim
+        fewest = most if use_all else limits.num_devices or 1
+        self.num_stages = range(fewest, min(most, limits.num_devices or most) + 1)
+        self.more_passes = costs.more_passes or 0 if aim == "latency" else 0
+        timed = aim in ("latency", "throughput")
+        links = link_seconds(costs, fleet) if timed and fleet.links else None
+        self._groups = group_devices(costs, fleet, links=links, timed=timed, alone=limits.devices)
+        self._allowed = [limits.allow(costs.num_blocks, each.devices[0]) for each in self._groups]
+        self._group_of = {device: group for group in self._groups for device in group.devices}
+        self._links: Floats | None = None
+        self._caps = NO_CAPS
+        self._made = _Made()
+        # The last optimum that is known to be the most even one as well.
+        self._even: Stages = ()
+        if links is not None:
+            senders = [group.devices[0] for group in self._groups]
+            receivers = [group.devices[-1] for group in self._groups]
+            self._links = links[np.ix_(senders, receivers)]
+        budgets = [group.budget_bytes for group in self._groups]
+        self.memory = KnownBytes(costs, budgets, most, others)
+        self.places = range(1, self.memory.num_places + 1)
+        self._is_limited = bool(limits) and limits.num_devices is None
+
+    @property
+    def has_updates(self) -> bool:
+        """Whether something comes after all passes."""
+        return any(group.updates is not None for group in self._groups)
+
+    def cheapest(
+        self, caps: Caps = NO_CAPS, num_stages: range | None = None
+    ) -> tuple[Stages, float] | None:
+        """A placement with exact costs that nothing with as few devices beats, and its cost.
+
+        Of what takes time that is one pass, or the slowest part of one; `judge` says it all. None
+        where nothing fits within the caps.
+        """
+        self._caps, self._even = caps, ()
+        programme = self._programme(num_stages)
+        if (found := programme.fewest()) is None:
+            return None
+        if self.aim != "latency":
+            # Of equally good ones the most even is wanted in the end: one that is both.
+            even, _ = self._tie_programme(found[1], len(found[0])).fewest() or found
+            if self.settle(even):
+                self._even = even
+                return even, found[1]
+            programme.revise(self._tables())
+        while (found := programme.fewest()) is not None and not self.settle(found[0]):
+            programme.revise(self._tables())
+        return found
+
+    def keep_within(self, caps: Caps) -> None:
+        """Look only at placements within the caps from now on."""
+        self._caps = caps
+
+    def none(self) -> NoPlacement:
+        """What is to be raised where nothing fits.
+
+        Raises
+        ------
+        UsageError
+            If no placement obeys the limits, however much memory there is.
+        """
+        if self._is_limited:
+            self._refuse_impossible()
+        return NoPlacement(self)
+
+    def conceivable(self) -> bool:
+        """Whether any placement may fit, as far as is known."""
+        return self.fewest() is not None
+
+    def fewest(self) -> int | None:
+        """On how few devices a placement may fit, as far as is known; None where on no number."""
+        found = self._programme().fewest()
+        return None if found is None else len(found[0])
+
+    def most_even(self, stages: Stages, bound: float) -> Stages:
+        """Of the placements as good as `stages`, one that leaves memory free evenly."""
+        if stages == self._even:
+            return stages
+        tolerance = _TIE_TOLERANCE * bound if self.aim == "latency" else 0.0
+        candidates = [stages]
+        programme = self._tie_programme(bound, len(stages))
+        for _ in range(_TIE_ROUNDS):
+            found = programme.fewest()
+            assert found is not None, "the optimum itself is a candidate"
+            if self.settle(found[0]):
+                return found[0]
+            candidates.append(found[0])
+            programme.revise(self._tie_tables(bound))
+        # Another may be more even still, but these are known.
+        return min(
+            (each for each in candidates if self.judge(each)[0] <= bound + tolerance),
+            key=lambda each: sum(
+                self._pressure(self._group_of[stage.device], place)[stage.start, stage.stop]
+                for place, stage in placed(each)
+            ),
+        )
+
+    def judge(self, stages: Stages) -> tuple[float, int]:
+        """The objective's cost of a placement, as far as known, and the device that limits it."""
+        cost, device = max(self._parts(stages), key=lambda part: part[0])
+        if self.aim != "latency":
+            return cost, device
+        slowest = self.slowest(stages)
+        more = self.more_passes * slowest.pass_seconds + slowest.update_seconds
+        return self._cost(stages) + more, device
+
+    def slowest(self, stages: Stages) -> Caps:
+        """What the slowest pass or transfer of a placement takes, and the slowest update."""
+        updates = [self._updates(self._group_of[stage.device]) for stage in stages]
+        return Caps(
+            pass_seconds=max(part for part, _ in self._parts(stages)),
+            update_seconds=max(
+                float(table[stage.start, stage.stop])
+                for table, stage in zip(updates, stages, strict=True)
+            ),
+        )
+
+    def least(self, num_stages: range) -> Caps:
+        """What the slowest parts of placements with so many stages take at least."""
+        passes = self._run(
+            self._tables(), transfers=self._links, slowest=True, num_stages=num_stages
+        ).best()
+        updates = [
+            [
+                np.where(self.may_be(group, place), self._updates(group), np.inf)
+                for group in self._groups
+            ]
+            for place in self.places
+        ]
+        last = self._run(updates, slowest=True, num_stages=num_stages).best()
+        assert passes is not None, "something fits"
+        assert last is not None, "the same fits"
+        return Caps(pass_seconds=passes[1], update_seconds=last[1])
+
+    def _updates(self, group: Group) -> Floats:
+        none = np.zeros_like(self._allowed[0], np.float64)
+        return none if group.updates is None else group.updates
+
+    def _cost(self, stages: Stages) -> float:
+        """The programme's cost of a placement."""
+        parts = [part for part, _ in self._parts(stages)]
+        return sum(parts) if self.aim == "latency" else max(parts)
+
+    def _parts(self, stages: Stages) -> list[tuple[float, int]]:
+        """What each stage and transfer costs, with its device."""
+        parts: list[tuple[float, int]] = []
+        before: Stage | None = None
+        for place, stage in placed(stages):
+            group = self._group_of[stage.device]
+            if before is not None and self._links is not None:
+                sender = self._group_of[before.device]
+                seconds = self._links[sender.index, group.index, stage.start]
+                parts.append((float(seconds), before.device))
+            cost = self._costs(group, place)[stage.start, stage.stop]
+            parts.append((float(cost), stage.device))
+            before = stage
+        return parts
+
+    def shortfall(self) -> Shortfall:
+        """How far the nearest placement is from fitting."""
+        missing = [[self._missing(group, place) for group in self._groups] for place in self.places]
+        found = self._run(missing, slowest=False, num_stages=self.num_stages).best()
+        assert found is not None, "there is always a placement that doesn't fit"
+        fits = np.any([np.diagonal(fits, 1) for fits in self.memory.fits.values()], axis=0)
+        return Shortfall(
+            shortfall_bytes=int(found[1]),
+            stages=found[0],
+            blocks=tuple(int(block) for block in np.flatnonzero(~fits)),
+        )
+
+    def settle(self, stages: Stages) -> bool:
+        """Make what is known of a placement exact; whether it was what it was thought to be."""
+        return self.memory.settle(
+            [
+                (stage.start, stage.stop, self._key(self._group_of[stage.device], place))
+                for place, stage in placed(stages)
+            ]
+        )
+
+    def group_of(self, device: int) -> Group:
+        """The group of the fleet's device of that index."""
+        return self._group_of[device]
+
+    def may_be(self, group: Group, place: int) -> npt.NDArray[np.bool_]:
+        """[num_blocks + 1, num_blocks + 1]: whether a stage may be there, as far as known."""
+        return self.memory.fits[self._key(group, place)] & self._allowed[group.index]
+
+    def _refuse_impossible(self) -> None:
+        """Refuse limits that no placement obeys, however much memory there is."""
+        tables = [np.where(np.triu(allowed, 1), 0.0, np.inf) for allowed in self._allowed]
+        if self._run([tables], slowest=False, num_stages=self.num_stages).best() is None:
+            raise UsageError(
+                "what is demanded of modules contradicts itself: no cut of the model into stages, "
+                "one on each device, obeys all of it",
+                hint="a device holds one run of modules, in the order in which they run; take "
+                "some pins away",
+            )
+
+    def _key(self, group: Group, place: int) -> tuple[int, int]:
+        return self.memory.key(group.budget_bytes, place)
+
+    def _costs(self, group: Group, place: int) -> Floats:
+        """What the objective makes of each stage on a device of the group, as far as known."""
+        fits = self.may_be(group, place)
+        if self.aim in ("latency", "throughput"):
+            assert group.seconds is not None
+            return np.where(fits, group.seconds, np.inf)
+        needed, budget = self.memory.bytes[self._key(group, place)], group.budget_bytes
+        return np.where(fits, needed / budget if self.aim == "balance" else needed - budget, np.inf)
+
+    def _tables(self) -> list[list[Floats]]:
+        """[place][group]: what the objective makes of each stage within the caps."""
+        return [[self._table(group, place) for group in self._groups] for place in self.places]
+
+    def _table(self, group: Group, place: int) -> Floats:
+        key = self._key(group, place)
+
+        def make() -> Floats:
+            return np.where(self._within(group), self._costs(group, place), np.inf)
+
+        known = (self._caps, self.memory.bytes[key], self.memory.fits[key])
+        return self._made.get(("costs", group.index, place), known, make)
+
+    def _within(self, group: Group) -> npt.NDArray[np.bool_]:
+        if group.seconds is None:
+            return np.ones_like(self._allowed[0])
+        quick = group.seconds <= self._caps.pass_seconds
+        return quick & (self._updates(group) <= self._caps.update_seconds)
+
+    def _missing(self, group: Group, place: int) -> Floats:
+        """What each stage's lower bound exceeds the budget by; a byte where it fits in spite."""
+        key = self._key(group, place)
+        over = self.memory.bytes[key] - group.budget_bytes
+        missing = np.maximum(over, np.where(self.memory.fits[key], 0, 1))
+        return np.where(self._allowed[group.index], missing, np.inf)
+
+    def _pressure(self, group: Group, place: int) -> Floats:
+        """How hard each stage presses on its budget: the more the less it leaves free."""
+        unit = max(each.budget_bytes for each in self._groups) / 1024
+        needed = self.memory.bytes[self._key(group, place)]
+        headroom = np.maximum(group.budget_bytes - needed, 0)
+        return np.asarray(np.rint(_PRESSURE_UNITS / (1 + headroom / unit)))
+
+    def _transfers(self) -> Floats | None:
+        if self._links is None:
+            return None
+        return np.where(self._links <= self._caps.pass_seconds, self._links, np.inf)
+
+    def _programme(self, num_stages: range | None = None) -> Programme:
+        return self._run(
+            self._tables(),
+            transfers=self._transfers(),
+            slowest=self.aim != "latency",
+            num_stages=num_stages or self.num_stages,
+        )
+
+    def _tie_programme(self, bound: float, num_stages: int) -> Programme:
+        """The pressure as the cost, among the placements that attain the bound."""
+        links = self._transfers()
+        if links is not None:
+            links = self._tied(links, bound)
+        return self._run(
+            self._tie_tables(bound),
+            transfers=links,
+            slowest=False,
+            num_stages=range(num_stages, num_stages + 1),
+        )
+
+    def _tie_tables(self, bound: float) -> list[list[Floats]]:
+        return [
+            [self._tie_table(group, place, bound) for group in self._groups]
+            for place in self.places
+        ]
+
+    def _tie_table(self, group: Group, place: int, bound: float) -> Floats:
+        costs = self._table(group, place)
+
+        def make() -> Floats:
+            return self._tied(costs, bound) + self._pressure(group, place)
+
+        known = (bound, costs, self.memory.bytes[self._key(group, place)])
+        return self._made.get(("ties", group.index, place), known, make)
+
+    def _tied(self, costs: Floats, bound: float) -> Floats:
+        """What costs of parts come to among placements that attain the bound."""
+        if self.aim == "latency":
+            # Small enough that all pressures together stay within the tolerance.
+            return np.asarray(np.rint(costs * (_LATENCY_UNITS / (bound or 1.0))))
+        return np.where(costs <= bound, 0.0, np.inf)
+
+    def _run(
+        self,
+        tables: Sequence[Sequence[Floats]],
+        *,
+        transfers: Floats | None = None,
+        slowest: bool,
+        num_stages: range,
+    ) -> Programme:
+        return Programme(
+            tables,
+            [group.devices for group in self._groups],
+            transfers=transfers,
+            slowest=slowest,
+            num_stages=num_stages,
+        )
+
+
+def placed(stages: Stages) -> Iterator[tuple[int, Stage]]:
+    """The stages in order, each with its place from the end, which counts from 1."""
+    return zip(range(len(stages), 0, -1), stages, strict=True)

@@ -1,0 +1,130 @@
+"""Costs: what the search asks about stages, and what it knows of their bytes so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from duoka.hardware.device import Device
+
+from .dynamic_programme import Floats
+
+
+class StageCosts(Protocol):
+    """What the search asks about stages, which are half-open runs of blocks.
+
+    What a stage needs may depend on its place from the end, which counts from 1.
+    """
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in execution order."""
+
+    @property
+    def num_places(self) -> int:
+        """How many places from the end differ; all before the last of them are like it."""
+
+    def bounds_at(self, place: int) -> npt.NDArray[np.int64]:
+        """[num_blocks + 1, num_blocks + 1], by start and stop: at most what is requested."""
+
+    @property
+    def alike(self) -> npt.NDArray[np.int64]:
+        """[num_blocks + 1, num_blocks + 1]: stages of equal numbers request equal bytes.
+
+        That is at equal places. A model repeats its layers, so one exact answer is an answer for
+        many stages. Unique numbers are right when nothing is known.
+        """
+
+    @property
+    def boundary_bytes(self) -> Floats:
+        """[num_blocks + 1]: bytes that one pass sends over the cut before each block."""
+
+    @property
+    def boundary_transfers(self) -> Floats:
+        """[num_blocks + 1]: in how many pieces it does, each with the link's latency."""
+
+    def requested_bytes(
+        self, start: int, stop: int, budget_bytes: int, *, place: int
+    ) -> int | None:
+        """Exact peak of requested bytes on a device of that budget; None when it doesn't fit."""
+
+    def seconds(self, device: Device) -> Floats | None:
+        """[num_blocks + 1, num_blocks + 1]: seconds of one pass; None when unknown."""
+
+    def update_seconds(self, device: Device) -> Floats | None:
+        """The same of what comes after all passes, on all devices at once; None for nothing."""
+
+    @property
+    def more_passes(self) -> int | None:
+        """Passes that follow the first one through the stages, as one piece of work with it.
+
+        None where a pass is a request, for itself: what is quickest for one isn't for many.
+        """
+
+
+class KnownBytes:
+    """What is known of stages' requested bytes: bounds, made exact one by one.
+
+    Attributes
+    ----------
+    num_places : int
+        How many places from the end are told apart.
+    bytes, fits : dict of (int, int)
+        By budget and place, each [num_blocks + 1, num_blocks + 1]; replaced by another array when
+        more is known.
+    """
+
+    def __init__(
+        self,
+        costs: StageCosts,
+        budgets: Sequence[int],
+        num_places: int,
+        others: Sequence[StageCosts] = (),
+    ) -> None:
+        shape = (costs.num_blocks + 1, costs.num_blocks + 1)
+        stages = np.triu(np.ones(shape, dtype=bool), 1)
+        self._costs = costs
+        self._alike = np.where(stages, costs.alike, -1)
+        self.num_places = min(num_places, costs.num_places)
+        self.num_evaluations = 0
+        self.bytes: dict[tuple[int, int], Floats] = {}
+        for place in range(1, self.num_places + 1):
+            least = np.minimum.reduce([each.bounds_at(place) for each in (costs, *others)])
+            bound = np.where(stages, least, np.inf)
+            self.bytes |= {(budget, place): bound for budget in budgets}
+        self.fits = {key: bound <= key[0] for key, bound in self.bytes.items()}
+        self._exact: set[tuple[tuple[int, int], int]] = set()
+
+    def key(self, budget: int, place: int) -> tuple[int, int]:
+        """Where a stage at a place from the end is looked up."""
+        return budget, min(place, self.num_places)
+
+    def settle(self, stages: Sequence[tuple[int, int, tuple[int, int]]]) -> bool:
+        """Make (start, stop, key) exact, the tightest first, up to one that doesn't fit.
+
+        Returns whether all were what they were thought to be.
+        """
+        as_thought = True
+        for start, stop, key in sorted(
+            stages, key=lambda stage: stage[2][0] - self.bytes[stage[2]][stage[:2]]
+        ):
+            number = int(self._alike[start, stop])
+            if (key, number) in self._exact:
+                continue
+            budget, place = key
+            self.num_evaluations += 1
+            self._exact.add((key, number))
+            alike = self._alike == number
+            requested = self._costs.requested_bytes(start, stop, budget, place=place)
+            if requested is None or requested > budget:
+                self.fits[key] = self.fits[key] & ~alike
+                return False
+            bounds = self.bytes[key][alike]
+            assert requested >= bounds.max(), "the lower bound is none"
+            if requested != bounds.min():
+                as_thought = False
+                self.bytes[key] = np.where(alike, requested, self.bytes[key])
+        return as_thought

@@ -1,0 +1,322 @@
+"""Ways out: what would fit where nothing does, each found by the search that would plan it.
+
+The ways that cost least quality come first: fewer tokens, smaller pieces of the prompt, a smaller
+batch, a cache and weights of fewer bits, weights in the host's memory, another GPU. Two are taken
+together only where one alone won't do. Each carries the arguments of the command line that ask for
+it, and the numbers of the plan that this makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+from duoka.base.units import format_bytes
+from duoka.errors import DuokaError, WayOut
+from duoka.forecast.profile import Profile
+from duoka.forecast.workload import Training, Workload
+
+from .command_line import change
+from .gpu_upgrades import upgrades
+from .limits import fleet_for
+from .modes import attempt, conceivable
+from .plan import Plan, Request
+from .planner import Question
+
+ProfileFor = Callable[[Workload], Profile | None]
+"""The profile for a workload; None where there is none."""
+
+_CACHE = " --cache int8"
+_QUALITY = "some accuracy: `duoka bench --quality FILE{}` measures it on your text"
+
+
+class WaysOut:
+    """The search for ways out of one question that has no answer.
+
+    Parameters
+    ----------
+    profile : Profile
+        For the question's workload.
+    question : Question
+    profile_for : callable, optional
+        The profile for another workload. It raises an error for one that the model can't do. By
+        default there is none but the one given.
+    request : Request, optional
+        What the command line says that is to be changed; by default the question.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        question: Question,
+        profile_for: ProfileFor | None = None,
+        request: Request | None = None,
+    ) -> None:
+        self._profile = profile
+        self._question = question
+        self._request = request or question.request
+        self._workload = question.workload
+        self._profile_for = profile_for or self._own
+
+    def found(self) -> Iterator[WayOut]:
+        """The ways, cheapest for quality first."""
+        if self._workload.training is None:
+            context = list(self._context())
+            yield from context
+            yield from self._chunk()
+            yield from self._batch("a batch")
+            yield from self._fewer_bits(shorten=not context)
+            yield from self._offload()
+        else:
+            yield from self._trained_otherwise()
+            yield from self._context()
+        if self._question.device_map is not None:
+            yield from self._without_map()
+        else:
+            yield from self._gpus()
+
+    # ── fewer tokens, smaller pieces ──
+
+    def _context(self) -> Iterator[WayOut]:
+        question = self._question
+        if question.largest == "context" or question.device_map is not None:
+            return  # the shortest was tried; with a map, nothing is looked for
+        batch = 1 if question.largest == "batch" else self._workload.batch
+        plan = self._plan(
+            replace(question, largest="context", workload=replace(self._workload, batch=batch))
+        )
+        if plan is not None:
+            yield self._way("context", _context_text(plan), plan)
+
+    def _chunk(self) -> Iterator[WayOut]:
+        if self._workload.prefill_chunk_tokens == "auto":
+            return
+        plan = self._plan(self._asked(prefill_chunk_tokens="auto"))
+        if plan is not None:
+            loses = "nothing but a little time before the first token"
+            yield self._way("chunk", _chunk_text(plan), plan, loses=loses)
+
+    def _batch(self, what: str, **changes: Any) -> Iterator[WayOut]:
+        question = self._question
+        if question.largest is not None or question.device_map is not None:
+            return
+        if self._workload.batch > 1:
+            plan = self._plan(replace(self._asked(**changes), largest="batch"))
+            if plan is not None:
+                yield self._way("batch", f"{what} of {plan.workload.batch}", plan)
+
+    # ── fewer bits ──
+
+    def _fewer_bits(self, *, shorten: bool) -> Iterator[WayOut]:
+        """In a cache, in weights, in both; of fewer tokens too, where fewer alone won't do."""
+        if self._workload.cache != "int8":
+            plan = self._plan_or_chunked(self._asked(cache="int8"))
+            if plan is not None:
+                text = f"the KV cache in 8 bit{self._pieces(plan)}"
+                yield self._way("cache", text, plan, loses=_QUALITY.format(_CACHE))
+        for scheme in _smaller(self._workload):
+            asked = self._asked(quantize=scheme)
+            both = self._asked(quantize=scheme, cache="int8")
+            for question in dict.fromkeys((asked, both)):
+                plan = self._plan_or_chunked(question)
+                if plan is not None:
+                    yield self._quantized(scheme, plan)
+                    break
+            else:
+                if shorten and asked.largest is None and asked.device_map is None:
+                    plan = self._plan(replace(asked, largest="context"))
+                    if plan is not None:
+                        yield self._quantized(scheme, plan, f", and {_context_text(plan)}")
+
+    def _quantized(self, scheme: str, plan: Plan, more: str = "") -> WayOut:
+        weights = sum(each.weight_bytes for each in plan.forecast.devices)
+        cache = "" if plan.workload.cache == self._workload.cache else _CACHE
+        if cache:
+            more += ", and the KV cache in 8 bit"
+        text = (
+            f"weights in {scheme.removeprefix('int')} bit ({scheme}): {format_bytes(weights)} "
+            f"instead of {format_bytes(self._profile.weight_bytes)}{more}{self._pieces(plan)}"
+        )
+        return self._way(scheme, text, plan, loses=_QUALITY.format(f" --quantize {scheme}{cache}"))
+
+    # ── what training may do without ──
+
+    def _trained_otherwise(self) -> Iterator[WayOut]:
+        training = self._workload.training
+        assert training is not None
+        again = replace(training, gradient_checkpointing=True)
+        ways: list[WayOut] = []
+        if again != training:
+            text = "activations that are computed again in the backward pass"
+            ways += self._learning("checkpointing", text, [again], "about a third of the speed")
+        ways += self._batch("a micro-batch")
+        if not ways and again != training:
+            ways += self._batch("activations computed again, and a micro-batch", training=again)
+        yield from ways
+        lora = replace(training, method="lora", master_weights=False)
+        if training.method == "full":
+            text = "low-rank adapters (LoRA) instead of all weights"
+            tried = [lora, replace(lora, gradient_checkpointing=True)]
+            yield from self._learning("lora", text, tried, "what adapters can't learn")
+        if training.optimizer != "sgd":
+            text = "the optimizer SGD instead of AdamW, which keeps two numbers for each weight"
+            tried = [replace(each, optimizer="sgd") for each in (training, again)]
+            yield from self._learning("sgd", text, tried, "Adam's own step for each weight")
+
+    def _learning(
+        self, kind: str, text: str, tried: list[Training], loses: str
+    ) -> Iterator[WayOut]:
+        """The first way to train that fits."""
+        for training in dict.fromkeys(tried):
+            plan = self._plan(self._asked(training=training))
+            if plan is not None:
+                again = training != tried[0] and training.gradient_checkpointing
+                more = ", and activations that are computed again" if again else ""
+                yield self._way(kind, text + more, plan, loses=loses)
+                return
+
+    # ── other memory ──
+
+    def _offload(self) -> Iterator[WayOut]:
+        question = self._question
+        if question.constraints.offload or question.device_map is not None:
+            return
+        constraints = replace(question.constraints, offload=True)
+        try:
+            fleet = fleet_for(question.fleet, None, offload=True)
+        except DuokaError:
+            return  # how much memory the host has isn't known
+        plan = self._plan(replace(question, fleet=fleet, constraints=constraints))
+        if plan is None:
+            return
+        seconds = plan.forecast.copy_seconds
+        took = f", about {seconds:.2g} s" if seconds else ", which takes as long as the link needs"
+        text = (
+            f"{format_bytes(plan.forecast.host_bytes)} of weights in the CPU's memory, which go "
+            f"over PCIe for each token{took}"
+        )
+        yield self._way("offload", text, plan, loses="speed")
+
+    def _gpus(self) -> Iterator[WayOut]:
+        for upgrade in upgrades(self._question, self._conceivable, self._plan):
+            yield self._way("gpu", upgrade.text, upgrade.plan)
+
+    def _without_map(self) -> Iterator[WayOut]:
+        question = replace(self._question, device_map=None)
+        plan = self._plan(question)
+        if plan is not None:
+            sizes = ", ".join(
+                f"{each.device} {format_bytes(each.requested_bytes)} of "
+                f"{format_bytes(each.budget_bytes)}"
+                for each in plan.forecast.devices
+            )
+            text = f"duoka's own plan instead of the map: {sizes}"
+            yield replace(self._way("map", text, plan), without=("--device-map",))
+            return
+        for way in WaysOut(self._profile, question, self._profile_for, self._request).found():
+            text = f"{way.text}, with duoka's own plan instead of the map"
+            yield replace(way, text=text, without=(*way.without, "--device-map"))
+
+    # ── asking the planner ──
+
+    def _asked(self, **changes: Any) -> Question:
+        """The question about another workload."""
+        return replace(self._question, workload=replace(self._workload, **changes))
+
+    def _plan_or_chunked(self, question: Question) -> Plan | None:
+        """The plan; with another chunk of the prompt where the one that was asked for won't do."""
+        plan = self._plan(question)
+        if plan is None and question.workload.prefill_chunk_tokens != "auto":
+            workload = replace(question.workload, prefill_chunk_tokens="auto")
+            plan = self._plan(replace(question, workload=workload))
+        return plan
+
+    def _plan(self, question: Question) -> Plan | None:
+        """The plan; none where that can't be asked of this model or these GPUs."""
+        try:
+            profile = self._profile_of(question)
+            return None if profile is None else attempt(profile, question)
+        except DuokaError:
+            return None
+
+    def _conceivable(self, question: Question) -> bool:
+        try:
+            return self._profile_of(question) is not None
+        except DuokaError:
+            return False
+
+    def _profile_of(self, question: Question) -> Profile | None:
+        """The profile for a question; none where its bounds leave no plan possible."""
+        profile = self._profile_for(question.workload)
+        return profile if profile is not None and conceivable(profile, question) else None
+
+    def _own(self, workload: Workload) -> Profile | None:
+        same = workload.conditions == self._profile.conditions
+        return self._profile if same else None
+
+    def _pieces(self, plan: Plan) -> str:
+        """What is to be said of a chunk that wasn't asked for."""
+        asked = self._workload.prefill_chunk_tokens
+        if asked in ("auto", plan.workload.prefill_chunk_tokens):
+            return ""
+        return f", and {_chunk_text(plan)}"
+
+    def _way(self, kind: str, text: str, plan: Plan, *, loses: str = "") -> WayOut:
+        """A way with the numbers of its plan, and what its command line has to say."""
+        made, largest = plan.workload, self._question.largest
+        if largest is not None and plan.request.largest == largest:
+            text += f"; then {_size(plan, largest)}"
+        chunk = made.prefill_chunk_tokens
+        options, without = change(self._request, self._requested(plan))
+        return WayOut(
+            kind=kind,
+            text=text,
+            loses=loses,
+            options=options,
+            without=without,
+            context_tokens=made.context_tokens,
+            batch=made.batch,
+            prefill_chunk_tokens=chunk if isinstance(chunk, int) else None,
+            num_gpus=len(plan.devices),
+            free_bytes=min(each.free_bytes for each in plan.forecast.devices),
+        )
+
+    def _requested(self, plan: Plan) -> Request:
+        """What asks for a way's plan: numbers instead of the largest, where this asks for it."""
+        asked, found = self._request, plan.request
+        workload = found.workload
+        if found.largest != asked.largest:
+            found, workload = replace(found, largest=None), plan.workload
+        chunk: int | Literal["auto"] | None = "auto"
+        if asked.workload.prefill_chunk_tokens != "auto":
+            chunk = plan.workload.prefill_chunk_tokens
+        workload = replace(workload, dtype=asked.workload.dtype, prefill_chunk_tokens=chunk)
+        return replace(found, workload=workload, trust_remote_code=asked.trust_remote_code)
+
+
+def _smaller(workload: Workload) -> tuple[Literal["int8", "int4"], ...]:
+    """What weights may still become, the most bits first."""
+    if workload.quantize == "none":
+        return ("int8", "int4")
+    return ("int4",) if workload.quantize == "int8" else ()
+
+
+def _size(plan: Plan, largest: str) -> str:
+    if largest == "batch":
+        return f"the largest batch is {plan.workload.batch}"
+    return f"the longest context is {plan.workload.context_tokens} tokens"
+
+
+def _chunk_text(plan: Plan) -> str:
+    chunk = plan.workload.prefill_chunk_tokens
+    return (
+        "the whole prompt at once" if chunk is None else f"the prompt in pieces of {chunk} tokens"
+    )
+
+
+def _context_text(plan: Plan) -> str:
+    workload = plan.workload
+    if workload.training is not None:
+        return f"sequences of {workload.prompt_tokens} tokens"
+    return f"a context of {workload.context_tokens} tokens, {workload.new_tokens} of them new"

@@ -1,0 +1,1 @@
+"""Report: what people and tools read: pages, tables, SARIF, exports."""

@@ -1,0 +1,11 @@
+"""Exports: a plan in the words of the tools that people already run.
+
+Each tool has one file, which names the page or file that its grammar was learnt from. What a tool
+can't express is refused, and what it will do otherwise than the plan is told in notes. This room
+knows tools' grammars; it runs none of them.
+"""
+
+from .export import TOOLS, export, refuse_unknown
+from .text import Export
+
+__all__ = ["TOOLS", "Export", "export", "refuse_unknown"]

@@ -1,0 +1,113 @@
+"""transformers and accelerate: the ``device_map`` that ``from_pretrained`` takes.
+
+Sources: huggingface.co/docs/accelerate, "Big Model Inference" (`device_map`, `max_memory`);
+huggingface.co/docs/transformers, "torchao" and "bitsandbytes" (`quantization_config`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from duoka.forecast.profile import Profile
+from duoka.planner.plan import Plan
+
+from . import common, served
+from .text import Export
+
+NAME = "accelerate"
+
+
+def export(plan: Plan, profile: Profile | None) -> Export:
+    """The plan as Python."""
+    del profile  # the map says it all
+    device_map: dict[int | str, int | str] = {
+        name: _device(at) for name, at in plan.placement.entries
+    }
+    device_map |= dict.fromkeys(plan.offloaded, "cpu")
+    max_memory: dict[int | str, int | str] = {
+        _device(device.name): device.budget_bytes
+        for device in plan.fleet.devices
+        if device.name in plan.devices
+    }
+    arguments = [f"dtype=torch.{plan.workload.dtype}", "device_map=device_map"]
+    revision = served.revision_of(plan)
+    if revision is not None:
+        arguments.append(f"revision={revision!r}")
+    imports, quantizing = _quantizing(plan)
+    if quantizing:
+        arguments.append(f"quantization_config={quantizing}")
+    text = "\n".join(
+        [
+            f"device_map = {_literal(device_map)}",
+            f"max_memory = {_literal(max_memory)}",
+            "",
+            "import torch",
+            *imports,
+            "from transformers import AutoModelForCausalLM",
+            "",
+            "model = AutoModelForCausalLM.from_pretrained(",
+            f"    {served.name_of(plan)!r},",
+            *(f"    {argument}," for argument in arguments),
+            ")",
+        ]
+    )
+    return Export(tool=NAME, text=text, notes=tuple(_notes(plan)))
+
+
+def _quantizing(plan: Plan) -> tuple[list[str], str]:
+    """What makes the plan's quantized weights, and what it imports."""
+    scheme = plan.workload.quantize
+    if scheme == "none":
+        return [], ""
+    if scheme == "nf4":
+        dtype = f"bnb_4bit_compute_dtype=torch.{plan.workload.dtype}"
+        return (
+            ["from transformers import BitsAndBytesConfig"],
+            f'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", {dtype})',
+        )
+    name = f"{scheme.capitalize()}WeightOnlyConfig"
+    settings = 'int4_packing_format="tile_packed_to_4d"' if scheme == "int4" else ""
+    return (
+        [f"from torchao.quantization import {name}", "from transformers import TorchAoConfig"],
+        f"TorchAoConfig({name}({settings}))",
+    )
+
+
+def _device(name: str) -> int | str:
+    kind, _, number = name.partition(":")
+    return int(number) if kind in ("cuda", "vgpu") and number else name
+
+
+def _literal(values: Mapping[int | str, int | str]) -> str:
+    return "\n".join(["{", *(f"    {key!r}: {value!r}," for key, value in values.items()), "}"])
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    yield from common.common_notes(plan)
+    yield from served.source_note(plan)
+    if plan.model.startswith("ChatGLM"):
+        yield (
+            f"NOTE: transformers 5 has no {plan.model}; duoka brings it. Load the plan with "
+            "duoka.load, or a checkpoint in transformers' own format with this map."
+        )
+    yield (
+        'max_memory is for a device_map that transformers makes itself, "auto" or "balanced": '
+        "with the map given it is not used."
+    )
+    if len(plan.devices) > 1:
+        yield (
+            "NOTE: accelerate moves the inputs of every module, not of stages, and gathers the "
+            "output on the first GPU: the logits of the last step are needed there as well."
+        )
+    if plan.offloaded:
+        yield (
+            "NOTE: what the plan keeps in the processor's memory accelerate copies to the GPU of "
+            "its own choice, module by module; memory and time will differ."
+        )
+    if plan.workload.training is not None:
+        yield "NOTE: transformers' Trainer refuses models with a device_map in most modes."
+    if plan.workload.quantize != "none":
+        yield (
+            "NOTE: which weights are quantized is transformers' choice; the plan names those that "
+            "duoka leaves as they are."
+        )

@@ -1,0 +1,76 @@
+"""From a plan to one tool's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from duoka.errors import UsageError
+from duoka.forecast.profile import Profile
+from duoka.forecast.profile_cache import find_profile
+from duoka.planner.plan import Plan
+
+from . import accelerate, deepspeed, llamacpp, sglang, torch_pipelining, vllm
+from .text import Export
+
+_EXPORTERS: dict[str, Callable[[Plan, Profile | None], Export]] = {
+    "accelerate": accelerate.export,
+    "vllm": vllm.export,
+    "sglang": sglang.export,
+    "llama.cpp": llamacpp.export,
+    "torch-pipelining": torch_pipelining.export_torch,
+    "torchtitan": torch_pipelining.export_titan,
+    "deepspeed": deepspeed.export,
+}
+TOOLS = tuple(_EXPORTERS)
+_SERVERS = ("vllm", "sglang", "llama.cpp")
+
+
+def export(plan: Plan, tool: str, profile: Profile | None = None) -> Export:
+    """Write a plan in the words of another tool.
+
+    Parameters
+    ----------
+    plan : Plan
+    tool : str
+        "accelerate", "vllm", "sglang", "llama.cpp", "torch-pipelining", "torchtitan" or
+        "deepspeed".
+    profile : Profile, optional
+        Of the plan's model, for the bytes of its cache; by default the one in the cache, and
+        without any they are left to the tool.
+
+    Raises
+    ------
+    UsageError
+        If the tool is unknown, or can't be told this plan: with what it can't.
+
+    Examples
+    --------
+    >>> print(export(plan, "vllm"))  # doctest: +SKIP
+    """
+    refuse_unknown(tool)
+    if tool in _SERVERS and plan.workload.training is not None:
+        raise UsageError(
+            f"{tool} serves models, and the plan is for training one",
+            hint="plan without training, or export to torch-pipelining, torchtitan or deepspeed",
+        )
+    if profile is None:
+        asked = replace(plan.request.workload, dtype=plan.workload.dtype)
+        profile = find_profile(plan.fingerprint, plan.workload) or find_profile(
+            plan.fingerprint, asked
+        )
+    return _EXPORTERS[tool](plan, profile)
+
+
+def refuse_unknown(tool: str) -> None:
+    """Refuse a tool that there is no export for.
+
+    Raises
+    ------
+    UsageError
+        With those that there are.
+    """
+    if tool not in _EXPORTERS:
+        raise UsageError(
+            f"there is no export for {tool[:40]!r}", hint=f"known are {', '.join(TOOLS)}"
+        )

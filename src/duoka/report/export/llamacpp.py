@@ -1,0 +1,98 @@
+"""llama.cpp: a command line for ``llama-server`` with layers split over GPUs.
+
+Sources: options and the order of proportions (ggml-org/llama.cpp, docs/multi-gpu.md; common/arg.cpp
+as in llama-cpp-python 0.3.36); which layer goes where (src/llama-model.cpp, `load_tensors`): of n
+layers and one output after them, the last ``-ngl`` are dealt; the k-th of m goes to the first
+device whose running share of the proportions is larger than k / m. With the numbers of layers
+themselves as proportions, the output counted as one on the last device, the shares are multiples
+of 1 / m, rounded as k / m is, so that each device gets just its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from duoka.base.units import format_bytes
+from duoka.forecast.profile import Profile
+from duoka.planner.plan import Plan
+
+from . import common
+from .stages import Pipeline, read_pipeline
+from .text import Export, command_line
+
+NAME = "llama.cpp"
+_FILE = "MODEL.gguf"
+_TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+
+
+def export(plan: Plan, profile: Profile | None) -> Export:
+    """The plan as a shell command."""
+    pipeline = read_pipeline(plan, NAME)
+    workload, stages = plan.workload, pipeline.stages
+    environment = common.visible(NAME, [stage.device for stage in stages])
+    names = ",".join(f"CUDA{number}" for number in range(len(stages)))
+    options = [("--model", _FILE), ("--device", names)]
+    if len(stages) > 1:
+        options += [
+            ("--split-mode", "layer"),
+            ("--tensor-split", ",".join(map(str, proportions(pipeline)))),
+            ("--n-gpu-layers", str(pipeline.num_layers + 1)),
+        ]
+    else:
+        options += [("--split-mode", "none"), ("--main-gpu", "0"), ("--n-gpu-layers", "all")]
+    # The context is dealt to the slots of the server.
+    options.append(("--ctx-size", str(workload.batch * workload.context_tokens)))
+    options.append(("--parallel", str(workload.batch)))
+    if isinstance(workload.prefill_chunk_tokens, int):
+        chunk = str(workload.prefill_chunk_tokens)
+        options += [("--batch-size", chunk), ("--ubatch-size", chunk)]
+    kind = "q8_0" if workload.cache == "int8" else _TYPES.get(workload.dtype, "f16")
+    options += [("--cache-type-k", kind), ("--cache-type-v", kind), ("--fit", "off")]
+    return Export(
+        tool=NAME,
+        text=command_line(environment, ["llama-server"], options),
+        notes=tuple(_notes(plan, pipeline, profile)),
+    )
+
+
+def proportions(pipeline: Pipeline) -> list[int]:
+    """What ``--tensor-split`` takes: layers, and the output as one more on the last device."""
+    *most, last = pipeline.counts
+    return [*most, last + 1]
+
+
+def _notes(plan: Plan, pipeline: Pipeline, profile: Profile | None) -> Iterator[str]:
+    yield from common.common_notes(plan, pipeline)
+    yield (
+        f"NOTE: {_FILE} stands for the model in llama.cpp's own format; the plan's bytes are those "
+        f"of weights in {plan.workload.dtype}, a quantized file needs less."
+    )
+    first = pipeline.stages[0].device.name
+    size = _embedding_bytes(pipeline, profile)
+    amount = f" ({format_bytes(size)})" if size else ""
+    yield (
+        f"llama.cpp keeps the input embedding{amount} in the processor's memory; on {first}, as in "
+        r"the plan, it is with --override-tensor 'token_embd\.weight=CUDA0'."
+    )
+    if plan.workload.prefill_chunk_tokens is None:
+        yield (
+            "The prompt runs in pieces of 512 tokens, llama.cpp's default: that needs less than "
+            "the whole prompt at once, as planned."
+        )
+    if plan.workload.images:
+        yield "NOTE: the vision tower is a file of its own there (--mmproj), on the first GPU."
+    if len(pipeline.stages) > 1:
+        yield (
+            "On unequal GPUs --tensor-split alone decides; --fit off keeps llama.cpp from changing "
+            "what was planned."
+        )
+
+
+def _embedding_bytes(pipeline: Pipeline, profile: Profile | None) -> int:
+    if profile is None:
+        return 0
+    return sum(
+        sum(profile.kinds[block.kind].weight_bytes)
+        for block in profile.blocks
+        if any(name in pipeline.before and "emb" in name for name in block.modules)
+    )

@@ -1,0 +1,91 @@
+"""SGLang: a command line for ``sglang.launch_server`` in pipeline parallel.
+
+Sources, of SGLang 0.5.23: the layers of each rank from ``SGLANG_PP_LAYER_PARTITION``
+(``sglang/srt/distributed/utils.py``, `get_pp_indices`); options (docs.sglang.io, "Server
+Arguments"; ``sglang/srt/arg_groups/fields``); that ``--mem-fraction-static`` is weights and cache
+together as a share of a GPU (``sglang/srt/arg_groups/memory_hook.py``); that all
+requests of a step share a chunk (``sglang/srt/managers/schedule_policy.py``, `PrefillAdder`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from duoka.forecast.profile import Profile
+from duoka.planner.plan import Plan
+
+from . import common, served
+from .caches import layer_token_bytes
+from .stages import Pipeline, read_pipeline
+from .text import Export, command_line
+
+NAME = "SGLang"
+
+
+def export(plan: Plan, profile: Profile | None) -> Export:
+    """The plan as a shell command."""
+    pipeline = read_pipeline(plan, NAME)
+    workload, num = plan.workload, len(pipeline.stages)
+    environment = common.visible(NAME, [stage.device for stage in pipeline.stages])
+    options = [("--dtype", workload.dtype), ("--context-length", str(workload.context_tokens))]
+    if num > 1:
+        counts = ",".join(map(str, pipeline.counts))
+        environment.append(("SGLANG_PP_LAYER_PARTITION", counts))
+        options.insert(0, ("--pp-size", str(num)))
+    tokens = workload.batch * workload.context_tokens
+    options.append(("--max-running-requests", str(workload.batch)))
+    options.append(("--max-total-tokens", str(tokens)))
+    revision, chunk = served.revision_of(plan), served.step_tokens(plan)
+    if revision is not None:
+        options.insert(0, ("--revision", revision))
+    options.append(("--chunked-prefill-size", "-1" if chunk is None else str(chunk)))
+    if workload.cache == "int8":
+        options.append(("--kv-cache-dtype", "fp8_e4m3"))
+    sizes = layer_token_bytes(plan, profile, pipeline)
+    if sizes is not None:
+        options.append(("--mem-fraction-static", f"{max(_fractions(pipeline, sizes, tokens)):.2f}"))
+    words = ["python", "-m", "sglang.launch_server", "--model-path", served.name_of(plan)]
+    return Export(
+        tool=NAME,
+        text=command_line(environment, words, options),
+        notes=tuple(_notes(plan, pipeline, sizes, tokens)),
+    )
+
+
+def _fractions(pipeline: Pipeline, sizes: Sequence[int], tokens: int) -> list[float]:
+    """Weights and cache of each stage as a share of its GPU, rounded up to hundredths."""
+    return [
+        min(
+            math.ceil(
+                100
+                * (stage.forecast.weight_bytes + tokens * sum(sizes[stage.start : stage.stop]))
+                / common.total_bytes(stage.device)
+            )
+            / 100,
+            0.99,
+        )
+        for stage in pipeline.stages
+    ]
+
+
+def _notes(
+    plan: Plan, pipeline: Pipeline, sizes: Sequence[int] | None, tokens: int
+) -> Iterator[str]:
+    yield from common.common_notes(plan, pipeline)
+    yield from served.source_note(plan)
+    yield from served.bits_notes(plan, NAME)
+    if sizes is None:
+        yield "NOTE: --mem-fraction-static is left to SGLang, which takes one share for all GPUs."
+    elif len(pipeline.stages) > 1:
+        told = ", ".join(
+            f"{stage.device.name} {share:.0%}"
+            for stage, share in zip(
+                pipeline.stages, _fractions(pipeline, sizes, tokens), strict=True
+            )
+        )
+        yield (
+            "SGLang takes one share of memory for all GPUs, however unequal they are. Weights and "
+            f"cache need {told}; given is the largest, and --max-total-tokens keeps the caches of "
+            "the others from growing beyond the plan's context."
+        )

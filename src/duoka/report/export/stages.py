@@ -1,0 +1,176 @@
+"""Pipeline: a plan as stages of whole layers, which is how most tools see a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, takewhile
+
+from duoka.forecast.forecast import DeviceForecast
+from duoka.forecast.layers import layer_of, main_list
+from duoka.hardware.device import Device
+from duoka.planner.plan import Plan
+
+from .text import refusal
+
+_OTHER = "plan with another objective or other GPUs, or load the plan with duoka"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """The layers from `start` up to, not with, `stop`, and what is beside them on one device."""
+
+    device: Device
+    forecast: DeviceForecast
+    start: int
+    stop: int
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers it has."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """A plan in stages of whole layers.
+
+    Parameters
+    ----------
+    layers : str
+        The name of the model's list of layers; empty where the plan names none, on one device.
+    stages : tuple of Stage
+        In execution order; every one has a layer.
+    before, after : tuple of str
+        Modules that run before the first layer, all on the first stage's device, and after the
+        last one.
+    returning : tuple of str
+        Those of `after` that are on the first stage's device and not on the last one's: a head
+        that is tied to the embedding.
+    """
+
+    layers: str
+    stages: tuple[Stage, ...]
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    returning: tuple[str, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers the model has."""
+        return self.stages[-1].stop
+
+    @property
+    def counts(self) -> list[int]:
+        """How many layers each stage has."""
+        return [stage.num_layers for stage in self.stages]
+
+
+def read_pipeline(plan: Plan, tool: str) -> Pipeline:
+    """Read a plan as stages of whole layers.
+
+    Raises
+    ------
+    UsageError
+        If it isn't such stages, with where it isn't.
+    """
+    _refuse_offload(plan, tool)
+    entries = plan.placement.entries
+    main = main_list([name for name, _ in entries])
+    if main is None:
+        return _whole(plan, tool)
+    at = _devices_of_layers(plan, tool, main)
+    is_layer = [(found := layer_of(name)) is not None and found[0] == main for name, _ in entries]
+    first, last = is_layer.index(True), len(is_layer) - is_layer[::-1].index(True)
+    before, after = entries[:first], entries[last:]
+    inside = zip(entries[first:last], is_layer[first:last], strict=True)
+    strangers = [name for (name, _), layer in inside if not layer]
+    if strangers and len(set(at)) > 1:
+        raise refusal(tool, f"{strangers[0]} runs between the layers of {main}", _OTHER)
+    _refuse_elsewhere(tool, before, at[0], "before its layers", main)
+    returning = _returning(after, at[0], at[-1])
+    _refuse_elsewhere(
+        tool, [entry for entry in after if entry[0] not in returning], at[-1], "after them", main
+    )
+    return Pipeline(
+        layers=main,
+        stages=_stages(plan, tool, at),
+        before=tuple(name for name, _ in before),
+        after=tuple(name for name, _ in after),
+        returning=tuple(returning),
+    )
+
+
+def _returning(after: Sequence[tuple[str, str]], first: str, last: str) -> list[str]:
+    """The modules at the very end that are back on the first stage's device."""
+    back = takewhile(lambda entry: entry[1] == first != last, reversed(after))
+    return [name for name, _ in back][::-1]
+
+
+def _refuse_offload(plan: Plan, tool: str) -> None:
+    if plan.offloaded:
+        raise refusal(
+            tool,
+            f"{len(plan.offloaded)} modules lie in the processor's memory and are copied to a GPU "
+            "for each call",
+            "plan without offload",
+        )
+    if "cpu" in plan.devices:
+        raise refusal(tool, "modules compute on the processor", "plan for GPUs alone")
+
+
+def _whole(plan: Plan, tool: str) -> Pipeline:
+    """A plan that names no layers: fine on one device."""
+    if len(plan.devices) > 1:
+        raise refusal(tool, "its modules are in no numbered list of layers", _OTHER)
+    stages = _stages(plan, tool, [plan.devices[0]])
+    return Pipeline(layers="", stages=stages, before=(), after=(), returning=())
+
+
+def _devices_of_layers(plan: Plan, tool: str, main: str) -> list[str]:
+    """The device of each layer, by number."""
+    devices: dict[int, set[str]] = {}
+    for name, device in plan.placement.entries:
+        found = layer_of(name)
+        if found is not None and found[0] == main:
+            devices.setdefault(found[1], set()).add(device)
+    cut = next((number for number, at in devices.items() if len(at) > 1), None)
+    if cut is not None:
+        names = " and ".join(sorted(devices[cut]))
+        raise refusal(tool, f"{main}.{cut} is cut between {names}", "keep layers whole: --uncut")
+    if sorted(devices) != list(range(len(devices))):
+        raise refusal(tool, f"the layers of {main} aren't numbered from 0 on", _OTHER)
+    return [next(iter(devices[number])) for number in range(len(devices))]
+
+
+def _refuse_elsewhere(
+    tool: str, modules: Sequence[tuple[str, str]], device: str, place: str, main: str
+) -> None:
+    away = [(name, at) for name, at in modules if at != device]
+    if away:
+        name, at = away[0]
+        raise refusal(
+            tool,
+            f"{name}, which runs {place}, is on {at}, and the layers of {main} next to it are on "
+            f"{device}",
+            _OTHER,
+        )
+
+
+def _stages(plan: Plan, tool: str, at: Sequence[str]) -> tuple[Stage, ...]:
+    forecasts = {forecast.device: forecast for forecast in plan.forecast.devices}
+    stages: list[Stage] = []
+    start = 0
+    for name, same in groupby(at):
+        stop = start + len(list(same))
+        device = plan.fleet.device(name)
+        stages.append(Stage(device=device, forecast=forecasts[name], start=start, stop=stop))
+        start = stop
+    used = [stage.device.name for stage in stages]
+    if len(set(used)) < len(used):
+        again = next(name for name in used if used.count(name) > 1)
+        raise refusal(tool, f"{again} has layers in several places", _OTHER)
+    empty = set(plan.devices) - set(used)
+    if empty:
+        raise refusal(tool, f"{min(empty)} has no layer", "leave that GPU out of --gpus")
+    return tuple(stages)

@@ -1,0 +1,277 @@
+"""A plan as one page for a browser: no network, no scripts, readable on a phone and on paper.
+
+Everything that a plan says is taken for hostile: the template escapes it, and what would turn the
+direction of text around or can't be shown is spelled out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+
+from duoka.base.text import printable
+from duoka.base.units import format_bytes, format_count
+from duoka.forecast.forecast import DeviceForecast
+from duoka.forecast.layers import layer_of, main_list
+from duoka.hardware.device import Device
+from duoka.planner.command_line import command
+from duoka.planner.explain import Explanation
+from duoka.planner.plan import Plan
+
+from .terminal import explain
+from .terminal.explain import Rival
+from .terminal.names import without_prefix
+from .terminal.seconds import render_seconds
+from .terminal.summary import facts, kinds_of, title
+
+_GIB, _MIB = 2**30, 2**20
+_MOST_CELLS = 1200
+_CSS = {
+    "weights": "weights",
+    "KV cache": "cache",
+    "activations": "activations",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "overhead": "overhead",
+    "free": "free",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    kind: str
+    css: str
+    amount: str
+    percent: float
+    is_told: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cell:
+    text: str
+    title: str
+    is_away: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gpu:
+    name: str
+    product: str
+    full: str
+    label: str
+    width: float
+    link: str
+    parts: list[_Part]
+    cells: list[_Cell]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    name: str
+    cells: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Table:
+    unit: str
+    heads: list[str]
+    rows: list[_Row]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reasons:
+    name: str
+    sentences: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Page:
+    title: str
+    subtitle: str
+    facts: list[str]
+    gpus: list[_Gpu]
+    unused: list[str]
+    table: _Table
+    seconds: list[str]
+    why: list[str]
+    by_gpu: list[_Reasons]
+    rivals: list[Rival]
+    command: str | None
+    footer: str
+
+
+def render_page(plan: Plan, explanation: Explanation | None = None) -> str:
+    """The page as HTML.
+
+    Parameters
+    ----------
+    plan : Plan
+    explanation : Explanation, optional
+        Of this plan; without one the page says why only as far as the plan does.
+    """
+    page = _Page(
+        title=" ".join(title(plan)),
+        subtitle=plan.source,
+        facts=list(facts(plan)),
+        gpus=list(_gpus(plan, explanation)),
+        unused=list(_unused(plan)),
+        table=_table(plan),
+        seconds=list(_seconds(plan)),
+        why=list(_why(plan, explanation)),
+        by_gpu=[] if explanation is None else list(_reasons(explanation)),
+        rivals=[] if explanation is None else list(explain.rivals(explanation)),
+        command=command(plan),
+        footer=f"A plan of duoka {version('duoka')}, for the model with the fingerprint "
+        f"{plan.fingerprint}.",
+    )
+    return _template().render(page=page)
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader(__package__, "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["zip"] = zip
+    return environment.get_template("plan.html.jinja")
+
+
+def _shown(value: object) -> object:
+    return printable(value) if type(value) is str else value
+
+
+def _gpus(plan: Plan, explanation: Explanation | None) -> Iterator[_Gpu]:
+    largest = max(device.budget_bytes for device in plan.forecast.devices)
+    links = {} if explanation is None else _links(explanation)
+    main = main_list([name for name, _ in plan.placement.entries])
+    for place, forecast in enumerate(plan.forecast.devices):
+        parts = list(_parts(forecast))
+        full = f"{format_bytes(forecast.reserved_bytes)} of {format_bytes(forecast.budget_bytes)}"
+        told = ", ".join(f"{part.kind} {part.amount}" for part in parts if part.is_told)
+        yield _Gpu(
+            name=forecast.device,
+            product=plan.fleet.device(forecast.device).product,
+            full=full,
+            label=f"{forecast.device}, {full}: {told}",
+            width=_percent(forecast.budget_bytes, largest),
+            link=links.get(place, "") if place else "",
+            parts=parts,
+            cells=list(_cells(plan, forecast.device, main)),
+        )
+
+
+def _links(explanation: Explanation) -> dict[int, str]:
+    """What comes in to the GPU of each place, where the GPUs are one stage each."""
+    told = list(explain.crossings(explanation))
+    if len(told) != len(explanation.shares) - 1:
+        return {}
+    return dict(enumerate(told, 1))
+
+
+def _parts(forecast: DeviceForecast) -> Iterator[_Part]:
+    sizes = [*kinds_of(forecast), ("free", forecast.budget_bytes - forecast.reserved_bytes)]
+    # A plan's file can say anything; what is drawn is never more than the whole.
+    total = max(forecast.budget_bytes, sum(max(size, 0) for _, size in sizes), 1)
+    for kind, size in sizes:
+        yield _Part(
+            kind=kind,
+            css=_CSS[kind],
+            amount=format_bytes(size),
+            percent=_percent(size, total),
+            is_told=kind == "free" or size != 0,
+        )
+
+
+def _percent(part: int, whole: int) -> float:
+    return max(0.0, min(100.0, round(100 * part / max(whole, 1), 3)))
+
+
+def _cells(plan: Plan, device: str, main: str | None) -> Iterator[_Cell]:
+    names = [name for name, at in plan.placement.entries if at == device]
+    away = frozenset(plan.offloaded)
+    for name in names[:_MOST_CELLS]:
+        at = layer_of(name)
+        is_layer = at is not None and name == f"{main}.{at[1]}"
+        is_away = name in away
+        yield _Cell(
+            text=(name.rpartition(".")[2] if is_layer else without_prefix(name)) + " ↑" * is_away,
+            title=f"{name}, weights in the processor's memory" if is_away else name,
+            is_away=is_away,
+        )
+    more = len(names) - _MOST_CELLS
+    if more > 0:
+        yield _Cell(text=f"and {more} more", title="modules that are not shown")
+
+
+def _unused(plan: Plan) -> Iterator[str]:
+    if plan.offloaded:
+        yield (
+            f"↑: the weights of {format_count(len(plan.offloaded), 'module')} lie in the "
+            "processor's memory, and are copied to their GPU for each call."
+        )
+    left = [device for device in plan.fleet.devices if device.name not in plan.devices]
+    if left:
+        yield f"Not used: {', '.join(map(_named, left))}."
+
+
+def _named(device: Device) -> str:
+    told = [device.product, f"budget {format_bytes(device.budget_bytes)}"]
+    return f"{device.name} ({', '.join(filter(None, told))})"
+
+
+def _table(plan: Plan) -> _Table:
+    devices = plan.forecast.devices
+    largest = max(device.budget_bytes for device in devices)
+    unit, divisor = ("GiB", _GIB) if largest >= _GIB else ("MiB", _MIB)
+    kinds = [kind for kind, _ in kinds_of(devices[0])]
+    used = [
+        place
+        for place, kind in enumerate(kinds)
+        if any(kinds_of(device)[place][1] for device in devices)
+    ]
+    rows = []
+    for device in devices:
+        sizes = [kinds_of(device)[place][1] for place in used]
+        sizes += [device.allocated_bytes, device.reserved_bytes, device.budget_bytes]
+        rows.append(_Row(name=device.device, cells=[f"{size / divisor:,.2f}" for size in sizes]))
+    heads = [*(kinds[place] for place in used), "allocated", "reserved", "budget"]
+    return _Table(unit=unit, heads=heads, rows=rows)
+
+
+def _seconds(plan: Plan) -> Iterator[str]:
+    yield from (line.plain for line in render_seconds(plan))
+    seconds = plan.forecast.seconds
+    if seconds is None:
+        return
+    is_step = plan.workload.training is not None
+    for stage in seconds.stages:
+        if is_step:
+            yield f"{stage.device}: {explain.shortly(stage.prefill_seconds)} a step"
+            continue
+        prompt, answer = map(explain.shortly, (stage.prefill_seconds, stage.decode_seconds))
+        yield f"{stage.device}: {prompt} for the prompt, {answer} for the answer"
+
+
+def _why(plan: Plan, explanation: Explanation | None) -> Iterator[str]:
+    if explanation is None:
+        yield from plan.why
+        return
+    yield from explain.aim(explanation)
+    yield from filter(None, (explain.fewer(explanation), explain.whole_prompt(explanation)))
+    known = ("The prompt runs in chunks", f"{len(plan.devices)} of ")
+    yield from (reason for reason in plan.why if not reason.startswith(known))
+
+
+def _reasons(explanation: Explanation) -> Iterator[_Reasons]:
+    for share in explanation.shares:
+        sentences = [explain.holds(share), *explain.why_not_else(explanation, share.device)]
+        yield _Reasons(name=share.device, sentences=sentences)

@@ -1,0 +1,293 @@
+"""A report as SARIF 2.1.0, which code hosts show beside the lines of a pull request.
+
+What a section number stands behind is said there in OASIS's "Static Analysis Results Interchange
+Format (SARIF) Version 2.1.0". A fault becomes a result; what has no line of code becomes a
+notification of the run: an incomplete map, code that stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import quote
+
+from duoka.base.units import format_bytes
+from duoka.errors import Faults
+
+from .check_report import Call, Fault, Operand, PeakMemory, Place, Report
+
+_SCHEMA = (
+    "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+)
+_ROOT = "%SRCROOT%"
+_FINGERPRINT = "duokaFault/v1"
+_Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """A kind of result: its identifier, its name, and what it means."""
+
+    id: str
+    name: str
+    short: str
+    full: str
+
+    def to_dict(self) -> _Json:
+        return {
+            "id": self.id,
+            "name": self.name,
+            "shortDescription": {"text": self.short},
+            "fullDescription": {"text": self.full},
+            "help": {"text": self.full},
+        }
+
+
+_RULES = (
+    _Rule(
+        "mixed-devices",
+        "MixedDevices",
+        "An operation on tensors of several devices",
+        "The tensors of one operation are on several devices, and CUDA refuses that. Move the "
+        "smaller one to the other's device: other.to(x.device).",
+    ),
+    _Rule(
+        "in-place",
+        "InPlaceAcrossDevices",
+        "A write into a tensor on another device",
+        "What is written is on another device than the tensor that it is written to. Move it "
+        "there first: x[i] = value.to(x.device).",
+    ),
+    _Rule(
+        "gradient",
+        "GradientOnAnotherDevice",
+        "A gradient on another device than its tensor",
+        "A backward function returns a gradient on another device than the tensor that it is "
+        "for. Move it to the tensor's device before it is returned.",
+    ),
+    _Rule(
+        "hard-coded-device",
+        "HardCodedDevice",
+        "A device that the code fixes",
+        "Model code names a device itself, and so is right on one placement only. Take the "
+        "device from a tensor: device=x.device.",
+    ),
+    _Rule(
+        "gathered-cache",
+        "GatheredCache",
+        "What belongs to several devices, kept on one",
+        "Caches of layers on several devices are gathered on one of them, which costs its memory "
+        "and copies in every step. Keep each where its layer is.",
+    ),
+    _Rule(
+        "memory",
+        "OutOfMemory",
+        "A device that needs more memory than its budget",
+        "The peak of a device's memory is above its budget; the result stands at the line that "
+        "sets the peak.",
+    ),
+)
+_INDEX = {rule.id: index for index, rule in enumerate(_RULES)}
+
+
+def dumps(report: Report, root: str | os.PathLike[str] | None = None) -> str:
+    """Write a report as a SARIF log.
+
+    Parameters
+    ----------
+    report : Report
+    root : path, optional
+        The top of the sources; by default the working directory. Files below it are named from
+        there on, as code hosts need it; others by their absolute path.
+    """
+    base = Path(root or ".").resolve()
+    return json.dumps(_Log(report, base).to_dict(), indent=1, ensure_ascii=False)
+
+
+class _Log:
+    def __init__(self, report: Report, root: Path) -> None:
+        self._report = report
+        self._root = root
+        self._seen: Counter[str] = Counter()
+
+    def to_dict(self) -> _Json:
+        run = {
+            "tool": {"driver": _driver()},
+            "invocations": [self._invocation()],
+            # The root itself isn't told: it is a path of the machine that ran the check (§3.14.14).
+            "originalUriBaseIds": {_ROOT: {"description": {"text": "the top of the sources"}}},
+            "columnKind": "unicodeCodePoints",
+            "results": [*self._results()],
+        }
+        return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}
+
+    def _invocation(self) -> _Json:
+        """How the run went (§3.20)."""
+        found: _Json = {"executionSuccessful": self._report.stop is None}
+        if not self._report.complete:
+            text = f"The device map is incomplete: {_names(self._report.completeness)}."
+            found["toolConfigurationNotifications"] = [
+                {"level": "error", "message": {"text": text}}
+            ]
+        stop = self._report.stop
+        if stop is not None:
+            text = f"The model's code stopped in {stop.phase}: {stop.message}. {stop.hint}".strip()
+            told: _Json = {"level": "error", "message": {"text": text}}
+            if stop.place is not None:
+                told["locations"] = [self._location(stop.place)]
+            found["toolExecutionNotifications"] = [told]
+        return found
+
+    def _results(self) -> Iterator[_Json]:
+        for fault in self._report.faults:
+            yield self._result(fault, "error")
+        for fault in self._report.warnings:
+            yield self._result(fault, "warning")
+        for peak in self._report.memory:
+            if peak.overflows and peak.place is not None:
+                yield self._overflow(peak, peak.place)
+
+    def _result(self, fault: Fault, level: Literal["error", "warning"]) -> _Json:
+        """One fault (§3.27)."""
+        related = [*self._related(fault)]
+        found = {
+            "ruleId": fault.kind,
+            "ruleIndex": _INDEX[fault.kind],
+            "level": level,
+            "message": {"text": _message(fault, related)},
+            "locations": [self._location(fault.place)],
+            "partialFingerprints": {_FINGERPRINT: self._fingerprint(fault.kind, fault.place)},
+            "occurrenceCount": max(fault.count, 1),
+        }
+        if related:
+            found["relatedLocations"] = related
+        if fault.path:
+            found["codeFlows"] = [self._flow(fault.path)]
+        return found
+
+    def _overflow(self, peak: PeakMemory, place: Place) -> _Json:
+        budget = "" if peak.budget_bytes is None else f" of {format_bytes(peak.budget_bytes)}"
+        text = (
+            f"{peak.device} needs {format_bytes(peak.reserved_bytes)}{budget}: the peak is here, "
+            f"in {peak.phase}."
+        )
+        return {
+            "ruleId": "memory",
+            "ruleIndex": _INDEX["memory"],
+            "level": "error",
+            "message": {"text": text},
+            "locations": [self._location(place)],
+            "partialFingerprints": {
+                _FINGERPRINT: self._fingerprint(f"memory {peak.device}", place)
+            },
+        }
+
+    def _related(self, fault: Fault) -> Iterator[_Json]:
+        """Where the tensors come from, and what follows from the fault (§3.27.22)."""
+        places: dict[Place, str] = {}
+        for operand in fault.operands:
+            origin = operand.origin
+            if origin is not None and origin.place is not None:
+                said = f"{_called(operand)} on {operand.device} comes from here"
+                places.setdefault(origin.place, said)
+        for followup in fault.followups:
+            places.setdefault(followup.place, f"{followup.op} fails too, because of this")
+        for number, (place, said) in enumerate(places.items(), 1):
+            yield {"id": number, **self._location(place), "message": {"text": said}}
+
+    def _flow(self, path: Iterable[Call]) -> _Json:
+        """The calls from the model's top (§3.36)."""
+        steps = [
+            {
+                "location": {
+                    **self._location(call.place),
+                    "message": {"text": call.module or "the model"},
+                }
+            }
+            for call in path
+        ]
+        return {"threadFlows": [{"locations": steps}]}
+
+    def _location(self, place: Place) -> _Json:
+        physical = {"artifactLocation": self._artifact(place.file), "region": _region(place)}
+        found: _Json = {"physicalLocation": physical}
+        if place.function:
+            found["logicalLocations"] = [{"fullyQualifiedName": place.function, "kind": "function"}]
+        return found
+
+    def _artifact(self, file: str) -> _Json:
+        path = Path(file).resolve()
+        if path.is_relative_to(self._root):
+            return {"uri": quote(path.relative_to(self._root).as_posix()), "uriBaseId": _ROOT}
+        return {"uri": path.as_uri()}
+
+    def _fingerprint(self, kind: str, place: Place) -> str:
+        """Equal while the code is, wherever its line has gone (§3.27.17)."""
+        file = self._artifact(place.file)["uri"]
+        if "uriBaseId" not in self._artifact(place.file):
+            file = Path(place.file).name  # the rest is the machine's
+        key = "\n".join((kind, file, place.function, "".join(place.text.split())))
+        self._seen[key] += 1  # the same text twice in one function is two faults
+        return hashlib.sha256(f"{key}\n{self._seen[key]}".encode()).hexdigest()
+
+
+def _driver() -> _Json:
+    """What made the log (§3.19). It has no page of its own to lead to."""
+    found: _Json = {"name": "duoka", "rules": [rule.to_dict() for rule in _RULES]}
+    with suppress(PackageNotFoundError):  # from a checkout that isn't installed
+        found["version"] = found["semanticVersion"] = version("duoka")
+    return found
+
+
+def _region(place: Place) -> _Json:
+    """Lines and columns from 1, the end exclusive (§3.30)."""
+    if not place.end_line:
+        return {"startLine": place.line}
+    return {
+        "startLine": place.line,
+        "startColumn": place.column + 1,
+        "endLine": place.end_line,
+        "endColumn": place.end_column + 1,
+    }
+
+
+def _message(fault: Fault, related: list[_Json]) -> str:
+    """Plain text; its links lead to the related locations (§3.11.6)."""
+    devices = " and ".join(fault.devices)
+    tensors = dict.fromkeys(f"{_called(each)} is on {each.device}" for each in fault.operands)
+    text = f"{fault.op} of tensors on {devices}: {'; '.join(tensors)}."
+    if fault.effect == "raises" and fault.message:
+        text += f" CUDA: {fault.message}"
+    elif fault.message:
+        text += f" {fault.message}"
+    links = ", ".join(f"[{_unlinked(each['message']['text'])}]({each['id']})" for each in related)
+    return f"{text} {links}".strip()
+
+
+def _called(operand: Operand) -> str:
+    return operand.expression or operand.argument
+
+
+def _unlinked(text: str) -> str:
+    for sign in "\\[]":
+        text = text.replace(sign, f"\\{sign}")
+    return text
+
+
+def _names(found: Faults) -> str:
+    lists = {
+        "no device for": found.missing,
+        "unknown names": found.unknown,
+        "two devices for": found.doubled,
+        "cut in two": found.split,
+        "no such device for": found.misplaced,
+    }
+    return "; ".join(f"{what} {', '.join(names)}" for what, names in lists.items() if names)

@@ -1,0 +1,18 @@
+"""What people read: a plan, and the report of a check. It computes nothing that isn't shown."""
+
+from ..html import render_page
+from .check import plain, render_report
+from .compare import render_comparison
+from .explanation import render_explanation
+from .names import name_modules
+from .plan import render_plan
+
+__all__ = [
+    "name_modules",
+    "plain",
+    "render_comparison",
+    "render_explanation",
+    "render_page",
+    "render_plan",
+    "render_report",
+]

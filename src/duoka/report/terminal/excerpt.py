@@ -1,0 +1,222 @@
+"""A few lines of source with marks under its expressions. It knows no faults and no devices."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.syntax import Syntax
+from rich.text import Text
+
+from ..check_report import Place
+from .cells import cells, expanded, first_beyond, first_from, indent
+
+_BEFORE, _AFTER = 2, 1  # lines of context
+_LONGEST = 7  # a longer expression is shown by its ends and its marked lines
+_END = 2
+_MARGIN = 4  # cells that stay in sight before a mark in a line that is too long
+_NARROWEST = 16
+_THEME = "ansi_dark"  # the terminal's own colours
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """What is said of a piece of the source, under it."""
+
+    place: Place
+    label: str
+    style: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Cells of one line that are marked; what has no label is the place itself."""
+
+    start: int
+    stop: int
+    label: str = ""
+    style: str = ""
+
+
+class Excerpt:
+    """Lines around a place, with line numbers; where it can't be read, the place's own text.
+
+    Parameters
+    ----------
+    place : Place
+        It is underlined.
+    marks : sequence of Mark
+        Pieces of it, each with an arrow and a label. Those that stand elsewhere are left out.
+    """
+
+    def __init__(self, place: Place, marks: Sequence[Mark] = ()) -> None:
+        self._place = place
+        self._marks = [mark for mark in marks if _is_within(mark.place, place)]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = _read(self._place)
+        if not lines:
+            yield Text(self._place.text)
+            return
+        bar, gap, dots = ("|", ":", "...") if options.ascii_only else ("│", "⋮", "…")
+        digits = len(str(max(lines)))
+        room = max(options.max_width - digits - len(f" {bar} "), _NARROWEST)
+        window = _Window(lines, self._spans(lines), room, dots)
+        texts = _texts(lines, coloured=console.color_system is not None)
+        before = min(lines) - 1
+        for number in self._numbers(lines):
+            if number != before + 1:
+                yield Text(f"{gap:>{digits}} {bar}", style="dim")
+            before = number
+            yield _numbered(f"{number:>{digits}} {bar} ", window.line(texts[number]))
+            for under in self._under(window.spans(number), room, ascii_only=options.ascii_only):
+                yield _numbered(f"{'':{digits}} {bar} ", under)
+
+    def _numbers(self, lines: Mapping[int, str]) -> list[int]:
+        first, last = self._place.line, _last_line(self._place)
+        if last - first < _LONGEST:
+            return sorted(lines)
+        kept = {*range(first - _BEFORE, first + _END), *range(last - _END + 1, last + _AFTER + 1)}
+        kept |= {mark.place.line for mark in self._marks}
+        return sorted(kept & lines.keys())
+
+    def _spans(self, lines: Mapping[int, str]) -> dict[int, list[_Span]]:
+        """By line, the cells of the place itself and of the marks; one for equal marks."""
+        alike: dict[tuple[int, ...], list[Mark]] = {}
+        for mark in self._marks:
+            place = mark.place
+            extent = (place.line, place.column, place.end_line, place.end_column)
+            alike.setdefault(extent, []).append(mark)
+        marks = [Mark(place=self._place, label="")]
+        for first, *others in alike.values():
+            label = ", ".join(dict.fromkeys(mark.label for mark in (first, *others)))
+            marks.append(Mark(place=first.place, label=label, style=first.style))
+        found: dict[int, list[_Span]] = {}
+        for mark in marks:
+            span = _span(mark, lines[mark.place.line])
+            found.setdefault(mark.place.line, []).append(span)
+        return found
+
+    def _under(self, spans: Iterator[_Span], room: int, *, ascii_only: bool) -> Iterator[Text]:
+        """What stands under a line: arrows under its expressions, then a label for each."""
+        line, stem = ("-", "|") if ascii_only else ("─", "│")
+        found = sorted(spans, key=lambda span: span.start)
+        marks = [span for span in found if span.label]
+        under: dict[int, tuple[str, str]] = {}
+        for span in [span for span in found if not span.label]:
+            sign = line if self._marks else "^"
+            under = dict.fromkeys(range(span.start, span.stop), (sign, "red"))
+        for mark in marks:
+            under |= dict.fromkeys(range(mark.start, mark.stop), ("^", mark.style))
+        if under:
+            yield _row(under)
+        while marks:
+            last = marks.pop()
+            start = max(min(last.start, room - len(last.label)), 0)
+            under = {mark.start: (stem, mark.style) for mark in marks}
+            under |= {cell: (sign, last.style) for cell, sign in enumerate(last.label, start)}
+            yield _row(under)
+
+
+class _Window:
+    """The cells of the lines that are shown, where there isn't room for all."""
+
+    def __init__(
+        self,
+        lines: Mapping[int, str],
+        spans: Mapping[int, list[_Span]],
+        room: int,
+        dots: str,
+    ) -> None:
+        self._spans, self._room, self._dots = spans, room, dots
+        written = [expanded(line) for line in lines.values() if line.strip()]
+        self._left = min(map(indent, written), default=0)
+        every = [span for found in spans.values() for span in found]
+        marked = [span for span in every if span.label] or every
+        start, stop = min(span.start for span in marked), max(span.stop for span in marked)
+        if stop - self._left > room:
+            self._left = max(min(start - _MARGIN, stop + _MARGIN - room), self._left)
+
+    def line(self, text: Text) -> Text:
+        """What is seen of a line; dots stand for what is cut off."""
+        plain = text.plain
+        cut_left = self._left > indent(plain) and bool(plain.strip())
+        cut_right = cell_len(plain) - self._left > self._room
+        dots = len(self._dots)
+        start = self._left + dots * cut_left
+        stop = self._left + self._room - dots * cut_right
+        first, last = first_from(plain, start), first_beyond(plain, stop)
+        # Half of a wide character can't be shown: a blank stands for it.
+        half = " " * max(cell_len(plain[:first]) - start, 0)
+        shown = Text.assemble((self._dots * cut_left, "dim"), half, text[first:last])
+        return shown.append(self._dots * cut_right, style="dim")
+
+    def spans(self, number: int) -> Iterator[_Span]:
+        """The marks of a line, in the cells that are seen."""
+        for span in self._spans.get(number, []):
+            start = min(max(span.start - self._left, 0), self._room - 1)
+            stop = min(max(span.stop - self._left, start + 1), self._room)
+            yield _Span(start, stop, span.label, span.style)
+
+
+def _read(place: Place) -> dict[int, str]:
+    """The lines around a place by number; none if the file isn't what it was."""
+    linecache.checkcache(place.file)
+    every = linecache.getlines(place.file)
+    first, last = place.line, _last_line(place)
+    if not 1 <= first <= last <= len(every):
+        return {}
+    if _folded(place.text) not in _folded("".join(every[first - 1 : last])):
+        return {}
+    start = max(first - _BEFORE, 1)
+    shown = every[start - 1 : last + _AFTER]
+    return {number: line.rstrip("\r\n") for number, line in enumerate(shown, start)}
+
+
+def _folded(text: str) -> str:
+    return "".join(text.split())
+
+
+def _last_line(place: Place) -> int:
+    return max(place.end_line, place.line)
+
+
+def _is_within(inner: Place, outer: Place) -> bool:
+    is_inside = outer.line <= inner.line <= _last_line(inner) <= _last_line(outer)
+    return inner.file == outer.file and is_inside
+
+
+def _span(mark: Mark, line: str) -> _Span:
+    """The cells of a mark in the line that it begins in."""
+    place, length = mark.place, len(line.rstrip())
+    if not place.end_line:  # only its line is known
+        place = replace(place, column=indent(line), end_column=length)
+    start = min(place.column, length)
+    stop = length if place.end_line > place.line else min(max(place.end_column, start), length)
+    at = list(cells(line))
+    return _Span(at[start], max(at[stop], at[start] + 1), mark.label, mark.style)
+
+
+def _texts(lines: Mapping[int, str], *, coloured: bool) -> dict[int, Text]:
+    plain = {number: expanded(line) for number, line in lines.items()}
+    texts = {number: Text(line) for number, line in plain.items()}
+    if coloured:
+        code = Syntax("", "python", theme=_THEME, background_color="default")
+        lit = code.highlight("\n".join(plain.values())).split("\n", allow_blank=True)
+        if [line.plain for line in lit[: len(plain)]] == list(plain.values()):
+            texts = dict(zip(plain, lit, strict=False))
+    return texts
+
+
+def _row(signs: Mapping[int, tuple[str, str]]) -> Text:
+    """One line from the signs in its cells."""
+    return Text.assemble(*(signs.get(cell, " ") for cell in range(max(signs) + 1)))
+
+
+def _numbered(margin: str, text: Text) -> Text:
+    joined = Text.assemble((margin, "dim"), text)
+    joined.no_wrap, joined.overflow = True, "crop"
+    return joined

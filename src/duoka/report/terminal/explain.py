@@ -1,0 +1,237 @@
+"""Why a plan is as it is, in sentences; for the terminal and for the page alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from duoka.base.units import format_bytes, format_count
+from duoka.planner.explain import Alternative, Change, Explanation, Share
+
+from .names import count_layers, name_modules
+from .words import joined
+
+_AIMS = {
+    "headroom": "what the tightest GPU has to spare, as large as can be",
+    "latency": "the time of a {work}, from its beginning to its end, as short as can be",
+    "throughput": "the time that a {work} spends in its slowest stage, as short as can be",
+    "balance": "the share of its budget that the fullest GPU has to spare, as large as can be",
+    "order": "each GPU filled as far as it goes before the next one",
+}
+_REACHED = {
+    "headroom": ("The tightest, {},", "has", "leaves more to spare than"),
+    "balance": ("The fullest, {},", "has", "leaves more to spare than"),
+    "latency": ("A {work}", "takes", "takes less than"),
+    "throughput": ("The slowest, on {},", "takes", "has one that takes less than"),
+}
+# By a formula for its schedule; a plan's seconds are what the schedule takes, pass by pass.
+_RECKONED = ("A {work}", "is reckoned to take", "is reckoned to take less than")
+_MOST_NAMED = 3
+_LEAST_TOLD = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rival:
+    """An alternative in words: what it is, how it deals the model, and what comes of it."""
+
+    name: str
+    dealt: str
+    verdict: str
+    fits: bool
+    is_plan: bool
+
+
+def aim(explanation: Explanation) -> Iterator[str]:
+    """What was optimised, what was reached, and what proves that nothing is better."""
+    told = explanation.objective
+    reached, bound = amount(explanation, explanation.value), amount(explanation, explanation.bound)
+    binding = explanation.binding_device
+    if told not in _AIMS:
+        yield f"Nothing was optimised, the map was given; {binding} is tightest: {reached} free."
+        return
+    num = len(explanation.shares)
+    where = "on one GPU" if num == 1 else f"on {num} GPUs"
+    if told not in _REACHED:
+        yield f"The GPUs are taken in the order given: {_AIMS[told]}."
+        return
+    in_steps = explanation.work == "step" and told == "latency"
+    subject, verb, beyond = _RECKONED if in_steps else _REACHED[told]
+    who = subject.format(binding, work=explanation.work)
+    yield f"Optimised was {told}: {_AIMS[told].format(work=explanation.work)}."
+    unit = "" if told in ("latency", "throughput") else " to spare"
+    proof = f"{where} no placement {beyond} {bound}, which is the bound"
+    yield f"{who} {verb} {reached}{unit}; {proof}."
+
+
+def amount(explanation: Explanation, value: float) -> str:
+    """A value of the objective, with its unit."""
+    if explanation.objective in ("latency", "throughput"):
+        return shortly(value)
+    if explanation.objective == "balance":
+        return f"{value:.1%}"
+    if explanation.objective == "order":
+        return format_count(round(value), "block")
+    return format_bytes(round(value))
+
+
+def shortly(seconds: float) -> str:
+    """A time for people.
+
+    Examples
+    --------
+    >>> shortly(0.03346), shortly(2.5), shortly(1.5e-5)
+    ('33.5 ms', '2.50 s', '15.0 µs')
+    """
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"
+
+
+def holds(share: Share) -> str:
+    """How full a device is."""
+    return (
+        f"It needs {format_bytes(share.requested_bytes)} of {format_bytes(share.budget_bytes)}: "
+        f"{format_bytes(share.free_bytes)} to spare."
+    )
+
+
+def why_not_else(explanation: Explanation, device: str) -> Iterator[str]:
+    """Why a device has no less and no more."""
+    now = {share.device: share for share in explanation.shares}
+    for change in explanation.changes:
+        if change.giver.device == device:
+            yield f"No less: {_less(change, now)}{_judged(change, explanation)}"
+    for change in explanation.changes:
+        if change.taker.device == device:
+            yield f"No more: {_more(change)}{_judged(change, explanation)}"
+
+
+def _less(change: Change, now: dict[str, Share]) -> str:
+    what, taker = name_modules(change.modules), change.taker
+    if taker.is_fragmented:
+        return f"with {what} the memory of {taker.device} would be too fragmented"
+    more = taker.requested_bytes - now[taker.device].requested_bytes
+    free = now[taker.device].free_bytes
+    return (
+        f"{what} would go to {taker.device}, which has {format_bytes(free)} to spare and needs "
+        f"{format_bytes(more)} for it"
+    )
+
+
+def _more(change: Change) -> str:
+    what, taker = name_modules(change.modules), change.taker
+    if taker.is_fragmented:
+        return f"with {what} of {change.giver.device} its memory would be too fragmented"
+    return (
+        f"with {what} of {change.giver.device} it would need {format_bytes(taker.requested_bytes)} "
+        f"of {format_bytes(taker.budget_bytes)}"
+    )
+
+
+def _judged(change: Change, explanation: Explanation) -> str:
+    """What becomes of the objective, as the end of a sentence."""
+    if change.outcome == "forbidden":
+        return ": the pins and uncut modules forbid it."
+    if change.taker.is_fragmented:
+        return "."
+    if change.value is None:
+        return f": {_missing(-min(change.giver.free_bytes, change.taker.free_bytes))}."
+    now = {share.device: share for share in explanation.shares}
+    then = {**now, change.giver.device: change.giver, change.taker.device: change.taker}
+    least = [format_bytes(min(s.free_bytes for s in each.values())) for each in (then, now)]
+    tightest = f"the tightest GPU would have {least[0]} to spare instead of {least[1]}"
+    if change.outcome == "equal":
+        but = f", but {tightest}" if least[0] != least[1] else ""
+        return f": as good for the objective{but}."
+    if explanation.objective in ("latency", "throughput"):
+        reached = [amount(explanation, value) for value in (change.value, explanation.value)]
+        return f": that would be {reached[0]} instead of {reached[1]}."
+    return f": {tightest}."
+
+
+def fewer(explanation: Explanation) -> str:
+    """Why so many GPUs; empty where there is nothing to say."""
+    found = explanation.fewer
+    if found is None:
+        return ""
+    names = joined(found.devices)
+    which = f"on the largest one, {names}," if len(found.devices) == 1 else f"on {names},"
+    largest = "" if len(found.devices) == 1 else " the largest,"
+    told = _missing(found.missing_bytes, "at least ")
+    return f"{len(explanation.shares)} GPUs and not {len(found.devices)}: {which}{largest} {told}."
+
+
+def _missing(num_bytes: int, least: str = "") -> str:
+    # As a bound it may be next to nothing, where it is the cut or fragmentation that is in the way.
+    if num_bytes < _LEAST_TOLD:
+        return "it doesn't fit by a little" + (", whatever the cut" if least else "")
+    return f"{least}{format_bytes(num_bytes)} are missing"
+
+
+def whole_prompt(explanation: Explanation) -> str:
+    """Why the prompt runs in chunks; empty where it doesn't, or where that was asked for."""
+    over = [share for share in explanation.whole_prompt if share.free_bytes < 0]
+    if not over:
+        return ""
+    return f"The prompt runs in chunks: whole, {_shortages(over)}."
+
+
+def crossings(explanation: Explanation) -> Iterator[str]:
+    """What goes from GPU to GPU."""
+    for each in explanation.crossings:
+        took = "" if each.seconds is None else f", {shortly(each.seconds)}"
+        what = f"{format_bytes(each.num_bytes)} a {each.per}{took}"
+        yield f"{each.source} → {each.target}: {what}"
+
+
+def rivals(explanation: Explanation) -> Iterator[Rival]:
+    """The alternatives in words."""
+    for other in explanation.alternatives:
+        yield Rival(
+            name=other.name,
+            dealt=dealt(other.shares),
+            verdict=_verdict(other, explanation),
+            fits=other.fits,
+            is_plan=other.is_plan,
+        )
+
+
+def dealt(shares: Sequence[Share]) -> str:
+    """How many layers are on which device."""
+    counts = count_layers([share.modules for share in shares])
+    if counts is None:
+        return ", ".join(share.device for share in shares)
+    return ", ".join(
+        f"{share.device} {format_count(count, 'layer') if count else name_modules(share.modules)}"
+        for share, count in zip(shares, counts, strict=True)
+    )
+
+
+def _verdict(other: Alternative, explanation: Explanation) -> str:
+    if other.is_plan:
+        return "that is this plan"
+    if other.value is None:
+        over = [share for share in other.shares if share.free_bytes < 0]
+        return f"does not fit: {_shortages(over)}"
+    told = amount(explanation, other.value)
+    free = f"{format_bytes(other.least_free_bytes)} to spare on the tightest GPU"
+    if explanation.objective in ("latency", "throughput"):
+        told += f", {free}"
+    elif other.request_seconds is not None:
+        told = f"{free}, {shortly(other.request_seconds)} for a {explanation.work}"
+    else:
+        told = free
+    used, own = len(other.shares), len(explanation.shares)
+    return told if used == own else f"{told}; {format_count(used, 'GPU')} instead of {own}"
+
+
+def _shortages(over: Sequence[Share]) -> str:
+    told = [
+        f"the memory of {share.device} would be too fragmented"
+        if share.is_fragmented
+        else f"{share.device} would need {format_bytes(share.requested_bytes)} of "
+        f"{format_bytes(share.budget_bytes)}"
+        for share in over[:_MOST_NAMED]
+    ]
+    more = len(over) - _MOST_NAMED
+    return joined([*told, f"{more} more lack memory"] if more > 0 else told)

@@ -1,0 +1,231 @@
+"""A plan for people: a table, and a bar for each GPU. Readable without colour, and narrow."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from duoka.base.units import format_bytes
+from duoka.forecast.forecast import DeviceForecast
+from duoka.hardware.device import Device
+from duoka.planner.limits import reserves
+from duoka.planner.plan import Plan
+
+from .names import name_modules
+from .seconds import render_seconds
+from .summary import facts, kinds_of, title
+
+
+class _Kind(NamedTuple):
+    """A kind of bytes: colour, sign in a bar, sign where only ASCII can be shown, column."""
+
+    style: str
+    sign: str
+    plain: str
+    column: str
+
+
+_KINDS = {
+    "weights": _Kind("blue", "█", "#", "weights"),
+    "KV cache": _Kind("green", "▓", "=", "KV"),
+    "activations": _Kind("yellow", "▒", "+", "activ."),
+    "gradients": _Kind("cyan", "▚", "%", "grad."),
+    "optimizer": _Kind("green", "▓", "=", "optim."),
+    "overhead": _Kind("magenta", "░", "-", "overh."),
+    "free": _Kind("dim", "·", ".", ""),
+}
+_TABLE_COLUMNS = 72  # with fewer there is a list instead
+_WIDEST_BAR = 60
+_GIB, _MIB = 2**30, 2**20
+
+
+def render_plan(plan: Plan) -> RenderableType:
+    """What rich prints for a plan: what was asked, a table, bars, and the reasons."""
+    return _View(plan)
+
+
+class _View:
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.max_width >= _TABLE_COLUMNS
+        yield _heading(self._plan)
+        yield ""
+        yield _table(self._plan) if wide else _list(self._plan)
+        yield from _budgets(self._plan)
+        yield from _emulated(self._plan)
+        yield from _offloaded(self._plan)
+        yield ""
+        yield _bars(self._plan, options.max_width, ascii_only=options.ascii_only)
+        yield from render_seconds(self._plan)
+        for reason in self._plan.why:
+            yield Text(reason)
+
+
+def _heading(plan: Plan) -> Text:
+    model, where = title(plan)
+    text = Text(model, style="bold")
+    text.append(f" {where}", style="not bold")
+    return text.append("\n" + " · ".join(facts(plan)), style="not bold")
+
+
+def _table(plan: Plan) -> Table:
+    unit, divisor = _unit(plan)
+    # With a column more, as training has, names would be broken at 80 columns but for the edges.
+    wide = plan.workload.training is None
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=wide)
+    table.add_column("GPU", no_wrap=True)
+    table.add_column("modules", overflow="fold", ratio=1)
+    kinds = [kind for kind in _kinds(plan) if kind != "free"]
+    for name in (*(_KINDS[kind].column for kind in kinds), "reserved", "budget"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for device in plan.forecast.devices:
+        parts = _parts(device)
+        sizes = (*(parts[kind] for kind in kinds), device.reserved_bytes, device.budget_bytes)
+        numbers = [f"{size / divisor:.2f}" for size in sizes]
+        table.add_row(device.device, _modules(plan, device.device), *numbers)
+    table.caption = f"in {unit}; overhead is what the allocator holds and tensors don't use"
+    cached = [device for device in plan.forecast.devices if _gives_back(device)]
+    if cached:
+        least = ", ".join(f"{d.device} {d.allocated_bytes / divisor:.2f}" for d in cached)
+        table.caption += f";\nwhat is only cached it gives back when pressed; tensors take {least}"
+    table.caption_justify = "left"
+    return table
+
+
+def _gives_back(device: DeviceForecast) -> bool:
+    """Whether much of what is reserved is cached only: a tenth of the budget or more."""
+    return 10 * (device.reserved_bytes - device.allocated_bytes) >= device.budget_bytes
+
+
+def _list(plan: Plan) -> Group:
+    rows: list[RenderableType] = []
+    for device in plan.forecast.devices:
+        rows.append(Text(device.device, style="bold"))
+        rows.append(Text(f"  {_modules(plan, device.device)}"))
+        parts = _parts(device)
+        rows += [
+            Text(f"  {kind}: {format_bytes(parts[kind])}")
+            for kind in _kinds(plan)
+            if kind != "free"
+        ]
+        reserved, budget = format_bytes(device.reserved_bytes), format_bytes(device.budget_bytes)
+        rows.append(Text(f"  reserved: {reserved} of {budget}"))
+    return Group(*rows)
+
+
+def _budgets(plan: Plan) -> Iterator[Text]:
+    """What the budgets of GPUs that are there, or of cards, are made of; equal ones together."""
+    alike: dict[str, list[str]] = {}
+    asked = reserves(plan.request.constraints, plan.fleet)
+    for name in plan.devices:
+        device = plan.fleet.device(name)
+        if device.reserve_bytes:
+            alike.setdefault(_made_of(device, asked.get(name, 0)), []).append(name)
+    for text, names in alike.items():
+        yield Text(f"{', '.join(names)}: {text}")
+
+
+def _offloaded(plan: Plan) -> Iterator[Text]:
+    """What stays in the host's memory; the GPU's own column has the buffers alone."""
+    if plan.offloaded:
+        forecast = plan.forecast
+        seconds = forecast.copy_seconds
+        took = f"about {seconds:.2g} s" if seconds else "how fast isn't known"
+        yield Text(
+            f"in the CPU's memory: {name_modules(plan.offloaded)}, "
+            f"{format_bytes(forecast.host_bytes)}, copied over PCIe for each token: {took}"
+        )
+
+
+def _emulated(plan: Plan) -> Iterator[Text]:
+    """Which of the GPUs that are used lack the plan's dtype."""
+    if plan.workload.dtype != "bfloat16":
+        return
+    lacking = [name for name in plan.devices if plan.fleet.device(name).has_bfloat16 is False]
+    if lacking:
+        products = sorted({plan.fleet.device(name).product for name in lacking})
+        yield Text(
+            f"{', '.join(lacking)}: no bfloat16 in {', '.join(filter(None, products)) or 'it'}; "
+            "torch emulates it, slowly: --dtype float16 is faster"
+        )
+
+
+def _made_of(device: Device, asked_bytes: int) -> str:
+    offered = format_bytes(device.budget_bytes + device.reserve_bytes)
+    if device.uuid:
+        total = "" if device.memory_bytes is None else f" of {format_bytes(device.memory_bytes)}"
+        place = f" at {device.pci_address}" if device.pci_address else ""
+        what = f"{device.product}{place}, {offered} free{total}"
+    else:
+        what = f"{device.product}, {offered} when empty" if device.product else offered
+    kept = device.reserve_bytes - asked_bytes
+    measured = " (measured)" if "reserve_bytes" in device.measured else ""
+    less = [f"less {format_bytes(kept)} kept for CUDA{measured}"] if kept > 0 else []
+    less += [f"less {format_bytes(asked_bytes)} left free, as asked"] if asked_bytes else []
+    return ", ".join([what, *less])
+
+
+def _bars(plan: Plan, columns: int, *, ascii_only: bool) -> Group:
+    devices = plan.forecast.devices
+    label = max(len(device.device) for device in devices) + 1
+    longest = max(device.budget_bytes for device in devices)
+    room = max(min(columns - label, _WIDEST_BAR), 8)
+    rows, kinds = [], _kinds(plan)
+    for device in devices:
+        row = Text(device.device.ljust(label))
+        width = max(round(room * device.budget_bytes / longest), 1)
+        parts = _parts(device)
+        shares = _share([parts[kind] for kind in kinds], width)
+        for kind, cells in zip(kinds, shares, strict=True):
+            row.append(_sign(kind, ascii_only=ascii_only) * cells, style=_KINDS[kind].style)
+        rows.append(row)
+    legend = Text(" " * label)
+    for kind in kinds:
+        sign = _sign(kind, ascii_only=ascii_only)
+        legend.append(sign, style=_KINDS[kind].style).append(f" {kind}  ")
+    return Group(*rows, legend)
+
+
+def _sign(kind: str, *, ascii_only: bool) -> str:
+    return _KINDS[kind].plain if ascii_only else _KINDS[kind].sign
+
+
+def _kinds(plan: Plan) -> list[str]:
+    """The kinds of bytes that there are: a cache in answering, what learning needs in training."""
+    other = {"KV cache"} if plan.workload.training is not None else {"gradients", "optimizer"}
+    return [kind for kind in _KINDS if kind not in other]
+
+
+def _parts(device: DeviceForecast) -> dict[str, int]:
+    """Bytes by kind; together they are the budget."""
+    free = max(device.budget_bytes - device.reserved_bytes, 0)
+    return {**dict(kinds_of(device)), "free": free}
+
+
+def _share(parts: Sequence[int], width: int) -> list[int]:
+    """Deal the cells of a bar to its parts, each within one cell of its share."""
+    # A plan's file can say anything: with a negative part another one would be longer than the bar.
+    parts = [max(part, 0) for part in parts]
+    total = sum(parts) or 1
+    ends = [0]
+    for part in parts:
+        ends.append(ends[-1] + part)
+    cells = [round(end * width / total) for end in ends]
+    return [stop - start for start, stop in itertools.pairwise(cells)]
+
+
+def _modules(plan: Plan, device: str) -> str:
+    return name_modules([name for name, at in plan.placement.entries if at == device])
+
+
+def _unit(plan: Plan) -> tuple[str, int]:
+    largest = max(device.budget_bytes for device in plan.forecast.devices)
+    return ("GiB", _GIB) if largest >= _GIB else ("MiB", _MIB)

@@ -1,0 +1,163 @@
+"""Devices as torch sees them: virtual GPUs made real, real ones looked for, and memory.
+
+One function serves every kind of device, through torch's own module for it. Which GPUs there are
+and who uses them isn't known here: `Fleet.detect` asks the driver.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from duoka import virtual
+from duoka.errors import FleetError, VirtualDeviceError
+from duoka.hardware import cuda_driver
+from duoka.hardware.device import Device
+from duoka.hardware.fleet import Fleet
+
+_NO_CUDA = 'without a GPU, try virtual ones: --gpus "virtual:2x24GiB"'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What one device's allocator says, in bytes.
+
+    Parameters
+    ----------
+    allocated_bytes, reserved_bytes : int
+        In use by tensors, and taken from the device, now.
+    peak_allocated_bytes, peak_reserved_bytes : int
+        The most since the start, or since `reset_peaks`.
+    """
+
+    allocated_bytes: int
+    peak_allocated_bytes: int
+    reserved_bytes: int
+    peak_reserved_bytes: int
+
+
+def materialise(fleet: Fleet, *, data: str = "cpu") -> None:
+    """Make sure that the devices of a fleet exist: virtual ones are made, others looked for.
+
+    Virtual GPUs that are there already with the same budgets stay, and what is on them too.
+
+    Parameters
+    ----------
+    fleet : Fleet
+    data : str
+        What holds the numbers of virtual GPUs: "cpu", "meta" (nothing does) or "cuda:N".
+
+    Raises
+    ------
+    FleetError
+        If torch doesn't see one of the devices, or sees another GPU under its name.
+    """
+    virtual_budgets: dict[int, int] = {}
+    for device in fleet.devices:
+        kind, index = _parse(device.name)
+        if kind == "vgpu":
+            virtual_budgets[index] = device.budget_bytes
+        elif kind == "cuda":
+            _refuse_absent(index)
+            _refuse_other(device, index)
+        elif kind != "cpu":
+            raise FleetError(
+                f"{device.name} is a device that duoka doesn't know", hint="it knows cuda:N and cpu"
+            )
+    if virtual_budgets:
+        _make_virtual(virtual_budgets, data)
+
+
+def give_back() -> None:
+    """Let CUDA's allocator give back what it keeps and nobody uses: for the driver that isn't free.
+
+    Without CUDA, and before it has started, there is nothing to give.
+    """
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _parse(name: str) -> tuple[str, int]:
+    kind, _, index = name.partition(":")
+    return kind, int(index or 0)
+
+
+def _refuse_absent(index: int) -> None:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index >= count:
+        seen = f"it sees {count}" if count else "it sees no CUDA GPU"
+        raise FleetError(f"cuda:{index} is not there for torch: {seen}", hint=_NO_CUDA)
+
+
+def _refuse_other(device: Device, index: int) -> None:
+    """Refuse a GPU that isn't the device's own: CUDA's numbers change, its UUID doesn't."""
+    if not device.uuid:
+        return  # it was declared: any GPU is meant
+    properties = torch.cuda.get_device_properties(index)
+    if device.uuid.lower().startswith("mig-"):
+        # torch may tell the UUID of the whole GPU, the driver tells that of the instance.
+        visible = cuda_driver.visible_uuids()
+        seen = f"MIG-{visible[index]}" if index < len(visible) else ""
+    else:
+        seen = f"GPU-{properties.uuid}"
+    if seen.lower() != device.uuid.lower():
+        raise FleetError(
+            f"{device.name} is another GPU for torch than the fleet says: torch sees "
+            f"{properties.name} ({seen}), the fleet has {device.product} ({device.uuid})",
+            hint="detect the GPUs again, in the process that uses them; CUDA_VISIBLE_DEVICES must "
+            "not change after CUDA has started",
+        )
+
+
+def _make_virtual(budgets_bytes: dict[int, int], data: str) -> None:
+    # A fleet may name vgpu:2 alone; those before it exist then, and can hold nothing.
+    capacities = [budgets_bytes.get(index, 1) for index in range(max(budgets_bytes) + 1)]
+    if _virtual_now() != (capacities, data):
+        virtual.set_gpus(capacities, data=data)
+
+
+def _virtual_now() -> tuple[list[int | None], str] | None:
+    try:
+        gpus = virtual.active_world().gpus
+    except VirtualDeviceError:
+        return None
+    return [gpu.allocator.capacity_bytes for gpu in gpus], gpus[0].data
+
+
+def memory(device: str | torch.device) -> Memory | None:
+    """What a device's allocator says; None for a device without one, as the CPU is."""
+    backend = _backend(device)
+    if not hasattr(backend, "max_memory_reserved"):
+        return None
+    return Memory(
+        allocated_bytes=backend.memory_allocated(device),
+        peak_allocated_bytes=backend.max_memory_allocated(device),
+        reserved_bytes=backend.memory_reserved(device),
+        peak_reserved_bytes=backend.max_memory_reserved(device),
+    )
+
+
+def reset_peaks(device: str | torch.device) -> None:
+    """Start the peaks of a device's memory again from what is in use now."""
+    backend = _backend(device)
+    if hasattr(backend, "reset_peak_memory_stats"):
+        backend.reset_peak_memory_stats(device)
+
+
+def can_pin(device: str | torch.device) -> bool:
+    """Whether copies from the host's memory to a device are faster where that is pinned."""
+    return torch.device(device).type == "cuda"
+
+
+def synchronize(device: str | torch.device) -> None:
+    """Wait until a device has done all that was asked of it."""
+    backend = _backend(device)
+    if hasattr(backend, "synchronize"):
+        backend.synchronize(device)
+
+
+def _backend(device: str | torch.device) -> Any:
+    kind = torch.device(device).type
+    return None if kind == "meta" else torch.get_device_module(kind)

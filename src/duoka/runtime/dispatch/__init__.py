@@ -1,0 +1,1 @@
+"""Dispatch: the one place where activations change device."""

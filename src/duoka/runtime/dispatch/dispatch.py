@@ -1,0 +1,211 @@
+"""Dispatch: the one place where activations change device.
+
+A dispatched model is the same object with its parameters and buffers where the placement says, and
+with "movers" on its blocks, which bring arguments to them. Outputs stay where they are made.
+Nothing else changes: parameter names, ties, state dict and the model's code are what they were.
+
+Offloaded modules keep their weights in the host's memory, and stream them in when they are called.
+
+This room doesn't know how a placement is found, nor how weights are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from duoka.planner.placement import Placement
+
+from .install import Installed, install, install_on, is_callable, moving_modules, streamed_modules
+from .movers import Frames, Mover
+from .offload import Streamer
+from .place import devices_by_name, move_tensors, on_host, place, refuse_meta, tensor_names
+
+__all__ = [
+    "Frames",
+    "Installed",
+    "Mover",
+    "Streamer",
+    "dispatch",
+    "install_movers",
+    "install_on",
+    "is_callable",
+    "moving_modules",
+    "on_host",
+    "place",
+    "stream",
+    "tensor_names",
+    "undispatch",
+]
+
+_STATE = "_duoka_dispatch"
+_AUTO_COMPILE = "_valid_auto_compile_criteria"
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def dispatch(
+    model: Model, placement: Placement, *, empty: bool = False, offloaded: Sequence[str] = ()
+) -> Model:
+    """Spread a model over the devices of a placement.
+
+    Dispatching a dispatched model again replaces the earlier placement.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Any module; it is changed in place.
+    placement : Placement
+        A device for every parameter and buffer. A tied parameter has one device under all its
+        names.
+    empty : bool
+        Allow parameters without data (on the meta device); they are allocated, not filled.
+    offloaded : sequence of str
+        Modules of the placement, in the order in which they run, whose weights stay in the host's
+        memory: each is copied to its device, into a buffer that it shares with others, whenever
+        it is called. Such a model can't be trained.
+
+    Returns
+    -------
+    nn.Module
+        The same model.
+
+    Raises
+    ------
+    PlacementError
+        If the placement doesn't name exactly one device for every parameter and buffer; nothing
+        has been moved then.
+    ModelError
+        If parameters have no data and `empty` wasn't asked for; nothing has been moved then.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
+    >>> dispatch(model, Placement(entries=(("", "cpu"),))) is model
+    True
+    """
+    devices = devices_by_name(model, placement)
+    hosts = on_host(model, devices, offloaded)
+    if not empty:
+        refuse_meta(model)
+    undispatch(model)
+    move_tensors(model, {**devices, **hosts} if not empty else _without(hosts, devices))
+    is_spread = len(set(devices.values())) > 1
+    installed = install(model, placement, devices) if is_spread else None
+    _adopt(model, placement, installed, stream(model, offloaded, devices))
+    return model
+
+
+def _without(
+    hosts: Mapping[str, torch.device], devices: Mapping[str, torch.device]
+) -> dict[str, torch.device]:
+    """Where tensors without data are wanted: the host's are never filled, and take nothing."""
+    return {name: device for name, device in devices.items() if name not in hosts}
+
+
+def stream(
+    model: nn.Module, offloaded: Sequence[str], devices: Mapping[str, torch.device]
+) -> list[Streamer]:
+    """Let the weights of some modules come to their devices whenever they are called.
+
+    Parameters
+    ----------
+    model : nn.Module
+    offloaded : sequence of str
+        The modules, in the order in which they run.
+    devices : mapping of str to torch.device
+        Where each parameter and buffer is wanted, by its name.
+
+    Returns
+    -------
+    list of Streamer
+        To remove them by.
+    """
+    by_device = streamed_modules(model, offloaded, devices)
+    streamers = [Streamer(device, modules) for device, modules in by_device.items()]
+    for streamer in streamers:
+        streamer.install()
+    return streamers
+
+
+def undispatch(model: nn.Module) -> None:
+    """Remove what `dispatch` added to the model; parameters stay where they are."""
+    state = model.__dict__.pop(_STATE, None)
+    if state is None:
+        return
+    if state.installed is not None:
+        state.installed.remove()
+    for streamer in state.streamers:
+        streamer.remove()
+    for module in state.marked:
+        module.__dict__.pop("_hf_hook", None)
+    for name in ("hf_device_map", _AUTO_COMPILE):
+        model.__dict__.pop(name, None)
+
+
+def install_movers(model: Model, placement: Placement) -> Model:
+    """Put movers on every block of the placement, on one device too, and move no parameter.
+
+    `dispatch` does this when there are several devices. On one device it serves to measure what
+    the movers themselves cost.
+    """
+    undispatch(model)
+    _adopt(model, placement, install(model, placement, devices_by_name(model, placement)), [])
+    return model
+
+
+class _State:
+    """What `dispatch` left on a model, for `undispatch` to remove."""
+
+    def __init__(
+        self, installed: Installed | None, marked: list[nn.Module], streamers: list[Streamer]
+    ) -> None:
+        self.installed = installed
+        self.marked = marked
+        self.streamers = streamers
+
+
+class _EncoderMark:
+    """Tells transformers' `generate` that the encoder needs no hook of accelerate's."""
+
+    io_same_device = False
+
+
+def _adopt(
+    model: nn.Module,
+    placement: Placement,
+    installed: Installed | None,
+    streamers: list[Streamer],
+) -> None:
+    """Tell transformers that the model is placed.
+
+    Its Trainer then leaves the model where it is, and a static cache is made layer by layer.
+    Devices are objects and not text: "cpu" as text means "offloaded" there.
+    """
+    marked = []
+    encoder = _encoder(model)
+    if encoder is not None and "_hf_hook" not in encoder.__dict__:
+        encoder.__dict__["_hf_hook"] = _EncoderMark()
+        marked.append(encoder)
+    if (installed is not None or streamers) and hasattr(model, _AUTO_COMPILE):
+        # With a static cache `generate` would compile the model, and movers can't be compiled.
+        model.__dict__[_AUTO_COMPILE] = _never
+    model.__dict__["hf_device_map"] = {
+        name: torch.device(device) for name, device in placement.entries
+    }
+    model.__dict__[_STATE] = _State(installed, marked, streamers)
+
+
+def _never(*args: object, **kwargs: object) -> bool:
+    return False
+
+
+def _encoder(model: nn.Module) -> nn.Module | None:
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return None
+    get_encoder = getattr(model, "get_encoder", None)
+    encoder = get_encoder() if get_encoder is not None else None
+    return encoder if isinstance(encoder, nn.Module) else None

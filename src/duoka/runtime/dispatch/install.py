@@ -1,0 +1,170 @@
+"""Which modules get a mover, and which calls remember what was moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from inspect import getattr_static
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from duoka.planner.placement import Placement
+
+from .movers import MOVER, Enter, Frames, Leave, Mover, moving_class, plain_class, settle_class
+from .place import tensor_names
+
+
+def install(
+    model: nn.Module, placement: Placement, devices: Mapping[str, torch.device]
+) -> Installed:
+    """Put a mover on every block, and a memory of what was moved around every top-level call.
+
+    Parameters
+    ----------
+    model : nn.Module
+    placement : Placement
+        Its entries are the blocks. An entry that isn't called itself (a list of layers), or whose
+        parts lie on several devices, stands for the largest parts of which neither is true.
+    devices : mapping of str to torch.device
+        The device of every parameter and buffer under each of its names.
+
+    Returns
+    -------
+    Installed
+        To remove it by.
+    """
+    return install_on(model, moving_modules(model, placement, devices))
+
+
+def moving_modules(
+    model: nn.Module, placement: Placement, devices: Mapping[str, torch.device]
+) -> dict[nn.Module, torch.device]:
+    """The modules that arguments are moved to when they are called, with their devices."""
+    blocks = dict(_containers(model, placement, devices))
+    for name, module in _entry_modules(model, placement):
+        for block, device in _entrances(module, name, devices):
+            blocks.setdefault(block, device)
+    return blocks
+
+
+def install_on(model: nn.Module, blocks: Mapping[nn.Module, torch.device]) -> Installed:
+    """Put a mover on these modules alone, and a memory of what was moved around them."""
+    frames = Frames()
+    for block, device in blocks.items():
+        block.__dict__[MOVER] = Mover(device, frames)
+        block.__class__ = moving_class(plain_class(block))
+    handles = []
+    for module in _parents(model, blocks):
+        enter, leave = Enter(frames, is_root=module is model), Leave(frames)
+        handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    return Installed(list(blocks), handles)
+
+
+class Installed:
+    """The blocks with a mover, and the hooks around them."""
+
+    def __init__(self, blocks: list[nn.Module], handles: list[RemovableHandle]) -> None:
+        self._blocks = blocks
+        self._handles = handles
+
+    def remove(self) -> None:
+        """Make the model what it was."""
+        for handle in self._handles:
+            handle.remove()
+        for block in self._blocks:
+            del block.__dict__[MOVER]
+            settle_class(block)
+
+
+def _containers(
+    model: nn.Module, placement: Placement, devices: Mapping[str, torch.device]
+) -> Iterator[tuple[nn.Module, torch.device]]:
+    """What contains entries and is called itself, with the device of the part that runs first.
+
+    Its own code may combine an argument with what comes out of that part (a residual around a
+    layer whose parts are entries). The model itself leaves its arguments where they are.
+    """
+    containers = {owner for entry, _ in placement.entries for owner in _owners(entry)}
+    first: dict[str, torch.device] = {}
+    for name, device in devices.items():  # in the order of execution
+        for owner in _owners(name):
+            first.setdefault(owner, device)
+    for name, module in model.named_modules():
+        if name in containers and is_callable(module):
+            yield module, first[name]
+
+
+def _owners(name: str) -> Iterator[str]:
+    """The modules that contain a module or parameter, but for the model itself."""
+    while name := name.rpartition(".")[0]:
+        yield name
+
+
+def _entry_modules(model: nn.Module, placement: Placement) -> Iterator[tuple[str, nn.Module]]:
+    modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+    for name, _ in placement.entries:
+        if name in modules:  # otherwise the entry is a single parameter, which is never called
+            yield name, modules[name]
+    # A model calls these two by themselves, even where an entry names what contains them.
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        found = _called_alone(model, getter)
+        for name, module in modules.items():
+            if module is found:
+                yield name, module
+
+
+def _called_alone(model: nn.Module, getter: str) -> nn.Module | None:
+    try:
+        module = getattr(model, getter)()
+    except (AttributeError, NotImplementedError):
+        return None
+    return module if isinstance(module, nn.Module) else None
+
+
+def _entrances(
+    module: nn.Module, name: str, devices: Mapping[str, torch.device]
+) -> Iterator[tuple[nn.Module, torch.device]]:
+    """The largest modules below `module` that are called and lie on one device."""
+    prefix = f"{name}." if name else ""
+    found = {devices[prefix + own] for own, _ in tensor_names(module)}
+    if not found:
+        return
+    if len(found) == 1 and is_callable(module):
+        yield module, found.pop()
+        return
+    for child_name, child in module.named_children():
+        yield from _entrances(child, prefix + child_name, devices)
+
+
+def streamed_modules(
+    model: nn.Module, entries: Sequence[str], devices: Mapping[str, torch.device]
+) -> dict[torch.device, list[nn.Module]]:
+    """The modules below some entries whose weights come and go together, by device.
+
+    They are in the order of the entries, which is that of execution.
+    """
+    modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+    found: dict[torch.device, list[nn.Module]] = {}
+    for name in entries:
+        for module, device in _entrances(modules[name], name, devices):
+            found.setdefault(device, []).append(module)
+    return found
+
+
+def is_callable(module: nn.Module) -> bool:
+    """Whether a module can be called itself, as a list of modules can't."""
+    # A compiled module has its `forward` as an attribute of its own.
+    forward = getattr_static(type(module), "forward", nn.Module.forward)
+    return forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _parents(model: nn.Module, blocks: Mapping[nn.Module, torch.device]) -> list[nn.Module]:
+    """The callable modules around blocks: calling one of them is a top-level call."""
+    return [
+        module
+        for module in model.modules()
+        if is_callable(module)
+        and (module is model or any(part in blocks for part in module.modules() if part != module))
+    ]

@@ -1,0 +1,303 @@
+"""Streaming: weights that stay in the host's memory, and come to a GPU whenever they are used.
+
+The modules of one GPU whose weights are streamed take turns in two buffers there: while one of
+them computes, the next one's weights are copied into the other buffer, on a stream of their own
+where the device has streams. For the time of its call a module's parameters and buffers are views
+of a buffer; before and after they are the host's own, so a state dict is what it was.
+
+A copy in a buffer is used again only while the host's tensors are the same objects at the same
+versions. What a call writes into a buffer of its module (not a parameter) goes back to the host.
+
+Weights that are streamed can't be trained: by the time of backward, another module's are in their
+place. That is refused, and never ignored.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from duoka.errors import ModelError, UsageError
+from duoka.forecast.allocator import rounded_bytes
+from duoka.forecast.profile import NUM_BUFFERS, buffer_bytes
+
+from .lanes import Lane, Pinned
+from .movers import STREAMED, moving_class, plain_class, settle_class
+
+Version = tuple[int, int, int]
+
+
+class Streamer:
+    """The streamed modules of one device, and the buffers there.
+
+    Parameters
+    ----------
+    device : torch.device
+    modules : sequence of nn.Module
+        In the order in which they are called. Their tensors are on the host, or on meta: then
+        there is nothing to copy.
+
+    Raises
+    ------
+    ModelError
+        If a weight is of a kind that can't be a view of a buffer.
+    """
+
+    def __init__(self, device: torch.device, modules: Sequence[nn.Module]) -> None:
+        self._device = device
+        self._units = [_Unit(module) for module in modules]
+        self._lock = threading.RLock()
+        self._running: list[int] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Take the memory for the buffers."""
+        for unit in self._units:
+            unit.lay_out()
+        buffers = [
+            torch.zeros(size, dtype=torch.uint8, device=self._device)
+            for size in buffer_bytes([unit.num_bytes for unit in self._units])
+        ]
+        for index, unit in enumerate(self._units):
+            unit.lay_into(buffers[index % NUM_BUFFERS])
+        self._held: list[tuple[int, list[Version]] | None] = [None] * len(buffers)
+        self._pinned = Pinned(self._device, [each for unit in self._units for each in unit.hosts()])
+        self._lane: Lane | None = Lane(self._device, len(buffers))
+
+    def __getstate__(self) -> tuple[torch.device, list[_Unit]]:
+        return self._device, self._units
+
+    def __setstate__(self, state: tuple[torch.device, list[_Unit]]) -> None:
+        self._device, self._units = state
+        self._lock = threading.RLock()
+        self._running = []
+        # A copy takes buffers of its own when it is called: its modules aren't whole yet.
+        self._lane = None
+
+    def install(self) -> None:
+        """Let the modules' weights come when they are called."""
+        for index, unit in enumerate(self._units):
+            unit.module.__dict__[STREAMED] = Streamed(self, index)
+            unit.module.__class__ = moving_class(plain_class(unit.module))
+
+    def remove(self) -> None:
+        """Make the modules what they were; their weights stay on the host."""
+        for unit in self._units:
+            del unit.module.__dict__[STREAMED]
+            settle_class(unit.module)
+        if self._lane is not None:
+            self._pinned.release()
+        self._lane = None
+
+    def run(self, index: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a module with its weights on the device."""
+        unit = self._units[index]
+        with_gradients = torch.is_grad_enabled()
+        if with_gradients and unit.module.training:
+            raise _untrainable()
+        # Another thread that comes by waits for its turn: the buffers are for one call at a time.
+        with self._lock:
+            if index in self._running:
+                return call(*args, **kwargs)
+            output = self._run(index, unit, call, args, kwargs)
+        return _without_backward(output) if with_gradients else output
+
+    def _run(
+        self, index: int, unit: _Unit, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        if self._lane is None:
+            self._begin()
+        lane, buffer = self._lane, index % NUM_BUFFERS
+        assert lane is not None
+        if any(running % NUM_BUFFERS == buffer for running in self._running):
+            raise ModelError(
+                "a module whose weights are streamed calls another one",
+                hint="offload only modules that run one after another",
+            )
+        self._running.append(index)
+        try:
+            self._fetch(lane, index)
+            lane.wait(buffer)
+            following = (index + 1) % len(self._units)
+            if all((other - following) % NUM_BUFFERS for other in self._running):
+                self._fetch(lane, following)
+            with unit.here():
+                return call(*args, **kwargs)
+        finally:
+            self._running.remove(index)
+            lane.release(buffer)
+
+    def _fetch(self, lane: Lane, index: int) -> None:
+        buffer, unit = index % NUM_BUFFERS, self._units[index]
+        now = index, unit.versions()
+        if self._held[buffer] != now:
+            self._held[buffer] = None  # an interrupt may leave half of it there
+            with torch.no_grad():
+                lane.copy(buffer, unit.pairs())
+            self._held[buffer] = now
+
+
+class Streamed:
+    """What a streamed module holds: its place among those of its device."""
+
+    __slots__ = ("_index", "_streamer")
+
+    def __init__(self, streamer: Streamer, index: int) -> None:
+        self._streamer = streamer
+        self._index = index
+
+    def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the module with its weights on the device."""
+        return self._streamer.run(self._index, call, args, kwargs)
+
+
+class _Place:
+    """One tensor of a module: the table and key that hold it, and its view in a buffer."""
+
+    __slots__ = ("key", "table", "view")
+
+    def __init__(self, table: dict[str, Any], key: str) -> None:
+        self.table = table
+        self.key = key
+        self.view: Tensor | None = None
+
+    @property
+    def host(self) -> Tensor:
+        """The host's tensor; somebody may have put another one there."""
+        tensor: Tensor = self.table[self.key]
+        return tensor
+
+
+class _Unit:
+    """A module whose weights come and go together."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __getstate__(self) -> tuple[nn.Module]:
+        return (self.module,)
+
+    def __setstate__(self, state: tuple[nn.Module]) -> None:
+        (self.module,) = state
+
+    def lay_out(self) -> None:
+        """Find the tensors, and how many bytes they take on a device."""
+        modules = list(self.module.modules())
+        self._parameters = list(_places([module._parameters for module in modules]))
+        self._buffers = list(_places([module._buffers for module in modules]))
+        self._all = [*self._parameters, *self._buffers]
+        self.num_bytes = sum(rounded_bytes(host.nbytes) for host in self.hosts())
+
+    def hosts(self) -> list[Tensor]:
+        """The host's tensors, each once."""
+        return list({id(place.host): place.host for place in self._all}.values())
+
+    def lay_into(self, buffer: Tensor) -> None:
+        """Make the views, one after another, with the sizes that the allocator would give them."""
+        views: dict[int, Tensor] = {}
+        offset = 0
+        for host in self.hosts():
+            flat = buffer[offset : offset + host.nbytes]
+            views[id(host)] = _like(host, flat.view(host.dtype).view(host.shape))
+            offset += rounded_bytes(host.nbytes)
+        for place in self._all:
+            place.view = views[id(place.host)]
+
+    def versions(self) -> list[Version]:
+        """What tells the host's tensors from any others, and from themselves after a change."""
+        # A tensor of inference mode has no version: nobody can change it outside.
+        return [
+            (id(host), 0 if host.is_inference() else host._version, host.data_ptr())
+            for host in self.hosts()
+        ]
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views with what belongs into them."""
+        for place in self._all:
+            if not place.host.is_meta:
+                assert place.view is not None
+                yield place.view, place.host
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Let the module hold the views, inside the scope."""
+        hosts = [(place, place.host) for place in self._all]
+        before = [place.view._version for place in self._buffers if place.view is not None]
+        for place in self._all:
+            place.table[place.key] = place.view
+        try:
+            yield
+        finally:
+            for place, host in hosts:
+                if place.table.get(place.key) is place.view:
+                    place.table[place.key] = host
+        for place, version in zip(self._buffers, before, strict=True):
+            assert place.view is not None
+            if place.view._version != version and not place.host.is_meta:
+                with torch.no_grad():
+                    place.host.copy_(place.view)
+
+
+def _places(tables: Sequence[dict[str, Any]]) -> Iterator[_Place]:
+    for table in tables:
+        for key, tensor in table.items():
+            if tensor is None:
+                continue
+            if type(tensor.data) is not Tensor:
+                raise ModelError(
+                    f"weights of type {type(tensor.data).__name__} can't be streamed: {key}",
+                    hint="offload, or quantize: not both",
+                )
+            yield _Place(table, key)
+
+
+def _like(host: Tensor, view: Tensor) -> Tensor:
+    """The view as a parameter, where the host's tensor is one."""
+    if not isinstance(host, nn.Parameter):
+        return view
+    parameter = nn.Parameter(view, requires_grad=False)
+    for mark, value in host.__dict__.items():
+        parameter.__dict__.setdefault(mark, value)  # what is there already belongs to the data
+    return parameter
+
+
+def _without_backward(output: Any) -> Any:
+    """The same output; a backward pass that comes to it is refused."""
+    if isinstance(output, Tensor):
+        guard: Any = _NoBackward
+        return guard.apply(output) if output.requires_grad else output
+    if isinstance(output, (tuple, list)):
+        items = [_without_backward(item) for item in output]
+        return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+    if isinstance(output, dict):
+        guarded = copy.copy(output)  # keeps the class: transformers' outputs are dicts
+        for key, value in output.items():
+            guarded[key] = _without_backward(value)
+        return guarded
+    return output
+
+
+class _NoBackward(torch.autograd.Function):
+    """Nothing, and an error in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        # Not a view, which the caller's code couldn't change in place.
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise _untrainable()
+
+
+def _untrainable() -> UsageError:
+    return UsageError(
+        "a model whose weights lie in the host's memory can't be trained",
+        hint="plan without offload, or compute in evaluation mode: model.eval()",
+    )

@@ -1,0 +1,212 @@
+"""Parameters and buffers go where the placement says, each once, ties kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from duoka.errors import Faults, ModelError, PlacementError
+from duoka.models.quantization import empty_weight, is_composed, moved
+from duoka.planner.placement import Placement
+
+
+def tensor_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and buffers, persistent or not, each under every name it has."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def place(model: nn.Module, placement: Placement) -> None:
+    """Move parameters and buffers to their devices, each once; ties are kept.
+
+    What is on the meta device is allocated on its device and not filled. A parameter stays the
+    same object where PyTorch allows it; between kinds of devices it becomes a new one, as in
+    `nn.Module.to`.
+
+    Raises
+    ------
+    PlacementError
+        If the placement doesn't name exactly one device for every parameter and buffer.
+    """
+    move_tensors(model, devices_by_name(model, placement))
+
+
+def devices_by_name(model: nn.Module, placement: Placement) -> dict[str, torch.device]:
+    """The device of every parameter and buffer under each of its names.
+
+    Returns
+    -------
+    dict of str to torch.device
+        In the order in which memory is taken: entry by entry of the placement, and within one
+        module by module. A forecast that counts in this order meets the allocator's own numbers.
+
+    Raises
+    ------
+    PlacementError
+        If a name has no device, an entry names nothing, or a tied tensor has several devices.
+    """
+    tensors = {name: table[key] for name, (table, key) in _slots(model).items()}
+    placement.check(tensors)
+    ranks = {entry: rank for rank, (entry, _) in enumerate(placement.entries)}
+    by_rank = [torch.device(text) for _, text in placement.entries]
+    # One object for each device, so that it can be compared by identity.
+    interned = {device: device for device in by_rank}
+    ranked = sorted((_rank(ranks, name), place) for place, name in enumerate(tensors))
+    names = list(tensors)
+    devices = {names[place]: interned[by_rank[rank]] for rank, place in ranked}
+    _refuse_split(tensors, devices)
+    return devices
+
+
+def _rank(ranks: Mapping[str, int], name: str) -> int:
+    """The place of the entry that a name belongs to: the longest one that contains it."""
+    while name not in ranks:
+        name = name.rpartition(".")[0]
+    return ranks[name]
+
+
+def _refuse_split(tensors: Mapping[str, Tensor], devices: Mapping[str, torch.device]) -> None:
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names_of.setdefault(id(tensor), []).append(name)
+    split = [names for names in names_of.values() if len({devices[name] for name in names}) > 1]
+    if split:
+        listed = (", ".join(f"{name} on {devices[name]}" for name in names) for names in split)
+        raise PlacementError(
+            f"tied parameters are placed on several devices: {'; '.join(listed)}",
+            hint="a tied parameter runs on one device: give all its names the same",
+            faults=Faults(doubled=tuple(name for names in split for name in names)),
+        )
+
+
+def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    """Where each parameter and buffer is kept, by name: a module's table and its key there."""
+    slots: dict[str, tuple[dict[str, Any], str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for key, tensor in table.items():
+                if tensor is not None:
+                    slots[f"{prefix}.{key}" if prefix else key] = (table, key)
+    return slots
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """Refuse a model with parameters or buffers on the meta device.
+
+    Raises
+    ------
+    ModelError
+        With how many there are, and the first few names.
+    """
+    names = [name for name, tensor in tensor_names(model) if tensor.is_meta]
+    if names:
+        some = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+        raise ModelError(
+            f"{len(names)} parameters and buffers have no data: {some}",
+            hint="load the weights first; `duoka.load(plan)` loads and dispatches",
+        )
+
+
+def on_host(
+    model: nn.Module, devices: Mapping[str, torch.device], offloaded: Sequence[str]
+) -> dict[str, torch.device]:
+    """The host's processor for every parameter and buffer of the offloaded modules, by name.
+
+    Raises
+    ------
+    PlacementError
+        If an offloaded name is no module with weights, or shares a weight with another one.
+    """
+    if not offloaded:
+        return {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    host = torch.device("cpu")
+    found = {name: host for name in devices if _covered(name, offloaded)}
+    unknown = [
+        name
+        for name in offloaded
+        if name not in modules or not any(_covered(held, [name]) for held in found)
+    ]
+    if unknown:
+        raise PlacementError(
+            f"the weights of {', '.join(unknown)} can't be offloaded: that is no module with "
+            "weights",
+            hint="offload modules that the placement names",
+            faults=Faults(unknown=tuple(unknown)),
+        )
+    here = {id(tensor) for name, tensor in tensor_names(model) if name in found}
+    shared = [name for name, held in tensor_names(model) if id(held) in here and name not in found]
+    if shared:
+        raise PlacementError(
+            f"what is offloaded shares weights with other modules: {', '.join(shared)}",
+            hint="a tied weight can't be offloaded",
+            faults=Faults(split=tuple(shared)),
+        )
+    return found
+
+
+def _covered(name: str, modules: Sequence[str]) -> bool:
+    return any(not module or name.startswith(f"{module}.") for module in modules)
+
+
+def move_tensors(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
+    """Put every parameter and buffer on the device of its name, in the order of the names."""
+    slots = _slots(model)
+    # An id stands for one tensor here: only tensors of the model as it was are looked up, and each
+    # of them lives until its last slot is filled anew. So no slot may come twice.
+    placed: dict[int, Tensor] = {}
+    done: set[tuple[int, str]] = set()
+    for name, device in devices.items():
+        table, key = slots[name]
+        if (id(table), key) in done:
+            continue
+        done.add((id(table), key))
+        tensor = table[key]
+        if id(tensor) not in placed:
+            placed[id(tensor)] = _placed(tensor, device)
+        table[key] = placed[id(tensor)]
+
+
+class Snapshot:
+    """The parameters and buffers of a model as objects, to put back when loading fails."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [(table, key, table[key]) for table, key in _slots(model).values()]
+
+    def restore(self) -> None:
+        """Make the model hold what it held."""
+        for table, key, tensor in self._held:
+            table[key] = tensor
+
+
+def _placed(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.device == device:
+        return tensor
+    data = _data_on(tensor, device).detach()
+    if not isinstance(tensor, nn.Parameter):
+        return data
+    grad = None if tensor.grad is None else tensor.grad.to(device)
+    # Only plain tensors can exchange their contents; a subclass keeps its own in Python.
+    if type(tensor.data) is type(data) is Tensor and torch._has_compatible_shallow_copy_type(
+        tensor.data, data
+    ):
+        tensor.grad = None
+        tensor.data = data
+        tensor.grad = grad
+        return tensor
+    parameter = nn.Parameter(data, requires_grad=tensor.requires_grad)
+    for mark, value in tensor.__dict__.items():
+        parameter.__dict__.setdefault(mark, value)  # what is there already belongs to the data
+    parameter.grad = grad
+    return parameter
+
+
+def _data_on(tensor: Tensor, device: torch.device) -> Tensor:
+    if is_composed(tensor):
+        return empty_weight(tensor, device) if tensor.is_meta else moved(tensor, device)
+    tensor = tensor.detach()
+    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)

@@ -1,0 +1,229 @@
+"""Generation on top of transformers' `generate`: a batch at once, or one answer as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.checkpoint.sampling_params import Sampling
+from duoka.errors import UsageError
+from duoka.forecast.workload import Workload
+from duoka.models.kv_cache import cache_name, new_cache
+from duoka.models.text.messages import Message
+from duoka.models.text.prompts import ChatFormat, chat_format
+from duoka.models.text.tokenizer import load_tokenizer
+
+from .stream import Stop, Stream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One answer.
+
+    Parameters
+    ----------
+    text : str
+        As it is shown to people.
+    prompt_tokens, new_tokens : int
+        Without padding; the token that ended the answer isn't counted.
+    finish : {"stop", "length"}
+        Whether the model ended it, or the limit.
+    """
+
+    text: str
+    prompt_tokens: int
+    new_tokens: int
+    finish: Literal["stop", "length"]
+
+
+class Generator:
+    """A loaded model with its tokenizer and prompt format, within the limits of a workload.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        Loaded, on whatever devices.
+    tokenizer : transformers.PreTrainedTokenizerBase
+    chat : ChatFormat
+        How the model is talked to.
+    workload : Workload
+        What was planned. Longer prompts, larger batches and longer answers are refused: the
+        memory for them wasn't planned.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        chat: ChatFormat,
+        workload: Workload,
+    ) -> None:
+        assert workload.prefill_chunk_tokens != "auto", "a plan's workload is resolved"
+        self.model = model
+        self.tokenizer = tokenizer
+        self.chat = chat
+        self.workload = workload
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, checkpoint: Checkpoint, workload: Workload) -> Generator:
+        """The generator of a model that was loaded from a checkpoint."""
+        tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
+        chat = chat_format(tokenizer, checkpoint.config, checkpoint.generation_config)
+        return cls(model, tokenizer, chat, workload)
+
+    def prompt(self, question: str, *, system: str | None = None) -> list[int]:
+        """The token ids of a single question."""
+        told = [Message(role="system", content=system)] if system else []
+        return self.chat.prompt([*told, Message(role="user", content=question)])
+
+    def plain(self, text: str) -> list[int]:
+        """The token ids of a text that is to be continued."""
+        ids: list[int] = self.tokenizer.encode(text, split_special_tokens=True)
+        return ids
+
+    def stream(self, prompt: Sequence[int], sampling: Sampling | None = None) -> Stream:
+        """Start an answer; its pieces come while it is generated.
+
+        Raises
+        ------
+        UsageError
+            If the prompt or the answer is longer than planned.
+        """
+        sampling = sampling or Sampling()
+        self._check([prompt], sampling)
+
+        def run(streamer: BaseStreamer, stop: Stop) -> None:
+            self._generate([prompt], sampling, streamer=streamer, stop=stop)
+
+        return Stream(self.tokenizer, self.chat.stop_ids, run)
+
+    def answer(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None
+    ) -> tuple[Answer, ...]:
+        """Answer several prompts at once; shorter ones are padded on the left.
+
+        Raises
+        ------
+        UsageError
+            If there are more prompts, or longer ones, than planned.
+        """
+        sampling = sampling or Sampling()
+        self._check(prompts, sampling)
+        rows = self._generate(prompts, sampling)
+        return tuple(
+            self._answer(len(prompt), row) for prompt, row in zip(prompts, rows, strict=True)
+        )
+
+    def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        planned = self.workload
+        longest = max((len(prompt) for prompt in prompts), default=0)
+        if not longest:
+            raise UsageError("there is nothing to answer: the prompt is empty")
+        for what, got, limit, option in (
+            ("prompts", len(prompts), planned.batch, "--batch"),
+            ("tokens of prompt", longest, planned.prompt_tokens, "--context"),
+            ("new tokens", sampling.max_new_tokens or 0, planned.new_tokens, "--new-tokens"),
+        ):
+            if got > limit:
+                raise UsageError(
+                    f"{got} {what}; the plan has memory for {limit}",
+                    hint=f"plan with a larger {option}",
+                )
+
+    def _generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        streamer: BaseStreamer | None = None,
+        stop: Stop | None = None,
+    ) -> list[list[int]]:
+        """The new tokens of each prompt, padding and stop tokens included."""
+        ids, mask = self._padded(prompts)
+        with _seeded(sampling.seed, self.model):
+            generate: Any = self.model.generate
+            made = generate(
+                input_ids=ids,
+                attention_mask=mask,
+                streamer=streamer,
+                stopping_criteria=StoppingCriteriaList([stop] if stop else []),
+                **self._options(sampling),
+            )
+        # An encoder-decoder's output begins with one start token, others' with the prompt.
+        start = 1 if self.model.config.is_encoder_decoder else ids.shape[1]
+        rows: list[list[int]] = made[:, start:].tolist()
+        return rows
+
+    def _options(self, sampling: Sampling) -> dict[str, Any]:
+        planned = self.workload.new_tokens
+        options: dict[str, Any] = {
+            **sampling.options(),
+            "max_new_tokens": min(sampling.max_new_tokens or planned, planned),
+            "eos_token_id": list(self.chat.stop_ids) or None,
+            "pad_token_id": self._pad_id,
+            "return_dict_in_generate": False,
+            "num_beams": 1,
+            "use_cache": True,
+        }
+        if not self.model.config.is_encoder_decoder:
+            options["prefill_chunk_size"] = self.workload.prefill_chunk_tokens
+        return {**options, **self._cache()}
+
+    def _cache(self) -> dict[str, Any]:
+        """The cache that was planned, where `generate` wouldn't make it by itself."""
+        if self.workload.cache == "dynamic":
+            return {}
+        tokens = self.workload.static_tokens
+        cache = new_cache(self.model, self.workload.cache, context_tokens=tokens)
+        # A static cache lets `generate` compile the model, whose memory nobody has planned.
+        return {cache_name(self.model): cache, "disable_compile": True}
+
+    @property
+    def _pad_id(self) -> int:
+        pad = self.tokenizer.pad_token_id
+        if isinstance(pad, int):
+            return pad
+        # Padding is masked out, so any token will do.
+        return next(iter(self.chat.stop_ids), 0)
+
+    def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Token ids and attention mask, [batch, tokens], where the model's first module lies."""
+        longest = max(len(prompt) for prompt in prompts)
+        gaps = [longest - len(prompt) for prompt in prompts]
+        ids = [[self._pad_id] * gap + list(p) for gap, p in zip(gaps, prompts, strict=True)]
+        mask = [[0] * gap + [1] * (longest - gap) for gap in gaps]
+        embeddings: Any = self.model.get_input_embeddings()
+        device = embeddings.weight.device
+        return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+    def _answer(self, prompt_tokens: int, row: Sequence[int]) -> Answer:
+        stops = set(self.chat.stop_ids)
+        end = next((index for index, token in enumerate(row) if token in stops), None)
+        kept = list(row if end is None else row[:end])
+        text = self.tokenizer.decode(kept, skip_special_tokens=True)
+        return Answer(
+            text=str(text).strip(),
+            prompt_tokens=prompt_tokens,
+            new_tokens=len(kept),
+            finish="length" if end is None else "stop",
+        )
+
+
+@contextmanager
+def _seeded(seed: int | None, model: PreTrainedModel) -> Iterator[None]:
+    """A scope with random numbers of its own; the caller's go on afterwards as if nothing was."""
+    if seed is None:
+        yield
+        return
+    indices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=sorted(indices)):
+        torch.manual_seed(seed)
+        yield

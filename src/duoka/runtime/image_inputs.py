@@ -1,0 +1,395 @@
+"""Images as a model's `forward` takes them: right in shape and number, without content.
+
+Transformers' own image processor for the model makes the pixels, set up by the model's
+configuration, and the model's own code says how many tokens an image takes. No tokenizer is needed,
+so none of a prompt's words are real ones.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.auto import image_processing_auto, processing_auto
+
+from duoka import virtual
+from duoka.errors import ModelError
+from duoka.forecast.workload import Conditions
+from duoka.planner.placement import Placement
+
+from .dispatch.place import Snapshot, place
+
+Size = tuple[int, int]
+"""Width and height in pixels."""
+
+_PIXELS = ("pixel_values", "flattened_patches", "image_patches")
+_IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_index")
+_BEGIN = (
+    "vision_start_token_id",
+    "image_start_token_id",
+    "boi_token_id",
+    "boi_token_index",
+    "image_bos_token_id",
+)
+_END = ("vision_end_token_id", "image_end_token_id", "eoi_token_id", "eoi_token_index")
+# Both tables come from another module there, which makes them no export for a type checker.
+_PROCESSORS: dict[str, str] = processing_auto.PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
+_IMAGE_PROCESSORS: dict[str, dict[str, str]] = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
+_TEXT_ID = 5
+_QUESTION_TOKENS = 8
+_READ_PIXELS = frozenset({"idefics2", "idefics3", "smolvlm"})
+"""Families whose code leaves out images that are black, so that it reads every pixel."""
+_BY_PROMPT = frozenset({"idefics", "instructblipvideo", *_READ_PIXELS})
+"""Families whose pixels are [prompts, images, channels, height, width]."""
+_UNFIT = (
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What transformers' processors and a model's tower raise for settings that don't suit them."""
+_HINT = "pass inputs yourself: duoka.check or duoka.plan(model, …, inputs={...})"
+
+
+def image_inputs(
+    model: PreTrainedModel,
+    sizes: Sequence[Size],
+    *,
+    batch: int = 1,
+    device: torch.device | str = "cpu",
+    prompt_tokens: int = 0,
+) -> dict[str, Tensor]:
+    """The arguments of `forward` for prompts with images.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        On the CPU or on meta, not yet spread; it is left as it was.
+    sizes : sequence of (int, int)
+        Width and height in pixels of each image of a prompt.
+    batch : int
+        Equal prompts, each with all the images.
+    device : torch.device or str
+        Where the tensors are made: on one without data, pixels have none, ids do.
+    prompt_tokens : int
+        The length of the prompt, image tokens included; it is longer if the images need more.
+
+    Returns
+    -------
+    dict of str to torch.Tensor
+        Such as `input_ids` [batch, tokens], `attention_mask`, `pixel_values` and what belongs to
+        these in the model's own format.
+
+    Raises
+    ------
+    ModelError
+        If the model takes no images, or takes them in a way that isn't known here.
+    """
+    return ImagePrompts(model, sizes).inputs(batch, prompt_tokens, device)
+
+
+def prompts_for(model: PreTrainedModel, conditions: Conditions) -> ImagePrompts | None:
+    """The prompts with the images that a workload has; None where it has none.
+
+    Raises
+    ------
+    ModelError
+        As `image_inputs` does.
+    """
+    if conditions.image_size is None:
+        return None
+    height, width = conditions.image_size
+    return ImagePrompts(model, [(width, height)] * conditions.images)
+
+
+class ImagePrompts:
+    """Prompts with certain images, of any batch and length; see `image_inputs`.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        On the CPU or on meta, not yet spread; it is left as it was. Afterwards it may go anywhere.
+    sizes : sequence of (int, int)
+        Width and height in pixels of each image of a prompt.
+
+    Attributes
+    ----------
+    least_tokens : int
+        The length of the shortest prompt that holds the images.
+    """
+
+    def __init__(self, model: PreTrainedModel, sizes: Sequence[Size]) -> None:
+        self._model = model
+        self._sizes = list(sizes)
+        self._pictures: dict[int, dict[str, Tensor]] = {}
+        self._accepted = frozenset(inspect.signature(model.forward).parameters)
+        if not self._accepted.intersection(_PIXELS) or not sizes:
+            raise ModelError(f"{type(model).__name__} takes no images", hint="leave the images out")
+        with self._guessing():
+            self._counts = [_num_tokens(model, size) for size in sizes]
+            self.least_tokens = self._made(1, 0)["input_ids"].shape[1]
+
+    def inputs(
+        self, batch: int, prompt_tokens: int, device: torch.device | str = "cpu"
+    ) -> dict[str, Tensor]:
+        """The arguments of `forward` for one batch; prompts are longer if the images need more."""
+        with self._guessing():
+            found = self._made(batch, prompt_tokens)
+        return {key: value.to(device) for key, value in found.items() if key in self._accepted}
+
+    def _made(self, batch: int, prompt_tokens: int) -> dict[str, Tensor]:
+        if batch not in self._pictures:
+            self._pictures[batch] = _pictures(self._model, [self._sizes] * batch)
+        pictures = self._pictures[batch]
+        prompt = _Prompt(self._model.config, self._counts, pictures)
+        return {**pictures, **prompt.arguments(batch, prompt_tokens)}
+
+    @contextmanager
+    def _guessing(self) -> Iterator[None]:
+        """Say that this family isn't known where what was guessed of its settings fails."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise  # which is a RuntimeError, and says nothing of the guess
+        except _UNFIT as error:
+            raise ModelError(
+                f"duoka doesn't know how {type(self._model).__name__} takes images of "
+                f"{_listed(self._sizes)}: {type(error).__name__}: {error}",
+                hint=_HINT,
+            ) from error
+
+
+def _listed(sizes: Sequence[Size]) -> str:
+    return ", ".join(f"{width}x{height}" for width, height in sizes)
+
+
+# ── pixels ──
+
+
+def _pictures(model: PreTrainedModel, sizes: Sequence[Sequence[Size]]) -> dict[str, Tensor]:
+    """What the image processor makes of black images, one list of sizes for each prompt."""
+    processor = _processor(model.config)
+    images = [[np.zeros((height, width, 3), np.uint8) for width, height in row] for row in sizes]
+    try:
+        made = processor(images=images, return_tensors="pt")
+    except (ValueError, TypeError, AttributeError):  # some take one flat list
+        made = processor(images=[image for row in images for image in row], return_tensors="pt")
+    if isinstance(made, Tensor):
+        made = {"pixel_values": made}
+    found = {
+        key: value.to(model.dtype) if value.is_floating_point() else value
+        for key, value in made.items()
+        if isinstance(value, Tensor)
+    }
+    pixels = found.get("pixel_values")
+    if model.config.model_type in _BY_PROMPT and pixels is not None and pixels.dim() == 4:
+        found["pixel_values"] = pixels.reshape(len(sizes), -1, *pixels.shape[-3:])
+    return found
+
+
+def _processor(config: Any) -> Any:
+    """The family's image processor, with the settings that its configuration names."""
+    found = _processor_class(config)
+    if found is None:
+        raise ModelError(
+            f"transformers has no image processor for {config.model_type!r} that runs here",
+            hint=f"install pillow, or torchvision built for this torch; or {_HINT}",
+        )
+    processor = found(**dict(_settings(found(), config)))
+    if hasattr(processor, "apply_ocr"):  # reads words, which would need one more program
+        processor.apply_ocr = False
+    return processor
+
+
+def _processor_class(config: Any) -> Any:
+    """The class for the model, or for one that shares its processor, or for its tower's format."""
+    own = _PROCESSORS.get(config.model_type)
+    alike = [kind for kind, name in _PROCESSORS.items() if own and name == own]
+    tower = _vision(config)
+    kinds = [config.model_type, *alike, tower.model_type]
+    if hasattr(tower, "temporal_patch_size"):
+        kinds.append("qwen2_vl")  # patches in a row, and a grid for each image
+    elif _side(config) is not None:
+        kinds.append("clip")  # one square of the tower's size
+    classes = (getattr(transformers, name, None) for kind in kinds for name in _named(kind))
+    return next((each for each in classes if each is not None and _runs(each)), None)
+
+
+def _named(model_type: str) -> list[str]:
+    backends = _IMAGE_PROCESSORS.get(model_type) or {}
+    return [backends[name] for name in ("pil", "torchvision") if backends.get(name)]
+
+
+def _runs(processor: Any) -> bool:
+    """Whether its libraries are there; transformers leaves a stand-in where they aren't."""
+    return not getattr(processor, "is_dummy", False)
+
+
+def _vision(config: Any) -> Any:
+    """The configuration of the tower."""
+    for name in ("vision_config", "encoder"):
+        part = getattr(config, name, None)
+        if part is not None:
+            return _vision(part)
+    return config
+
+
+def _settings(processor: Any, config: Any) -> Iterator[tuple[str, Any]]:
+    """What the configuration says under a default processor's names, and the image's size."""
+    parts = (_vision(config), config)
+    for name in dir(processor):
+        default = getattr(processor, name)
+        stated = _first(parts, (_RENAMED.get(name, name),))
+        if name.startswith("_") or callable(default) or stated is None:
+            continue
+        if name in _FROM_CONFIG or type(stated) is type(default):
+            yield name, stated
+    side = _side(config)
+    if side is not None:
+        yield from _sized(processor, side, ("size", "crop_size", "max_image_size"))
+    fine = _side(getattr(config, "high_res_vision_config", None))
+    if fine is not None:
+        yield from _sized(processor, fine, ("high_res_size",))
+
+
+_FROM_CONFIG = frozenset({"patch_size", "temporal_patch_size", "merge_size", "max_image_tiles"})
+_RENAMED = {"merge_size": "spatial_merge_size", "max_image_tiles": "max_num_tiles"}
+_PIXEL_COUNT = 4096
+"""A longest edge above this is a number of pixels."""
+
+
+def _side(config: Any) -> int | None:
+    stated = _first((_vision(config), config), ("image_size",))
+    if isinstance(stated, (list, tuple)):
+        stated = stated[0]
+    return stated if isinstance(stated, int) else None
+
+
+def _sized(processor: Any, side: int, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    for name in names:
+        default = getattr(processor, name, None)
+        if default is None or isinstance(default, int):
+            continue
+        edges = {edge: length for edge, length in dict(default).items() if length is not None}
+        if edges and all(length < _PIXEL_COUNT for length in edges.values()):
+            yield name, dict.fromkeys(edges, side)
+
+
+def _first(parts: Sequence[Any], names: Sequence[str]) -> Any:
+    found = (getattr(part, name, None) for part in parts for name in names)
+    return next((value for value in found if value is not None), None)
+
+
+# ── tokens ──
+
+
+def _num_tokens(model: PreTrainedModel, size: Size) -> int:
+    """The tokens of the prompt that one image takes the place of; 0 where it takes none."""
+    stated = _first((model.config,), ("num_query_tokens", "latent_query_num"))
+    if stated is not None:
+        return int(stated)
+    pictures = _pictures(model, [[size]])
+    if model.config.model_type in _READ_PIXELS:
+        return pictures["pixel_values"].shape[1] * _scaled_down(model.config)
+    owner = _owner(model)
+    if owner is None:
+        return 1 if _image_id(model.config) is not None else 0
+    names = inspect.signature(owner.get_image_features).parameters
+    held = Snapshot(model)
+    # One virtual GPU: model code that mixes devices is for the check itself to find.
+    with virtual.gpus([None], data="meta"), torch.no_grad():
+        try:
+            place(model, Placement(entries=(("", "vgpu:0"),)))
+            if "pixel_values_images" in pictures:
+                pictures["pixel_values"] = pictures["pixel_values_images"]
+            given = {key: value.to("vgpu:0") for key, value in pictures.items() if key in names}
+            return sum(part.numel() // part.shape[-1] for part in _features(owner, given))
+        finally:
+            held.restore()
+
+
+def _scaled_down(config: Any) -> int:
+    """The tokens of a part of an image in Idefics 2, 3 and SmolVLM, whose code reads pixels."""
+    vision = config.vision_config
+    perceiver = getattr(config, "perceiver_config", None)
+    if perceiver is not None:
+        return int(perceiver.resampler_n_latents)
+    return int((vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2)
+
+
+def _owner(model: PreTrainedModel) -> Any:
+    """The innermost part that makes image features: the outer ones only pass arguments on."""
+    parts = (getattr(model, "model", None), getattr(model, model.base_model_prefix, None), model)
+    return next((part for part in parts if hasattr(part, "get_image_features")), None)
+
+
+def _features(owner: Any, given: Mapping[str, Tensor]) -> list[Tensor]:
+    found = owner.get_image_features(**given)
+    found = getattr(found, "pooler_output", found)
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+def _image_id(config: Any) -> int | None:
+    stated = _first((config,), _IMAGE_TOKENS)
+    words = getattr(config, "vocabulary_map", None) or {}
+    return stated if isinstance(stated, int) else words.get("<image>")
+
+
+class _Prompt:
+    """The text around the images, and what says where they are."""
+
+    def __init__(self, config: Any, counts: Sequence[int], pictures: Mapping[str, Tensor]) -> None:
+        self.config = config
+        self.counts = counts
+        self.pictures = pictures
+
+    def arguments(self, batch: int, prompt_tokens: int) -> dict[str, Tensor]:
+        """`input_ids` [batch, tokens], and what families want beside them."""
+        ids, places = self._ids(prompt_tokens)
+        ids, places = ids.repeat(batch, 1), places.repeat(batch, 1)
+        num_images = len(self.counts)
+        shape = (*ids.shape, num_images)
+        found = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "mm_token_type_ids": places.int(),
+            "token_type_ids": places.long(),
+            "image_embeds_position_mask": places,
+            "image_attention_mask": torch.ones(shape, dtype=torch.long),
+            "qformer_input_ids": torch.full((batch * num_images, _QUESTION_TOKENS), _TEXT_ID),
+            "bbox": torch.zeros((*ids.shape, 4), dtype=torch.long),
+        }
+        if "aspect_ratio_mask" in self.pictures:
+            num_tiles = self.pictures["aspect_ratio_mask"].shape[-1]
+            found["cross_attention_mask"] = torch.ones((*shape, num_tiles), dtype=torch.long)
+        if getattr(self.config, "is_encoder_decoder", False):
+            found["decoder_input_ids"] = ids[:, :1].clone()
+        return found
+
+    def _ids(self, prompt_tokens: int) -> tuple[Tensor, Tensor]:
+        """Ids, and where the images are: [tokens] each."""
+        begin, end = (_first((self.config,), names) for names in (_BEGIN, _END))
+        text, image = self._text_id(), _image_id(self.config)
+        ids: list[tuple[int, bool]] = []
+        for count in self.counts:
+            for token, repeats in ((begin, 1), (text if image is None else image, count), (end, 1)):
+                is_image = token is not begin and token is not end
+                ids += [(token, is_image)] * repeats if isinstance(token, int) else []
+        before = [(text, False)] * max(1, prompt_tokens - len(ids) - _QUESTION_TOKENS)
+        ids = [*before, *ids, *([(text, False)] * _QUESTION_TOKENS)]
+        return torch.tensor([token for token, _ in ids]), torch.tensor([place for _, place in ids])
+
+    def _text_id(self) -> int:
+        """A token that means nothing to the model."""
+        named = {name: value for name, value in vars(self.config).items() if "token" in name}
+        return next(number for number in range(_TEXT_ID, 1000) if number not in named.values())

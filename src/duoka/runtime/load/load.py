@@ -1,0 +1,219 @@
+"""Load a model's weights onto the devices of a placement, complete or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from duoka.base.units import format_bytes
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.errors import LoadError
+from duoka.models.conversion import Recipe, initialize_derived, plan_tensors
+from duoka.planner.placement import Placement
+
+from ..dispatch.place import Snapshot, devices_by_name, move_tensors, on_host, tensor_names
+from .fill import Filler, Progress
+from .giving_back import nothing_left
+from .sources import Source, list_sources
+from .weight_cache import Keeping, Kept, taken
+
+
+def load_weights(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    placement: Placement,
+    *,
+    progress: Progress | None = None,
+    offloaded: Sequence[str] = (),
+    keeping: Keeping | None = None,
+) -> None:
+    """Fill a model that was built without weights, each tensor on its device.
+
+    Memory is taken once for every parameter, in the order of the placement; then every tensor is
+    read once from its file and copied into its place. When anything fails, and when the user
+    interrupts, the model is as it was before and no memory on the devices is held.
+
+    Parameters
+    ----------
+    model : nn.Module
+        With its parameters on meta and its buffers real, as `duoka.models.build` makes it.
+    checkpoint : Checkpoint
+        Its weights are read.
+    placement : Placement
+        A device for every parameter and buffer.
+    progress : callable, optional
+        Called with the bytes done so far and the bytes there are.
+    offloaded : sequence of str
+        Modules whose weights go into the host's memory instead.
+    keeping : Keeping, optional
+        Whether weights that were stacked are kept for the next load; by default they aren't.
+
+    Raises
+    ------
+    PlacementError
+        If the placement isn't complete.
+    LoadError
+        If the checkpoint and the model don't have the same tensors, a file is damaged, or memory
+        on a device doesn't suffice.
+    """
+    _refuse_loaded(model)
+    devices = devices_by_name(model, placement)
+    devices |= on_host(model, devices, offloaded)
+    generation = _generation_config(checkpoint)
+    sources, recipe = _matched(model, checkpoint)
+    keeping = keeping or Keeping()
+    kept = Kept(checkpoint, recipe, dict(tensor_names(model)))
+    found = kept.found()
+    if found is not None:
+        recipe, sources = taken(recipe, sources, found)
+        keeping.tell(f"stacked weights come from {kept.directory}; remove it to forget them")
+    elif keeping.wanted and kept:
+        kept.refuse_full_disk()
+    with nothing_left(devices.values(), Snapshot(model).restore):
+        _fill(model, devices, recipe, sources, progress)
+        if keeping.wanted and found is None:
+            _keep(Kept(checkpoint, recipe, dict(tensor_names(model))), keeping)
+    if generation is not None and hasattr(model, "generation_config"):
+        model.__dict__["generation_config"] = generation
+    model.eval()
+
+
+def _keep(kept: Kept, keeping: Keeping) -> None:
+    if not kept:
+        keeping.tell("nothing to keep: the weights lie in their files as the model has them")
+        return
+    kept.write()
+    size = format_bytes(kept.num_bytes)
+    keeping.tell(f"{size} of stacked weights kept in {kept.directory}; remove it to forget them")
+
+
+def refuse_differences(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint whose tensors aren't the model's, by their headers alone.
+
+    Parameters
+    ----------
+    model : nn.Module
+        As `load_weights` takes it.
+    checkpoint : Checkpoint
+        Of safetensors; pickles tell what they hold only when they are opened.
+
+    Raises
+    ------
+    LoadError
+        With every tensor that is missing, unexpected, or of another shape or type.
+    """
+    _matched(model, checkpoint)
+
+
+def _matched(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, Source], Recipe]:
+    """The tensors of a checkpoint, and where each goes; refused where the two don't match."""
+    sources = list_sources(checkpoint)
+    recipe = plan_tensors(model, {name: source.shape for name, source in sources.items()})
+    _refuse_differences(model, recipe, sources)
+    return sources, recipe
+
+
+def _refuse_loaded(model: nn.Module) -> None:
+    loaded = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+    if loaded:
+        raise LoadError(
+            f"the model has weights already, {loaded[0]!r} for one",
+            hint="build the model anew to load it again",
+        )
+
+
+def _generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
+    if checkpoint.generation_config is None:
+        return None
+    try:
+        return GenerationConfig.from_dict(checkpoint.generation_config)
+    except Exception as error:  # whatever it makes of values that it doesn't expect
+        raise LoadError(
+            f"{checkpoint.path / 'generation_config.json'} is not valid: {str(error)[:200]}",
+            hint="fetch it again, or remove it",
+        ) from error
+
+
+# ── loaded == expected ──
+
+
+def _refuse_differences(model: nn.Module, recipe: Recipe, sources: Mapping[str, Source]) -> None:
+    """Compare what will be loaded with what the model has, and name every difference."""
+    tensors = dict(tensor_names(model))
+    uncast = [
+        f"{piece.target} ({tensors[piece.target].dtype} from {sources[piece.source].dtype})"
+        for piece in recipe.pieces
+        if not _casts(sources[piece.source].dtype, tensors[piece.target].dtype)
+    ]
+    mismatched = [
+        f"{name} ({list(stored)} in the file, {list(built)} in the model)"
+        for name, stored, built in recipe.mismatched
+    ]
+    faults = [
+        f"{len(found)} {text}: {', '.join(found)}"
+        for found, text in (
+            (recipe.missing, "tensors of the model are missing from it"),
+            (recipe.unexpected, "tensors in it have no place in the model"),
+            (mismatched, "tensors have another shape"),
+            (uncast, "tensors can't be converted to the model's type"),
+        )
+        if found
+    ]
+    if faults:
+        raise LoadError(
+            f"the checkpoint is not the model's: {'; '.join(faults)}",
+            hint="config.json and the weights must be of the same model",
+        )
+
+
+def _casts(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether numbers of one type mean the same in the other; quantized ones need scales."""
+    if source == target:
+        return True
+    if source.is_floating_point and target.is_floating_point:
+        return source.itemsize > 1
+    return not (
+        source.is_floating_point or target.is_floating_point or torch.bool in (source, target)
+    )
+
+
+def _refuse_gaps(expected: Mapping[str, Tensor], filled: Mapping[str, int]) -> None:
+    wrong = [
+        f"{name} ({filled.get(name, 0)} of {tensor.numel()} elements)"
+        for name, tensor in expected.items()
+        if filled.get(name, 0) != tensor.numel()
+    ]
+    if wrong:
+        raise LoadError(f"{len(wrong)} tensors were not filled exactly once: {', '.join(wrong)}")
+
+
+# ── copying ──
+
+
+def _fill(
+    model: nn.Module,
+    devices: Mapping[str, torch.device],
+    recipe: Recipe,
+    sources: Mapping[str, Source],
+    progress: Progress | None,
+) -> None:
+    move_tensors(model, devices)
+    filler = Filler(dict(tensor_names(model)), sources, progress)
+    with torch.no_grad():
+        filler.fill(recipe)
+    initialize_derived(model, recipe)
+    _refuse_gaps(_expected(model, recipe), filler.filled)
+
+
+def _expected(model: nn.Module, recipe: Recipe) -> dict[str, Tensor]:
+    """Each parameter and persistent buffer under its first name, but those that are computed."""
+    parameters = dict(model.named_parameters())
+    stated = model.state_dict(keep_vars=True)
+    buffers = {name: value for name, value in model.named_buffers() if name in stated}
+    targets = {piece.target for piece in recipe.pieces}
+    targets |= {name for custom in recipe.customs for name in custom.targets}
+    computed = {name for name in buffers if name not in targets} | set(recipe.derived)
+    return {n: value for n, value in {**parameters, **buffers}.items() if n not in computed}

@@ -1,0 +1,247 @@
+"""Loading checkpoints that were published quantized: transformers does it, with further packages.
+
+What the packages make of the tensors is theirs; this room sees to it that they can do it here, that
+all of the model comes out of the files and stays packed, and that a failure leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging
+
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.checkpoint.quantized import Method, is_needless, method_of, stated, without_quantization
+from duoka.errors import LoadError
+from duoka.models import resolve
+from duoka.models.quantization import is_composed
+from duoka.planner.placement import Placement
+
+from ..dispatch.place import devices_by_name
+from .fill import Progress
+from .giving_back import nothing_left
+
+_ELSEWHERE = "export the plan to an engine that runs it, as vLLM or SGLang"
+_MOST_NAMES = 5  # of each kind that an error tells
+
+
+def refuse_unloadable(config: Mapping[str, Any], placement: Placement) -> None:
+    """Refuse a quantized checkpoint that can't be loaded here as planned, before it is read.
+
+    Parameters
+    ----------
+    config : mapping
+        What its ``config.json`` holds; of one that isn't quantized nothing is asked.
+    placement : Placement
+
+    Raises
+    ------
+    LoadError
+        If a package is missing, or it or transformers can't run the format here, or would unpack
+        it.
+    """
+    method = method_of(config)
+    if method is None:
+        return
+    if not method.keeps:
+        _refuse_unpacking(method, "on first use")
+    _refuse_virtual(method, placement)
+    for package in ("accelerate", method.package):
+        if package is not None and find_spec(package.replace("-", "_")) is None:
+            raise LoadError(
+                f"running a {method.name} checkpoint needs {package}, which isn't installed",
+                hint=f"pip install {package}",
+            )
+    quantizer = _quantizer(method, config)
+    try:
+        quantizer.validate_environment(device_map=dict(placement.entries), weights_only=True)
+    except (ImportError, RuntimeError, ValueError) as error:
+        # What its checks of the machine and the versions end in.
+        raise LoadError(
+            f"transformers can't run this {method.name} checkpoint here: {str(error)[:300]}",
+            hint=_ELSEWHERE,
+        ) from error
+    if getattr(quantizer.quantization_config, "dequantize", False):
+        _refuse_unpacking(method, "on this machine")
+
+
+def _quantizer(method: Method, config: Mapping[str, Any]) -> HfQuantizer:
+    settings = stated(config)
+    assert settings is not None, "it has a method"
+    try:
+        # Older checkpoints of bitsandbytes don't name their method.
+        made: HfQuantizer = AutoHfQuantizer.from_config(
+            {"quant_method": "bitsandbytes", **settings}, pre_quantized=True
+        )
+    except Exception as error:  # whatever it makes of settings that it doesn't expect
+        raise LoadError(
+            f"transformers can't read how this {method.name} checkpoint is quantized: "
+            f"{type(error).__name__}: {str(error)[:200]}",
+            hint="compare quantization_config in config.json with the published one",
+        ) from error
+    return made
+
+
+def _refuse_unpacking(method: Method, when: str) -> None:
+    raise LoadError(
+        f"transformers unpacks {method.name} weights into 16 bit {when}: they would take more "
+        "memory than was planned",
+        hint=_ELSEWHERE,
+    )
+
+
+def _refuse_virtual(method: Method, placement: Placement) -> None:
+    found = next((at for _, at in placement.entries if at.startswith("vgpu")), None)
+    if found is not None and not method.composes:
+        raise LoadError(
+            f"a {method.name} checkpoint can't be loaded on {found}: its kernels run on real "
+            "devices alone",
+            hint="duoka check runs the plan on virtual GPUs without weights",
+        )
+
+
+def load_published(
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    placement: Placement,
+    *,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+) -> PreTrainedModel:
+    """Load a checkpoint that was published quantized, each module onto its device.
+
+    When anything fails, and when the user interrupts, no memory on the devices is held.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        One that `refuse_unloadable` lets through.
+    model : nn.Module
+        What was planned: without data, its weights as they are stored.
+    placement : Placement
+    dtype : torch.dtype
+        What is computed in.
+    progress : callable, optional
+        Called with the bytes done so far and the bytes there are, in shares of the tensors.
+
+    Raises
+    ------
+    PlacementError
+        If the placement isn't complete.
+    LoadError
+        If transformers can't read the files, or what it makes of them isn't what was planned.
+    """
+    devices = devices_by_name(model, placement)
+    with nothing_left(devices.values()), _telling(progress, checkpoint.weight_bytes or 0):
+        # In a call of its own, whose locals can be forgotten where it fails.
+        return _loaded(checkpoint, model, placement, dtype)
+
+
+def _loaded(
+    checkpoint: Checkpoint, planned: nn.Module, placement: Placement, dtype: torch.dtype
+) -> PreTrainedModel:
+    method = method_of(checkpoint.config)
+    assert method is not None, "load_weights is for the others"
+    _, model_class = resolve(without_quantization(checkpoint.config))
+    try:
+        found: Any = model_class.from_pretrained(
+            checkpoint.path,
+            dtype=dtype,
+            device_map=dict(placement.entries),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused here
+        )
+    except (ImportError, OSError) as error:
+        raise LoadError(
+            f"transformers can't load this {method.name} checkpoint: {str(error)[:300]}",
+            hint=_ELSEWHERE,
+        ) from error
+    model: PreTrainedModel = found[0]
+    _unhook(model)
+    _refuse_differences(method, found[1], model, planned)
+    _refuse_elsewhere(model, placement)
+    model.eval()
+    return model
+
+
+def _refuse_differences(
+    method: Method, report: Mapping[str, Any], loaded: nn.Module, planned: nn.Module
+) -> None:
+    """Compare what was loaded with what was planned, and name every difference."""
+    unexpected = [name for name in report["unexpected_keys"] if not is_needless(name)]
+    faults = [
+        f"{len(names)} {text}: {', '.join(sorted(names)[:_MOST_NAMES])}"
+        for names, text in (
+            (report["missing_keys"], "tensors of the model weren't filled"),
+            (unexpected, "tensors have no place in the model"),
+            ([name for name, *_ in report["mismatched_keys"]], "tensors have another shape"),
+            (list(_unpacked(loaded, planned)), "weights were unpacked"),
+        )
+        if names
+    ]
+    if faults:
+        raise LoadError(
+            f"what transformers made of this {method.name} checkpoint isn't what was planned: "
+            + "; ".join(faults),
+            hint="fetch the checkpoint again, or " + _ELSEWHERE,
+        )
+
+
+def _unpacked(loaded: nn.Module, planned: nn.Module) -> Iterator[str]:
+    """The weights that are as large as those of the same model that isn't quantized."""
+    there = dict(loaded.named_parameters())
+    for name, parameter in planned.named_parameters():
+        if is_composed(parameter) and name in there:
+            found = there[name]
+            if not is_composed(found) and found.nbytes >= parameter.numel() * parameter.itemsize:
+                yield name
+
+
+def _refuse_elsewhere(loaded: nn.Module, placement: Placement) -> None:
+    away = [
+        f"{name} on {tensor.device}"
+        for name, tensor in (*loaded.named_parameters(), *loaded.named_buffers())
+        if str(tensor.device) != placement.device_of(name)
+    ]
+    if away:
+        raise LoadError(
+            f"transformers put {len(away)} tensors elsewhere than was planned: "
+            + ", ".join(away[:_MOST_NAMES]),
+            hint=_ELSEWHERE,
+        )
+
+
+@contextmanager
+def _telling(progress: Progress | None, total_bytes: int) -> Iterator[None]:
+    """Tell how far transformers is in its list of tensors, and keep its own bar away."""
+
+    def count(
+        factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[Any]:
+        items = list(kwargs.get("iterable", args[0] if args else ()))
+        for number, item in enumerate(items):
+            yield item
+            if progress is not None:
+                progress(total_bytes * (number + 1) // len(items), total_bytes)
+
+    before = logging.set_tqdm_hook(count)
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
+
+
+def _unhook(model: torch.nn.Module) -> None:
+    """Remove what accelerate put on the modules: duoka moves what must move itself."""
+    from accelerate.hooks import remove_hook_from_module
+
+    remove_hook_from_module(model, recurse=True)
+    model.__dict__.pop("hf_device_map", None)

@@ -1,0 +1,214 @@
+"""Sources: the tensors of a checkpoint's files, described first, then read one by one.
+
+What is read is mapped from the file and not copied: its pages belong to the file and the system
+takes them back when it needs memory. Only ``.bin`` files older than PyTorch 1.6 can't be mapped;
+of those one is in memory at a time. Pickles are read with ``weights_only``.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from duoka.base.files import Stamp
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.errors import LoadError
+
+from .pickle_scan import load_pickle
+
+DAMAGED = "the download may be incomplete: fetch it again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One tensor of a file.
+
+    Parameters
+    ----------
+    name : str
+        In the checkpoint.
+    dtype : torch.dtype
+    shape : tuple of int
+    file : Path
+    stamp : Stamp, optional
+        Of the file when it was described.
+    offset : int, optional
+        Its first byte in the file, where its bytes lie there as torch has them in memory.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: Path
+    stamp: Stamp | None = None
+    offset: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensor in memory."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def list_sources(checkpoint: Checkpoint) -> dict[str, Source]:
+    """Describe every tensor of a checkpoint, by name; no weight is read.
+
+    Raises
+    ------
+    LoadError
+        If there are no weights, or a file holds something else than tensors.
+    """
+    if not checkpoint.has_weights:
+        raise LoadError(
+            f"{checkpoint.path} has no weights to load",
+            hint="it can be planned; to run it, fetch the weight files too",
+        )
+    if checkpoint.format == "safetensors":
+        return {source.name: source for source in _safetensors_sources(checkpoint)}
+    sources: dict[str, Source] = {}
+    for file in checkpoint.files:
+        refuse_changed(file, checkpoint.stamps.get(file))
+        for name, tensor in _read_pickle(file, "meta").items():
+            if name in sources:
+                raise LoadError(
+                    f"the tensor {name!r} stands in {sources[name].file} and {file}", hint=DAMAGED
+                )
+            sources[name] = Source(
+                name=name,
+                dtype=tensor.dtype,
+                shape=tuple(tensor.shape),
+                file=file,
+                stamp=checkpoint.stamps.get(file),
+            )
+    return sources
+
+
+def _safetensors_sources(checkpoint: Checkpoint) -> Iterator[Source]:
+    for name, tensor in (checkpoint.tensors or {}).items():
+        assert tensor.file is not None
+        assert tensor.shape is not None
+        dtype = getattr(torch, str(tensor.dtype), None)
+        if not isinstance(dtype, torch.dtype):
+            raise LoadError(
+                f"{name!r} is stored as {tensor.dtype}, which torch doesn't have",
+                hint="a newer version of torch may have it",
+            )
+        source = Source(
+            name=name,
+            dtype=dtype,
+            shape=tensor.shape,
+            file=tensor.file,
+            stamp=checkpoint.stamps.get(tensor.file),
+        )
+        # Types of less than a byte have other shapes in memory.
+        plain = source.num_bytes == tensor.nbytes
+        yield replace(source, offset=tensor.offset if plain else None)
+
+
+class Reader:
+    """Reads tensors; one file is open at a time."""
+
+    def __init__(self) -> None:
+        self._file: Path | None = None
+        self._tensors: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close()
+
+    def read(self, source: Source) -> Tensor:
+        """Map one tensor; it stays readable after its file was closed.
+
+        Raises
+        ------
+        LoadError
+            If the file can't be read, or doesn't hold what it was said to hold.
+        """
+        if self._file != source.file:
+            self._close()
+            refuse_changed(source.file, source.stamp)
+            self._tensors = _open(source.file)
+            self._file = source.file
+        # Once more for each tensor: reading what was cut off from a mapped file ends the process.
+        refuse_changed(source.file, source.stamp)
+        with damage_told(source.file):
+            if isinstance(self._tensors, dict):
+                tensor: Tensor = self._tensors[source.name]
+            else:
+                tensor = self._tensors.get_tensor(source.name)
+        if tensor.dtype != source.dtype or tuple(tensor.shape) != source.shape:
+            raise LoadError(
+                f"{source.file} changed while it was read: {source.name!r} is another",
+                hint=DAMAGED,
+            )
+        return tensor
+
+    def _close(self) -> None:
+        self._file = self._tensors = None
+
+
+def _open(file: Path) -> Any:
+    if file.suffix != ".safetensors":
+        return _read_pickle(file, "cpu")
+    with damage_told(file):
+        return safe_open(file, framework="pt", device="cpu")
+
+
+def _read_pickle(file: Path, map_location: str) -> dict[str, Tensor]:
+    with damage_told(file):
+        return load_pickle(file, map_location=map_location)
+
+
+def refuse_changed(file: Path, stamp: Stamp | None) -> None:
+    """Refuse a file that isn't what it was when it was described.
+
+    Raises
+    ------
+    LoadError
+        If it was written, replaced or removed.
+    """
+    if stamp is None:
+        return
+    try:
+        now = Stamp.of(file.stat())
+    except OSError as error:
+        raise LoadError(f"{file} can't be read: {error.strerror}", hint=DAMAGED) from error
+    if now != stamp:
+        raise LoadError(
+            f"{file} has changed since the checkpoint was opened: it had {stamp.num_bytes} bytes, "
+            f"and has {now.num_bytes}",
+            hint="wait until nobody writes into the directory, then try again",
+        )
+
+
+@contextmanager
+def damage_told(file: Path) -> Iterator[None]:
+    """Turn what the libraries raise on a damaged file into one error that names it."""
+    try:
+        yield
+    except (
+        SafetensorError,
+        pickle.UnpicklingError,
+        OSError,
+        RuntimeError,
+        EOFError,
+        KeyError,
+        ValueError,
+    ) as error:
+        raise LoadError(f"{file} can't be read: {error}", hint=DAMAGED) from error

@@ -1,0 +1,1 @@
+"""Tools: programs that stand on the public functions: the demo and the bench."""

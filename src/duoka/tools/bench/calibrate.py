@@ -1,0 +1,217 @@
+"""Calibrating: all that planning wants to know of GPUs, measured on them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from duoka import models
+from duoka.base.files import why
+from duoka.errors import FleetError, MachineError
+from duoka.hardware import calibration, nvml
+from duoka.hardware.calibration import Calibration, GpuFigures, LinkFigures
+from duoka.hardware.device import Device
+from duoka.hardware.fleet import Fleet
+from duoka.planner.placement import Placement
+from duoka.runtime import devices
+from duoka.runtime.dispatch.place import place
+from duoka.runtime.steps import Stepper
+
+from . import measuring
+from .timing import too_small
+
+Told = Callable[[str], None]
+
+# Generation as the runtime does it, small; with the sizes of heads that fused attention is for.
+_CONFIG = {
+    "model_type": "glm",
+    "hidden_size": 512,
+    "num_hidden_layers": 2,
+    "head_dim": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 1024,
+    "vocab_size": 2048,
+    "attention_bias": True,
+    "pad_token_id": 0,
+}
+_PROMPT_TOKENS = 64
+_NEW_TOKENS = 4
+# The larger one of these is kept where GPUs of one kind differ, of everything else the smaller one.
+_COSTS = ("overhead_bytes", "launch_seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibrated:
+    """What was measured, and the file that it is kept in; none for a rehearsal."""
+
+    calibration: Calibration
+    path: Path | None
+
+
+def calibrate(fleet: Fleet, *, told: Told | None = None) -> Calibrated:
+    """Measure the GPUs of a fleet, and keep it for the plans to come.
+
+    Parameters
+    ----------
+    fleet : Fleet
+        GPUs of this machine. Virtual ones rehearse it: nothing is kept.
+    told : callable, optional
+        Called with what is measured next.
+
+    Raises
+    ------
+    FleetError
+        If a GPU isn't there, was declared only, is in use, or has too little free memory.
+    MachineError
+        If what was measured can't be kept.
+    """
+    _refuse_declared(fleet)
+    driver = _driver(fleet)
+    devices.materialise(fleet)
+    say = told or (lambda what: None)
+    try:
+        found = Calibration(
+            driver=driver,
+            torch=calibration.torch_version(),
+            gpus=tuple(_kinds(_measure(device, say) for device in fleet.devices)),
+            links=tuple(_links(fleet, say)),
+        )
+    except torch.OutOfMemoryError as error:
+        raise too_small(", ".join(fleet.names)) from error
+    if not driver:
+        return Calibrated(calibration=found, path=None)
+    try:
+        return Calibrated(calibration=found, path=calibration.keep(found))
+    except OSError as error:
+        raise MachineError(
+            f"what was measured can't be kept in {calibration.path_for(driver)}: {why(error)}",
+            hint="name another place in DUOKA_CACHE",
+        ) from error
+
+
+def _refuse_declared(fleet: Fleet) -> None:
+    declared = [d.name for d in fleet.devices if not d.uuid and not d.name.startswith("vgpu")]
+    if declared:
+        raise FleetError(
+            f"only GPUs that are here can be measured, and these were declared: "
+            f"{', '.join(declared)}",
+            hint="name GPUs of this machine as nvidia-smi numbers them: --gpus 0,1",
+        )
+
+
+def _driver(fleet: Fleet) -> str:
+    """The driver's version, where GPUs of this machine are measured that nobody else uses."""
+    uuids = {device.uuid: device.name for device in fleet.devices if device.uuid}
+    if not uuids:
+        return ""
+    machine = nvml.read()
+    for gpu in machine.gpus:
+        others = [process for process in gpu.processes if process.computes]
+        if gpu.uuid in uuids and others:
+            raise FleetError(
+                f"GPU {gpu.index} computes for {others[0].name or 'another process'} "
+                f"(pid {others[0].pid}): measured beside it, it would seem slower than it is",
+                hint="end what uses it, or name other GPUs",
+            )
+    return machine.driver_version
+
+
+def _measure(device: Device, say: Told) -> GpuFigures:
+    name = device.name
+    say(f"{name}: memory outside the allocator")
+    dtype = torch.float16 if device.has_bfloat16 is False else torch.bfloat16
+    overhead = _overhead(device, dtype)
+    say(f"{name}: memory, matrices, launches")
+    reading = measuring.reading(name, dtype)
+    half, single = measuring.multiplying(name, dtype), measuring.multiplying(name, torch.float32)
+    launch = measuring.launching(name)
+    say(f"{name}: the host's memory")
+    into, out_of = measuring.from_host, measuring.to_host
+    from_pageable, to_pageable = into(name, pinned=False), out_of(name, pinned=False)
+    assert from_pageable is not None, "there is always memory that isn't pinned"
+    assert to_pageable is not None, "there is always memory that isn't pinned"
+    from_pinned, to_pinned = into(name, pinned=True), out_of(name, pinned=True)
+    torch.get_device_module(name).empty_cache()
+    return GpuFigures(
+        product=device.product or name.partition(":")[0],
+        memory_bytes=device.memory_bytes or device.budget_bytes,
+        overhead_bytes=overhead,
+        memory_bytes_per_second=_rounded(reading),
+        flops_per_second=_rounded(half),
+        float32_flops_per_second=_rounded(single),
+        launch_seconds=_rounded(launch),
+        from_pinned_bytes_per_second=None if from_pinned is None else _rounded(from_pinned),
+        to_pinned_bytes_per_second=None if to_pinned is None else _rounded(to_pinned),
+        from_pageable_bytes_per_second=_rounded(from_pageable),
+        to_pageable_bytes_per_second=_rounded(to_pageable),
+    )
+
+
+def _overhead(device: Device, dtype: torch.dtype) -> int:
+    """Bytes that this process holds on a GPU outside torch's allocator, once it has generated."""
+    name = device.name
+    model = models.build(_CONFIG, dtype=dtype)
+    place(model, Placement(entries=(("", name),)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+        for batch in (1, 2):
+            stepper = Stepper(model, batch, torch.device(name))
+            stepper.step(_PROMPT_TOKENS)
+            for _ in range(_NEW_TOKENS):
+                stepper.step(1)
+        wide = torch.ones((256, 256), device=name)
+        (wide @ wide).sum().item()
+    devices.synchronize(name)
+    held = nvml.own_bytes(device.uuid) if device.uuid else None
+    backend = torch.get_device_module(name)
+    if held is None:
+        free_before = device.budget_bytes + device.reserve_bytes
+        held = free_before - int(backend.mem_get_info(name)[0])
+    return max(held - int(backend.memory_reserved(name)), 0)
+
+
+def _kinds(measured: Iterator[GpuFigures]) -> Iterator[GpuFigures]:
+    """One for each kind of GPU: where they differ, the worse of what was measured."""
+    kinds: dict[tuple[str, int], list[GpuFigures]] = {}
+    for figures in measured:
+        kinds.setdefault((figures.product, figures.memory_bytes), []).append(figures)
+    for alike in kinds.values():
+        worst: dict[str, Any] = {
+            field.name: _worst(field.name, [getattr(each, field.name) for each in alike])
+            for field in fields(GpuFigures)
+            if field.name != "product"
+        }
+        yield GpuFigures(product=alike[0].product, **worst)
+
+
+def _worst(name: str, values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return max(known) if name in _COSTS else min(known)
+
+
+def _links(fleet: Fleet, say: Told) -> Iterator[LinkFigures]:
+    for source, target in itertools.permutations(fleet.devices, 2):
+        say(f"{source.name} → {target.name}")
+        rate, latency = measuring.crossing(source.name, target.name)
+        yield LinkFigures(
+            source=source.uuid or source.name,
+            target=target.uuid or target.name,
+            source_product=source.product,
+            target_product=target.product,
+            bytes_per_second=_rounded(rate),
+            latency_seconds=_rounded(latency),
+        )
+
+
+def _rounded(number: float) -> float:
+    """With two digits that count: twins that differ by less are equal when a plan is sought."""
+    return float(f"{number:.1e}")

@@ -1,0 +1,281 @@
+"""Quality: what quantization does to a model, as its perplexity on a person's text.
+
+The text is read in windows that overlap: in each, the tokens that none before it has scored are
+scored, with at least the overlap before them. A KV cache in 8 bit is read back as answers read it:
+a window then runs in steps, each of which attends to what the cache has kept of those before.
+Models are loaded one after another, each as it
+would be to generate, and freed before the next one.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from duoka.api.plan import load, plan_checkpoint
+from duoka.base.choices import choose
+from duoka.base.files import read_text, why
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.errors import MachineError, UsageError
+from duoka.forecast.workload import QUANTIZED, Cache, Quantization
+from duoka.models.kv_cache import cache_name, new_cache
+from duoka.models.text.tokenizer import load_tokenizer
+from duoka.planner.planner import Question
+
+CONTEXT_TOKENS = 512
+MOST_TOKENS = 8192
+_MOST_BYTES = 64 * 2**20
+_FEWEST_TOKENS = 16
+_STEP_TOKENS = 32  # of a window, where a cache is measured
+_ROWS = 64  # logits in float32 at a time
+
+Told = Callable[[str], None]
+"""Called with what is being done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """How a text is read.
+
+    Parameters
+    ----------
+    context_tokens : int
+        Of each window.
+    stride_tokens : int
+        By which each begins after the one before.
+    most_tokens : int
+        Of the text, from its beginning.
+    """
+
+    context_tokens: int = CONTEXT_TOKENS
+    stride_tokens: int = CONTEXT_TOKENS // 2
+    most_tokens: int = MOST_TOKENS
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.stride_tokens < self.context_tokens:
+            raise UsageError(
+                f"a stride of {self.stride_tokens} tokens with a context of "
+                f"{self.context_tokens}: it must be from 1 to {self.context_tokens - 1}",
+                hint="half of the context is usual",
+            )
+
+    def cut(self, num_tokens: int) -> Iterator[tuple[int, int, int]]:
+        """Yield each window's first token, first one to score, and end.
+
+        Examples
+        --------
+        >>> list(Windows(context_tokens=4, stride_tokens=2).cut(7))
+        [(0, 0, 4), (2, 4, 6), (4, 6, 7)]
+        """
+        scored = 0
+        for start in range(0, num_tokens, self.stride_tokens):
+            stop = min(start + self.context_tokens, num_tokens)
+            yield start, scored, stop
+            scored = stop
+            if stop == num_tokens:
+                return
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """One form of a model.
+
+    Parameters
+    ----------
+    weights : str
+        The type, or what the weights were quantized to.
+    weight_bytes : int
+        On the devices, scales and padding included.
+    perplexity : float
+    cache : {"dynamic", "int8"}
+        The KV cache that attention reads.
+    """
+
+    weights: str
+    weight_bytes: int
+    perplexity: float
+    cache: Cache = "dynamic"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """What was measured; the first score is the unquantized model's.
+
+    Parameters
+    ----------
+    model, file : str
+    scored_tokens : int
+        Tokens of the text that count.
+    windows : Windows
+    scores : tuple of Score
+    """
+
+    model: str
+    file: str
+    scored_tokens: int
+    windows: Windows
+    scores: tuple[Score, ...]
+
+
+def measure_quality(
+    checkpoint: Checkpoint,
+    file: Path,
+    question: Question,
+    *,
+    forms: Sequence[Quantization] = ("int8", "int4"),
+    windows: Windows | None = None,
+    told: Told = lambda text: None,
+) -> Quality:
+    """Measure a model's perplexity on a text, unquantized and in other forms.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        With weights and a tokenizer.
+    file : Path
+        A text in UTF-8.
+    question : Question
+        Its fleet is used, and of its workload the type of the weights; and the cache, "dynamic" or
+        "int8", with which all but the first model are read. With "int8" that model is one of them.
+    forms : sequence of {"int8", "int4", "nf4"}
+    windows : Windows, optional
+        How the text is read; by default as `windows_for` says.
+    told : callable
+
+    Raises
+    ------
+    UsageError
+        If the text can't be read, or is too short, or a form is unknown.
+    InfeasibleError
+        If a form of the model fits no GPUs of the fleet.
+    MachineError
+        If there isn't memory enough for the logits.
+    """
+    for form in forms:
+        choose("quantize", form, QUANTIZED)
+    windows = windows or windows_for(checkpoint)
+    text = _read(file)  # before its weights are downloaded
+    checkpoint = checkpoint.fetch()
+    prefix, ids = _tokens(checkpoint, text, file, windows)
+    scores = []
+    cache = question.workload.cache
+    first: list[tuple[Quantization, Cache]] = [("none", "dynamic")]
+    for form, kind in dict.fromkeys([*first, ("none", cache), *((each, cache) for each in forms)]):
+        work = replace(
+            question.workload,
+            batch=1,
+            prompt_tokens=windows.context_tokens - 1,
+            new_tokens=1,
+            logits="all",
+            quantize=form,
+            cache=kind,
+        )
+        told(f"{_called(form)}: planning and loading")
+        plan = plan_checkpoint(checkpoint, replace(question, workload=work))
+        model = load(plan, trust_remote_code=checkpoint.trust_remote_code)
+        told(f"{_called(form)}: reading the text")
+        perplexity = _perplexity(model, prefix, ids, windows, kind)
+        del model
+        gc.collect()
+        name = plan.workload.dtype if form == "none" else form
+        held = sum(device.weight_bytes for device in plan.forecast.devices)
+        scores.append(Score(weights=name, weight_bytes=held, perplexity=perplexity, cache=kind))
+    return Quality(
+        model=checkpoint.name,
+        file=str(file),
+        scored_tokens=len(ids) - (not prefix),
+        windows=windows,
+        scores=tuple(scores),
+    )
+
+
+def windows_for(checkpoint: Checkpoint) -> Windows:
+    """Windows of `CONTEXT_TOKENS`, or of what the model was made for, by halves."""
+    limit = checkpoint.max_context_tokens
+    context = CONTEXT_TOKENS if limit is None else min(limit, CONTEXT_TOKENS)
+    return Windows(context_tokens=context, stride_tokens=max(context // 2, 1))
+
+
+def _called(form: str) -> str:
+    return "unquantized" if form == "none" else form
+
+
+def _read(file: Path) -> str:
+    try:
+        return read_text(file, most_bytes=_MOST_BYTES)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{file} can't be read: {why(error)}", hint="give a file with text in UTF-8"
+        ) from error
+
+
+def _tokens(
+    checkpoint: Checkpoint, text: str, file: Path, windows: Windows
+) -> tuple[list[int], list[int]]:
+    """What every text begins with for this model, and the text's own tokens."""
+    tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
+    prefix: list[int] = tokenizer.encode("")
+    ids: list[int] = tokenizer.encode(text, split_special_tokens=True)[len(prefix) :]
+    ids = ids[: windows.most_tokens]
+    if len(ids) < _FEWEST_TOKENS:
+        raise UsageError(
+            f"{file} has {len(ids)} tokens; at least {_FEWEST_TOKENS} are needed",
+            hint="give a text like those that the model will read, the longer the better",
+        )
+    if len(prefix) + windows.stride_tokens >= windows.context_tokens:
+        raise UsageError(
+            f"a context of {windows.context_tokens} tokens is too short: every window begins with "
+            f"{len(prefix)} of the model's own",
+            hint="make the context longer, or the stride shorter",
+        )
+    return prefix, ids
+
+
+@torch.inference_mode()
+def _perplexity(
+    model: PreTrainedModel,
+    prefix: Sequence[int],
+    ids: Sequence[int],
+    windows: Windows,
+    cache: Cache,
+) -> float:
+    """The perplexity of a text's tokens; without a prefix the first one has nothing before it."""
+    room = replace(windows, context_tokens=windows.context_tokens - len(prefix))
+    device = next(model.get_input_embeddings().parameters()).device
+    total, count = 0.0, 0
+    for start, scored, stop in room.cut(len(ids)):
+        window = torch.tensor([[*prefix, *ids[start:stop]]], device=device)  # [1, tokens]
+        wanted = stop - scored if scored or prefix else stop - 1
+        try:
+            logits = _last_logits(model, window, wanted + 1, cache)
+        except torch.OutOfMemoryError as error:
+            raise MachineError(
+                f"not enough memory for the logits of {wanted} tokens: {error}",
+                hint="read in smaller windows (--context, --stride), or use more GPUs",
+            ) from error
+        targets = window[0, -wanted:].to(logits.device)
+        for rows, words in zip(logits[:-1].split(_ROWS), targets.split(_ROWS), strict=True):
+            total += float(F.cross_entropy(rows.float(), words, reduction="sum"))
+        count += wanted
+    return math.exp(total / count)
+
+
+def _last_logits(model: PreTrainedModel, window: Tensor, count: int, kind: Cache) -> Tensor:
+    """[count, vocabulary]: of the last tokens of a window, where the model can make just these."""
+    accepted = inspect.signature(model.forward).parameters
+    if kind == "dynamic":
+        few = {"logits_to_keep": count} if "logits_to_keep" in accepted else {}
+        whole: Tensor = model(input_ids=window, use_cache=False, **few).logits[0, -count:]
+        return whole
+    cache = {cache_name(model): new_cache(model, kind), "use_cache": True}
+    steps = window.split(_STEP_TOKENS, dim=1)
+    return torch.cat([model(input_ids=step, **cache).logits[0] for step in steps])[-count:]

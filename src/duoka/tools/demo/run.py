@@ -1,0 +1,197 @@
+"""Plan, prove, load and ask the demo's model, and measure what it took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from duoka.api import plan as api
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.errors import DuokaError, InfeasibleError
+from duoka.forecast.workload import Workload
+from duoka.hardware.fleet import Fleet
+from duoka.planner.plan import Plan
+from duoka.runtime import Generator, devices
+
+from .checkpoint import make_checkpoint
+from .questions import load_pairs
+
+FLEET = "virtual:2x50MiB"
+WORKLOAD = Workload(prompt_tokens=96, new_tokens=48, prefill_chunk_tokens=None)
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoAnswer:
+    """What the model was asked, what it said, and what it should say."""
+
+    question: str
+    answer: str
+    expected: str
+
+    @property
+    def is_right(self) -> bool:
+        """Whether it said just that."""
+        return self.answer == self.expected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoMemory:
+    """Peaks of one GPU, in bytes: measured, beside `Plan.forecast`."""
+
+    device: str
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demo:
+    """What the demo did.
+
+    Parameters
+    ----------
+    plan : Plan
+    answers : tuple of DemoAnswer
+    measured : tuple of DemoMemory
+        Peaks over loading, one prompt and answer of the planned lengths, and the questions.
+    one_gpu : str
+        Why one of the GPUs alone doesn't do.
+    training_steps : int
+    seconds : dict of str to float
+        How long each part took.
+    """
+
+    plan: Plan
+    answers: tuple[DemoAnswer, ...]
+    measured: tuple[DemoMemory, ...]
+    one_gpu: str
+    training_steps: int
+    seconds: dict[str, float]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether every answer is."""
+        return all(answer.is_right for answer in self.answers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form for ``--json``."""
+        plan = self.plan
+        return {
+            "answers": [{**asdict(a), "correct": a.is_right} for a in self.answers],
+            "devices": [
+                {
+                    "device": device,
+                    "budget_bytes": plan.fleet.device(device).budget_bytes,
+                    "modules": [name for name, at in plan.placement.entries if at == device],
+                }
+                for device in plan.devices
+            ],
+            "forecast": [asdict(device) for device in plan.forecast.devices],
+            "measured": [asdict(memory) for memory in self.measured],
+            "one_gpu": self.one_gpu,
+            "training_steps": self.training_steps,
+            "seconds": self.seconds,
+        }
+
+
+def run_demo(directory: Path, *, tell: Tell = lambda text: None) -> Demo:
+    """Make the model, plan it on two virtual GPUs, prove, load, ask, measure.
+
+    Parameters
+    ----------
+    directory : pathlib.Path
+        Where the checkpoint is written.
+    tell : callable
+        Called with a line of text whenever something begins or progresses.
+    """
+    seconds: dict[str, float] = {}
+    clock = _Clock(seconds)
+    tell("training a small ChatGLM3 on questions about several GPUs")
+    steps = make_checkpoint(
+        directory, report=lambda step, loss: tell(f"training step {step}, loss {loss:.3f}")
+    )
+    clock.lap("train")
+    tell("planning")
+    one_gpu = _refusal(directory)
+    plan = api.plan(directory, FLEET, WORKLOAD)
+    clock.lap("plan")
+    tell("proving the plan, and loading")
+    devices.materialise(plan.fleet)
+    for device in plan.devices:
+        devices.reset_peaks(device)
+    model = api.load(plan)
+    clock.lap("load")
+    tell("answering")
+    generator = Generator.of(model, Checkpoint.open(directory), plan.workload)
+    _fill(generator)
+    answers = _ask(generator)
+    clock.lap("answer")
+    return Demo(
+        plan=plan,
+        answers=answers,
+        measured=tuple(_measure(device) for device in plan.devices),
+        one_gpu=one_gpu,
+        training_steps=steps,
+        seconds=seconds,
+    )
+
+
+def _refusal(directory: Path) -> str:
+    """Plan for one of the two GPUs, which must fail."""
+    single = Fleet(devices=Fleet.parse(FLEET).devices[:1])
+    try:
+        api.plan(directory, single, WORKLOAD)
+    except InfeasibleError as error:
+        return str(error)
+    raise DuokaError("the demo's model fits one of its GPUs, so it shows nothing")
+
+
+def _fill(generator: Generator) -> None:
+    """One answer at the planned lengths, for memory to be measured at what was forecast."""
+    embeddings: Any = generator.model.get_input_embeddings()
+    shape = (WORKLOAD.batch, WORKLOAD.prompt_tokens)
+    generate: Any = generator.model.generate
+    generate(
+        torch.ones(shape, dtype=torch.long, device=embeddings.weight.device),
+        max_new_tokens=WORKLOAD.new_tokens,
+        eos_token_id=None,
+        do_sample=False,
+    )
+
+
+def _ask(generator: Generator) -> tuple[DemoAnswer, ...]:
+    answers = []
+    for pair in load_pairs():
+        if pair.ask:
+            (answer,) = generator.answer([generator.prompt(pair.question)])
+            answers.append(
+                DemoAnswer(question=pair.question, answer=answer.text, expected=pair.answer)
+            )
+    return tuple(answers)
+
+
+def _measure(device: str) -> DemoMemory:
+    memory = devices.memory(device)
+    assert memory is not None, "a virtual GPU counts its memory"
+    return DemoMemory(
+        device=device,
+        allocated_bytes=memory.peak_allocated_bytes,
+        reserved_bytes=memory.peak_reserved_bytes,
+    )
+
+
+class _Clock:
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self._seconds = seconds
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self._seconds[name] = round(now - self._last, 3)
+        self._last = now

@@ -1,0 +1,175 @@
+"""Training of the demo's model: until it knows every answer by heart.
+
+Dialogues are built by the prompt format that the model is talked to with later, so what is
+learnt is what is asked.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from duoka.models.text.messages import Message
+from duoka.models.text.prompts import ChatFormat
+
+from .questions import Pair
+
+_SEED = 20
+_BATCH = 8
+_PEAK_RATE = 1e-3
+_WARMUP_STEPS = 10
+_DECAY_STEPS = 100
+_LOWEST_RATE = 0.1  # of the peak
+_CHECK_EVERY = 10
+_MAX_STEPS = 500
+# Every right token must lead the next one by this much in the logits: far more than what
+# other kernels or 16 bit change, so that the answers are the same on every machine.
+_MARGIN = 1.0
+_IGNORED = -100
+
+Report = Callable[[int, float], None]
+"""Called after each step with its number and loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """Token ids of a dialogue; the target is -100 where nothing is to be learnt."""
+
+    ids: list[int]
+    targets: list[int]
+
+
+def write_dialogue(
+    pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, chat: ChatFormat
+) -> Dialogue:
+    """Build the ids of questions and answers that follow one another."""
+    ids: list[int] = []
+    targets: list[int] = []
+    said: list[Message] = []
+    for pair in pairs:
+        said.append(Message(role="user", content=pair.question))
+        asked = chat.prompt(said)[len(ids) :]
+        # An answer ends where the user speaks again: in a role token, which is asked[0] there.
+        targets += [asked[0] if ids else _IGNORED] + [_IGNORED] * (len(asked) - 1)
+        # As in the published model: an empty line of metadata, then the content.
+        answer = [*_encode(tokenizer, "\n"), *_encode(tokenizer, pair.answer)]
+        ids += [*asked, *answer]
+        targets += answer
+        said.append(Message(role="assistant", content=pair.answer))
+    end = chat.prompt([*said, Message(role="user", content="")])[len(ids)]
+    return Dialogue([*ids, end], [*targets, end])
+
+
+class Lessons:
+    """Which dialogues come next: every pair in turn, and more often what isn't known yet.
+
+    Parameters
+    ----------
+    pairs : sequence of Pair
+    write : callable
+        Builds the dialogue of pairs that follow one another.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], write: Callable[[Sequence[Pair]], Dialogue]) -> None:
+        self._pairs = pairs
+        self._write = write
+        self._weak: list[Pair] = []
+        self._rng = random.Random(_SEED)
+        self.alone = [write([pair]) for pair in pairs]
+
+    def repeat(self, margins: Sequence[float]) -> None:
+        """Take note of how well each pair is known."""
+        known = zip(self._pairs, margins, strict=True)
+        self._weak = [pair for pair, margin in known if margin < _MARGIN]
+
+    def batches(self) -> Iterator[Sequence[Dialogue]]:
+        """Deal the pairs into dialogues of one round, and some of two, without end."""
+        while True:
+            left = [*self._pairs, *self._weak, *self._weak]
+            self._rng.shuffle(left)
+            dialogues = []
+            while left:
+                rounds = self._rng.choice((1, 1, 2))
+                dialogues.append(self._write(left[:rounds]))
+                del left[:rounds]
+            yield from _cut(dialogues)
+
+
+def train(model: nn.Module, lessons: Lessons, report: Report) -> int:
+    """Train until every answer is known.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A causal language model of transformers.
+    lessons : Lessons
+    report : callable
+
+    Returns
+    -------
+    int
+        Steps that were needed.
+    """
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=_PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
+    for step, dialogues in enumerate(lessons.batches(), start=1):
+        for group in optimizer.param_groups:
+            group["lr"] = _PEAK_RATE * _schedule(step)
+        ids, targets = pad(dialogues)
+        loss: Tensor = model(input_ids=ids, labels=targets).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        report(step, loss.item())
+        if step >= _DECAY_STEPS // 2 and step % _CHECK_EVERY == 0:
+            margins = [margin for some in _cut(lessons.alone) for margin in measure(model, some)]
+            if min(margins) >= _MARGIN or step >= _MAX_STEPS:
+                return step
+            lessons.repeat(margins)
+    raise AssertionError("the batches never end")
+
+
+@torch.no_grad()
+def measure(model: nn.Module, dialogues: Sequence[Dialogue]) -> list[float]:
+    """By how much the right token leads, at the least, in each dialogue; negative where not."""
+    ids, targets = pad(dialogues)
+    output: Any = model(input_ids=ids)
+    logits, wanted = output.logits[:, :-1], targets[:, 1:, None]  # [batch, tokens, vocabulary or 1]
+    learnt = wanted != _IGNORED
+    wanted = wanted.clamp(min=0)
+    right = logits.gather(2, wanted)
+    best_other = logits.scatter(2, wanted, -torch.inf).amax(2, keepdim=True)
+    margins: list[float] = (right - best_other).where(learnt, torch.inf).amin((1, 2)).tolist()
+    return margins
+
+
+def _cut(dialogues: Sequence[Dialogue]) -> Iterator[Sequence[Dialogue]]:
+    for start in range(0, len(dialogues), _BATCH):
+        yield dialogues[start : start + _BATCH]
+
+
+def pad(dialogues: Sequence[Dialogue]) -> tuple[Tensor, Tensor]:
+    """Ids and targets, [batch, tokens]. Padding on the right needs no mask in a causal model."""
+    longest = max(len(dialogue.ids) for dialogue in dialogues)
+    gaps = [longest - len(dialogue.ids) for dialogue in dialogues]
+    ids = [d.ids + [0] * gap for d, gap in zip(dialogues, gaps, strict=True)]
+    targets = [d.targets + [_IGNORED] * gap for d, gap in zip(dialogues, gaps, strict=True)]
+    return torch.tensor(ids), torch.tensor(targets)
+
+
+def _schedule(step: int) -> float:
+    """A factor on the learning rate: up, then down in a line, then low."""
+    return max(min(step / _WARMUP_STEPS, 1 - step / _DECAY_STEPS), _LOWEST_RATE)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+    return ids

@@ -1,0 +1,308 @@
+"""Fitting: tapes recorded at several sizes become one tape with rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from duoka.forecast.profile import (
+    MONOMIALS,
+    TRAINING_MONOMIALS,
+    TRAINING_PHASES,
+    Phase,
+    Read,
+    Ref,
+    Rule,
+    Tape,
+    monomials,
+    training_monomials,
+)
+
+from .record import Home, Pass, RawTape, homes_in
+
+
+class Unlike(Exception):
+    """Recorded tapes that no single tape describes: they belong to different regimes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One recorded step and its sizes."""
+
+    phase: Phase
+    batch: int
+    query: int
+    keys: int
+    recorded: Pass
+    context: int = 0
+
+    @property
+    def monomials(self) -> tuple[int, ...]:
+        """What the sizes of this step may depend on."""
+        if self.phase in TRAINING_PHASES:
+            return training_monomials(self.batch, self.query)
+        return monomials(self.batch, self.query, self.keys, self.context)
+
+
+def fit(samples: Sequence[Sample]) -> tuple[list[Tape], tuple[tuple[int, int], ...]]:
+    """Turn the samples of one regime into a tape per block, and what is carried.
+
+    Every number must be met exactly at every sample; there are more samples than coefficients,
+    so that the rest of them is a check at sizes that the rule was not made from.
+
+    Raises
+    ------
+    Unlike
+        If the samples differ in structure, or a size is no polynomial.
+    """
+    first = samples[0].recorded
+    if any(sample.recorded.like != first.like for sample in samples):
+        raise Unlike("different blocks are alike")
+    solver = _Solver(samples)
+    carried = sorted({home for sample in samples for home in _carried(sample.recorded)})
+    numbers = {home: index for index, home in enumerate(carried)}
+    tapes: list[Tape] = []
+    for block, like in enumerate(first.like):
+        if like != block:
+            tapes.append(tapes[like])
+            continue
+        raws = [sample.recorded.tapes[block] for sample in samples]
+        resolved = [
+            _resolve(raw, block, sample.recorded.number, numbers)
+            for raw, sample in zip(raws, samples, strict=True)
+        ]
+        tapes.append(_tape(raws, resolved, solver))
+    return tapes, tuple(carried)
+
+
+@dataclass(frozen=True, slots=True)
+class _Resolved:
+    events: tuple[Ref | None, ...]
+    reads: tuple[Ref, ...]
+    read_sizes: tuple[int, ...]
+    passing: tuple[int, ...]
+
+
+def _carried(recorded: Pass) -> set[tuple[int, int]]:
+    """Storages of this step that a block other than the maker's neighbour refers to."""
+    return {
+        (made, index)
+        for block, raw in enumerate(recorded.tapes)
+        if recorded.like[block] == block
+        for number, made, index in homes_in(raw)
+        if number == recorded.number and abs(block - made) > 1
+    }
+
+
+def _resolve(
+    raw: RawTape, block: int, number: int, carried: dict[tuple[int, int], int]
+) -> _Resolved:
+    def ref(home: Home) -> Ref:
+        if home[0] != number:
+            slot = raw.slots.get(home)
+            return Ref(origin="input", index=0) if slot is None else Ref(origin="kept", index=slot)
+        if home[1] == block:
+            return Ref(origin="own", index=home[2])
+        # A neighbour's is told from here even if others far off use it too: the tape may stand for
+        # other blocks, whose own neighbour is meant.
+        if home[1:] in carried and abs(block - home[1]) > 1:
+            return Ref(origin="carried", index=carried[home[1:]])
+        return Ref(origin="earlier", index=home[2], back=block - home[1])
+
+    reads: dict[Ref, int] = {}
+    for home, size in raw.reads.items():
+        reads[ref(home)] = reads.get(ref(home), 0) + size
+    passing = {ref(home) for home in raw.passing} - {
+        ref(home) for home in raw.reads.keys() - raw.passing
+    }
+    return _Resolved(
+        events=tuple(None if home is None else ref(home) for home in raw.events),
+        reads=tuple(reads),
+        read_sizes=tuple(reads.values()),
+        passing=tuple(number for number, each in enumerate(reads) if each in passing),
+    )
+
+
+def _tape(raws: list[RawTape], resolved: list[_Resolved], solver: _Solver) -> Tape:
+    first = resolved[0]
+    for raw, other in zip(raws, resolved, strict=True):
+        same = (other.events, other.reads, other.passing, raw.kept)
+        if same != (first.events, first.reads, first.passing, raws[0].kept):
+            raise Unlike("the samples do different things")
+    columns = zip(*(raw.sizes for raw in raws), strict=True)
+    read_columns = zip(*(item.read_sizes for item in resolved), strict=True)
+    return Tape(
+        sizes=tuple(solver.rule(column) for column in columns),
+        events=first.events,
+        kept=raws[0].kept,
+        reads=tuple(
+            Read(ref=ref, size=solver.rule(column))
+            for ref, column in zip(first.reads, read_columns, strict=True)
+        ),
+        passing=first.passing,
+        flops=solver.estimate([raw.flops for raw in raws]),
+        moved_bytes=solver.estimate([raw.moved_bytes for raw in raws]),
+        launches=solver.estimate([raw.launches for raw in raws]),
+    )
+
+
+# What sizes depend on in each phase, tried in this order; k is q in a prefill, q is 1 in a decode.
+# Padded copies of masks depend on p, masks of a full window on qq and no k; arithmetic on both.
+_BASES: dict[Phase, tuple[tuple[str, ...], ...]] = {
+    "prefill": (("1", "q", "qq"), ("1", "p", "qp")),
+    "extend": (("1", "q", "k", "qk"), ("1", "q", "p", "qp"), ("1", "q", "k", "qk", "qq")),
+    "decode": (("1", "k"), ("1", "p")),
+    **dict.fromkeys(
+        TRAINING_PHASES,
+        (("1", "q", "qq"), ("1", "p", "qp"), ("1", "r"), ("1", "s"), ("1", "t")),
+    ),
+}
+# The same with a static cache, whose keys and masks are as long as its context c.
+_STATIC_BASES: dict[Phase, tuple[tuple[str, ...], ...]] = {
+    "prefill": (("1", "q", "qq", "c", "qc"), ("1", "q", "qq", "r", "qr")),
+    "extend": (("1", "q", "k", "c", "qc"), ("1", "q", "k", "r", "qr")),
+    "decode": (("1", "k", "c"), ("1", "k", "r")),
+}
+
+
+# How far the estimated work of a step may be off.
+_TOLERANCE = 0.05
+
+
+class _Solver:
+    """Rules that meet what one phase's samples say, exactly."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self._known: dict[tuple[int, ...], Rule | None] = {}
+        if len(samples) == 1:
+            # One call of a module: every rule is a constant, and there is nothing to check.
+            self._bases = [_Basis([0], [[1]])]
+            return
+        many = samples[0].batch > 1
+        trains = samples[0].phase in TRAINING_PHASES
+        names = TRAINING_MONOMIALS if trains else MONOMIALS
+        values = [sample.monomials for sample in samples]
+        self._bases = []
+        for alone in (_STATIC_BASES if samples[0].context else _BASES)[samples[0].phase]:
+            together = ["b" if name == "1" else f"b{name}" for name in alone] if many else []
+            places = [names.index(name) for name in (*alone, *together)]
+            basis = _Basis(places, [[row[place] for place in places] for row in values])
+            if basis.is_checked:
+                self._bases.append(basis)
+        assert self._bases, "nothing is left to check a rule with"
+
+    def rule(self, values: Sequence[int]) -> Rule:
+        """The rule that gives these values at the samples.
+
+        Raises
+        ------
+        Unlike
+            If there is none.
+        """
+        found = self._exact(tuple(values))
+        if found is None:
+            raise Unlike("a size is no polynomial of the step's sizes")
+        return found
+
+    def estimate(self, values: Sequence[int]) -> Rule:
+        """The rule that gives these values, or nearly: a sum over masks of several lengths.
+
+        Raises
+        ------
+        Unlike
+            If there is none.
+        """
+        found = self._exact(tuple(values))
+        if found is None:
+            nearest = (basis.nearest(values) for basis in reversed(self._bases))
+            found = next((rule for rule in nearest if rule is not None), None)
+        if found is None:
+            raise Unlike("the work is no polynomial of the step's sizes")
+        return found
+
+    def _exact(self, values: tuple[int, ...]) -> Rule | None:
+        if values not in self._known:
+            rules = (basis.solve(values) for basis in self._bases)
+            self._known[values] = next((rule for rule in rules if rule is not None), None)
+        return self._known[values]
+
+
+class _Basis:
+    """Some of `MONOMIALS`, by their places, and their values at the samples."""
+
+    def __init__(self, places: list[int], rows: list[list[int]]) -> None:
+        self._places = places
+        self._rows = rows
+        self._chosen = _independent(rows)
+        # More samples than coefficients: the others check the rule.
+        self.is_checked = len(self._chosen) == len(places) < len(rows)
+        self._inverse: list[list[Fraction]] | None = None
+
+    def solve(self, values: tuple[int, ...]) -> Rule | None:
+        """The rule that gives these values at the samples; None when there is none."""
+        if self._inverse is None:
+            self._inverse = _invert([self._rows[index] for index in self._chosen])
+        chosen = [values[index] for index in self._chosen]
+        solution = [
+            sum(weight * value for weight, value in zip(row, chosen, strict=True) if weight)
+            for row in self._inverse
+        ]
+        for row, value in zip(self._rows, values, strict=True):
+            if sum(c * v for c, v in zip(solution, row, strict=True)) != value:
+                return None
+        return self._rule(solution)
+
+    def nearest(self, values: Sequence[int]) -> Rule | None:
+        """The rule with the least relative errors; None when one of them is too large."""
+        if not all(values):
+            return None
+        relative = np.array(self._rows, np.float64) / np.array(values, np.float64)[:, None]
+        solution = np.linalg.lstsq(relative, np.ones(len(values)), rcond=None)[0]
+        close = np.abs(relative @ solution - 1).max() <= _TOLERANCE
+        return self._rule(solution) if close else None
+
+    def _rule(self, coefficients: Iterable[Fraction | float]) -> Rule:
+        rule = [0.0] * (max(self._places) + 1)
+        for place, coefficient in zip(self._places, coefficients, strict=True):
+            rule[place] = float(coefficient)
+        while rule and not rule[-1]:
+            rule.pop()
+        return tuple(rule)
+
+
+def _independent(rows: list[list[int]]) -> list[int]:
+    """The first rows that are linearly independent, by elimination over fractions."""
+    chosen: list[int] = []
+    basis: list[tuple[int, list[Fraction]]] = []
+    for index, row in enumerate(rows):
+        reduced = [Fraction(value) for value in row]
+        for pivot, other in basis:
+            factor = reduced[pivot]
+            reduced = [a - factor * b for a, b in zip(reduced, other, strict=True)]
+        pivot = next((place for place, value in enumerate(reduced) if value), -1)
+        if pivot >= 0:
+            basis.append((pivot, [value / reduced[pivot] for value in reduced]))
+            chosen.append(index)
+    return chosen
+
+
+def _invert(rows: list[list[int]]) -> list[list[Fraction]]:
+    """The inverse of a square matrix, exactly: Gauss-Jordan over fractions."""
+    size = len(rows)
+    matrix = [
+        [Fraction(value) for value in row] + [Fraction(int(i == j)) for j in range(size)]
+        for i, row in enumerate(rows)
+    ]
+    for column in range(size):
+        swap = next(r for r in range(column, size) if matrix[r][column])
+        matrix[column], matrix[swap] = matrix[swap], matrix[column]
+        divisor = matrix[column][column]
+        matrix[column] = [value / divisor for value in matrix[column]]
+        for r in range(size):
+            factor = matrix[r][column]
+            if r != column and factor:
+                matrix[r] = [a - factor * b for a, b in zip(matrix[r], matrix[column], strict=True)]
+    return [row[size:] for row in matrix]

@@ -1,0 +1,103 @@
+"""The names of a model's tensors: its own, and those under which its checkpoint holds them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from duoka.forecast.tensor_names import NamedTensor, Roster
+from duoka.models.conversion import Recipe, plan_tensors, published_tensors
+from duoka.models.quantization import num_bytes
+from duoka.runtime.dispatch.place import tensor_names
+
+
+def name_tensors(model: nn.Module, published: Collection[str] | None) -> list[NamedTensor]:
+    """Name every parameter and buffer, under each of its names.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Not yet placed; its parameters may be on meta.
+    published : collection of str, optional
+        What the checkpoint holds. By default what the model would be saved as, where it has names
+        of its own for that.
+    """
+    sources = _sources(model, published)
+    first: dict[int, str] = {}
+    named = []
+    for name, tensor in tensor_names(model):
+        canonical = first.setdefault(id(tensor), name)
+        repeated = canonical != name
+        named.append(
+            NamedTensor(
+                name=name,
+                num_bytes=0 if repeated else num_bytes(tensor),
+                published=tuple(n for n in dict.fromkeys(sources.get(name, ())) if n != name),
+                tied_to=canonical if repeated else "",
+                is_buffer=not isinstance(tensor, nn.Parameter),
+            )
+        )
+    return named
+
+
+def roster(named: Sequence[NamedTensor], blocks: Sequence[Sequence[str]]) -> Roster:
+    """Sort tensors into blocks, which are given by the names of their modules."""
+    block_of = {module: number for number, modules in enumerate(blocks) for module in modules}
+    numbers: dict[str, int] = {}
+    tensors: list[list[NamedTensor]] = [[] for _ in blocks]
+    for tensor in named:
+        # A module that stands under two names is in a block under its first one only.
+        number = _block(tensor.name, block_of)
+        numbers[tensor.name] = numbers[tensor.tied_to] if number is None else number
+        tensors[numbers[tensor.name]].append(tensor)
+    return Roster.of(zip(blocks, tensors, strict=True))
+
+
+def _block(name: str, block_of: Mapping[str, int]) -> int | None:
+    while name not in block_of:
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+    return block_of[name]
+
+
+def _sources(model: nn.Module, published: Collection[str] | None) -> dict[str, list[str]]:
+    """For each tensor of the model the checkpoint's names of what it is made of."""
+    try:
+        names = published_tensors(model) if published is None else published
+        recipe = plan_tensors(model, {*names, *getattr(model, "published_buffers", ())})
+    except Exception:
+        # Loading will say what is wrong with these names. The model's own are known in any case.
+        return {}
+    found: dict[str, list[str]] = {}
+    for piece in (*recipe.pieces, *recipe.duplicates):
+        found.setdefault(piece.target, []).append(piece.source)
+    for custom in recipe.customs:
+        for target in custom.targets:
+            found.setdefault(target, []).extend(custom.sources)
+    for name, source in _computed(dict(model.named_buffers()), recipe):
+        found.setdefault(name, []).append(source)
+    return found
+
+
+def _computed(buffers: Mapping[str, Tensor], recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Buffers that the model computes for itself and files hold nevertheless: by their last name.
+
+    Only where that is clear: one in the files and one in the model.
+    """
+    for leaf, count in Counter(map(_leaf, recipe.ignored)).items():
+        owners = {name.rpartition(".")[0] for name in buffers if _leaf(name) == leaf}
+        if count == len(owners) == 1:
+            (source,) = (name for name in recipe.ignored if _leaf(name) == leaf)
+            for name in _of_module(buffers, owners.pop()):
+                yield name, source
+
+
+def _of_module(names: Iterable[str], owner: str) -> Iterator[str]:
+    return (name for name in names if name.rpartition(".")[0] == owner)
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -1,0 +1,81 @@
+"""Runs: which steps are recorded to make rules from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from duoka.forecast.profile import ALIGNED_TOKENS, Phase
+
+
+class Run(NamedTuple):
+    """Steps over one cache: phases with their query tokens; None fills the cache alone."""
+
+    batch: int
+    steps: tuple[tuple[Phase | None, int], ...]
+    context: int = 0
+
+    def aligned(self) -> Run:
+        """Much the same run at multiples of `ALIGNED_TOKENS`, in its decode step too."""
+        (phase, tokens), *rest, last = self.steps
+        aligned = _ceiled(tokens)
+        steps = ((phase, aligned), *rest, (None, ALIGNED_TOKENS - 1), last)
+        return Run(self.batch, steps, self.context and _ceiled(self.context + ALIGNED_TOKENS))
+
+
+# How many tokens past a multiple of `ALIGNED_TOKENS` the runs of one range begin: different ones,
+# none aligned, nor after one token more.
+_ODD = (1, 3, 4, 6)
+
+
+def plain_runs(many: bool, start: int, stop: int) -> Iterator[Run]:
+    """The runs to record: for each phase more samples than its rules have coefficients."""
+    low = _ceiled(start + 1)
+    step = _floored((stop - low) // 11)
+    # In a full window rules have one coefficient more.
+    plans = ((0, (1, 3)), (2, (2,)), (5, (3, 2) if start else (3,)), (7, (1,)))
+    for batch in (2, 3) if many else (1,):
+        for (past, queries), odd in zip(plans, _ODD, strict=True):
+            steps: list[tuple[Phase, int]] = [("prefill", low + past * step + odd)]
+            steps += [("extend", tokens * step) for tokens in queries]
+            yield Run(batch, (*steps, ("decode", 1)))
+
+
+# By how much the contexts of static caches exceed what is put into them.
+_TO_SPARE = (5, 1 << 9, 1 << 7, 3 << 8)
+
+
+def static_runs(runs: Sequence[Run]) -> Iterator[Run]:
+    """The same runs, each over two static caches; none is aligned, and no two are alike."""
+    for number, run in enumerate(runs):
+        used = sum(tokens for _, tokens in run.steps)
+        for spare in (_TO_SPARE[number % 4], _TO_SPARE[(number + 1) % 4] + (1 << 10)):
+            context = _ceiled(used + spare) + _ODD[number % 4]
+            yield run._replace(context=context)
+
+
+def image_runs(runs: Sequence[Run], least_tokens: int) -> Iterator[Run]:
+    """The same runs with room for images in the first step, which is all of the prompt."""
+    for run in runs:
+        (phase, tokens), *_, last = run.steps
+        yield run._replace(steps=((phase, tokens + _ceiled(least_tokens)), last))
+
+
+def crossing_runs(many: bool, before: tuple[int, int], after: tuple[int, int]) -> Iterator[Run]:
+    """Runs with one step out of one range into another."""
+    low, width = _ceiled(before[0] + 1), _floored((before[1] - before[0]) // 8)
+    first, step = _ceiled(after[0] + 1), _floored((after[1] - after[0]) // 8)
+    ends = ((0, 1), (2, 0), (4, 4), (6, 2), (5, 5), (1, 3))
+    for batch in (2, 3) if many else (1,):
+        for (past, keys), odd in zip(ends, (*_ODD, 2, 5), strict=True):
+            begin = low + past * width + odd
+            tokens = first + keys * step - low - past * width
+            yield Run(batch, (("prefill", begin), ("extend", tokens), ("decode", 1)))
+
+
+def _ceiled(tokens: int) -> int:
+    return -(-tokens // ALIGNED_TOKENS) * ALIGNED_TOKENS
+
+
+def _floored(tokens: int) -> int:
+    return max(tokens // ALIGNED_TOKENS, 1) * ALIGNED_TOKENS

@@ -1,0 +1,442 @@
+"""Recording: what one step allocates, frees, computes and passes on, block by block.
+
+Blocks that are alike (same modules, same arguments, same predecessor) are run once: a later one
+is replaced by a call that only makes its outputs. What such a block does is known from the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from duoka import virtual
+from duoka.models.quantization import parts
+
+from .blocks import Group, tensors_in
+from .op_costs import count_flops
+from .traffic import count_bytes, launches
+
+Home = tuple[int, int, int]
+"""Where a storage was made: the pass, the block, the number of the allocation in it."""
+
+
+@dataclass(slots=True)
+class RawTape:
+    """One pass through one block, with sizes as numbers and homes as references."""
+
+    sizes: list[int] = field(default_factory=list)
+    events: list[Home | None] = field(default_factory=list)
+    reads: dict[Home, int] = field(default_factory=dict)
+    passing: set[Home] = field(default_factory=set)
+    kept: tuple[int, ...] = ()
+    slots: dict[Home, int] = field(default_factory=dict)
+    flops: int = 0
+    moved_bytes: int = 0
+    launches: int = 0
+
+
+@dataclass(slots=True)
+class Pass:
+    """One step: a tape for each block that ran, and for each that didn't, the one like it."""
+
+    tapes: list[RawTape]
+    like: list[int]
+    number: int
+
+
+class _Given(NamedTuple):
+    """A tensor among the arguments of a call; not itself, which would keep it alive."""
+
+    tensor_id: int
+    home: Home | None
+    num_bytes: int
+
+
+class Recorder:
+    """A listener that sorts events into blocks.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Whole on one virtual GPU without data.
+    groups : list of Group
+        Its blocks in execution order. One without modules at the end stands for what the caller
+        does with the outputs.
+    skip : bool
+        Run alike blocks once.
+    """
+
+    def __init__(self, model: nn.Module, groups: Sequence[Group], *, skip: bool) -> None:
+        self._model = model
+        self._groups = groups
+        self._homes: dict[int, Home] = {}
+        self._slots: list[list[int]] = [[] for _ in groups]
+        self._current = 0
+        self._number = -1
+        self._alone = False
+        self._tapes: list[RawTape] = []
+        self._skipper = Skipper(model, groups) if skip else None
+        self._patched: list[tuple[nn.Module, Any]] = []
+        self._handles: list[RemovableHandle] = []
+        self._entered: list[_Given] = []
+        self._moved: set[tuple[int, _Given]] = set()
+
+    def __enter__(self) -> Self:
+        if not self._groups[-1].names:
+            self._handles.append(self._model.register_forward_hook(self._leave))
+        containers: dict[str, int] = {}
+        for index, group in enumerate(self._groups):
+            for name in (around for entry in group.names for around in _around(entry)):
+                containers.setdefault(name, index)
+        for name, module in self._model.named_modules():
+            if name in containers:
+                enter = partial(self._enter, containers[name])
+                handle = module.register_forward_pre_hook(enter, with_kwargs=True)
+                self._handles.append(handle)
+        for index, group in enumerate(self._groups):
+            for name in group.names:
+                module = _submodule(self._model, name)
+                if module is not None:
+                    self._patch(module, index)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module, own in self._patched:
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+        self._patched.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def record(self, step: Callable[[], None], *, alone: bool = False) -> Pass:
+        """Run one step and return what it did; `alone` if that is one token of one sequence."""
+        self._alone = alone
+        self._number += 1
+        self._current = 0
+        self._entered = []
+        self._moved = set()
+        self._tapes = [RawTape() for _ in self._groups]
+        for block, slots in enumerate(self._slots):
+            self._tapes[block].slots = {self._homes[s]: i for i, s in enumerate(slots)}
+        like = list(range(len(self._groups)))
+        if self._skipper is not None:
+            self._skipper.start(like)
+        with virtual.observe(self):
+            step()
+        self._keep()
+        return Pass(tapes=self._tapes, like=like, number=self._number)
+
+    def forget(self) -> None:
+        """Start a new sequence: what the last one kept doesn't count."""
+        self._homes.clear()
+        self._slots = [[] for _ in self._groups]
+
+    def allocated(self, gpu: object, storage_id: int, num_bytes: int) -> None:
+        """Put an allocation on the tape of the block that runs."""
+        tape = self._tapes[self._current]
+        self._homes[storage_id] = (self._number, self._current, len(tape.sizes))
+        tape.sizes.append(num_bytes)
+        tape.events.append(None)
+
+    def freed(self, gpu: object, storage_id: int) -> None:
+        """Put a free on the tape of the block that runs, or whose cache it was."""
+        home = self._homes.pop(storage_id, None)
+        if home is None:
+            return
+        number, block, _ = home
+        if number == self._number:
+            self._tapes[self._current].events.append(home)
+        else:
+            # A cache entry ends where it was made, even if another block's turn has come.
+            self._tapes[block].events.append(home)
+
+    def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Add an operation's arithmetic, memory traffic and launch to the block that runs."""
+        tape = self._tapes[self._current]
+        tape.flops += count_flops(func, args, kwargs, result)
+        if launches(func, args, kwargs, result):
+            tape.launches += 1
+            tape.moved_bytes += count_bytes(func, args, kwargs, result, alone=self._alone)
+
+    def _keep(self) -> None:
+        """What is alive after a step outlives it: caches."""
+        number = self._number
+        for block, slots in enumerate(self._slots):
+            self._slots[block] = [s for s in slots if s in self._homes]
+        for storage, (made, block, index) in sorted(self._homes.items(), key=lambda kv: kv[1]):
+            if made == number and index < len(self._tapes[block].sizes):
+                self._slots[block].append(storage)
+                self._tapes[block].kept += (index,)
+
+    def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
+        """What follows is the caller's: the last block, which has no modules."""
+        self._current = len(self._groups) - 1
+
+    def _enter(self, first: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """What contains blocks begins: dispatch moves its arguments to its first block."""
+        self._entered += self._moved_to(first, self._given(args, kwargs))
+
+    def _moved_to(self, first: int, arguments: Iterable[_Given]) -> Iterator[_Given]:
+        """Yield what isn't on a block's device already.
+
+        That block may have run before, as an embedding does whose result a tower's features join:
+        what was made there since, or was moved back there, stays.
+        """
+        for given in arguments:
+            if given.home is None or first not in self._places(given.home[1]):
+                yield given
+
+    def _places(self, block: int) -> tuple[int, int | None]:
+        """The blocks on whose device lies what a block makes."""
+        return block, self._groups[block].returns_to
+
+    def _patch(self, module: nn.Module, block: int) -> None:
+        forward = module.forward
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            if not self._begin(block):
+                return forward(*args, **kwargs)
+            entered, self._entered = self._entered, []
+            self._read(block, entered, passing=True)
+            self._read(block, [*self._given(args, kwargs)])
+            if self._skipper is None:
+                return forward(*args, **kwargs)
+            around = tuple(_seen_from(block, given.home) for given in entered)
+            return self._skipper.call(self, (block, around), forward, args, kwargs)
+
+        self._patched.append((module, vars(module).get("forward")))
+        module.forward = recorded
+
+    def _begin(self, block: int) -> bool:
+        """Let a block begin; whether its call is of interest."""
+        self._current = block
+        return True
+
+    def _given(self, args: Any, kwargs: Any) -> Iterator[_Given]:
+        # In this order dispatch moves them, and where its copies lie depends on it.
+        for tensor in tensors_in((kwargs, args)):
+            if isinstance(tensor, virtual.VirtualTensor):
+                yield _Given(id(tensor), self._homes.get(tensor.storage_id), tensor.nbytes)
+
+    def _read(self, block: int, arguments: Sequence[_Given], *, passing: bool = False) -> None:
+        """Note what is moved to a block; `passing` if only what contains it was given that."""
+        tape = self._tapes[block]
+        for given in arguments:
+            if given.home is None or given.home[1] == block:
+                continue
+            if not passing:
+                tape.passing.discard(given.home)
+            elif given.home not in tape.reads:
+                tape.passing.add(given.home)
+            if (block, given) not in self._moved:
+                self._moved.add((block, given))
+                tape.reads[given.home] = tape.reads.get(given.home, 0) + given.num_bytes
+
+    def adopt(self, tensor: virtual.VirtualTensor, block: int, index: int) -> None:
+        """Count a stand-in's output as what the block that it stands for would have made."""
+        self._homes[tensor.storage_id] = (self._number, block, index)
+
+    def count_of(self, block: int) -> int:
+        """How many allocations a block's tape has so far."""
+        return len(self._tapes[block].sizes)
+
+    def count_from(self, block: int, made: int) -> None:
+        """Number what comes behind a stand-in as behind the call that it stands for."""
+        sizes = self._tapes[block].sizes
+        sizes += [0] * (made - len(sizes))
+
+    def frees_afar(self, block: int) -> bool:
+        """Whether a block's tape has frees of what was made in this pass and not next to it."""
+        return any(
+            home is not None and home[0] == self._number and abs(block - home[1]) > 1
+            for home in self._tapes[block].events
+        )
+
+    def gives_others(self, block: int, home: Home) -> bool:
+        """Whether what a block was given has been given to another one in this pass, too."""
+        return any(home in tape.reads for by, tape in enumerate(self._tapes) if by != block)
+
+    def home_of(self, tensor: virtual.VirtualTensor) -> Home | None:
+        """Where a tensor's storage was made."""
+        return self._homes.get(tensor.storage_id)
+
+
+class Skipper:
+    """Recognises blocks that would do what an earlier one did, and stands in for them."""
+
+    def __init__(self, model: nn.Module, groups: Sequence[Group]) -> None:
+        self._signatures: list[Any] = []
+        for group in groups:
+            module = _submodule(model, group.names[0]) if len(group.names) == 1 else None
+            self._signatures.append(None if module is None else signature(module))
+        self._seen: dict[Any, tuple[int, Any, int]] = {}
+        self._like: list[int] = []
+
+    def start(self, like: list[int]) -> None:
+        """Begin a step; `like` is filled with the blocks that were run for others."""
+        self._seen = {}
+        self._like = like
+
+    def call(
+        self,
+        recorder: Recorder,
+        place: tuple[int, Any],
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Run a block, or make its outputs only where one that is like it has run."""
+        block, around = place
+        own = self._signatures[block]
+        if own is None or block == 0:
+            return forward(*args, **kwargs)
+        inputs = _describe((args, kwargs), recorder, block, {})
+        key = (own, self._signatures[block - 1], around, inputs)
+        first, output, made = self._seen.get(key, (block, None, 0))
+        # A block that runs twice in a step is no stand-in for itself.
+        if first != block and self.speaks_for_others(recorder, first):
+            self._like[block] = first
+            result = self.stand_in(output, recorder, block, (args, kwargs))
+            recorder.count_from(block, made)
+            return result
+        result = forward(*args, **kwargs)
+        arguments = {
+            id(tensor): position for position, tensor in enumerate(tensors_in((args, kwargs)))
+        }
+        output = _describe(result, recorder, block, arguments)
+        if _can_stand_in(output):
+            self._seen[key] = (block, output, recorder.count_of(block))
+        return result
+
+    def speaks_for_others(self, recorder: Recorder, first: int) -> bool:
+        """Whether what a block does tells what others do that are like it.
+
+        One that ends what was made far away can't say what another one ends.
+        """
+        return not recorder.frees_afar(first)
+
+    def stand_in(self, picture: Any, recorder: Recorder, block: int, call: Any) -> Any:
+        """Make a block's outputs, by the picture of those of the one that it is like."""
+
+        def make(shape: Any, dtype: torch.dtype, index: int) -> torch.Tensor:
+            tensor = torch.empty(shape, dtype=dtype, device=_device(call))
+            assert isinstance(tensor, virtual.VirtualTensor)
+            recorder.adopt(tensor, block, index)
+            return tensor
+
+        return picture_made(picture, call, make)
+
+
+def signature(module: nn.Module) -> Any:
+    """What a module does, but for its weights and its number: hashable."""
+    own: list[tuple[str, Any]] = []
+    for name, value in sorted(vars(module).items()):
+        if name in _NOT_COMPARED or any(part in name for part in _NUMBERS):
+            continue
+        if isinstance(value, (str, int, float, bool, type(None), torch.dtype, torch.Size)):
+            own.append((name, value))
+        elif isinstance(value, (tuple, list)) and all(
+            isinstance(item, (str, int, float)) for item in value
+        ):
+            own.append((name, tuple(value)))
+        elif callable(value):
+            own.append((name, getattr(value, "__qualname__", type(value).__qualname__)))
+    tensors = tuple(
+        (name, key, tuple(part.shape), part.dtype)
+        for name, tensor in (
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        )
+        for key, part in parts(tensor).items()
+    )
+    children = tuple((name, signature(child)) for name, child in module.named_children())
+    return (type(module), tuple(own), tensors, children)
+
+
+_NOT_COMPARED = frozenset({"_parameters", "_buffers", "_modules", "forward"})
+_NUMBERS = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx")
+
+
+def _describe(tree: Any, recorder: Recorder, block: int, arguments: dict[int, int]) -> Any:
+    """A hashable picture of nested values: shapes, types and how far back tensors were made."""
+    if isinstance(tree, virtual.VirtualTensor):
+        if id(tree) in arguments:
+            return ("argument", arguments[id(tree)])
+        home = recorder.home_of(tree)
+        age = _seen_from(block, home)
+        index = None if home is None else home[2]
+        return ("tensor", tuple(tree.shape), tree.dtype, age, index)
+    if isinstance(tree, torch.Tensor):
+        return ("cpu", tuple(tree.shape), tree.dtype)
+    if type(tree) in (tuple, list):
+        return (type(tree), tuple(_describe(item, recorder, block, arguments) for item in tree))
+    if type(tree) is dict:
+        return (
+            dict,
+            tuple((k, _describe(v, recorder, block, arguments)) for k, v in tree.items()),
+        )
+    if tree is None or isinstance(tree, (str, int, float, bool)):
+        return ("value", tree)
+    return ("object", id(tree))
+
+
+def _seen_from(block: int, home: Home | None) -> Any:
+    """How far back something was made, or by whom when that is far."""
+    if home is None:
+        return None
+    return block - home[1] if block - home[1] < 2 else home[1:]
+
+
+def _can_stand_in(picture: Any) -> bool:
+    kind = picture[0]
+    if kind == "tensor":
+        return bool(picture[3] == 0)
+    if kind in (tuple, list):
+        return all(_can_stand_in(item) for item in picture[1])
+    return kind in ("argument", "value")
+
+
+def picture_made(picture: Any, call: Any, make: Callable[..., torch.Tensor]) -> Any:
+    """What a picture shows, its tensors made by `make` from their shape, dtype and number."""
+    kind = picture[0]
+    if kind == "tensor":
+        _, shape, dtype, _, index = picture
+        return make(shape, dtype, index)
+    if kind in (tuple, list):
+        return kind(picture_made(item, call, make) for item in picture[1])
+    if kind == "argument":
+        return tensors_in(call)[picture[1]]
+    return picture[1]
+
+
+def _device(call: Any) -> torch.device:
+    return next(t for t in tensors_in(call) if isinstance(t, virtual.VirtualTensor)).device
+
+
+def _around(name: str) -> Iterator[str]:
+    """The modules that contain a module or parameter, but for the model itself."""
+    while name := name.rpartition(".")[0]:
+        yield name
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module | None:
+    """The module of that name; None when the name is a parameter's."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def homes_in(raw: RawTape) -> Iterator[Home]:
+    """All references of a tape."""
+    yield from (home for home in raw.events if home is not None)
+    yield from raw.reads

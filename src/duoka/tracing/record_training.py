@@ -1,0 +1,204 @@
+"""Recording training: what the forward and the backward pass of a micro-batch do, block by block.
+
+In the backward pass there are no calls of modules to sort events by. Every operation there belongs
+to a node of autograd's graph, and nodes are numbered in the order in which the forward pass made
+them: so its number tells the block. A layer that is computed again (gradient checkpointing) is so
+for a node, too.
+
+In a tape of the backward pass the numbers of allocations go on where those of the block's forward
+tape end, so that each allocation of a micro-batch has a number of its own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from duoka import virtual
+
+from .blocks import Group, tensors_in
+from .record import Home, Pass, Recorder
+from .standins import TrainingSkipper, placeholder
+
+
+class MicroBatch(NamedTuple):
+    """What one micro-batch did."""
+
+    forward: Pass
+    backward: Pass
+
+
+class TrainingRecorder(Recorder):
+    """A listener that sorts the events of training into blocks.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Whole on one virtual GPU without data, and ready to be trained.
+    groups : list of Group
+        Its blocks in execution order.
+    skip : bool
+        Run alike blocks once.
+    """
+
+    def __init__(self, model: nn.Module, groups: Sequence[Group], *, skip: bool) -> None:
+        super().__init__(model, groups, skip=False)
+        if skip:
+            self._skipper = TrainingSkipper(model, groups)
+        owners = {owner: index for index, group in enumerate(groups) for owner in group.owners}
+        self._block_of: dict[int, int] = {}
+        for name, module in model.named_modules():
+            for parameter in module.parameters(recurse=False):
+                self._block_of.setdefault(id(parameter), owners[name])
+        self._is_backward = False
+        self._first_numbers: list[int] = [0] * len(groups)
+        # The numbers of autograd's nodes from which on a block's begin, and these blocks.
+        self._begins: list[int] = []
+        self._blocks: list[int] = []
+        # Of each block's arguments the numbers of their gradients, by position.
+        self._gradients: dict[tuple[int, int], int] = {}
+
+    def record_training(self, forward: Callable[[], torch.Tensor]) -> MicroBatch:
+        """Run one micro-batch: a forward pass, whose loss is returned, and the backward pass."""
+        self._is_backward = False
+        self._first_numbers = [0] * len(self._groups)
+        self._begins, self._blocks, self._gradients = [0], [0], {}
+        losses: list[torch.Tensor] = []
+        first = self.record(lambda: losses.append(forward()))
+        self._number -= 1  # both passes are one micro-batch, as references to it go
+        self._is_backward = True
+        self._first_numbers = [len(tape.sizes) for tape in first.tapes]
+
+        def backward() -> None:
+            self._current = len(self._groups) - 1
+            losses.pop().backward()
+
+        second = self.record(backward)
+        self._is_backward = False
+        second.like = first.like
+        self._resolve(second)
+        _keep_arguments(first, second)
+        return MicroBatch(first, second)
+
+    def allocated(self, gpu: object, storage_id: int, num_bytes: int) -> None:
+        """Put an allocation on the tape of the block that runs."""
+        self._locate()
+        tape, block = self._tapes[self._current], self._current
+        number = self._first_numbers[block] + len(tape.sizes)
+        self._homes[storage_id] = (self._number, block, number)
+        tape.sizes.append(num_bytes)
+        tape.events.append(None)
+
+    def freed(self, gpu: object, storage_id: int) -> None:
+        """Put a free on the tape of the block that runs."""
+        self._locate()
+        super().freed(gpu, storage_id)
+
+    def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Add an operation's arithmetic and memory traffic to the block that runs."""
+        self._locate()
+        super().operation(func, args, kwargs, result)
+
+    def _begin(self, block: int) -> bool:
+        if self._is_backward:
+            return False  # a layer is computed again
+        self._begins.append(torch._C._autograd._get_sequence_nr())
+        self._blocks.append(block)
+        return super()._begin(block)
+
+    def _enter(self, first: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._is_backward:
+            for tensor in tensors_in((args, kwargs)):
+                self._follow(tensor, None, by=first)
+            self._entered += self._moved_to(first, super()._given(args, kwargs))
+
+    def _given(self, args: Any, kwargs: Any) -> Iterator[Any]:
+        for position, tensor in enumerate(tensors_in((args, kwargs))):
+            self._follow(tensor, position)
+        yield from super()._given(args, kwargs)
+
+    def _follow(self, tensor: Any, position: int | None, *, by: int | None = None) -> None:
+        """Note what comes back to an argument's maker: the gradient, as another block made it.
+
+        It comes `by` way of the block to which the argument was brought for those behind it.
+        """
+        if not isinstance(tensor, virtual.VirtualTensor) or not tensor.requires_grad:
+            return
+        home = self.home_of(tensor)
+        if home is None:
+            return
+        maker = home[1]
+
+        def note(gradient: Any) -> None:
+            if isinstance(gradient, virtual.VirtualTensor):
+                made = self.home_of(gradient)
+                if made is not None and made[1] != maker and made[0] == self._number:
+                    self._tapes[maker].reads[made] = gradient.nbytes
+                    if by is not None and maker < by < made[1]:
+                        self._tapes[by].reads[made] = gradient.nbytes
+                    if position is not None:
+                        self._gradients[made[1], position] = made[2]
+
+        leaf: Any = tensor
+        leaf.register_hook(note)
+
+    def _resolve(self, second: Pass) -> None:
+        """Give the gradients that stand-ins made the numbers of those that they stand for."""
+
+        def real(home: Home) -> Home:
+            number, block, index = home
+            if index >= 0 or number != self._number:
+                return home
+            return number, block, self._gradients[second.like[block], placeholder(index)]
+
+        for block, tape in enumerate(second.tapes):
+            if second.like[block] == block:
+                tape.events = [None if home is None else real(home) for home in tape.events]
+                tape.reads = {real(home): size for home, size in tape.reads.items()}
+
+    def _locate(self) -> None:
+        """Find the block of the node that runs; the backward pass never goes up again."""
+        if not self._is_backward:
+            return
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return
+        if type(node).__name__ == "AccumulateGrad":
+            block = self._block_of.get(id(node.variable), self._current)
+        else:
+            place = bisect_right(self._begins, node._sequence_nr()) - 1
+            block = self._blocks[place]
+        self._current = min(self._current, block)
+
+    def _keep(self) -> None:
+        """What the backward pass leaves behind: gradients. What the forward pass does, is used."""
+        if not self._is_backward:
+            return
+        for block, slots in enumerate(self._slots):
+            self._slots[block] = [s for s in slots if s in self._homes]
+        for storage, (number, block, index) in sorted(
+            self._homes.items(), key=lambda item: item[1]
+        ):
+            if number == self._number and index >= self._first_numbers[block]:
+                self._slots[block].append(storage)
+                self._tapes[block].kept += (index,)
+
+
+def _keep_arguments(forward: Pass, backward: Pass) -> None:
+    """Take away frees of what a block that was left out keeps for its backward pass.
+
+    Its stand-in keeps no arguments, so that they end in the forward pass, in some other block.
+    """
+    kept = {
+        (number, at + block - first, index)
+        for block, first in enumerate(forward.like)
+        if block != first
+        for number, at, index in filter(None, backward.tapes[first].events)
+        if 0 <= at < first
+    }
+    for tape in forward.tapes:
+        tape.events = [event for event in tape.events if event not in kept]

@@ -1,0 +1,318 @@
+"""From a model to its profile for training.
+
+Micro-batches are run whole, forward and backward, at several sizes, and twice each: where gradients
+are there already, new ones are added to them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from duoka.forecast.profile import ALIGNED_TOKENS, TRAINING_PHASES, Kind, Profile, Regime, Tape
+from duoka.forecast.workload import DTYPE_BYTES, Dtype, Training, Workload
+from duoka.models import base_name, make_trainable
+from duoka.runtime.learning import Learner
+
+from .blocks import Group, find_groups
+from .fit import Sample, Unlike, fit
+from .names import name_tensors
+from .record_training import TrainingRecorder
+from .trace import (
+    ENDLESS,
+    EVERYWHERE,
+    FAILURES,
+    Irregular,
+    Subject,
+    as_profile,
+    ranges,
+    running,
+    whole,
+)
+
+# Rules are made from sequences up to this length, counted from the start of a range.
+_PROBED_TOKENS = 2**11
+_NUM_PROBES = 4
+_PROBED_BATCHES = (2, 3)
+# How many tokens past a multiple of 128 each probe is: all different, none aligned.
+_ODD = (1, 43, 86, 59)
+_TILE = 128
+
+Found = tuple[Regime, list[Tape]]
+
+
+def trace_training(model: nn.Module, subject: Subject, dtype: torch.dtype) -> Profile:
+    """Train a model without data, and record what it costs.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        As `models.build` makes it. It is made trainable, taken to a virtual GPU, and of no use
+        afterwards.
+    subject : Subject
+        With the training among its conditions.
+    dtype : torch.dtype
+        The workload's.
+
+    Returns
+    -------
+    Profile
+        Good for every batch and length of sequences.
+
+    Raises
+    ------
+    Irregular
+        If no rules hold: `trace_training_workload` then answers for one workload.
+    ModelError
+        If the model's code can't be trained without data.
+    """
+    named = name_tensors(model, subject.published)
+    with running(model):
+        tracer = _Tracer(model, subject, dtype)
+        with whole(model) as device:
+            tracer.start(device)
+            try:
+                found = list(tracer.rules())
+            except (Unlike, *FAILURES) as error:
+                raise Irregular(f"{type(model).__name__}: {error}") from error
+            return tracer.profile(found, named)
+
+
+def profile_training(
+    build: Callable[[], nn.Module], subject: Subject, workload: Workload
+) -> tuple[Profile, bool]:
+    """A profile for every workload where rules hold, which the second result says, or for one.
+
+    Parameters
+    ----------
+    build : callable
+        Makes the model, as `models.build` does.
+    subject : Subject
+        With the training among its conditions.
+    workload : Workload
+        "auto" is the model's own dtype.
+    """
+    model = build()
+    if workload.dtype == "auto":
+        first = next(p for p in model.parameters() if p.is_floating_point())
+        workload = workload.resolved(dtype=_dtype_name(first.dtype))
+    try:
+        return trace_training(model, subject, getattr(torch, workload.dtype)), True
+    except Irregular:
+        return trace_training_workload(build(), subject, workload), False
+
+
+def trace_training_workload(model: nn.Module, subject: Subject, workload: Workload) -> Profile:
+    """Run micro-batches of one workload, and record what just these cost.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        As for `trace_training`.
+    subject : Subject
+    workload : Workload
+        With its dtype resolved.
+    """
+    named = name_tensors(model, subject.published)
+    with running(model):
+        tracer = _Tracer(model, subject, getattr(torch, workload.dtype))
+        with whole(model) as device:
+            tracer.start(device)
+            batch, tokens = workload.batch, workload.prompt_tokens
+            samples = tracer.record([(batch, tokens)])
+            found = list(tracer.fitted(batch > 1, (tokens, tokens + 1), samples))
+            return tracer.profile(found, named)
+
+
+class _Tracer:
+    """Records micro-batches and fits regimes to them."""
+
+    skip = True
+    """Run blocks that are alike once."""
+
+    def __init__(self, model: nn.Module, subject: Subject, dtype: torch.dtype) -> None:
+        training = subject.conditions.training
+        assert training is not None, "the conditions are those of training"
+        make_trainable(model, training, dtype)
+        self.model: Any = model
+        self.subject = subject
+        self.training: Training = training
+        self.dtype = dtype
+        self.groups: list[Group] = []
+        self.trained: dict[str, list[int]] = {}
+
+    def start(self, device: torch.device) -> None:
+        """Find the blocks, with the model on its device."""
+        self.device = device
+        self.model.eval()
+        learner = self._learner(1, 8)
+        self.groups = find_groups(self.model, learner.look)
+        self.model.train()
+        if self.training.gradient_checkpointing:
+            self.groups = _joined(self.model, self.groups)
+
+    def rules(self) -> Iterator[Found]:
+        """Regimes for every micro-batch."""
+        longest = self.subject.max_context_tokens or ENDLESS
+        for many in (False, True):
+            for start, stop in ranges(self.model.config, longest):
+                yield from self._cell(many, start, stop, longest)
+
+    def _cell(self, many: bool, start: int, stop: int, longest: int) -> Iterator[Found]:
+        """The regimes of one range, for one sequence or several."""
+        high = min(stop, longest + 1, start + _PROBED_TOKENS)
+        lengths = list(_lengths(start, high))
+        batches = _PROBED_BATCHES if many else (1,)
+        sizes = [(batch, length) for batch in batches for length in lengths]
+        aligned = [(batch, _aligned(length)) for batch, length in sizes]
+        odd, probe = self.record(sizes), self.record(aligned[:1])
+        try:
+            yield from self.fitted(many, (start, stop), [*odd, *probe])
+            return
+        except Unlike:
+            probe += self.record(aligned[1:])
+        yield from self.fitted(many, (start, stop), odd, aligned=False)
+        yield from self.fitted(many, (start, stop), probe, aligned=True)
+
+    def fitted(
+        self,
+        many: bool,
+        keys: tuple[int, int],
+        samples: Sequence[Sample],
+        *,
+        aligned: bool | None = None,
+    ) -> list[Found]:
+        """The regimes of all phases, where their tapes are one."""
+        found = []
+        for phase in TRAINING_PHASES:
+            tapes, carried = fit([sample for sample in samples if sample.phase == phase])
+            regime = Regime(
+                phase=phase,
+                many=many,
+                query=keys,
+                past=EVERYWHERE,
+                keys=keys,
+                aligned=aligned,
+                carried=carried,
+            )
+            found.append((regime, tapes))
+        return found
+
+    def record(self, sizes: Sequence[tuple[int, int]]) -> list[Sample]:
+        """Micro-batches of these batches and lengths."""
+        samples = []
+        with TrainingRecorder(self.model, self.groups, skip=self.skip) as recorder:
+            for batch, length in sizes:
+                learner = self._learner(batch, length)
+                recorder.forget()
+                first = recorder.record_training(learner.forward)
+                again = recorder.record_training(learner.forward)
+                recorded = (first.forward, first.backward, again.backward)
+                samples += [
+                    Sample(phase, batch, length, length, each)
+                    for phase, each in zip(TRAINING_PHASES, recorded, strict=True)
+                ]
+                self._note_trained(first.forward.like)
+                learner.drop_gradients()
+        return samples
+
+    def profile(self, found: Sequence[Found], named: Any) -> Profile:
+        """The profile, in the names that the model had before adapters were put into it."""
+        groups = [
+            replace(group, names=tuple(dict.fromkeys(map(base_name, group.names))))
+            for group in self.groups
+        ]
+        profile = as_profile(self.model, groups, self.subject, found, named)
+        kinds: dict[Kind, int] = {}
+        blocks = []
+        for block, group in zip(profile.blocks, groups, strict=True):
+            trained = [size for owner in group.owners for size in self.trained.get(owner, ())]
+            kind = replace(profile.kinds[block.kind], trained_bytes=tuple(trained))
+            # A backward pass needs weights again that would have streamed away by then.
+            number = kinds.setdefault(kind, len(kinds))
+            blocks.append(replace(block, kind=number, streams=False))
+        return replace(
+            profile, blocks=tuple(blocks), kinds=tuple(kinds), dtype=_dtype_name(self.dtype)
+        )
+
+    def _learner(self, batch: int, length: int) -> Learner:
+        workload = Workload(
+            batch=batch,
+            prompt_tokens=length,
+            new_tokens=0,
+            dtype=_dtype_name(self.dtype),
+            training=self.training,
+        )
+        return Learner(self.model, workload, self.device)
+
+    def _note_trained(self, like: Sequence[int]) -> None:
+        """Note what got gradients; blocks that were left out, as those that they are like."""
+        met: set[int] = set()
+        for name, module in self.model.named_modules():
+            own = [p for p in module.parameters(recurse=False) if id(p) not in met]
+            met |= {id(parameter) for parameter in own}
+            self.trained[name] = [p.nbytes for p in own if p.grad is not None]
+        for block, first in enumerate(like):
+            pairs = zip(self.groups[block].owners, self.groups[first].owners, strict=True)
+            self.trained |= {owner: self.trained[model] for owner, model in pairs}
+
+
+def _joined(model: nn.Module, groups: Sequence[Group]) -> list[Group]:
+    """The blocks, with those together that the backward pass computes again together.
+
+    Where it does so on two devices, what is moved between them is moved again, and kept until
+    all of it has been computed: no tape says that.
+    """
+    layers = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
+    ]
+    # A layer that shares a block with what is around it stays as it is.
+    whole_ones = [
+        name for name in layers if not any(0 < _share(group, name) < 1 for group in groups)
+    ]
+
+    def layer_of(group: Group) -> str | None:
+        return next((name for name in whole_ones if _share(group, name) == 1), None)
+
+    made: list[Group] = []
+    for layer, members in itertools.groupby(groups, layer_of):
+        first, *others = members
+        if layer is None or not others:
+            made += [first, *others]
+            continue
+        owners = tuple(owner for group in (first, *others) for owner in group.owners)
+        made.append(Group(names=(layer,), owners=owners))
+    return made
+
+
+def _share(group: Group, name: str) -> float:
+    """The part of a block's owners that a module contains."""
+    inside = [owner == name or owner.startswith(f"{name}.") for owner in group.owners]
+    return sum(inside) / max(len(inside), 1)
+
+
+def _dtype_name(dtype: torch.dtype) -> Dtype:
+    name = str(dtype).removeprefix("torch.")
+    assert name in DTYPE_BYTES, f"nothing is planned for {name}"
+    return cast(Dtype, name)
+
+
+def _lengths(start: int, stop: int) -> Iterator[int]:
+    """Lengths of sequences in a range, none aligned where there is room for that."""
+    width = max((stop - start) // _NUM_PROBES, 1)
+    for place, odd in enumerate(_ODD):
+        first = start + place * width
+        tiled = -(-(first + 1) // _TILE) * _TILE + odd
+        yield tiled if tiled < stop else min(first + 1 + place, stop - 1)
+
+
+def _aligned(length: int) -> int:
+    return -(-length // ALIGNED_TOKENS) * ALIGNED_TOKENS
