@@ -1,4 +1,4 @@
-"""Models with marked lines: how a case of `check/corpus` is read, and what its markers say.
+"""Models with marked lines: how a case of `checker/corpus` is read, and what its markers say.
 
 A case is a Python file with `build()`, `PLACEMENT`, `inputs()` and `TRAIN`, and with a comment on
 each line that a check has to speak of:
@@ -38,7 +38,7 @@ from duoka import Placement, virtual
 from duoka.report.check_report import Fault
 from duoka.runtime.dispatch.place import place
 
-CORPUS = Path(__file__).parent / "check" / "corpus"
+CORPUS = Path(__file__).parent / "checker" / "corpus"
 _MARKER = re.compile(r"#\s*(fault|warning|followup|origin)\b(?::\s*([a-z-]+))?")
 
 Line = tuple[str, int]

@@ -24,7 +24,8 @@ from duoka.planner.compare import compare
 from duoka.planner.plan import Plan
 from duoka.planner.planner import Question, solve
 from duoka.report.export import TOOLS, export
-from duoka.report.terminal import render_comparison, render_page, render_plan
+from duoka.report.html import render_page
+from duoka.report.terminal import render_comparison, render_plan
 
 _PLAN = solve(
     tiny.made_up([30 * tiny.MIB] * 5, tiny.Costs(cache=512)),

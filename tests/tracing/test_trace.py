@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from torch import Tensor, nn
 
@@ -16,8 +17,6 @@ from duoka.forecast.replay import Replay
 from duoka.planner.planner import Question, solve
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.tracing import Irregular, Subject, trace, trace_call, trace_workload
-
-from .. import tiny
 
 SUBJECT = Subject(fingerprint="x")
 SMALL: dict[str, Any] = {

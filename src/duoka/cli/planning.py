@@ -308,7 +308,7 @@ def save_device_map(device_map: Mapping[str, int | str], file: Path) -> None:
 
 def save_page(plan: duoka.Plan, file: Path) -> None:
     """Keep a plan as a page, with why it is so where the cache has the model's profile."""
-    from duoka.report.terminal import render_page
+    from duoka.report.html import render_page
 
     explanation = None
     try:

@@ -1,6 +1,5 @@
 """What people read: a plan, and the report of a check. It computes nothing that isn't shown."""
 
-from ..html import render_page
 from .check import plain, render_report
 from .compare import render_comparison
 from .explanation import render_explanation
@@ -12,7 +11,6 @@ __all__ = [
     "plain",
     "render_comparison",
     "render_explanation",
-    "render_page",
     "render_plan",
     "render_report",
 ]

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import rehearsing
+import tiny
+import torch
+from tiny import MIB
+from transformers import PreTrainedModel
+from transformers.models.llama import modeling_llama
+
+from duoka import Device, Fleet, Placement, Plan, Workload, models, virtual
+from duoka.checker import prove
+from duoka.errors import PlacementError, ProofError
+from duoka.planner.planner import Question, solve
+from duoka.tracing import Subject
+from duoka.tracing.trace_training import trace_training_workload
+
+LOAD = Workload(
+    batch=2, prompt_tokens=601, new_tokens=30, dtype="bfloat16", prefill_chunk_tokens=300
+)
+
+
+def build(name: str = "llama") -> PreTrainedModel:
+    return models.build(tiny.CONFIGS[name], dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    fleet = Fleet.parse("2x512MiB")
+    question = Question(fleet=fleet, workload=LOAD, use_all=True)
+    return solve(tiny.regular("llama"), question)
+
+
+def placed(plan: Plan, **devices: str) -> Plan:
+    """The plan with a finer placement: layer 1 falls into its parts."""
+    layer = "model.layers.1"
+    parts = ["input_layernorm", "self_attn", "post_attention_layernorm", "mlp"]
+    entries: list[tuple[str, str]] = []
+    for name, device in plan.placement.entries:
+        if name == layer:
+            entries += [(f"{layer}.{part}", devices.get(part, device)) for part in parts]
+        else:
+            entries.append((name, device))
+    return replace(plan, placement=Placement(entries=tuple(entries), fingerprint=plan.fingerprint))
+
+
+def test_a_good_plan_passes_and_is_measured(plan: Plan) -> None:
+    measured = prove(plan, build())
+    assert tuple(item.device for item in measured) == plan.devices
+    assert set(plan.devices) == {"cuda:0", "cuda:1"}
+    for item, forecast in zip(measured, plan.forecast.devices, strict=True):
+        assert item.allocated_bytes == pytest.approx(forecast.allocated_bytes, rel=0.01)
+        assert item.reserved_bytes == pytest.approx(forecast.reserved_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2, 3, 4, 5, 6])
+def test_the_proof_goes_to_the_end_of_the_context(
+    plan: Plan, new_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from duoka.checker import prove as proof
+
+    ends = []
+    real = proof.Stepper.step
+
+    def step(self: proof.Stepper, query: int) -> None:
+        real(self, query)
+        ends.append(self.past)
+
+    monkeypatch.setattr(proof.Stepper, "step", step)
+    prove(replace(plan, workload=replace(plan.workload, new_tokens=new_tokens)), build())
+    # The last new token isn't fed back.
+    assert ends[-1] == 601 + new_tokens - 1
+
+
+@pytest.mark.parametrize("name", ["tied", "window", "mamba2"])
+def test_plans_of_other_models_pass(name: str) -> None:
+    question = Question(fleet=Fleet.parse("2x512MiB"), workload=LOAD, use_all=True)
+    plan = solve(tiny.profile_for(name, LOAD), question)
+    assert len(prove(plan, build(name))) == 2
+
+
+def test_a_cut_residual_is_refused_with_file_and_line(plan: Plan) -> None:
+    first = plan.placement.device_of("model.layers.1")
+    other = next(name for name in plan.devices if name != first)
+    with pytest.raises(ProofError) as caught:
+        prove(placed(plan, mlp=other), build())
+    message = str(caught.value)
+    place = re.search(r"at (\S+):(\d+) \((.*?)\)", message)
+    assert place is not None, message
+    assert Path(place[1]) == Path(modeling_llama.__file__)
+    line = Path(place[1]).read_text(encoding="utf-8").splitlines()[int(place[2]) - 1]
+    assert "residual + hidden_states" in line
+    assert place[3] in line
+    assert "same device" in message
+    # The devices are the plan's, not those of the proof.
+    assert "cuda:0" in message
+    assert "cuda:1" in message
+    assert "vgpu" not in message
+    assert caught.value.exit_code == 8
+
+
+def test_messages_name_virtual_gpus_of_another_order(plan: Plan) -> None:
+    devices = ("vgpu:1", "vgpu:0")
+    index = dict(zip(plan.devices, devices, strict=True))
+    renamed = replace(
+        plan,
+        fleet=Fleet(devices=tuple(Device(name=name, budget_bytes=512 * MIB) for name in devices)),
+        placement=Placement(
+            entries=tuple((name, index[device]) for name, device in plan.placement.entries),
+            fingerprint=plan.fingerprint,
+        ),
+        forecast=replace(
+            plan.forecast,
+            devices=tuple(replace(d, device=index[d.device]) for d in plan.forecast.devices),
+        ),
+        binding_device=index[plan.binding_device],
+    )
+    first = renamed.placement.device_of("model.layers.1")
+    other = "vgpu:0" if first == "vgpu:1" else "vgpu:1"
+    with pytest.raises(ProofError) as caught:
+        prove(placed(renamed, mlp=other), build())
+    assert {"vgpu:0", "vgpu:1"} == set(re.findall(r"vgpu:\d", str(caught.value)))
+
+
+def test_a_budget_that_is_too_small_is_refused(plan: Plan) -> None:
+    for forecast in plan.forecast.devices:
+        # Weights alone, and almost what is allocated at the peak.
+        for tight in (forecast.weight_bytes - 1, forecast.allocated_bytes - 1):
+            devices = tuple(
+                replace(d, budget_bytes=tight) if d.name == forecast.device else d
+                for d in plan.fleet.devices
+            )
+            smaller = replace(plan, fleet=replace(plan.fleet, devices=devices))
+            with pytest.raises(ProofError, match=f"overflows.*{forecast.device} has a total"):
+                prove(smaller, build())
+
+
+def test_a_longer_workload_than_planned_is_refused(plan: Plan) -> None:
+    needed = {d.device: d.allocated_bytes for d in plan.forecast.devices}
+    devices = tuple(replace(d, budget_bytes=needed[d.name]) for d in plan.fleet.devices)
+    load = replace(plan.workload, prompt_tokens=6000, prefill_chunk_tokens=None)
+    with pytest.raises(ProofError, match="overflows"):
+        prove(replace(plan, fleet=replace(plan.fleet, devices=devices), workload=load), build())
+
+
+def test_an_incomplete_placement_is_refused(plan: Plan) -> None:
+    entries = plan.placement.entries[1:]
+    short = Placement(entries=entries, fingerprint=plan.fingerprint)
+    with pytest.raises(PlacementError) as caught:
+        prove(replace(plan, placement=short), build())
+    assert caught.value.missing
+
+
+def test_the_proof_leaves_no_virtual_gpus_behind(plan: Plan) -> None:
+    virtual.set_gpus([123 * MIB])
+    prove(plan, build())
+    assert [gpu.allocator.capacity_bytes for gpu in virtual.active_world().gpus] == [123 * MIB]
+
+
+def test_a_plan_for_training_is_proved_by_training() -> None:
+    workload = rehearsing.load(64, method="full", micro_batches=3, schedule="1f1b")
+    model = models.build(tiny.CONFIGS["glm"], dtype=torch.bfloat16)
+    subject = Subject(fingerprint="glm", conditions=workload.conditions)
+    profile = trace_training_workload(copy.deepcopy(model), subject, workload)
+    fleet = Fleet.parse("virtual:3x48MiB")
+    plan = solve(profile, Question(fleet=fleet, workload=workload, use_all=True))
+    measured = prove(plan, copy.deepcopy(model))
+    for told, found in zip(plan.forecast.devices, measured, strict=True):
+        assert told.device == found.device
+        assert told.allocated_bytes == pytest.approx(found.allocated_bytes, rel=2e-3)
+        assert told.reserved_bytes == found.reserved_bytes
+
+    small = tuple(replace(each, budget_bytes=each.budget_bytes // 4) for each in fleet.devices)
+    with pytest.raises(ProofError, match="overflows"):
+        prove(replace(plan, fleet=Fleet(devices=small)), model)

@@ -1,0 +1,252 @@
+"""Seconds: a roofline by hand, transfers, and that the planner optimises what is forecast."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import rehearsing
+import tiny
+from tiny import MIB
+
+from duoka import Device, Fleet, Workload
+from duoka.errors import FormatError
+from duoka.forecast.forecast import Costs
+from duoka.forecast.latency import LAUNCH_SECONDS, Times, rate
+from duoka.forecast.profile import Kind, Profile
+from duoka.forecast.replay_training import replay_of
+from duoka.forecast.schedules import Passes, pipeline_seconds
+from duoka.hardware.device import Link
+from duoka.planner.planner import Question, solve
+
+# A made-up block computes 1000 operations for a token, moves 10 bytes, and starts no kernel; what
+# it hands on is 1024 bytes for a token.
+LAYERS = tiny.made_up([8 * MIB] * 5)
+
+
+def load(prompt: int, new: int, batch: int = 1, chunk: int | None = None) -> Workload:
+    return Workload(
+        batch=batch,
+        prompt_tokens=prompt,
+        new_tokens=new,
+        dtype="bfloat16",
+        prefill_chunk_tokens=chunk,
+    )
+
+
+def gpu(number: int = 0, memory: float = 1.0, flops: float = 1e9, **others: object) -> Device:
+    device = Device(
+        name=f"vgpu:{number}",
+        budget_bytes=100 * MIB,
+        memory_bytes_per_second=memory,
+        flops_per_second=flops,
+    )
+    return replace(device, **others)  # type: ignore[arg-type]
+
+
+def launching(profile: Profile, launches: float) -> Profile:
+    """The profile with blocks that start so many kernels in each step."""
+    kinds = tuple(
+        Kind(
+            weight_bytes=kind.weight_bytes,
+            tapes=tuple(replace(tape, launches=(launches,)) for tape in kind.tapes),
+        )
+        for kind in profile.kinds
+    )
+    return replace(profile, kinds=kinds)
+
+
+def test_each_block_takes_the_longer_of_arithmetic_and_traffic() -> None:
+    costs = Costs(LAYERS, load(100, 5))
+    by_memory, by_arithmetic = costs.times.on(gpu()), costs.times.on(gpu(memory=1e9, flops=10.0))
+    assert by_memory is not None
+    assert by_arithmetic is not None
+    # A prompt of 100 tokens, and four decode steps: the fifth token needs none.
+    assert np.allclose(by_memory, [[100 * 10] * 5, [4 * 10] * 5])
+    assert np.allclose(by_arithmetic, [[100 * 100] * 5, [4 * 100] * 5])
+    table = costs.seconds(gpu())
+    assert table is not None
+    assert table[1, 4] == pytest.approx(3 * 1040)
+
+
+def test_launches_come_on_top_of_each_step() -> None:
+    costs = Costs(launching(LAYERS, 7), load(100, 5, chunk=30))
+    plain, dear = costs.times.on(gpu()), costs.times.on(gpu(launch_seconds=2.0))
+    assert plain is not None
+    assert dear is not None
+    # Four chunks, four decode steps.
+    assert np.allclose(dear, [[1000 + 4 * 7 * 2.0] * 5, [40 + 4 * 7 * 2.0] * 5])
+    assert np.allclose(plain[1], 40 + 28 * LAUNCH_SECONDS)
+
+
+def test_no_speeds_no_seconds() -> None:
+    costs = Costs(LAYERS, load(100, 5))
+    unknown = Device(name="vgpu:0", budget_bytes=100 * MIB)
+    assert costs.seconds(unknown) is None
+    assert costs.times.of([("vgpu:0", 0, 5)], Fleet(devices=(unknown,))) is None
+    assert solve(LAYERS, Question(fleet=Fleet(devices=(unknown,)), workload=load(9, 2))).forecast
+
+
+def test_rates_are_those_of_the_dtype() -> None:
+    new = Fleet.parse("RTX4090").devices[0]
+    old = Fleet.parse("V100-16GB-PCIe").devices[0]
+    assert (rate(new, "bfloat16"), rate(new, "float32")) == (165.2e12, 82.6e12)
+    # Without bfloat16 it is computed in 32 bit.
+    assert (rate(old, "float16"), rate(old, "bfloat16")) == (112e12, rate(old, "float32"))
+    (own,) = Fleet.parse("MyCard:24GiB,936GB/s,71TFLOPs").devices
+    assert rate(own, "float32") == rate(own, "bfloat16") == 71e12
+
+
+def test_decode_steps_are_summed_up_though_not_all_are_computed() -> None:
+    cached = tiny.made_up([8 * MIB] * 5, tiny.Costs(cache=64))
+    kinds = tuple(
+        Kind(
+            weight_bytes=kind.weight_bytes,
+            tapes=tuple(replace(tape, moved_bytes=tiny.rule(bk=3.0)) for tape in kind.tapes),
+        )
+        for kind in cached.kinds
+    )
+    found = Costs(replace(cached, kinds=kinds), load(1000, 5000)).times.on(gpu(flops=1e30))
+    assert found is not None
+    assert found[1, 0] == pytest.approx(3.0 * sum(range(1001, 6000)), rel=1e-3)
+
+
+def linked(*devices: Device, seconds: float = 0.5, speed: float = 1024.0) -> Fleet:
+    names = [device.name for device in devices]
+    links = tuple(
+        Link(source=one, target=other, bytes_per_second=speed, latency_seconds=seconds)
+        for one in names
+        for other in names
+        if one != other
+    )
+    return Fleet(devices=devices, links=links)
+
+
+def test_transfers_take_latency_and_bandwidth_in_each_step() -> None:
+    fleet = linked(gpu(0), gpu(1))
+    times = Costs(LAYERS, load(100, 5, chunk=60)).times
+    assert np.array_equal(times.boundary_bytes[:, 2], [100 * 1024, 4 * 1024])
+    assert np.array_equal(times.boundary_transfers[:, 2], [2, 4])
+    found = times.of([("vgpu:0", 0, 2), ("vgpu:1", 2, 5)], fleet)
+    assert found is not None
+    first, second = found.stages
+    assert (first.prefill_transfer_seconds, first.decode_transfer_seconds) == (0, 0)
+    assert second.prefill_transfer_seconds == pytest.approx(2 * 0.5 + 100)
+    assert second.decode_transfer_seconds == pytest.approx(4 * 0.5 + 4)
+    assert found.first_token_seconds == pytest.approx(5 * 1000 + 101)
+    assert found.token_seconds == pytest.approx((5 * 40 + 6) / 4)
+    assert found.total_seconds == pytest.approx(5 * 1040 + 107)
+    assert found.slowest_seconds == pytest.approx(3 * 1040)
+    assert found.tokens_per_second == pytest.approx(5 / 3120)
+
+
+def test_an_unknown_link_is_the_slowest_one() -> None:
+    fleet = linked(gpu(0), gpu(1))
+    one_way = replace(fleet, links=fleet.links[:1])
+    stages = [("vgpu:0", 0, 2), ("vgpu:1", 2, 4), ("vgpu:0", 4, 5)]
+    times = Costs(LAYERS, load(100, 5)).times
+    assert times.of(stages, one_way) == times.of(stages, fleet)
+    free = times.of(stages, replace(fleet, links=()))
+    assert free is not None
+    assert all(stage.prefill_transfer_seconds == 0 for stage in free.stages)
+
+
+def test_one_new_token_needs_no_decode_step() -> None:
+    found = Costs(LAYERS, load(100, 1)).times.of([("vgpu:0", 0, 5)], Fleet(devices=(gpu(),)))
+    assert found is not None
+    assert found.token_seconds is None
+    assert found.total_seconds == found.first_token_seconds
+
+
+@pytest.mark.parametrize("objective", ["latency", "throughput"])
+@pytest.mark.parametrize("name", ["glm", "tied"])
+def test_the_planner_optimises_what_the_forecast_says(name: str, objective: str) -> None:
+    fleet = linked(
+        gpu(0, 2e9, 3e12, budget_bytes=9 * MIB),
+        gpu(1, 5e9, 1e12, budget_bytes=8 * MIB),
+        seconds=1e-5,
+        speed=3e8,
+    )
+    question = Question(fleet=fleet, workload=load(333, 40), objective=objective)  # type: ignore[arg-type]
+    plan = solve(tiny.regular(name), replace(question, use_all=True))
+    seconds = plan.forecast.seconds
+    assert seconds is not None
+    assert len(seconds.stages) == 2
+    told = {"latency": seconds.total_seconds, "throughput": seconds.slowest_seconds}
+    assert told[objective] == pytest.approx(plan.value, rel=1e-9)
+
+
+@pytest.mark.parametrize("number", [-1.0, float("nan"), float("inf")])
+def test_impossible_times_are_refused(number: float) -> None:
+    found = Costs(LAYERS, load(100, 1)).times.of([("vgpu:0", 0, 5)], Fleet(devices=(gpu(),)))
+    assert found is not None
+    with pytest.raises(FormatError, match="is no time"):
+        replace(found, total_seconds=number)
+    with pytest.raises(FormatError, match="is no time"):
+        replace(found.stages[0], decode_seconds=number)
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "gpipe", "1f1b"])
+def test_a_step_of_training_has_passes_an_update_and_its_schedule(schedule: str) -> None:
+    made = rehearsing.made_up([rehearsing.Layer(weight=1000, result=1, saved=2)] * 4)
+    kinds = tuple(
+        replace(kind, tapes=tuple(replace(tape, moved_bytes=(50.0,)) for tape in kind.tapes))
+        for kind in made.kinds
+    )
+    workload = rehearsing.load(100, method="full", micro_batches=4, schedule=schedule)
+    replay = replay_of(replace(made, kinds=kinds), workload)
+    fleet = Fleet(devices=(gpu(0), gpu(1)))
+    times = Times(replay, [(place,) for place in range(4)])
+    found = times.of([("vgpu:0", 0, 2), ("vgpu:1", 2, 4)], fleet)
+    assert found is not None
+    # Four forward and four backward passes; AdamW reads weights, gradients and two states, and
+    # writes all but the gradients.
+    stage, update = 2 * 8 * 50, 2 * 7 * 1000
+    assert [each.prefill_seconds for each in found.stages] == pytest.approx([stage] * 2)
+    assert [each.update_seconds for each in found.stages] == pytest.approx([update] * 2)
+    # In a pipeline of two stages four micro-batches take five times as long as one in a stage. The
+    # stages update at the same time.
+    passes = 2 * stage if schedule == "sequential" else 5 * stage / 4
+    assert found.total_seconds == pytest.approx(passes + update)
+    assert found.step_seconds == pytest.approx(found.total_seconds, rel=1e-12)
+    assert found.step_seconds is not None
+    assert found.tokens_per_second == pytest.approx(400 / found.step_seconds)
+    assert (found.first_token_seconds, found.token_seconds) == (None, None)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_step_that_is_told_is_the_schedules_own(schedule: str) -> None:
+    """Forward, first and later backward passes and their transfers, each as long as it takes."""
+    made = rehearsing.made_up([rehearsing.Layer(weight=1000, result=3, saved=2)] * 4)
+    moved = (20.0, 50.0, 70.0)
+    kinds = tuple(
+        replace(
+            kind,
+            tapes=tuple(
+                replace(tape, moved_bytes=(moved[at % 3],)) for at, tape in enumerate(kind.tapes)
+            ),
+        )
+        for kind in made.kinds
+    )
+    workload = rehearsing.load(100, method="full", micro_batches=7, schedule=schedule)
+    times = Times(replay_of(replace(made, kinds=kinds), workload), [(at,) for at in range(4)])
+    fleet = linked(gpu(0, 1.0), gpu(1, 3.0), seconds=2.0, speed=100.0)
+    found = times.of([("vgpu:0", 0, 1), ("vgpu:1", 1, 4)], fleet)
+    assert found is not None
+    parts = [
+        Passes(
+            forward_seconds=blocks * 20 / speed,
+            backward_seconds=blocks * 50 / speed,
+            later_seconds=blocks * 70 / speed,
+            in_flight=7 if schedule == "gpipe" else place,
+            forward_transfer_seconds=5.0 if at else 0.0,
+            backward_transfer_seconds=5.0 if at else 0.0,
+            later_transfer_seconds=5.0 if at else 0.0,
+        )
+        for at, (blocks, speed, place) in enumerate([(1, 1.0, 2), (3, 3.0, 1)])
+    ]
+    update = max(each.update_seconds for each in found.stages)
+    assert found.step_seconds == pytest.approx(pipeline_seconds(parts, 7) + update, rel=1e-12)
+    assert found.step_seconds != pytest.approx(found.total_seconds, rel=1e-4)
+    assert found.tokens_per_second == pytest.approx(700 / found.step_seconds)

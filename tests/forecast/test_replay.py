@@ -1,0 +1,142 @@
+"""The replay against reckoning by hand, and its short cuts against the long way."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import MIB
+
+from duoka.forecast import replay
+from duoka.forecast.allocator import LARGE_SEGMENT_BYTES
+from duoka.forecast.replay import Replay, StageBytes
+from duoka.forecast.workload import Workload
+
+PLAIN = tiny.Costs(cache=0, result=1024, work=4096)
+CACHED = tiny.Costs(cache=512, result=1024, work=4096)
+
+
+def workload(prompt: int, new: int, *, batch: int = 1, chunk: int | None = None) -> Workload:
+    return Workload(batch=batch, prompt_tokens=prompt, new_tokens=new, prefill_chunk_tokens=chunk)
+
+
+def peaks(costs: tiny.Costs, load: Workload, blocks: list[int]) -> StageBytes:
+    profile = tiny.made_up([2 * MIB, 4 * MIB, 4 * MIB, 4 * MIB, 2 * MIB], costs)
+    found = Replay(profile, load).run(blocks)
+    assert found is not None
+    return found
+
+
+def test_one_device_by_hand() -> None:
+    found = peaks(CACHED, workload(100, 1), [0, 1, 2, 3, 4])
+    # The third layer works: two caches before it, its own cache, work, its input and its result.
+    expected = 16 * MIB + 3 * 100 * 512 + 100 * (4096 + 1024 + 1024)
+    assert found.allocated == expected
+    assert found.weights == 16 * MIB
+    assert found.kv_cache == 3 * 100 * 512
+    assert found.weights + found.kv_cache + found.activations == found.allocated
+    assert found.reserved >= found.allocated
+    assert found.reserved % (2 * MIB) == 0
+
+
+def test_a_later_stage_holds_what_is_moved_to_it() -> None:
+    found = peaks(PLAIN, workload(100, 1), [2, 3])
+    assert found.allocated == 8 * MIB + 100 * (1024 + 4096 + 1024)
+    first = peaks(PLAIN, workload(100, 1), [0])
+    assert first.allocated == 2 * MIB + 100 * (4096 + 1024)
+
+
+def test_the_result_of_a_stage_lives_until_the_next_device_has_read_it() -> None:
+    # Blocks 0 and 4 on one device: what block 4 leaves doesn't add to what block 0 had made.
+    found = peaks(PLAIN, workload(100, 1), [0, 4])
+    assert found.allocated == 4 * MIB + 100 * (1024 + 4096 + 1024)
+
+
+def test_the_cache_grows_while_decoding() -> None:
+    found = peaks(CACHED, workload(100, 1001), [1, 2, 3])
+    keys = 1100  # the last of the new tokens is never fed back
+    # The last layer makes its new cache while its old one is still there.
+    assert found.kv_cache == 3 * keys * 512 + (keys - 1) * 512
+    assert found.activations == 4096 + 1024 + 1024
+
+
+def test_a_batch_multiplies() -> None:
+    one = peaks(PLAIN, workload(100, 1), [1])
+    three = peaks(PLAIN, workload(100, 1, batch=3), [1])
+    assert three.activations == 3 * one.activations
+
+
+def test_chunks_need_less_to_work_with() -> None:
+    whole = peaks(CACHED, workload(1000, 1), [1, 2, 3])
+    chunked = peaks(CACHED, workload(1000, 1, chunk=100), [1, 2, 3])
+    assert chunked.activations < whole.activations / 4
+
+
+def test_a_capacity_is_kept_or_refused() -> None:
+    profile = tiny.made_up([2 * MIB] * 4, CACHED)
+    run = Replay(profile, workload(1000, 200)).run
+    free = run([0, 1, 2, 3])
+    assert free is not None
+    tight = run([0, 1, 2, 3], free.allocated + 4 * MIB)
+    if tight is not None:
+        assert tight.reserved <= free.allocated + 4 * MIB
+        assert tight.allocated == free.allocated
+    assert run([0, 1, 2, 3], free.allocated - 1) is None
+    assert run([0, 1, 2, 3], free.reserved) == free
+
+
+def test_the_steps_of_a_workload() -> None:
+    profile = tiny.made_up([1024, 1024])
+    steps = Replay(profile, workload(10, 4, chunk=4)).steps
+    assert [(s.phase, s.query, s.keys) for s in steps] == [
+        ("prefill", 4, 4),
+        ("extend", 4, 8),
+        ("extend", 2, 10),
+        ("decode", 1, 11),
+        ("decode", 1, 12),
+        ("decode", 1, 13),
+    ]
+
+
+def test_a_last_chunk_of_one_token_is_like_a_decode_step() -> None:
+    steps = Replay(tiny.made_up([1024, 1024]), workload(9, 1, chunk=4)).steps
+    assert [(s.phase, s.query, s.keys) for s in steps][-1] == ("decode", 1, 9)
+
+
+def test_the_short_replay_keeps_the_ends() -> None:
+    short = Replay(tiny.made_up([1024, 1024]), workload(100, 100, chunk=10), brief=True).steps
+    assert [s.keys for s in short] == [10, 20, 90, 100, 101, 102, 198, 199]
+
+
+@settings(max_examples=12)
+@given(
+    prompt=st.integers(1, 3000),
+    new=st.integers(20, 400),
+    batch=st.integers(1, 3),
+    cache=st.integers(100, 1300),
+)
+def test_left_out_decode_steps_hardly_matter(prompt: int, new: int, batch: int, cache: int) -> None:
+    profile = tiny.made_up([MIB] * 4, tiny.Costs(cache=cache))
+    load = workload(prompt, new, batch=batch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "_MOST_EVENTS", 10**6)
+        every = Replay(profile, load)
+        patch.setattr(replay, "_MOST_EVENTS", 0)
+        chosen = Replay(profile, load)
+    assert len(every.steps) == new > len(chosen.steps)
+    for blocks in ([0, 1, 2, 3], [1, 2]):
+        few, all_ = chosen.run(blocks), every.run(blocks)
+        assert few is not None
+        assert all_ is not None
+        # A block that is larger than asked for by up to 1 MiB isn't split, and counts whole.
+        assert abs(few.allocated - all_.allocated) <= len(blocks) * MIB
+        assert abs(few.reserved - all_.reserved) <= LARGE_SEGMENT_BYTES
+
+
+def test_nothing_stays_alive_but_weights_and_caches() -> None:
+    profile = tiny.made_up([MIB] * 4, CACHED)
+    run = replay._StageRun(Replay(profile, workload(50, 20)), [0, 1, 2, 3], None)
+    run.run()
+    assert run.memory.cached == 2 * -(-69 * 512 // 512) * 512
+    assert run.memory.allocated == run.memory.requested == 4 * MIB + run.memory.cached

@@ -1,0 +1,164 @@
+"""What was measured is found again, strictly, and takes the place of published figures."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from recordings import replay
+
+from duoka.errors import FormatError
+from duoka.hardware import calibration
+from duoka.hardware.calibration import Calibration, GpuFigures, LinkFigures
+from duoka.hardware.device import RESERVE_BYTES, STEP_BYTES
+from duoka.hardware.fleet import Fleet
+
+MIB, GIB = 2**20, 2**30
+DRIVER = "550.54.15"
+FIGURES = GpuFigures(
+    product="NVIDIA GeForce RTX 3090",
+    memory_bytes=24576 * MIB,
+    overhead_bytes=400 * MIB,
+    memory_bytes_per_second=850e9,
+    flops_per_second=65e12,
+    float32_flops_per_second=30e12,
+    launch_seconds=4e-6,
+    from_pinned_bytes_per_second=25e9,
+    to_pinned_bytes_per_second=26e9,
+    from_pageable_bytes_per_second=8e9,
+    to_pageable_bytes_per_second=6e9,
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DUOKA_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def made(
+    *gpus: GpuFigures, links: tuple[LinkFigures, ...] = (), driver: str = DRIVER
+) -> Calibration:
+    return Calibration(driver=driver, torch=calibration.torch_version(), gpus=gpus, links=links)
+
+
+def link(source: str, target: str, speed: float) -> LinkFigures:
+    return LinkFigures(
+        source=source,
+        target=target,
+        source_product=FIGURES.product,
+        target_product=FIGURES.product,
+        bytes_per_second=speed,
+        latency_seconds=8e-6,
+    )
+
+
+def test_what_was_kept_is_found() -> None:
+    assert calibration.is_empty()
+    assert calibration.find(DRIVER) == made()
+    measured = made(FIGURES, links=(link("GPU-a", "GPU-b", 1e10),))
+    assert calibration.keep(measured) == calibration.path_for(DRIVER)
+    assert not calibration.is_empty()
+    assert calibration.find(DRIVER) == measured
+    assert calibration.find("560.1").gpus == ()
+
+
+def test_what_is_measured_again_takes_the_place_of_the_old() -> None:
+    other = replace(FIGURES, product="NVIDIA A10")
+    calibration.keep(made(FIGURES, other, links=(link("GPU-a", "GPU-b", 1e10),)))
+    faster = replace(FIGURES, memory_bytes_per_second=900e9)
+    calibration.keep(made(faster, links=(link("GPU-b", "GPU-a", 2e10),)))
+    found = calibration.find(DRIVER)
+    assert set(found.gpus) == {other, faster}
+    assert len(found.links) == 2
+
+
+@pytest.mark.parametrize("damage", ["digit", "cut", "nothing", "driver", "negative", "unknown"])
+def test_what_was_damaged_was_not_measured(damage: str) -> None:
+    path = calibration.keep(made(FIGURES))
+    text = path.read_text(encoding="utf-8")
+    data = json.loads(text.partition("\n")[2])
+    if damage == "driver":
+        data["driver"] = "1"
+    elif damage == "negative":
+        data["gpus"][0]["launch_seconds"] = -1.0
+    elif damage == "unknown":
+        data["gpus"][0]["colour"] = "green"
+    told = json.dumps(data)
+    damaged = {
+        "digit": text.replace("850000000000.0", "950000000000.0"),
+        "cut": text[:-3],
+        "nothing": "",
+    }.get(damage, f"{calibration._digest(told)}\n{told}")
+    path.write_text(damaged, encoding="utf-8")
+    assert calibration.find(DRIVER) == made()
+
+
+def test_impossible_figures_are_refused() -> None:
+    for value in (-1.0, 0.0, float("nan"), float("inf")):
+        with pytest.raises(FormatError, match="flops_per_second"):
+            replace(FIGURES, flops_per_second=value)
+    with pytest.raises(FormatError, match="the link"):
+        link("GPU-a", "GPU-b", 0.0)
+    assert replace(FIGURES, overhead_bytes=0).reserve_bytes == 64 * MIB
+
+
+def test_the_reserve_has_a_margin() -> None:
+    assert FIGURES.reserve_bytes == 464 * MIB
+    assert replace(FIGURES, overhead_bytes=1024 * MIB).reserve_bytes == 1152 * MIB
+
+
+def test_two_kinds_of_one_name_differ_in_memory() -> None:
+    small = replace(FIGURES, memory_bytes=8 * GIB)
+    both = made(FIGURES, small)
+    assert both.of_product(FIGURES.product, 8 * GIB - 100 * MIB) == small
+    assert both.of_product(FIGURES.product, 24 * GIB) == FIGURES
+    assert both.of_product(FIGURES.product, 16 * GIB) is None
+    assert both.of_product(FIGURES.product, None) is None
+
+
+def test_detected_gpus_are_as_they_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = replay(monkeypatch, "eight-3090")
+    driver = recording.data["nvmlSystemGetDriverVersion"]
+    before = Fleet.detect("0,1")
+    one, other = recording.uuids[:2]
+    calibration.keep(made(FIGURES, links=(link(one, other, 5e9),), driver=driver))
+    after = Fleet.detect("0,1")
+    first = after.devices[0]
+    assert (first.memory_bytes_per_second, first.flops_per_second) == (850e9, 65e12)
+    assert (first.launch_seconds, first.host_bytes_per_second) == (4e-6, 25e9)
+    assert {"memory_bytes_per_second", "reserve_bytes"} <= set(first.measured)
+    free = before.devices[0].budget_bytes + before.devices[0].reserve_bytes
+    assert first.budget_bytes == (free - FIGURES.reserve_bytes) // STEP_BYTES * STEP_BYTES
+    there, back = after.link(*after.names), after.link(*reversed(after.names))
+    assert there is not None
+    assert back is not None
+    assert (there.bytes_per_second, there.measured, back.measured) == (5e9, True, False)
+    calibration.path_for(driver).unlink()
+    assert Fleet.detect("0,1") == before
+
+
+def test_declared_cards_are_as_their_kind_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = replay(monkeypatch, "eight-3090")
+    driver = recording.data["nvmlSystemGetDriverVersion"]
+    links = (link("GPU-a", "GPU-b", 5e9), link("GPU-b", "GPU-a", 6e9))
+    calibration.keep(made(FIGURES, links=links, driver=driver))
+    fleet = Fleet.parse("2xRTX3090+RTX4090")
+    first, second, other = fleet.devices
+    assert first.memory_bytes_per_second == 850e9
+    assert first.reserve_bytes == FIGURES.reserve_bytes
+    assert (other.memory_bytes_per_second, other.measured) == (1008e9, ())
+    assert other.reserve_bytes == RESERVE_BYTES
+    way = fleet.link(first.name, second.name)
+    assert way is not None
+    assert (way.bytes_per_second, way.measured) == (5e9, True)
+    crossing = fleet.link(first.name, other.name)
+    assert crossing is not None
+    assert not crossing.measured
+
+
+def test_without_a_driver_nothing_was_measured() -> None:
+    calibration.keep(made(FIGURES))
+    assert Fleet.parse("RTX3090").devices[0].measured == ()

@@ -1,0 +1,364 @@
+"""Fleets: what people write is understood, and what can't be is refused with the forms."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from fuzzing import fuzz
+from hypothesis import given
+from hypothesis import strategies as st
+from recordings import replay
+
+from duoka.base.serialization import from_dict, to_dict
+from duoka.errors import DuokaError, FleetError, UsageError
+from duoka.hardware import catalogue
+from duoka.hardware.device import MAX_DEVICES, RESERVE_BYTES, Device, Link
+from duoka.hardware.fleet import Fleet
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("24GiB", [("cuda:0", 24 * GIB)]),
+        ("24GiB,12GiB", [("cuda:0", 24 * GIB), ("cuda:1", 12 * GIB)]),
+        ("2x24GiB,12GiB", [("cuda:0", 24 * GIB), ("cuda:1", 24 * GIB), ("cuda:2", 12 * GIB)]),
+        (
+            " 2 x 24 GiB , 512MiB ",
+            [("cuda:0", 24 * GIB), ("cuda:1", 24 * GIB), ("cuda:2", GIB // 2)],
+        ),
+        ("virtual:2x24GiB", [("vgpu:0", 24 * GIB), ("vgpu:1", 24 * GIB)]),
+        ("virtual:24GiB,12GiB", [("vgpu:0", 24 * GIB), ("vgpu:1", 12 * GIB)]),
+        ("VIRTUAL: 1X64KiB", [("vgpu:0", 64 * 1024)]),
+        ("2×24GB", [("cuda:0", 24 * 10**9), ("cuda:1", 24 * 10**9)]),
+        ("virtual:1.5GiB", [("vgpu:0", 3 * GIB // 2)]),
+    ],
+)
+def test_parse(text: str, expected: list[tuple[str, int]]) -> None:
+    fleet = Fleet.parse(text)
+    assert [(device.name, device.budget_bytes) for device in fleet.devices] == expected
+    assert fleet.links == ()
+    assert fleet.budget_bytes == sum(size for _, size in expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", FleetError),
+        ("   ", FleetError),
+        ("virtual:", FleetError),
+        (",", UsageError),
+        ("24GiB,", UsageError),
+        ("24GiB,,12GiB", UsageError),
+        ("2x24", UsageError),
+        ("lots", UsageError),
+        ("-24GiB", UsageError),
+        ("24GiB 12GiB", UsageError),
+        ("24GiB;12GiB", UsageError),
+        ("2xRTX4099", UsageError),
+        ("24GiB," * 1000, UsageError),
+        ("cuda:0", UsageError),
+        ("virtual:virtual:24GiB", UsageError),
+        ("0GiB", UsageError),
+        ("0x24GiB", FleetError),
+        ("x24GiB", UsageError),
+        (f"{MAX_DEVICES + 1}x1GiB", FleetError),
+        (f"{MAX_DEVICES}x1GiB,1GiB", FleetError),
+        ("9" * 3000 + "x1GiB", FleetError),
+    ],
+)
+def test_parse_refuses(text: str, error: type[DuokaError]) -> None:
+    with pytest.raises(error) as caught:
+        Fleet.parse(text)
+    if "more than" not in str(caught.value):
+        assert "24GiB" in str(caught.value.hint)
+
+
+RTX4090 = catalogue.find("RTX 4090")
+RTX3090 = catalogue.find("RTX 3090")
+
+
+def test_cards_have_budgets_and_speeds() -> None:
+    first, _, third = Fleet.parse("2xRTX4090+1xRTX3090").devices
+    # From pinned memory over PCIe 4.0 with 16 lanes.
+    assert first.host_bytes_per_second == pytest.approx(0.77 * 31.5e9, rel=1e-3)
+    assert replace(first, host_bytes_per_second=None) == Device(
+        name="cuda:0",
+        budget_bytes=RTX4090.usable_bytes - RESERVE_BYTES,
+        product="RTX 4090",
+        memory_bytes=RTX4090.usable_bytes,
+        reserve_bytes=RESERVE_BYTES,
+        memory_bytes_per_second=1008e9,
+        flops_per_second=165.2e12,
+        has_bfloat16=True,
+        float32_flops_per_second=82.6e12,
+    )
+    assert (third.name, third.product) == ("cuda:2", "RTX 3090")
+    assert RESERVE_BYTES == 768 * 2**20
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2xRTX4090+1xRTX3090",
+        "2xRTX4090,RTX3090",
+        " 2 x rtx 4090 , rtx-3090 ",
+        "2*GeForce RTX 4090 + NVIDIA GeForce RTX 3090",
+        "2x4090,1x3090",
+    ],
+)
+def test_cards_are_written_in_many_ways(text: str) -> None:
+    assert Fleet.parse(text) == Fleet.parse("RTX4090,RTX4090,RTX3090")
+
+
+def test_which_cards_have_bfloat16() -> None:
+    fleet = Fleet.parse("P100,V100-16GB,T4,RTX 2080 Ti,A100-80GB,RTX 3060,L4,B200,24GiB+My:24GiB")
+    has = [device.has_bfloat16 for device in fleet.devices]
+    assert has == [False] * 4 + [True] * 4 + [None] * 2
+
+
+def test_cards_and_budgets_may_be_mixed() -> None:
+    fleet = Fleet.parse("virtual:RTX4090+24GiB,2xMyCard:24GiB")
+    assert fleet.names == ("vgpu:0", "vgpu:1", "vgpu:2", "vgpu:3")
+    assert [device.product for device in fleet.devices] == ["RTX 4090", "", "MyCard", "MyCard"]
+    assert fleet.devices[1] == Device(name="vgpu:1", budget_bytes=24 * GIB)
+    assert fleet.links == ()
+
+
+def test_virtual_cards_are_as_the_real_ones() -> None:
+    real, virtual = Fleet.parse("2xL4+T4"), Fleet.parse("virtual:2xL4+T4")
+    assert [replace(device, name="cpu") for device in real.devices] == [
+        replace(device, name="cpu") for device in virtual.devices
+    ]
+    assert len(real.links) == len(virtual.links) == 6
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "MyCard:24GiB,936GB/s,71TFLOPs",
+        "MyCard:71TFLOPS,936GB/s,24GiB",
+        " MyCard : 936 GB/s , 24 GiB , 71 tflop/s ",
+        "1xMyCard:0.936TB/s,71000GFLOPs,24GiB",
+        "MyCard:24GiB,936GBps,0.071PFLOPS",
+    ],
+)
+def test_a_card_with_its_figures(text: str) -> None:
+    assert Fleet.parse(text).devices == (
+        Device(
+            name="cuda:0",
+            budget_bytes=24 * GIB - RESERVE_BYTES,
+            product="MyCard",
+            memory_bytes=24 * GIB,
+            reserve_bytes=RESERVE_BYTES,
+            memory_bytes_per_second=936e9,
+            flops_per_second=71e12,
+        ),
+    )
+
+
+def test_the_figures_of_a_card_end_at_a_plus() -> None:
+    fleet = Fleet.parse("4GiB,My Card v2:24GiB,936GB/s+RTX3090,Other:8GiB")
+    assert [device.product for device in fleet.devices] == ["", "My Card v2", "RTX 3090", "Other"]
+    assert fleet.devices[3].memory_bytes_per_second is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("MyCard:", "has '', which is no memory"),
+        ("MyCard:936GB/s", "doesn't say how much memory"),
+        ("MyCard:24GiB,24GiB", "two figures for its memory"),
+        ("MyCard:24GiB,1GB/s,2GB/s", "two figures for its memory speed"),
+        ("MyCard:24GiB,RTX4090", "has 'RTX4090', which is no memory"),
+        ("MyCard:24GiB,0TFLOPs", "has '0TFLOPs'"),
+        ("MyCard:24GiB,1e9TFLOPs", "has '1e9TFLOPs'"),
+        ("MyCard:24GiB,0GB/s", "not a positive size"),
+        ("MyCard:99999999999TiB", r"more than 1024\.00 TiB"),
+        ("MyCard:24GiB,99999999999TB/s", r"more than 1024\.00 TiB"),
+        (":24GiB", "'' is not a name for a card"),
+        ("\x1b[31m:24GiB", "is not a name for a card"),
+        ("x" * 41 + ":24GiB", "is not a name for a card"),
+        ("cuda:0", "'cuda:0' is torch's name for a device"),
+        ("virtual:virtual:24GiB", "'virtual' is not a name for a card"),
+        ("RTX4095", "the nearest are RTX 4090"),
+        ("A100", "can be several GPUs: A100-40GB-PCIe"),
+        ("2,24GiB", "mixes GPUs of this machine .'2'. with declared ones"),
+        ("RTX4090+GPU-8932f937", "mixes GPUs of this machine .'GPU-8932f937'."),
+        ("virtual:2", "takes '2' for a virtual GPU"),
+        ("virtual:all", "takes 'all' for a virtual GPU"),
+        ("all,2", '"all" stands alone'),
+        ("all,all", '"all" stands alone'),
+        ("24GiB+", "has an empty entry"),
+        ("+", "has an empty entry"),
+        ("2x24", "'24' is not a size"),
+        ("24G", "'24G' is not a size"),
+        ("99999999TiB", r"is more than 1024\.00 TiB"),
+    ],
+)
+def test_what_isnt_understood_is_told(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        Fleet.parse(text)
+    assert caught.value.hint
+
+
+def test_a_card_smaller_than_the_reserve() -> None:
+    with pytest.raises(FleetError, match=r"Tiny has 512\.00 MiB, and 768\.00 MiB are kept") as e:
+        Fleet.parse("Tiny:512MiB")
+    assert '"512MiB"' in str(e.value.hint)
+
+
+def test_links_between_cards() -> None:
+    fleet = Fleet.parse("RTX4090+RTX 4060 Ti+2xH100-SXM+2xV100-16GB-SXM+H100-NVL")
+
+    def speed(source: int, target: int) -> float:
+        link = fleet.link(f"cuda:{source}", f"cuda:{target}")
+        assert link is not None
+        return link.bytes_per_second / 1e9
+
+    assert speed(0, 2) == pytest.approx(0.6 * 31.5, rel=1e-3)  # PCIe 4.0 on 16 lanes
+    assert speed(0, 1) == speed(1, 0) == pytest.approx(0.6 * 15.75, rel=1e-3)  # on 8
+    assert speed(2, 3) == pytest.approx(0.8 * 450)  # over switches
+    assert speed(4, 5) == pytest.approx(0.8 * 25)  # one link of a mesh
+    assert speed(3, 4) == pytest.approx(0.6 * 15.75, rel=1e-3)
+    assert speed(2, 6) == pytest.approx(0.6 * 63, rel=1e-3)  # another kind of card
+    bridged = Fleet.parse("2xRTX3090").links[0]  # a bridge is not taken to be there
+    assert bridged.bytes_per_second == pytest.approx(0.6 * 31.5e9, rel=1e-3)
+    assert bridged.latency_seconds == 15e-6
+
+
+def test_links_of_unknown_cards_are_unknown() -> None:
+    fleet = Fleet.parse("2xRTX4090+24GiB")
+    assert fleet.link("cuda:0", "cuda:1") is not None
+    assert fleet.link("cuda:0", "cuda:2") is None
+
+
+_PIECES = (
+    "2x 1x 0x 64x 65x 99999999999x x X × * 24GiB 12 GiB 8 0GiB 1e9 .5GiB 1..2GiB -1GiB 24G TiB "
+    "RTX4090 rtx 3090 A100 A100-80GB MyCard : :24GiB 936GB/s 71TFLOPs 0TFLOPs /s virtual: virtual "
+    "all ALL 2 3 007 GPU- GPU-0 MIG-1/2/3 cuda:0 , + ,, ++ \x00 \x1b[31m ٣ 卡 \ud800"
+)
+PIECES = st.sampled_from(_PIECES.split(" "))
+SPLIT = st.sampled_from(["", "", ",", "+", " ", ":"])
+
+
+def read(text: str) -> Fleet | DuokaError:
+    try:
+        return Fleet.parse(text)
+    except DuokaError as error:
+        return error
+
+
+@fuzz()
+@given(
+    st.one_of(
+        st.text(max_size=60),
+        st.text(alphabet="0123456789xGiBMvrtual:,. -+", max_size=40),
+        st.lists(st.tuples(PIECES, SPLIT), max_size=12).map(
+            lambda pairs: "".join(piece + split for piece, split in pairs)
+        ),
+    )
+)
+def test_any_text_is_a_fleet_or_a_duoka_error(text: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        recording = replay(patch, "eight-3090")
+        fleet = read(text)
+    if isinstance(fleet, DuokaError):
+        assert len(str(fleet)) < 1000
+        assert str(fleet).isprintable()
+        assert fleet.hint
+        return
+    assert 0 < len(fleet.devices) <= MAX_DEVICES
+    assert len(set(fleet.names)) == len(fleet.devices)
+    assert all(0 < device.budget_bytes <= 2**50 for device in fleet.devices)
+    there = [device.uuid in recording.uuids for device in fleet.devices]
+    assert all(there) or not any(there)
+    assert from_dict(Fleet, json.loads(json.dumps(to_dict(fleet)))) == fleet
+
+
+@fuzz()
+@given(st.lists(st.sampled_from([card.name for card in catalogue.cards()]), min_size=1, max_size=8))
+def test_any_cards_are_a_fleet(names: list[str]) -> None:
+    fleet = Fleet.parse("+".join(names))
+    assert [device.product for device in fleet.devices] == names
+    assert Fleet.parse(",".join(names)) == fleet
+    assert all(link.bytes_per_second > 1e9 for link in fleet.links)
+
+
+@fuzz()
+@given(st.data())
+def test_any_choice_of_gpus_is_that_choice(data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(8)))
+    chosen = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True))
+    with pytest.MonkeyPatch.context() as patch:
+        recording = replay(patch, "eight-3090", visible=order)
+        as_uuid = data.draw(st.lists(st.booleans(), min_size=8, max_size=8))
+        texts = [recording.uuids[i] if as_uuid[i] else str(i) for i in chosen]
+        fleet = Fleet.parse(",".join(texts))
+    assert [device.uuid for device in fleet.devices] == [recording.uuids[i] for i in chosen]
+    assert fleet.names == tuple(f"cuda:{order.index(i)}" for i in chosen)
+
+
+def test_json_form() -> None:
+    fleet = Fleet(
+        devices=(
+            Device(name="cuda:2", budget_bytes=5, product="NVIDIA X", uuid="GPU-1"),
+            Device(name="cpu", budget_bytes=7, memory_bytes_per_second=1e9, flops_per_second=2e9),
+        ),
+        links=(Link(source="cpu", target="cuda:2", bytes_per_second=1e9, latency_seconds=1e-5),),
+    )
+    assert from_dict(Fleet, json.loads(json.dumps(to_dict(fleet)))) == fleet
+
+
+@pytest.mark.parametrize(
+    "name", ["", "cuda:", "cuda:-1", "cuda:01", "CUDA:0", "cuda:0 ", "0", "a:1:2"]
+)
+def test_device_names_are_torchs(name: str) -> None:
+    with pytest.raises(FleetError, match="is not the name of a device"):
+        Device(name=name, budget_bytes=1)
+
+
+def test_what_a_device_and_a_link_refuse() -> None:
+    with pytest.raises(FleetError, match="budget of cpu is 0 bytes"):
+        Device(name="cpu", budget_bytes=0)
+    with pytest.raises(FleetError, match="flops_per_second of cpu is 0"):
+        Device(name="cpu", budget_bytes=1, flops_per_second=0.0)
+    with pytest.raises(FleetError, match="reserve of cpu is -1 bytes"):
+        Device(name="cpu", budget_bytes=1, reserve_bytes=-1)
+    with pytest.raises(FleetError, match=r"has 5 B of memory, and a budget and reserve of 6 B"):
+        Device(name="cpu", budget_bytes=5, reserve_bytes=1, memory_bytes=5)
+    with pytest.raises(FleetError, match=r"product of cpu can't be shown: '\\x1b"):
+        Device(name="cpu", budget_bytes=1, product="\x1b[31m")
+    with pytest.raises(FleetError, match="uuid of cpu can't be shown"):
+        Device(name="cpu", budget_bytes=1, uuid="x" * 121)
+    with pytest.raises(FleetError, match="to itself"):
+        Link(source="cpu", target="cpu", bytes_per_second=1.0, latency_seconds=0.0)
+    with pytest.raises(FleetError, match="-1"):
+        Link(source="cpu", target="cuda:0", bytes_per_second=1.0, latency_seconds=-1.0)
+
+
+def test_what_a_fleet_refuses() -> None:
+    one, two = Device(name="cuda:0", budget_bytes=1), Device(name="cuda:1", budget_bytes=1)
+    link = Link(source="cuda:0", target="cuda:1", bytes_per_second=1.0, latency_seconds=0.0)
+    with pytest.raises(FleetError, match="no device to use"):
+        Fleet(devices=())
+    with pytest.raises(FleetError, match="cuda:0 stands twice"):
+        Fleet(devices=(one, one))
+    with pytest.raises(FleetError, match="names cuda:1, which is not in the fleet"):
+        Fleet(devices=(one,), links=(link,))
+    with pytest.raises(FleetError, match="the link cuda:0 → cuda:1 stands twice"):
+        Fleet(devices=(one, two), links=(link, link))
+
+
+def test_finding_devices_and_links() -> None:
+    link = Link(source="cuda:0", target="cuda:1", bytes_per_second=1.0, latency_seconds=0.0)
+    fleet = Fleet(devices=Fleet.parse("2x1GiB").devices, links=(link,))
+    assert fleet.device("cuda:1").name == "cuda:1"
+    assert fleet.link("cuda:0", "cuda:1") is link
+    assert fleet.link("cuda:1", "cuda:0") is None
+    with pytest.raises(FleetError, match="'cuda:2' is not in the fleet") as caught:
+        fleet.device("cuda:2")
+    assert caught.value.hint == "it has cuda:0, cuda:1"

@@ -1,0 +1,252 @@
+"""Weights in the host's memory: the fewest bytes that will do, and a forecast that is measured."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import MIB
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from duoka import Device, Fleet, Plan, Workload, check, load, models
+from duoka import plan as plan_model
+from duoka.checker.prove import prove
+from duoka.errors import FleetError, FormatError, InfeasibleError, UsageError
+from duoka.forecast.profile import Profile
+from duoka.planner.constraints import Constraints
+from duoka.planner.offload import candidates, offloadable, weight_bytes
+from duoka.planner.planner import Question, solve
+from duoka.tracing import Subject, trace
+
+LOAD = Workload(prompt_tokens=700, new_tokens=40, dtype="bfloat16", prefill_chunk_tokens=None)
+LAYERS = tiny.made_up([60 * MIB, *[40 * MIB] * 6, 60 * MIB], tiny.Costs(cache=2048))
+OFFLOAD = Constraints(offload=True)
+DEEP: dict[str, Any] = {**tiny.CONFIGS["llama"], "hidden_size": 512, "num_hidden_layers": 10}
+
+
+def ask(*budgets_mib: float, **more: Any) -> Question:
+    return Question(
+        fleet=tiny.fleet(*budgets_mib), workload=LOAD, **{"constraints": OFFLOAD, **more}
+    )
+
+
+def names(*blocks: int) -> tuple[str, ...]:
+    return tuple(f"block.{block}" for block in blocks)
+
+
+def fits(profile: Profile, question: Question) -> bool:
+    try:
+        solve(profile, replace(question, constraints=Constraints()))
+    except InfeasibleError:
+        return False
+    return True
+
+
+def all_that_fit(profile: Profile, *budgets: float) -> list[int]:
+    """The bytes on the host of all that may lie there and make the rest fit."""
+    return [
+        size
+        for size, blocks in [(0, ()), *candidates(profile)]
+        if fits(profile.offloading(blocks), ask(*budgets))
+    ]
+
+
+def test_nothing_is_offloaded_where_all_fits() -> None:
+    asked = ask(400)
+    assert (
+        solve(LAYERS, asked).placement
+        == solve(LAYERS, replace(asked, constraints=Constraints())).placement
+    )
+    assert solve(LAYERS, asked).offloaded == ()
+
+
+def test_nothing_is_offloaded_unless_asked() -> None:
+    with pytest.raises(InfeasibleError):
+        solve(LAYERS, ask(300, constraints=Constraints()))
+
+
+def test_layers_are_offloaded_rather_than_a_large_head() -> None:
+    plan = solve(LAYERS, ask(345))
+    # 60 + 60 + 40 * 6 = 360 MiB; of what is offloaded two layers' worth is taken for buffers
+    assert plan.offloaded == names(4, 5, 6)
+    assert plan.forecast.host_bytes == 120 * MIB
+    assert plan.forecast.devices[0].weight_bytes == 320 * MIB
+    assert any("120.00 MiB; with less there nothing fits" in reason for reason in plan.why)
+    assert any("so much memory isn't known" in reason for reason in plan.why)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_the_buffers_are_for_what_is_on_the_same_gpu() -> None:
+    plan = solve(LAYERS, ask(200, 150))
+    placed = dict(plan.placement.entries)
+    assert plan.offloaded
+    for device in plan.forecast.devices:
+        here = [n for n in plan.offloaded if placed[n] == device.device]
+        resident = [n for n, at in placed.items() if at == device.device and n not in here]
+        sizes = {n: weight_bytes(LAYERS, int(n.removeprefix("block."))) for n in placed}
+        buffers = [max(sizes[n] for n in here[k::2]) for k in range(min(2, len(here)))]
+        assert device.weight_bytes == sum(sizes[n] for n in resident) + sum(buffers)
+
+
+@settings(max_examples=12)
+@given(
+    budgets=st.lists(st.integers(40, 200), min_size=1, max_size=2),
+    weights=st.lists(st.integers(1, 60), min_size=3, max_size=7),
+    cache=st.sampled_from([0, 2048]),
+)
+def test_nothing_less_would_do(budgets: list[int], weights: list[int], cache: int) -> None:
+    profile = tiny.made_up([weight * MIB for weight in weights], tiny.Costs(cache=cache))
+    sizes = all_that_fit(profile, *budgets)
+    try:
+        plan = solve(profile, ask(*budgets))
+    except InfeasibleError:
+        assert not sizes
+        return
+    assert plan.forecast.host_bytes == min(sizes)
+
+
+def test_small_tensors_free_more_than_their_bytes() -> None:
+    """An allocator makes 512 bytes of each 100: what is taken away counts as that, too."""
+    sizes = [3 * MIB, *[2 * MIB] * 8, 3 * MIB]
+    profile = tiny.made_up(sizes)
+    kinds = [(100,) * (sum(kind.weight_bytes) // 512) for kind in profile.kinds]
+    profile = replace(
+        profile,
+        kinds=tuple(
+            replace(kind, weight_bytes=pieces)
+            for kind, pieces in zip(profile.kinds, kinds, strict=True)
+        ),
+    )
+    budget = next(each for each in range(40, 8, -1) if not fits(profile, ask(each)))
+    plan = solve(profile, ask(budget))
+    assert plan.forecast.host_bytes == min(all_that_fit(profile, budget)) > 0
+
+
+def test_candidates_are_runs_that_end_with_the_layers_or_the_model() -> None:
+    tied = tiny.made_up([60, *[40] * 3, 50, 60, 0], tied_to={6: 0})
+    assert offloadable(tied) == [1, 2, 3, 4, 5]
+    runs = [blocks for _, blocks in candidates(tied)]
+    assert sorted({blocks[-1] for blocks in runs}) == [3, 4, 5]
+    assert [size for size, _ in candidates(tied)] == sorted(size for size, _ in candidates(tied))
+    assert all(list(blocks) == list(range(blocks[0], blocks[-1] + 1)) for blocks in runs)
+
+
+def test_the_host_has_its_limit_too() -> None:
+    gpu, host = Device(name="vgpu:0", budget_bytes=345 * MIB), Device(name="cpu", budget_bytes=1)
+    fleet = Fleet(devices=(gpu, host))
+    with pytest.raises(InfeasibleError):
+        solve(LAYERS, replace(ask(1), fleet=fleet))
+    fleet = replace(fleet, devices=(gpu, replace(host, budget_bytes=200 * MIB)))
+    plan = solve(LAYERS, replace(ask(1), fleet=fleet))
+    assert plan.offloaded
+    assert not any("isn't known" in reason and "so much" in reason for reason in plan.why)
+
+
+def test_seconds_are_those_of_the_link() -> None:
+    fleet = Fleet.parse("RTX 3060")
+    (card,) = fleet.devices
+    fleet = replace(fleet, devices=(replace(card, budget_bytes=345 * MIB),))
+    plan = solve(LAYERS, replace(ask(1), fleet=fleet))
+    rate = card.host_bytes_per_second
+    assert rate is not None
+    assert 10e9 < rate < 25e9  # PCIe 4.0, 16 lanes, and what a copy gets of it
+    assert plan.forecast.copy_seconds == pytest.approx(120 * MIB / rate)
+    assert plan.forecast.seconds is not None
+    assert plan.forecast.seconds.token_seconds is not None
+    assert plan.forecast.seconds.token_seconds == pytest.approx(120 * MIB / rate, rel=1e-3)
+
+
+def test_gpus_that_differ_in_their_link_to_the_host_are_not_exchanged() -> None:
+    cards = [
+        Device(
+            name=f"vgpu:{number}",
+            budget_bytes=185 * MIB,
+            memory_bytes_per_second=1e12,
+            flops_per_second=1e14,
+            host_bytes_per_second=rate,
+        )
+        for number, rate in enumerate((1e9, 1e11))
+    ]
+    for devices in (cards, cards[::-1]):
+        plan = solve(
+            LAYERS, replace(ask(1), fleet=Fleet(devices=tuple(devices)), objective="latency")
+        )
+        assert plan.offloaded
+        assert plan.forecast.seconds is not None
+        assert plan.value == pytest.approx(plan.forecast.seconds.total_seconds)
+
+
+@functools.cache
+def deep() -> Profile:
+    model = models.build(DEEP, dtype=torch.bfloat16)
+    return trace(model, Subject(fingerprint="deep", max_context_tokens=8192))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "budgets"),
+    [(300, 20, (44,)), (300, 20, (24, 26)), (1500, 5, (62,))],
+)
+def test_the_forecast_is_what_is_measured(prompt: int, new: int, budgets: tuple[int, ...]) -> None:
+    work = replace(LOAD, prompt_tokens=prompt, new_tokens=new)
+    plan = solve(deep(), replace(ask(*budgets), workload=work))
+    assert len(plan.offloaded) > 2
+    measured = prove(plan, models.build(DEEP, dtype=torch.bfloat16))
+    for device, found in zip(plan.forecast.devices, measured, strict=True):
+        assert found.allocated_bytes == device.allocated_bytes
+        assert found.reserved_bytes <= device.budget_bytes
+    report = check(models.build(DEEP, dtype=torch.bfloat16), plan)
+    assert report.ok
+    for device, peak in zip(plan.forecast.devices, report.memory, strict=True):
+        assert peak.allocated_bytes == device.allocated_bytes
+    with pytest.raises(UsageError, match="can't be trained"):
+        check(models.build(DEEP, dtype=torch.bfloat16), plan, train=True)
+
+
+def test_a_plan_names_only_what_is_placed() -> None:
+    plan = solve(LAYERS, ask(345))
+    with pytest.raises(FormatError, match="isn't placed"):
+        replace(plan, offloaded=("block.99",))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    fields = {name: DEEP[name] for name in DEEP.keys() - {"model_type"}}
+    model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**fields), dtype=torch.bfloat16)
+    path = tmp_path_factory.mktemp("deep")
+    model.save_pretrained(path)
+    return path
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model(torch.arange(40, device=model.device)[None]).logits
+    return found.cpu()
+
+
+def test_what_is_loaded_computes_the_same(checkpoint: Path) -> None:
+    work = Workload(prompt_tokens=300, new_tokens=20)
+    expected = logits(load(plan_model(checkpoint, "virtual:1GiB", work)))
+    plan = plan_model(checkpoint, "virtual:44MiB", work, constraints=OFFLOAD)
+    assert len(plan.offloaded) > 2
+    model = load(plan)
+    assert torch.equal(logits(model), expected)
+    on_host = {name for name, tensor in model.named_parameters() if tensor.device.type == "cpu"}
+    assert {".".join(name.split(".")[:3]) for name in on_host} == set(plan.offloaded)
+
+
+def test_more_than_the_host_has_is_refused_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Path
+) -> None:
+    work = Workload(prompt_tokens=300, new_tokens=20)
+    plan = plan_model(checkpoint, "virtual:44MiB", work, constraints=OFFLOAD)
+    monkeypatch.setattr("duoka.hardware.host.available_bytes", lambda: 1000)
+    with pytest.raises(FleetError, match="of weights in the host's memory, and 1000 B"):
+        load(plan)

@@ -1,0 +1,263 @@
+"""The planner on made-up profiles: optimal, deterministic, and refusing with ways that work."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import MIB
+
+from duoka import Device, Fleet, Workload
+from duoka.errors import InfeasibleError, UsageError
+from duoka.forecast.forecast import Costs
+from duoka.forecast.profile import Profile
+from duoka.planner.constraints import Constraints
+from duoka.planner.limits import usable
+from duoka.planner.planner import Question, solve, with_chunks
+
+LOAD = Workload(prompt_tokens=700, new_tokens=40, dtype="bfloat16", prefill_chunk_tokens=None)
+LAYERS = tiny.made_up([60 * MIB, *[40 * MIB] * 6, 60 * MIB], tiny.Costs(cache=2048))
+TIED = tiny.made_up([60 * MIB, *[40 * MIB] * 4, 0], tiny.Costs(cache=2048), tied_to={5: 0})
+
+
+def ask(*budgets_mib: float, load: Workload = LOAD, use_all: bool = False) -> Question:
+    return Question(fleet=tiny.fleet(*budgets_mib), workload=load, use_all=use_all)
+
+
+def headrooms(profile: Profile, question: Question) -> Iterator[tuple[int, float]]:
+    """Devices used and least free memory, for every cut and every order of devices."""
+    costs = Costs(profile, question.workload)
+    budgets = [device.budget_bytes for device in question.fleet.devices]
+    for count in range(1, len(budgets) + 1):
+        for cuts in itertools.combinations(range(1, costs.num_blocks), count - 1):
+            edges = [0, *cuts, costs.num_blocks]
+            for chosen in itertools.permutations(budgets, count):
+                free = []
+                for (start, stop), budget in zip(itertools.pairwise(edges), chosen, strict=True):
+                    needed = costs.requested_bytes(start, stop, budget)
+                    if needed is None or costs.stage_bytes(start, stop, budget) is None:
+                        break
+                    free.append(budget - needed)
+                else:
+                    yield count, min(free)
+
+
+@settings(max_examples=15)
+@given(
+    budgets=st.lists(st.integers(60, 300), min_size=1, max_size=3),
+    weights=st.lists(st.integers(1, 60), min_size=3, max_size=6),
+    cache=st.sampled_from([0, 2048, 20_000]),
+    use_all=st.booleans(),
+)
+def test_nothing_is_better(
+    budgets: list[int], weights: list[int], cache: int, use_all: bool
+) -> None:
+    profile = tiny.made_up([w * MIB for w in weights], tiny.Costs(cache=cache))
+    use_all = use_all and len(budgets) <= len(weights)
+    question = ask(*budgets, use_all=use_all)
+    found = [
+        pair for pair in headrooms(profile, question) if not use_all or pair[0] == len(budgets)
+    ]
+    if not found:
+        with pytest.raises(InfeasibleError):
+            solve(profile, question)
+        return
+    plan = solve(profile, question)
+    fewest = min(count for count, _ in found)
+    assert len(plan.devices) == fewest
+    best = max(free for count, free in found if count == fewest)
+    assert plan.value == best == plan.bound
+    assert min(device.free_bytes for device in plan.forecast.devices) == best
+    assert plan.objective == "headroom"
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    question = ask(240, 200, 220)
+    assert solve(LAYERS, question) == solve(LAYERS, question)
+    again = tiny.made_up([60 * MIB, *[40 * MIB] * 6, 60 * MIB], tiny.Costs(cache=2048))
+    assert solve(again, question).to_json() == solve(LAYERS, question).to_json()
+
+
+def test_one_gpu_when_one_suffices() -> None:
+    plan = solve(LAYERS, ask(300, 1000, 600))
+    assert plan.devices == ("vgpu:1",)
+    assert any("One GPU suffices: vgpu:1" in reason for reason in plan.why)
+
+
+def test_all_gpus_when_asked() -> None:
+    plan = solve(LAYERS, ask(300, 1000, 600, use_all=True))
+    assert set(plan.devices) == {"vgpu:0", "vgpu:1", "vgpu:2"}
+    assert not any("suffices" in reason for reason in plan.why)
+    with pytest.raises(UsageError, match="8 blocks"):
+        solve(LAYERS, ask(*[400] * 9, use_all=True))
+
+
+def test_as_few_as_needed() -> None:
+    plan = solve(LAYERS, ask(250, 250, 250, 250))
+    assert len(plan.devices) == 2
+    assert "2 of 4 GPUs are needed; no single one holds the workload." in plan.why
+
+
+def test_a_plan_is_whole_and_contiguous() -> None:
+    plan = solve(LAYERS, ask(240, 200, 220))
+    assert list(plan.device_map) == [f"block.{index}" for index in range(8)]
+    runs = [device for device, _ in itertools.groupby(plan.device_map.values())]
+    assert len(runs) == len(set(runs))
+    for device in plan.forecast.devices:
+        assert device.reserved_bytes <= device.budget_bytes
+    total = sum(device.weight_bytes for device in plan.forecast.devices)
+    assert total == LAYERS.weight_bytes
+
+
+def test_a_tied_head_runs_on_its_partners_device() -> None:
+    plan = solve(TIED, ask(160, 240, use_all=True))
+    assert plan.device_map["block.5"] == plan.device_map["block.0"]
+    assert plan.device_map["block.4"] != plan.device_map["block.5"]
+    assert any("Tied" in reason for reason in plan.why)
+    assert sum(d.weight_bytes for d in plan.forecast.devices) == TIED.weight_bytes
+
+
+def test_the_binding_device_has_the_least_left() -> None:
+    plan = solve(LAYERS, ask(240, 200, 220))
+    tightest = min(plan.forecast.devices, key=lambda device: device.free_bytes)
+    assert plan.binding_device == tightest.device
+    assert plan.value == tightest.free_bytes
+
+
+# Chunks.
+
+
+def test_the_chunks_to_try() -> None:
+    auto = replace(LOAD, prompt_tokens=3000, prefill_chunk_tokens="auto")
+    assert [w.prefill_chunk_tokens for w in with_chunks(auto)] == [None, 2048, 1024, 512]
+    fixed = replace(auto, prefill_chunk_tokens=100)
+    assert list(with_chunks(fixed)) == [fixed]
+
+
+HUNGRY = tiny.made_up([40 * MIB] * 4, tiny.Costs(cache=256, result=8192, work=32768))
+
+
+def test_the_whole_prompt_where_it_fits() -> None:
+    load = replace(LOAD, prompt_tokens=4000, prefill_chunk_tokens="auto")
+    plan = solve(HUNGRY, ask(500, load=load))
+    assert plan.workload.prefill_chunk_tokens is None
+
+
+def test_the_largest_chunk_that_fits_where_it_does_not() -> None:
+    load = replace(LOAD, prompt_tokens=4000, prefill_chunk_tokens="auto")
+    plan = solve(HUNGRY, ask(300, load=load))
+    chunk = plan.workload.prefill_chunk_tokens
+    assert chunk == 2048
+    assert any("chunks of 2048 tokens" in reason for reason in plan.why)
+    with pytest.raises(InfeasibleError):
+        solve(HUNGRY, ask(300, load=replace(load, prefill_chunk_tokens=None)))
+    solve(HUNGRY, ask(300, load=replace(load, prefill_chunk_tokens=chunk)))
+
+
+def test_a_chunk_that_saves_a_gpu_is_taken() -> None:
+    load = replace(LOAD, prompt_tokens=4000, prefill_chunk_tokens="auto")
+    whole = solve(HUNGRY, ask(300, 300, load=replace(load, prefill_chunk_tokens=None)))
+    assert len(whole.devices) == 2
+    plan = solve(HUNGRY, ask(300, 300, load=load))
+    assert len(plan.devices) == 1
+    assert plan.workload.prefill_chunk_tokens is not None
+
+
+# Refusals.
+
+
+def test_what_was_demanded_is_told_where_it_matters() -> None:
+    profile = tiny.made_up([40 * tiny.MIB] * 4)
+
+    def why(*budgets: int, **demands: Any) -> str:
+        constraints = Constraints(**demands)
+        fleet = usable(tiny.fleet(*budgets), constraints)
+        question = Question(fleet=fleet, workload=Workload(), constraints=constraints)
+        return " ".join(solve(profile, question).why)
+
+    unused = "As asked, 300.00 MiB of vgpu:0 were to stay free; it isn't used."
+    assert unused in why(400, 400, reserve=(("vgpu:0", 300 * tiny.MIB),))
+    assert unused not in why(900, 400, reserve=(("vgpu:0", 300 * tiny.MIB),))
+    assert "nothing is cut at block.1" in why(120, 120, uncut=("block.1",))
+    assert "nothing is cut" not in why(400, uncut=("block.1",))
+    assert "Nothing is offloaded" in why(400, offload=True)
+    assert "offloaded" not in why(400)
+
+
+def test_a_context_beyond_the_models_is_refused() -> None:
+    profile = replace(LAYERS, max_context_tokens=512)
+    with pytest.raises(UsageError, match=r"700 prompt and 40 new tokens are 740; MadeUp .* 512"):
+        solve(profile, ask(1000))
+
+
+def test_the_shortfall_is_no_more_than_what_is_missing() -> None:
+    question = ask(200, 120)
+    with pytest.raises(InfeasibleError) as caught:
+        solve(LAYERS, question)
+    missing = caught.value.shortfall_bytes
+    assert missing >= LAYERS.weight_bytes - 320 * MIB
+    # With that much more on each device it fits, or the shortfall was no lower bound.
+    solve(LAYERS, ask(200 + -(-missing // MIB) + 40, 120 + -(-missing // MIB) + 40))
+    assert re.search(r"at least [\d.]+ [MG]iB are missing", str(caught.value))
+
+
+def test_a_block_that_fits_nowhere_is_refused() -> None:
+    huge = tiny.made_up([MIB, 100 * MIB, MIB])
+    with pytest.raises(InfeasibleError) as caught:
+        solve(huge, ask(50, 50))
+    assert caught.value.shortfall_bytes >= 50 * MIB
+    assert caught.value.ways_out == ()
+    assert caught.value.hint is not None
+
+
+# Speeds.
+
+
+def timed(*speeds: float) -> Fleet:
+    return Fleet(
+        devices=tuple(
+            Device(
+                name=f"vgpu:{index}",
+                budget_bytes=300 * MIB,
+                memory_bytes_per_second=speed,
+                flops_per_second=1e15,
+            )
+            for index, speed in enumerate(speeds)
+        )
+    )
+
+
+def test_the_faster_gpu_takes_more_for_latency() -> None:
+    question = Question(fleet=timed(1e9, 5e9), workload=LOAD)
+    plan = solve(LAYERS, question)
+    assert plan.objective == "latency"
+    assert plan.forecast.seconds is not None
+    assert list(plan.device_map.values()).count("vgpu:1") > 4
+    assert plan.forecast.seconds.total_seconds == pytest.approx(plan.value)
+    even = solve(LAYERS, replace(question, objective="headroom"))
+    assert even.forecast.seconds is not None
+    assert even.forecast.seconds.total_seconds >= plan.forecast.seconds.total_seconds
+
+
+def test_no_seconds_without_speeds() -> None:
+    assert solve(LAYERS, ask(1000)).forecast.seconds is None
+    with pytest.raises(UsageError, match="needs speeds"):
+        solve(LAYERS, replace(ask(1000), objective="latency"))
+
+
+def test_a_further_gpu_makes_no_more_missing() -> None:
+    profile = tiny.made_up([30 * MIB, *[20 * MIB] * 4, 30 * MIB], tiny.Costs(cache=4096, work=9000))
+    workload = Workload(prompt_tokens=900, new_tokens=4, dtype="bfloat16")
+    missing = []
+    for budgets in ((161,), (161, 2)):
+        with pytest.raises(InfeasibleError) as caught:
+            solve(profile, Question(fleet=tiny.fleet(*budgets), workload=workload))
+        missing.append(caught.value.shortfall_bytes)
+    assert missing == [1, 1]

@@ -1,0 +1,129 @@
+"""Calibration, rehearsed on virtual GPUs; on a real one where there is one."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from recordings import replay
+
+from duoka.cli.main import run
+from duoka.errors import FleetError, MachineError
+from duoka.hardware import calibration
+from duoka.hardware.calibration import Calibration, GpuFigures
+from duoka.hardware.device import Device
+from duoka.hardware.fleet import Fleet
+from duoka.tools.bench import calibrate
+from duoka.tools.bench import calibrate as calibrating
+
+MIB = 2**20
+FIGURES = GpuFigures(
+    product="NVIDIA GeForce RTX 3090",
+    memory_bytes=24576 * MIB,
+    overhead_bytes=400 * MIB,
+    memory_bytes_per_second=850e9,
+    flops_per_second=65e12,
+    float32_flops_per_second=30e12,
+    launch_seconds=4e-6,
+    from_pinned_bytes_per_second=None,
+    to_pinned_bytes_per_second=26e9,
+    from_pageable_bytes_per_second=8e9,
+    to_pageable_bytes_per_second=6e9,
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_virtual_gpus_rehearse_and_keep_nothing(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", "--calibrate", "--gpus", "virtual:2x256MiB", "--json"]) == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    (figures,) = told["gpus"]
+    # Virtual GPUs hold nothing outside their allocator, and nothing can be pinned for them.
+    assert figures["overhead_bytes"] == 0
+    assert figures["from_pinned_bytes_per_second"] is None
+    assert figures["flops_per_second"] > figures["launch_seconds"] > 0
+    assert [(link["source"], link["target"]) for link in told["links"]] == [
+        ("vgpu:0", "vgpu:1"),
+        ("vgpu:1", "vgpu:0"),
+    ]
+    assert "a rehearsal" in err
+    assert not cache.exists()
+
+
+def test_equal_gpus_are_told_by_the_worse_one() -> None:
+    slower = replace(FIGURES, flops_per_second=60e12, launch_seconds=5e-6, overhead_bytes=500 * MIB)
+    other = replace(FIGURES, product="NVIDIA A10", to_pinned_bytes_per_second=None)
+    assert list(calibrating._kinds(iter([FIGURES, other, slower]))) == [slower, other]
+
+
+def test_what_is_not_here_is_refused() -> None:
+    with pytest.raises(FleetError, match="these were declared: cuda:0, cuda:1"):
+        calibrate(Fleet.parse("RTX4090+24GiB"))
+
+
+def test_a_gpu_without_room_is_told() -> None:
+    with pytest.raises(FleetError, match="vgpu:0 has too little free memory"):
+        calibrate(Fleet.parse("virtual:1MiB"))
+
+
+def test_a_gpu_that_computes_for_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay(monkeypatch, "eight-3090")
+    with pytest.raises(FleetError, match=r"GPU 3 computes for .* \(pid"):
+        calibrate(Fleet.detect("3"))
+
+
+def test_kept_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    recording = replay(monkeypatch, "eight-3090")
+    for device in recording.data["devices"]:
+        device.pop("nvmlDeviceGetComputeRunningProcesses_v3", None)
+    driver = recording.data["nvmlSystemGetDriverVersion"]
+    fleet = Fleet.detect("0,1")
+    monkeypatch.setattr(calibrating.devices, "materialise", lambda fleet: None)
+    monkeypatch.setattr(calibrating.measuring, "crossing", lambda source, target: (5e9, 1e-5))
+
+    def interrupted(device: Device, say: object) -> GpuFigures:
+        if device.name == "cuda:1":
+            raise KeyboardInterrupt
+        return FIGURES
+
+    monkeypatch.setattr(calibrating, "_measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(fleet)
+    assert calibration.is_empty()
+    monkeypatch.setattr(calibrating, "_measure", lambda device, say: FIGURES)
+    found = calibrate(fleet)
+    assert found.path == calibration.path_for(driver)
+    assert calibration.find(driver) == found.calibration
+    assert Fleet.detect("0").devices[0].flops_per_second == 65e12
+
+    cache.joinpath("calibration").rename(cache / "old")
+    cache.joinpath("calibration").write_text("a file in the place of the directory")
+    with pytest.raises(MachineError, match="can't be kept"):
+        calibrate(fleet)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_real_gpu_is_measured_in_a_minute() -> None:
+    started = time.perf_counter()
+    found = calibrate(Fleet.detect())
+    assert time.perf_counter() - started < 60
+    assert found.path is not None
+    assert found.path.exists()
+    measured: Calibration = calibration.find(found.calibration.driver)
+    figures = measured.gpus[0]
+    assert 64 * MIB < figures.overhead_bytes < 4096 * MIB
+    assert figures.flops_per_second > figures.memory_bytes_per_second > 1e9
+    assert figures.from_pinned_bytes_per_second is not None
+    assert {"memory_bytes_per_second", "reserve_bytes"} <= set(Fleet.detect().devices[0].measured)
