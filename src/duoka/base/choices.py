@@ -13,19 +13,6 @@ Name = TypeVar("Name", bound=str)
 def choose(what: str, text: str, known: Sequence[Name]) -> Name:
     """Return the name that a text is.
 
-    Parameters
-    ----------
-    what : str
-        What is chosen, for people: "cache".
-    text : str
-    known : sequence of str
-        The names that there are, in the order in which they are told.
-
-    Raises
-    ------
-    UsageError
-        If it is none of them.
-
     Examples
     --------
     >>> choose("colour", "red", ("green", "red"))

@@ -52,15 +52,7 @@ def cache_directory() -> Path:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read it.
-
-    Raises
-    ------
-    OSError
-        If it can't be opened.
-    ValueError
-        If it is not a regular file: reading a pipe in its place would wait for ever.
-    """
+    """Open a file to read it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         file = os.fdopen(descriptor, "rb")
@@ -74,15 +66,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, *, most_bytes: int) -> bytes:
-    """Read a regular file.
-
-    Raises
-    ------
-    OSError
-        If it can't be read.
-    ValueError
-        If it is too long, or not a regular file.
-    """
+    """Read a regular file."""
     with open_regular(path) as file:
         # The size first: reading "at most so much" takes that much memory beforehand.
         size = os.fstat(file.fileno()).st_size
@@ -93,15 +77,7 @@ def read_bytes(path: Path, *, most_bytes: int) -> bytes:
 
 
 def read_text(path: Path, *, most_bytes: int) -> str:
-    """Read a regular file of text.
-
-    Raises
-    ------
-    OSError
-        If it can't be read.
-    ValueError
-        If it is too long, not a regular file, or not UTF-8.
-    """
+    """Read a regular file of text."""
     return read_bytes(path, most_bytes=most_bytes).decode("utf-8")
 
 
@@ -109,12 +85,6 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file under another name, then rename it, so that it is never seen half-written.
 
     A file that is there before keeps its permissions. A link is replaced, not followed.
-
-    Raises
-    ------
-    OSError
-        If it can't be written, or something is there that is no regular file: the new one would
-        take the place of a device or a pipe.
     """
     content = text.encode("utf-8")
     mode = _mode(path)

@@ -36,15 +36,6 @@ class _Mismatch(Exception):
 def to_dict(value: object) -> Any:
     """Turn a dataclass, and all that it holds, into what `json.dumps` takes.
 
-    Parameters
-    ----------
-    value : dataclass, sequence, mapping with text keys, str, int, float, bool or None
-
-    Returns
-    -------
-    dict, list, str, int, float, bool or None
-        Tuples become lists.
-
     Examples
     --------
     >>> from duoka.forecast.workload import Workload
@@ -66,19 +57,6 @@ def to_dict(value: object) -> Any:
 def from_dict(cls: type[T], data: object) -> T:
     """Build a dataclass from its JSON form.
 
-    Parameters
-    ----------
-    cls : type
-        A dataclass whose fields are annotated with str, int, float, bool, None, `Literal`,
-        dataclasses, and tuples, mappings with text keys and unions of those.
-    data : object
-        What `json.loads` gave.
-
-    Raises
-    ------
-    FormatError
-        If a field is unknown, missing or of another type, or the dataclass refuses its values.
-
     Examples
     --------
     >>> from duoka.forecast.workload import Workload
@@ -94,15 +72,6 @@ def from_dict(cls: type[T], data: object) -> T:
 
 def json_schema(cls: type, *, title: str, **constants: dict[str, object]) -> dict[str, Any]:
     """Describe a dataclass's JSON form as a JSON Schema, draft 2020-12.
-
-    Parameters
-    ----------
-    cls : type
-        As `from_dict` takes it.
-    title : str
-        What the form is, for people.
-    **constants
-        Schemas of further keys that stand beside the dataclass's own.
 
     Notes
     -----
@@ -169,21 +138,7 @@ def _dataclass_schema(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_json_object(text: str | bytes, source: str) -> dict[str, Any]:
-    """Parse text that must be one JSON object, as if an attacker wrote it.
-
-    Parameters
-    ----------
-    text : str or bytes
-        UTF-8 when bytes.
-    source : str
-        Where it came from, for the message.
-
-    Raises
-    ------
-    FormatError
-        If it isn't JSON, isn't an object, holds a key twice, NaN or infinity, or is nested too
-        deeply.
-    """
+    """Parse text that must be one JSON object, as if an attacker wrote it."""
     try:
         value = json.loads(
             text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite

@@ -23,11 +23,6 @@ _SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", re.ASCII)
 def parse_bytes(text: str) -> int:
     """Read a size: a number and a unit, in powers of 1024 (``GiB``) or of 1000 (``GB``).
 
-    Raises
-    ------
-    UsageError
-        If the text is no number with a unit, or the size is not positive.
-
     Examples
     --------
     >>> parse_bytes("24GiB")

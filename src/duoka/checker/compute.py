@@ -52,12 +52,6 @@ def compute(subject: Subject, *, on_one: bool = False) -> Numbers:
     """Run a subject with real numbers, from a fixed seed; what mixes devices is moved.
 
     Of a workload a few hundred tokens and steps are computed.
-
-    Parameters
-    ----------
-    subject : Subject
-    on_one : bool
-        Put everything on the first GPU of the placement.
     """
     run = _Computation(subject, on_one=on_one)
     with _seeded():

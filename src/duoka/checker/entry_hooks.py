@@ -25,20 +25,7 @@ Entered = Callable[[torch.device], None]
 def watch_entries(
     placed: Mapping[nn.Module, torch.device], entered: Entered, running: list[torch.device]
 ) -> list[torch.utils.hooks.RemovableHandle]:
-    """Call `entered` with the device of each placed module, or part of one, that is entered.
-
-    Parameters
-    ----------
-    placed : mapping of nn.Module to torch.device
-        They have movers already (see `dispatching.install_on`).
-    entered : callable
-    running : list of torch.device
-        Is kept: the devices of the placed modules that are running, innermost last.
-
-    Returns
-    -------
-    list of RemovableHandle
-    """
+    """Call `entered` with the device of each placed module, or part of one, that is entered."""
     handles = []
     for module, device in placed.items():
         region = _Region(device, entered, running)

@@ -42,20 +42,7 @@ class Steps:
 
 
 def run(subject: Subject, device: torch.device, steps: Steps) -> Any:
-    """Run a subject whose model lies on its devices.
-
-    Parameters
-    ----------
-    subject : Subject
-    device : torch.device
-        Where inputs start: that of the module that runs first.
-    steps : Steps
-
-    Returns
-    -------
-    object
-        What the last call returned; the loss where there is one.
-    """
+    """Run a subject whose model lies on its devices."""
     model, given = subject.model, subject.inputs
     if callable(given) and not isinstance(given, Mapping):
         # Each call of the model is a step.

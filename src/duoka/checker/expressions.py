@@ -58,16 +58,7 @@ class Expressions:
         return isinstance(self._node, ast.Compare)
 
     def of(self, tensor: torch.Tensor, path: tuple[int | str, ...], receiver: bool) -> Written:
-        """The text of one tensor.
-
-        Parameters
-        ----------
-        tensor : torch.Tensor
-        path : tuple
-            Its place in the call: a position or a keyword, then positions in lists.
-        receiver : bool
-            The operation is a method, and position 0 what it was called on.
-        """
+        """The text of one tensor."""
         made: Spot | None = vars(tensor).get(SPOT)
         is_here = made is not None and made[0] is self._frame.f_code
         for node in self._left:

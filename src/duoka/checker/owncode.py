@@ -20,11 +20,6 @@ def build_own(checkpoint: Checkpoint, dtype: Dtype) -> PreTrainedModel:
     """Build a model from the code that came with it, even where its architecture is known.
 
     The code names the checkpoint's files, so that faults in it are told, and repaired, there.
-
-    Raises
-    ------
-    ModelError
-        If there is no such code, or it fails: then that error is the cause.
     """
     files = {file.name: file.content for file in checkpoint.code}
     load = partial(models.import_class, directory=checkpoint.path, files=files)

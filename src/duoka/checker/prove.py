@@ -41,26 +41,7 @@ class Measured:
 
 
 def prove(plan: Plan, model: PreTrainedModel) -> tuple[Measured, ...]:
-    """Run a plan on virtual GPUs that have its devices' budgets.
-
-    Parameters
-    ----------
-    plan : Plan
-    model : transformers.PreTrainedModel
-        As `models.build` makes it. It is taken to virtual GPUs and of no use afterwards.
-
-    Returns
-    -------
-    tuple of Measured
-        One for each device of the plan.
-
-    Raises
-    ------
-    ProofError
-        If an operation mixes devices or a device overflows: with the place in the code.
-    PlacementError
-        If the placement isn't complete for this model.
-    """
+    """Run a plan on virtual GPUs that have its devices' budgets."""
     if plan.workload.training is not None:
         return _prove_training(plan, model)
     prompts = prompts_for(model, plan.workload.conditions)

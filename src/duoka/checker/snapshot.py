@@ -33,19 +33,7 @@ def borrowed(
     placed: Mapping[nn.Module, torch.device],
     offloaded: Sequence[str] = (),
 ) -> Iterator[Borrowing]:
-    """Put a model on virtual GPUs inside the scope.
-
-    Parameters
-    ----------
-    model : nn.Module
-    devices : mapping of str to torch.device
-        The device of every parameter and buffer, by one of its names, in the order in which
-        memory is taken.
-    placed : mapping of nn.Module to torch.device
-        The modules whose arguments move to them.
-    offloaded : sequence of str
-        Modules whose weights stay where they are, and come to their devices for a call.
-    """
+    """Put a model on virtual GPUs inside the scope."""
     before = Borrowing(model)
     hosts = on_host(model, devices, offloaded)
     try:

@@ -24,17 +24,6 @@ def splits(model: nn.Module, num_stages: int) -> list[Split]:
     share of the bytes, its own children take its place; but an element of a list, such as a
     decoder layer, stays whole. Parts that share a tensor are in one stage.
 
-    Parameters
-    ----------
-    model : nn.Module
-    num_stages : int
-
-    Returns
-    -------
-    list of dict
-        From names of modules and tensors to stages, complete; none where the model has fewer
-        parts than stages.
-
     Examples
     --------
     >>> splits(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), 2)

@@ -45,21 +45,7 @@ _SIZES = re.compile(
 
 
 def check_config(config: dict[str, Any], *, num_tensors: int | None, source: str) -> None:
-    """Refuse a config that no model has.
-
-    Parameters
-    ----------
-    config : dict
-    num_tensors : int, optional
-        How many tensors the checkpoint holds: no more layers than that can have weights.
-    source : str
-        For messages.
-
-    Raises
-    ------
-    CheckpointError
-        If it is nested too deeply, or holds a number beyond every model's.
-    """
+    """Refuse a config that no model has."""
     layers = experts = 0
     for key, value in _values(config, source):
         if isinstance(value, float) and not math.isfinite(value):

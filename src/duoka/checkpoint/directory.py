@@ -137,13 +137,7 @@ class LocalFolder:
         return tuple(name for name in names if name not in self._names)
 
     def download(self, names: Sequence[str], progress: Progress | None = None) -> None:
-        """Nothing is downloaded into a local directory; its files are looked at once more.
-
-        Raises
-        ------
-        CheckpointError
-            If a file isn't there, or isn't the file itself.
-        """
+        """Nothing is downloaded into a local directory; its files are looked at once more."""
         for name in names:
             self._whole(name)
 
@@ -248,13 +242,7 @@ def _allowed(root: Path) -> tuple[str, ...]:
 
 
 def is_inside(path: Path, root: Path) -> bool:
-    """Whether a path, with all links followed, stays in a directory or its Hub cache.
-
-    Raises
-    ------
-    OSError
-        If it leads nowhere.
-    """
+    """Whether a path, with all links followed, stays in a directory or its Hub cache."""
     return str(path.resolve()).startswith(_allowed(root))
 
 

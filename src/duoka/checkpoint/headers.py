@@ -103,25 +103,13 @@ class Index:
 
 
 def read_json(path: Path, *, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """Read a file that must hold one JSON object.
-
-    Raises
-    ------
-    CheckpointError
-        If it can't be read, is too long, or holds something else.
-    """
+    """Read a file that must hold one JSON object."""
     with _reading(path):
         return parse_json(read_bytes(path, most_bytes=most_bytes), str(path))
 
 
 def parse_json(content: bytes, source: str) -> dict[str, Any]:
-    """Parse what must be one JSON object in UTF-8.
-
-    Raises
-    ------
-    CheckpointError
-        If it is something else, or would take far more memory than it is long.
-    """
+    """Parse what must be one JSON object in UTF-8."""
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -153,20 +141,7 @@ def is_plain_name(name: object) -> bool:
 
 
 def read_index(path: Path, *, suffix: str) -> Index:
-    """Read which file of a sharded checkpoint holds which tensor.
-
-    Parameters
-    ----------
-    path : Path
-        The index.
-    suffix : str
-        What the names of the files must end in, like ".bin".
-
-    Raises
-    ------
-    CheckpointError
-        If it lists no tensor, or a file elsewhere.
-    """
+    """Read which file of a sharded checkpoint holds which tensor."""
     content = read_json(path)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -185,13 +160,7 @@ def read_index(path: Path, *, suffix: str) -> Index:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Read what a safetensors file holds, by name; no data is read.
-
-    Raises
-    ------
-    CheckpointError
-        If it can't be read, or the header is damaged or disagrees with the file's length.
-    """
+    """Read what a safetensors file holds, by name; no data is read."""
     with _reading(path), open_regular(path) as file:
         size = file.seek(0, 2)
         file.seek(0)
@@ -200,21 +169,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def header_length(start: bytes, size: int, source: str) -> int:
-    """How long a safetensors header is, by the first eight bytes of its file.
-
-    Parameters
-    ----------
-    start : bytes
-    size : int
-        Of the file, in bytes.
-    source : str
-        For messages.
-
-    Raises
-    ------
-    CheckpointError
-        If the file, or what is read of one, can't hold such a header.
-    """
+    """How long a safetensors header is, by the first eight bytes of its file."""
     length = int.from_bytes(start, "little")
     if len(start) < LENGTH_BYTES or length > min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
         raise CheckpointError(
@@ -226,22 +181,7 @@ def header_length(start: bytes, size: int, source: str) -> int:
 
 
 def parse_header(text: bytes, data_bytes: int, path: Path) -> dict[str, TensorInfo]:
-    """Read a safetensors header.
-
-    Parameters
-    ----------
-    text : bytes
-        The header, without its length.
-    data_bytes : int
-        How many bytes follow it.
-    path : Path
-        Of the file, whether it is there or not.
-
-    Raises
-    ------
-    CheckpointError
-        If the header is damaged, or disagrees with the file's length.
-    """
+    """Read a safetensors header."""
     if text[:1] != b"{":
         raise CheckpointError(
             f"{path} is no safetensors file: its header doesn't begin with '{{'", hint=DAMAGED

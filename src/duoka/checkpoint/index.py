@@ -40,13 +40,7 @@ NO_WEIGHTS = Weights(None, {}, "none")
 
 
 def find_weights(folder: Folder) -> Weights:
-    """Take the first source that is complete; a source with nothing but an index names tensors.
-
-    Raises
-    ------
-    CheckpointError
-        If files are missing, damaged, or contradict each other.
-    """
+    """Take the first source that is complete; a source with nothing but an index names tensors."""
     promised: Weights | None = None
     broken: CheckpointError | None = None
     names = folder.names()
@@ -143,13 +137,7 @@ def _refuse_short(folder: Folder, index: Index, sizes: Mapping[str, int]) -> Non
 
 
 def stamps_of(folder: Folder, weights: Weights) -> dict[Path, Stamp]:
-    """The stamps of those files with weights that are on this machine.
-
-    Raises
-    ------
-    CheckpointError
-        If one has another length now.
-    """
+    """The stamps of those files with weights that are on this machine."""
     absent = folder.missing(weights.sizes)
     stamps = {}
     for name in weights.sizes.keys() - set(absent):

@@ -125,13 +125,7 @@ class Stored:
 
 
 def method_of(config: Mapping[str, Any]) -> Method | None:
-    """How a checkpoint was quantized, by its config; None if it wasn't.
-
-    Raises
-    ------
-    ModelError
-        If it was in a way that duoka doesn't know.
-    """
+    """How a checkpoint was quantized, by its config; None if it wasn't."""
     found = stated(config)
     if found is None:
         return None
@@ -167,14 +161,7 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sort_tensors(method: Method, tensors: Mapping[str, TensorInfo]) -> Stored:
-    """Sort a checkpoint's tensors by the weights that they make up.
-
-    Parameters
-    ----------
-    method : Method
-    tensors : mapping of str to TensorInfo
-        From the headers.
-    """
+    """Sort a checkpoint's tensors by the weights that they make up."""
     parts: dict[str, list[TensorInfo]] = {}
     others: list[str] = []
     for name, tensor in tensors.items():

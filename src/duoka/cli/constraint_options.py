@@ -22,11 +22,6 @@ def read_constraints(
 ) -> Constraints:
     """Read the options.
 
-    Raises
-    ------
-    UsageError
-        If one can't be understood.
-
     Examples
     --------
     >>> read_constraints(None, ["lm_head=cuda:1"], [], ["cuda:0=2GiB"]).pins

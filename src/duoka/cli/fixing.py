@@ -75,13 +75,7 @@ class Repaired:
         self._directory = directory
 
     def write(self) -> None:
-        """Write the changes, and say where.
-
-        Raises
-        ------
-        UsageError, MachineError
-            If that isn't possible.
-        """
+        """Write the changes, and say where."""
         from duoka.checker.fix import apply, apply_in_place
 
         if self._directory is None:

@@ -33,13 +33,7 @@ class State:
 
 
 def parse_tokens(text: str) -> int:
-    """Read a number of tokens: "8192", "8K" or "1M" (K is 1024).
-
-    Raises
-    ------
-    UsageError
-        If it is no such number.
-    """
+    """Read a number of tokens: "8192", "8K" or "1M" (K is 1024)."""
     match = _TOKENS.fullmatch(text.strip())
     if match is None:
         raise UsageError(
@@ -56,13 +50,7 @@ def parse_chunk(text: str) -> int | Literal["auto"] | None:
 
 
 def parse_image_size(text: str) -> tuple[int, int]:
-    """Read width and height, as "1120x1120", into height and width.
-
-    Raises
-    ------
-    UsageError
-        If it is no such size.
-    """
+    """Read width and height, as "1120x1120", into height and width."""
     match = _PIXELS.fullmatch(text.strip())
     if match is None:
         raise UsageError(
@@ -78,13 +66,7 @@ def parse_dtype(text: str) -> workload.Dtype:
 
 
 def read_stdin(*, line: bool = False) -> str:
-    """Read the standard input, or one line of it.
-
-    Raises
-    ------
-    UsageError
-        If it is no text.
-    """
+    """Read the standard input, or one line of it."""
     try:
         return sys.stdin.readline() if line else sys.stdin.read()
     except UnicodeDecodeError as error:

@@ -44,15 +44,7 @@ def check(file: Path | None, what: str) -> None:
 
 
 def write(file: Path, text: str, what: str) -> None:
-    """Write a file whole or not at all, and say so.
-
-    Raises
-    ------
-    UsageError
-        If it can't be written under this name.
-    OSError
-        If the machine refuses, as on a full disk.
-    """
+    """Write a file whole or not at all, and say so."""
     try:
         write_whole(file, text)
     except OSError as error:

@@ -17,16 +17,6 @@ _HINT = "write its width and height in pixels, as 1120x1120, or name a file"
 def size(text: str) -> tuple[int, int]:
     """Width and height of a picture, in pixels.
 
-    Parameters
-    ----------
-    text : str
-        "1120x560", or the name of a file, of which only the beginning is read.
-
-    Raises
-    ------
-    UsageError
-        If it is neither, or too large.
-
     Examples
     --------
     >>> size("1120x560")

@@ -84,13 +84,7 @@ class Wishes:
 
     @property
     def largest(self) -> Largest | None:
-        """What is to be as large as fits.
-
-        Raises
-        ------
-        UsageError
-            If its size was said as well.
-        """
+        """What is to be as large as fits."""
         for wanted, size, option in (
             (self.max_context, self.context, "context"),
             (self.max_batch, self.batch, "batch"),

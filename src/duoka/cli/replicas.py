@@ -19,13 +19,7 @@ from .terminal import stdout
 
 
 def read_number(text: str) -> int | Literal["auto"]:
-    """Read how many copies are wanted.
-
-    Raises
-    ------
-    UsageError
-        If it is neither a number nor "auto".
-    """
+    """Read how many copies are wanted."""
     if text == "auto":
         return "auto"
     if not (text.isascii() and text.isdecimal() and len(text) < 5 and int(text)):

@@ -30,18 +30,7 @@ def as_json(error: InfeasibleError) -> str:
 def told(
     error: InfeasibleError, arguments: Sequence[str], known: Collection[str], columns: int
 ) -> str | None:
-    """The ways out as lines of text; None where the command line has none.
-
-    Parameters
-    ----------
-    error : InfeasibleError
-    arguments : sequence of str
-        What the program was called with, the command first.
-    known : collection of str
-        The options that the command has: a way that asks for another one isn't told.
-    columns : int
-        How wide the text may be. Commands aren't broken, so that they can be pasted.
-    """
+    """The ways out as lines of text; None where the command line has none."""
     ways = [way for way in error.ways_out if {*_names(way.options), *way.without} <= {*known}]
     if not ways:
         return None
@@ -55,11 +44,6 @@ def told(
 
 def command_line(arguments: Sequence[str], way: WayOut) -> str:
     """The command that was given, with what a way changes of it.
-
-    Parameters
-    ----------
-    arguments : sequence of str
-    way : WayOut
 
     Examples
     --------

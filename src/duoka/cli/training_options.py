@@ -101,18 +101,7 @@ _OPTION = {
 
 
 def read_training(said: Mapping[str, Any]) -> Training | None:
-    """How to train, as far as a person said it; None where a model is to answer.
-
-    Parameters
-    ----------
-    said : mapping
-        The values of a command's parameters, those of this module among them: "train" and so on.
-
-    Raises
-    ------
-    UsageError
-        If it is said how to train, and not that; or with a name that is unknown.
-    """
+    """How to train, as far as a person said it; None where a model is to answer."""
     method = said["train"]
     given = {name: said[name] for name in _OPTION if said[name] not in (None, False, [])}
     if method is None:

@@ -205,13 +205,7 @@ class CachingAllocator:
         self._next_address = 0
 
     def malloc(self, num_bytes: int) -> Allocation:
-        """Allocate.
-
-        Raises
-        ------
-        OutOfCapacity
-            If the request doesn't fit, even after every wholly free segment was given back.
-        """
+        """Allocate."""
         allocation = Allocation(self.take(rounded_bytes(num_bytes)))
         self.allocated_bytes += allocation.size
         if self.allocated_bytes > self.max_allocated_bytes:
@@ -226,13 +220,7 @@ class CachingAllocator:
         self.give(allocation.block)
 
     def take(self, size: int) -> Block:
-        """A block for a rounded request, which counts as reserved and not as allocated.
-
-        Raises
-        ------
-        OutOfCapacity
-            As `malloc` does.
-        """
+        """A block for a rounded request, which counts as reserved and not as allocated."""
         pool = self.small if size <= SMALL_REQUEST_BYTES else self.large
         block = pool.take(size)
         if block is None:

@@ -18,17 +18,6 @@ def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
 
     While a step is in one block, the caches of those before it have grown and those behind it
     haven't. Left out is some of what goes by way of tied blocks.
-
-    Parameters
-    ----------
-    chain : Chain
-    replay : Replay
-        Its steps are those that are looked at.
-
-    Returns
-    -------
-    [num_blocks + 1, num_blocks + 1]
-        By start and stop.
     """
     num = len(chain)
     kinds = [chain.profile.blocks[index].kind for index in chain.blocks]

@@ -69,13 +69,7 @@ class Memory(Protocol):
         """Whether the capacity was ever reached, and cached segments were given back."""
 
     def hold(self, num_bytes: int, cached: bool = False) -> Held:
-        """Allocate.
-
-        Raises
-        ------
-        OutOfCapacity
-            As `CachingAllocator.malloc` does.
-        """
+        """Allocate."""
 
     def release(self, held: Held, cached: bool = False) -> None:
         """Free what `hold` or `run` gave, and say again whether it is cached."""
@@ -87,30 +81,7 @@ class Memory(Protocol):
         given: list[Held],
         out: tuple[int, ...],
     ) -> list[Held]:
-        """Allocate and free, one after the other.
-
-        Parameters
-        ----------
-        program : bytes
-            Of 64-bit integers, three for each request or end of one: its slot; the index of its
-            size, or `BACK` for the end; and whether it is a cache or a gradient.
-        sizes : bytes
-            As `sizes_of` makes them.
-        given : list of Held
-            What is in the first slots at the beginning. An end of what isn't there is nothing.
-        out : tuple of int
-            The slots that are wanted. There is something in each.
-
-        Returns
-        -------
-        list of Held
-            What is in them at the end.
-
-        Raises
-        ------
-        OutOfCapacity
-            As `CachingAllocator.malloc` does; the program has been run up to there.
-        """
+        """Allocate and free, one after the other."""
 
     def free_blocks(self) -> tuple[Hashable, Hashable]:
         """Of the small pool and of the large one: equal where these are."""

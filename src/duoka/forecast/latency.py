@@ -248,14 +248,7 @@ class Times:
         )
 
     def of(self, stages: Sequence[tuple[str, int, int]], fleet: Fleet) -> Seconds | None:
-        """What a placement takes; None where a device's speeds are unknown.
-
-        Parameters
-        ----------
-        stages : sequence of (str, int, int)
-            Device, first place and the place after the last, in execution order.
-        fleet : Fleet
-        """
+        """What a placement takes; None where a device's speeds are unknown."""
         told = []
         before: str | None = None
         for name, start, stop in stages:

@@ -76,12 +76,6 @@ def _aligned(tokens: int, multiple: int = ALIGNED_TOKENS) -> int:
 def buffer_bytes(streamed_bytes: Sequence[int]) -> tuple[int, ...]:
     """The buffers on a device for weights that come for a call: while one computes, one comes.
 
-    Parameters
-    ----------
-    streamed_bytes : sequence of int
-        What the weights of each module take there, in the order in which they are called. They
-        take turns in the buffers.
-
     Examples
     --------
     >>> buffer_bytes([3, 5, 4])

@@ -24,16 +24,7 @@ _PACKAGES = ("torch", "transformers", "duoka")
 
 
 def find_profile(fingerprint: str, workload: Workload) -> Profile | None:
-    """The cached profile of a checkpoint; None when there is none that can be read.
-
-    Parameters
-    ----------
-    fingerprint : str
-        Of the checkpoint.
-    workload : Workload
-        With its dtype resolved. A profile for all workloads is looked for first, then one that
-        was traced for this one alone.
-    """
+    """The cached profile of a checkpoint; None when there is none that can be read."""
     for key in (_key(fingerprint, workload), _key(fingerprint, workload, alone=True)):
         try:
             text = read_text(_path(key), most_bytes=_MOST_BYTES)

@@ -94,19 +94,7 @@ class Replay(Tapes):
         *,
         device_of: Sequence[str] | None = None,
     ) -> StageBytes | None:
-        """The peaks of a stage; None where it doesn't fit its capacity.
-
-        Parameters
-        ----------
-        blocks : sequence of int
-            The stage's blocks in execution order.
-        capacity_bytes : int, optional
-            The device's budget. When it is reached, cached segments are given back, as CUDA does.
-        device_of : sequence of str, optional
-            The device of every block. It matters where the stage isn't contiguous: what a module
-            is given may reach a part of it by way of the device of the module's first part. In
-            training it makes no difference.
-        """
+        """The peaks of a stage; None where it doesn't fit its capacity."""
         run = self._stage_run(blocks, capacity_bytes, device_of)
         try:
             return run.run()

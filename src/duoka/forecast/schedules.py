@@ -87,14 +87,6 @@ class _Stage:
 def pipeline_seconds(stages: Sequence[Passes], number: int) -> float:
     """Seconds from the first forward pass to the end of the last backward pass.
 
-    Parameters
-    ----------
-    stages : sequence of Passes
-        In the order of the forward pass.
-    number : int
-        Micro-batches, at least one. Of more than some hundred the last ones aren't followed one by
-        one: by then a pipeline repeats itself.
-
     Examples
     --------
     Four equal stages and eight micro-batches: (8 + 4 - 1) times one.

@@ -281,13 +281,7 @@ class Workload:
 
 
 def refuse_short(workload: Workload, least_tokens: int) -> None:
-    """Refuse a prompt that can't hold its images.
-
-    Raises
-    ------
-    UsageError
-        With both numbers.
-    """
+    """Refuse a prompt that can't hold its images."""
     if workload.images and workload.prompt_tokens < least_tokens:
         height, width = workload.image_size
         raise UsageError(

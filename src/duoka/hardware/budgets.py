@@ -16,15 +16,7 @@ _FORM = '{0: "10GiB", 1: "20GiB", "cpu": "30GiB"} is one'
 
 
 def read(max_memory: object) -> tuple[Device, ...]:
-    """Read a mapping; a device with nothing is left out.
-
-    Raises
-    ------
-    UsageError
-        If it is no such mapping, or a size can't be understood.
-    FleetError
-        If it names a device that duoka doesn't have.
-    """
+    """Read a mapping; a device with nothing is left out."""
     if not isinstance(max_memory, Mapping):
         raise UsageError(
             f"max_memory is a mapping from devices to sizes, not {type(max_memory).__name__}",

@@ -177,18 +177,7 @@ def find(driver: str) -> Calibration:
 
 
 def keep(measured: Calibration) -> Path:
-    """Keep what was measured, beside what was measured before; whole or not at all.
-
-    Returns
-    -------
-    Path
-        The file, which may be removed: then nothing is measured.
-
-    Raises
-    ------
-    OSError
-        If it can't be written.
-    """
+    """Keep what was measured, beside what was measured before; whole or not at all."""
     path = path_for(measured.driver)
     path.parent.mkdir(parents=True, exist_ok=True)
     told = json.dumps(to_dict(find(measured.driver).joined(measured)))

@@ -115,17 +115,6 @@ def knows(text: str) -> bool:
 def find(text: str) -> Card:
     """Find a card by a name that a person wrote.
 
-    Parameters
-    ----------
-    text : str
-        In any case, with or without spaces, hyphens and the maker's name.
-
-    Raises
-    ------
-    UsageError
-        If there is none, with the nearest ones and how to declare it; or if several could be
-        meant, with their names.
-
     Examples
     --------
     >>> find("rtx 4090").name
@@ -153,19 +142,7 @@ def find(text: str) -> Card:
 
 
 def of_product(product: str, total_bytes: int | None) -> Card | None:
-    """Find a card by what NVML calls it; its memory decides between two of one name.
-
-    Parameters
-    ----------
-    product : str
-    total_bytes : int, optional
-        None when it isn't known.
-
-    Returns
-    -------
-    Card or None
-        None when the catalogue doesn't have it.
-    """
+    """Find a card by what NVML calls it; its memory decides between two of one name."""
     key = _key(product)
     found = [card for card in cards() if any(_key(name) == key for name in card.products)]
     if total_bytes is None or len(found) < 2:

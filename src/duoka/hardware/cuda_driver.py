@@ -54,24 +54,7 @@ _FAULTS = {
 
 
 def visible_uuids(library: Any = None) -> tuple[str, ...]:
-    """The identities of the GPUs that this process may use: the third is ``cuda:2``.
-
-    Parameters
-    ----------
-    library : optional
-        What answers instead of libcuda, with functions of the same names.
-
-    Returns
-    -------
-    tuple of str
-        Each as "8932f937-d72c-4106-c12f-20bd9faed9f6", without NVML's "GPU-" or "MIG-". Empty
-        when there is none, or CUDA_VISIBLE_DEVICES hides them all.
-
-    Raises
-    ------
-    FleetError
-        If CUDA's driver isn't there, or doesn't start: why, and what to do about it.
-    """
+    """The identities of the GPUs that this process may use: the third is ``cuda:2``."""
     if library is not None:
         return _ask(library)
     library = _load()

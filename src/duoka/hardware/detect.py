@@ -99,19 +99,7 @@ def is_detected(text: str) -> bool:
 
 
 def detect(which: str | None = None) -> Found:
-    """The GPUs of this machine.
-
-    Parameters
-    ----------
-    which : str, optional
-        Indices as `nvidia-smi` shows them, or UUIDs, separated by commas. Without it all that can
-        be used.
-
-    Raises
-    ------
-    FleetError
-        If there is no driver, or a GPU can't be used: why, and what there is.
-    """
+    """The GPUs of this machine."""
     machine = nvml.read()
     known = measured.for_driver(machine.driver_version)
     view = _View(machine, _visible(machine), known)

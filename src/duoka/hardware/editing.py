@@ -14,17 +14,6 @@ from .parse import devices_in
 def with_more(text: str, devices: Sequence[Device], entry: str, count: int = 1) -> str:
     """Write a fleet with more devices at its end.
 
-    Parameters
-    ----------
-    text : str
-        How the fleet was written; it is written anew, by budgets, where it names GPUs of this
-        machine or where it is empty.
-    devices : sequence of Device
-        The fleet's.
-    entry : str
-        A card or a budget, as `Fleet.parse` reads it.
-    count : int
-
     Examples
     --------
     >>> with_more("2xRTX4090", (), "RTX 3060")

@@ -14,13 +14,7 @@ _AVAILABLE = re.compile(r"^MemAvailable:\s+(\d{1,15}) kB$", re.MULTILINE)
 
 
 def refuse_more(num_bytes: int) -> None:
-    """Refuse weights for the host's memory that it hasn't room for.
-
-    Raises
-    ------
-    FleetError
-        With both numbers.
-    """
+    """Refuse weights for the host's memory that it hasn't room for."""
     available = available_bytes()
     if available is not None and num_bytes > available:
         raise FleetError(
@@ -31,13 +25,7 @@ def refuse_more(num_bytes: int) -> None:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that can be had without swapping, within the limit of a container; None if unknown.
-
-    Parameters
-    ----------
-    root : Path
-        Where Linux's `proc` and `sys` are.
-    """
+    """Memory that can be had without swapping, within the limit of a container; None if unknown."""
     found: list[int] = []
     with suppress(OSError):
         match = _AVAILABLE.search((root / "proc/meminfo").read_text(encoding="utf-8"))

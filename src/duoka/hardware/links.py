@@ -54,18 +54,7 @@ def by_nvlink(bytes_per_second: float) -> Way:
 
 
 def through_host(*ends: tuple[int | None, int | None]) -> Way | None:
-    """The way over PCIe, as fast as the slower end.
-
-    Parameters
-    ----------
-    *ends : tuple
-        Generation and lanes of both connectors; None where unknown.
-
-    Returns
-    -------
-    Way or None
-        None when an end is unknown.
-    """
+    """The way over PCIe, as fast as the slower end."""
     speeds = [
         _LANE_BYTES_PER_SECOND.get(generation or 0, 0.0) * (lanes or 0)
         for generation, lanes in ends

@@ -190,13 +190,7 @@ class Machine:
 
 
 def read() -> Machine:
-    """Ask the driver for all GPUs.
-
-    Raises
-    ------
-    FleetError
-        If there is no driver, or it doesn't answer: which, and what to do about it.
-    """
+    """Ask the driver for all GPUs."""
     with _session():
         try:
             count = pynvml.nvmlDeviceGetCount()
@@ -220,25 +214,13 @@ def read() -> Machine:
 
 
 def driver_version() -> str:
-    """The version of the driver alone; empty where it doesn't tell.
-
-    Raises
-    ------
-    FleetError
-        If there is no driver, or it doesn't answer.
-    """
+    """The version of the driver alone; empty where it doesn't tell."""
     with _session():
         return _text(_ask(pynvml.nvmlSystemGetDriverVersion))
 
 
 def own_bytes(uuid: str) -> int | None:
-    """What this process holds on a GPU; None where the driver doesn't tell, as in containers.
-
-    Raises
-    ------
-    FleetError
-        If there is no driver, or it doesn't answer.
-    """
+    """What this process holds on a GPU; None where the driver doesn't tell, as in containers."""
     with _session():
         handle = _ask(pynvml.nvmlDeviceGetHandleByUUID, uuid)
         if handle is None:

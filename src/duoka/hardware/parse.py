@@ -50,15 +50,7 @@ class _Entry:
 
 
 def read(text: str) -> Found:
-    """Read a fleet; `Fleet.parse` says what can be written.
-
-    Raises
-    ------
-    FleetError
-        If the text names no device, too many, or one that can't be used.
-    UsageError
-        If it can't be understood.
-    """
+    """Read a fleet; `Fleet.parse` says what can be written."""
     if len(text) > _MOST_SIGNS:
         raise UsageError(
             f"the GPUs are named in {len(text)} signs; at most {_MOST_SIGNS} are read", hint=FORMS

@@ -50,33 +50,7 @@ def build(
     trust_remote_code: Path | None = None,
     own_code: OwnCode | None = None,
 ) -> PreTrainedModel:
-    """Build the model that a ``config.json`` describes, in evaluation mode, without weights.
-
-    Parameters
-    ----------
-    config : mapping
-        The content of ``config.json``.
-    dtype : torch.dtype, optional
-        Of the parameters, where the architecture does not insist on 32 bit; by default the
-        configuration's own, or 32 bit if it states none. Rotary frequencies are 32 bit always.
-    attention : str
-        One of transformers' attention implementations. "sdpa" becomes "eager" for architectures
-        that have nothing else.
-    trust_remote_code : pathlib.Path, optional
-        The directory of the checkpoint whose own model code may be run. By default none is.
-    own_code : OwnCode, optional
-        Code of the checkpoint to run from where it lies, even where the architecture is known.
-
-    Returns
-    -------
-    transformers.PreTrainedModel
-        Parameters on meta and tied; buffers, persistent or not, on the CPU with their values.
-
-    Raises
-    ------
-    ModelError
-        If the configuration names no architecture that is known here, or is not valid for it.
-    """
+    """Build the model that a ``config.json`` describes, in evaluation mode, without weights."""
     if own_code is None:
         parsed, model_class = resolve(config, trust_remote_code=trust_remote_code)
     else:
@@ -109,13 +83,7 @@ def build(
 def resolve(
     config: Mapping[str, Any], *, trust_remote_code: Path | None = None
 ) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    """Return the parsed configuration and the model class that a ``config.json`` asks for.
-
-    Raises
-    ------
-    ModelError
-        As `build` does.
-    """
+    """Return the parsed configuration and the model class that a ``config.json`` asks for."""
     chatglm.register()
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not _MODEL_TYPE.fullmatch(model_type):

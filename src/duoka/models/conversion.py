@@ -153,21 +153,7 @@ def published_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plan_tensors(model: nn.Module, tensors: Mapping[str, Shape | None] | Collection[str]) -> Recipe:
-    """Find out which checkpoint tensors fill which parameters and persistent buffers.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        Its parameters may be on meta.
-    tensors : mapping from str to shape, or collection of str
-        What the checkpoint holds. Shapes that aren't given are those that the model's own
-        published form has.
-
-    Raises
-    ------
-    LoadError
-        If the tensors of one conversion don't fit together.
-    """
+    """Find out which checkpoint tensors fill which parameters and persistent buffers."""
     given = dict(tensors) if isinstance(tensors, Mapping) else dict.fromkeys(tensors)
     shapes = _complete(model, given)
     state = model.state_dict()
@@ -377,13 +363,7 @@ def _matcher(patterns: Iterable[str] | None) -> Callable[[str], bool]:
 
 
 def initialize_derived(model: nn.Module, recipe: Recipe) -> None:
-    """Compute the parameters that checkpoints leave out, once they have storage.
-
-    Raises
-    ------
-    LoadError
-        If the model's code offers no way to compute them.
-    """
+    """Compute the parameters that checkpoints leave out, once they have storage."""
     for name in recipe.derived:
         owner = model.get_submodule(name.rpartition(".")[0])
         ancestors = [m for m in model.modules() if isinstance(m, PreTrainedModel)]

@@ -16,23 +16,7 @@ from . import quantization
 
 
 def build_model(checkpoint: Checkpoint, workload: Workload) -> PreTrainedModel:
-    """The model of a checkpoint, without data.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    workload : Workload
-        Its dtype and quantization are resolved. Weights that are quantized while they are loaded
-        have the form that they are given then; those of a checkpoint that was published quantized
-        hold what it stores, and can't be computed with.
-
-    Raises
-    ------
-    ModelError
-        If the model can't be built, or is quantized in a way that isn't known.
-    UsageError
-        If a package is missing that quantizes.
-    """
+    """The model of a checkpoint, without data."""
     method = method_of(checkpoint.config)
     dtype = getattr(torch, workload.dtype)
     config = checkpoint.config if method is None else without_quantization(checkpoint.config)

@@ -38,21 +38,7 @@ def cache_name(model: Any) -> str:
 
 
 def new_cache(model: Any, kind: Cache = "dynamic", *, context_tokens: int = 0) -> Any:
-    """The cache for one run of a model; None for models that make one of their own kind.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-    kind : {"dynamic", "static", "int8"}
-        The cross-attention of an encoder with a decoder is filled once, and stays as it is.
-    context_tokens : int
-        How many tokens a static cache is made for.
-
-    Raises
-    ------
-    UsageError
-        If the model has no keys and values that could be kept in this way.
-    """
+    """The cache for one run of a model; None for models that make one of their own kind."""
     # Remote code may lack the question; `generate` needs it.
     takes_ours = getattr(model, "_supports_default_dynamic_cache", lambda: True)
     if not takes_ours():

@@ -90,11 +90,6 @@ def construct(make: Callable[[], _Module]) -> _Module:
 
     Weights are not initialised. Buffers, persistent or not, and tensors that modules keep as plain
     attributes are on the CPU with the values that the constructor gives them.
-
-    Parameters
-    ----------
-    make : callable
-        Constructs the module; called a second time where the first, quicker way does not do.
     """
     stray: list[str] = []
     with _parameters_on_meta(), no_init_weights(), _Bounded():

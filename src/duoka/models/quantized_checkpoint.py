@@ -29,22 +29,7 @@ class _Held:
 
 
 def hold_as_stored(model: nn.Module, stored: Stored, tensors: Mapping[str, TensorInfo]) -> None:
-    """Let the quantized weights of a model consist of the tensors that its checkpoint stores.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        Of the config without its quantization; parameters on meta.
-    stored : Stored
-        How the checkpoint's tensors make up weights.
-    tensors : mapping of str to TensorInfo
-        All of the checkpoint's, with their sizes.
-
-    Raises
-    ------
-    ModelError
-        If they aren't the model's.
-    """
+    """Let the quantized weights of a model consist of the tensors that its checkpoint stores."""
     shapes = {name: tensors[name].shape for name in stored.plain} | dict.fromkeys(stored.weights)
     recipe = plan_tensors(model, shapes)
     parameters = {name for name, _ in model.named_parameters()}

@@ -23,15 +23,6 @@ def import_class(reference: str, directory: Path, files: Mapping[str, bytes]) ->
 
     The modules stay importable for the life of the process, as others do: code may import them
     when it runs.
-
-    Parameters
-    ----------
-    reference : str
-        Such as "modeling_pebble.PebbleModel".
-    directory : Path
-        Where the files lie.
-    files : mapping of str to bytes
-        Their names, and what they hold.
     """
     finder = _Finder(directory, files)
     if not any(isinstance(each, _Finder) and each.name == finder.name for each in sys.meta_path):

@@ -22,22 +22,7 @@ _ALL_LINEAR = "all-linear"
 
 
 def make_trainable(model: nn.Module, training: Training, dtype: torch.dtype) -> None:
-    """Change a model in place so that a step of training can be run.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        With or without data. Full training with master weights takes it to float32, buffers too.
-    training : Training
-    dtype : torch.dtype
-        The workload's. Adapters are of this type, or float32 with master weights; the weights
-        that they adapt stay as they are.
-
-    Raises
-    ------
-    UsageError
-        If peft isn't installed, or the model can't be trained in this way.
-    """
+    """Change a model in place so that a step of training can be run."""
     if training.method == "lora":
         _adapt(model, training, torch.float32 if training.master_weights else dtype)
     else:

@@ -66,13 +66,6 @@ def upgrades(
     """Find the smallest card that helps beside the others, and in the place of the smallest one.
 
     Where no single card as large as the largest there would do, also more of the same kind.
-
-    Parameters
-    ----------
-    question : Question
-        What doesn't fit. Its fleet's GPUs are taken to stay; the processor counts for nothing.
-    conceivable, attempt : callable
-        Whether bounds leave a plan for another question possible, and that plan.
     """
     devices = [device for device in question.fleet.devices if device.name != "cpu"]
     if not devices:

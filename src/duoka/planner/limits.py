@@ -32,11 +32,6 @@ def fleet_for(fleet: Fleet, device_map: DeviceMap | None, *, offload: bool = Fal
 
     That is where a device map names it; and, for weights that are offloaded, where the GPUs are
     this machine's: of another one it isn't known how much memory its processor has.
-
-    Raises
-    ------
-    FleetError
-        If it isn't known how much memory there is.
     """
     named = device_map is not None and device_map.names_cpu
     here = offload and any(device.uuid for device in fleet.devices)
@@ -54,21 +49,7 @@ def fleet_for(fleet: Fleet, device_map: DeviceMap | None, *, offload: bool = Fal
 def limits_for(
     constraints: Constraints, profile: Profile, chain: Sequence[int], fleet: Fleet
 ) -> Limits:
-    """What constraints forbid the search.
-
-    Parameters
-    ----------
-    constraints : Constraints
-    profile : Profile
-    chain : sequence of int
-        The blocks that are cut apart, in execution order: all but those that are tied.
-    fleet : Fleet
-
-    Raises
-    ------
-    UsageError
-        If a name or device is unknown, or two pins contradict each other.
-    """
+    """What constraints forbid the search."""
     if not (constraints.pins or constraints.uncut):
         return Limits()
     reader = _Reader(profile, chain)
@@ -180,13 +161,7 @@ class _Reader:
 
 
 def reserves(constraints: Constraints, fleet: Fleet) -> Mapping[str, int]:
-    """Bytes to take off the budgets, by the names of the fleet's devices.
-
-    Raises
-    ------
-    UsageError
-        If a device is unknown, or named twice in two ways.
-    """
+    """Bytes to take off the budgets, by the names of the fleet's devices."""
     found: dict[str, int] = {}
     for told, size in constraints.reserve:
         name = find_device(told, fleet)
@@ -197,15 +172,7 @@ def reserves(constraints: Constraints, fleet: Fleet) -> Mapping[str, int]:
 
 
 def usable(fleet: Fleet, constraints: Constraints) -> Fleet:
-    """The fleet without what is to be left free on its devices.
-
-    Raises
-    ------
-    UsageError
-        As `reserves`.
-    FleetError
-        If nothing is left of a budget.
-    """
+    """The fleet without what is to be left free on its devices."""
     return fleet.reserving(reserves(constraints, fleet)) if constraints.reserve else fleet
 
 

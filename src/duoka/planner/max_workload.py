@@ -27,20 +27,7 @@ COARSE_FROM_TOKENS = 16_384
 
 
 def find_largest(profile: Profile, question: Question) -> Plan | None:
-    """The plan for the largest context or batch that fits; None where not even the least does.
-
-    Parameters
-    ----------
-    profile : Profile
-    question : Question
-        With `largest`. The context of its workload is not looked at, or else its batch; the new
-        tokens are as many as it says. In training the context is a sequence's length.
-
-    Raises
-    ------
-    UsageError
-        If new tokens leave no room for a prompt, or the profile doesn't know of so much.
-    """
+    """The plan for the largest context or batch that fits; None where not even the least does."""
     numbers = candidates(profile, question)
 
     def asked(index: int) -> Question:

@@ -13,25 +13,7 @@ from .planner import Question
 
 
 def find(profile: Profile, question: Question, *, source: str = "") -> Plan:
-    """The best plan, the plan for the question's device map, or that for the largest that fits.
-
-    Parameters
-    ----------
-    profile : Profile
-    question : Question
-    source : str
-        The checkpoint's directory, kept in the plan.
-
-    Raises
-    ------
-    PlacementError
-        If the map isn't complete: with all names at fault, and a completed one.
-    InfeasibleError
-        If nothing fits, or the map doesn't: with the shortfall.
-    UsageError
-        If the context is longer than the model was made for, or the question asks for an optimum
-        where a map has decided.
-    """
+    """The best plan, the plan for the question's device map, or that for the largest that fits."""
     if question.largest is None and question.device_map is None:
         return planner.solve(profile, question, source=source)
     if question.largest is None:

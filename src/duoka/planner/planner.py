@@ -77,21 +77,6 @@ def solve(profile: Profile, question: Question, *, source: str = "") -> Plan:
     optimum over all contiguous cuts and all orders of the devices that obey the constraints. Their
     strategies "balanced" and "sequential" choose otherwise (`search.search`). The CPU is used only
     where there is nothing else.
-
-    Parameters
-    ----------
-    profile : Profile
-    question : Question
-    source : str
-        The checkpoint's directory, kept in the plan.
-
-    Raises
-    ------
-    InfeasibleError
-        If nothing fits: with the shortfall. `answering.answer` says what would fit instead.
-    UsageError
-        If the context is longer than the model was made for, or the constraints name what isn't
-        there or contradict each other.
     """
     check_context(question.workload, profile.max_context_tokens, profile.model)
     if question.constraints.offload:
@@ -286,13 +271,7 @@ def with_chunks(workload: Workload) -> Iterator[Workload]:
 
 
 def check_context(workload: Workload, limit: int | None, model: str) -> None:
-    """Refuse a context that is longer than a model was made for.
-
-    Raises
-    ------
-    UsageError
-        With both numbers.
-    """
+    """Refuse a context that is longer than a model was made for."""
     if limit is not None and workload.context_tokens > limit:
         raise UsageError(
             f"{workload.prompt_tokens} prompt and {workload.new_tokens} new tokens are "

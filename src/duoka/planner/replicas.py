@@ -320,21 +320,7 @@ def _is_better(one: _Deal, other: _Deal) -> bool:
 def replicas_for(
     checkpoint: Checkpoint, question: Question, number: int | Literal["auto"], find: Find
 ) -> Replicas:
-    """The copies of a checkpoint.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    question : Question
-    number : int or "auto"
-    find : callable
-        The profile for a workload.
-
-    Raises
-    ------
-    InfeasibleError, UsageError
-        As `plan_replicas`.
-    """
+    """The copies of a checkpoint."""
     workload = workload_for(checkpoint, question.workload)
     if workload.quantize == "auto":
         raise UsageError(

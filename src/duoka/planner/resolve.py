@@ -28,27 +28,7 @@ def answer(
     profile_for: ProfileFor | None = None,
     request: Request | None = None,
 ) -> Plan:
-    """The plan for a question, or what would fit instead.
-
-    Parameters
-    ----------
-    profile : Profile
-        For the question's workload.
-    question : Question
-    source : str
-        The checkpoint's directory, kept in the plan.
-    profile_for : callable, optional
-        The profile for another workload, as `WaysOut` takes it.
-    request : Request, optional
-        What was asked, kept in the plan; by default the question.
-
-    Raises
-    ------
-    PlacementError, UsageError
-        As `find`.
-    InfeasibleError
-        If nothing fits: with the shortfall and the ways out.
-    """
+    """The plan for a question, or what would fit instead."""
     request = request or question.request
     try:
         return replace(find(profile, question, source=source), request=request)
@@ -58,20 +38,7 @@ def answer(
 
 
 def answer_checkpoint(checkpoint: Checkpoint, question: Question, find: Find) -> Plan:
-    """The plan for a checkpoint; of an "auto" quantization for the first one that fits.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    question : Question
-    find : callable
-        The profile for a workload, whose quantization isn't "auto".
-
-    Raises
-    ------
-    PlacementError, InfeasibleError, UsageError
-        As `answer`.
-    """
+    """The plan for a checkpoint; of an "auto" quantization for the first one that fits."""
     refuse_offload(checkpoint, question)
     request = replace(question.request, trust_remote_code=checkpoint.trust_remote_code)
     *others, last = _resolved(checkpoint, question)

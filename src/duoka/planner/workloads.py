@@ -14,13 +14,7 @@ from .planner import Question, check_context
 
 
 def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
-    """The workload with what the checkpoint decides: its dtype, and whether it reads in chunks.
-
-    Raises
-    ------
-    UsageError
-        If the model wasn't made for such a context: said before anything is traced.
-    """
+    """The workload with what the checkpoint decides: its dtype, and whether it reads in chunks."""
     check_context(workload, checkpoint.max_context_tokens, checkpoint.name)
     workload = _unquantized(checkpoint, workload)
     workload = whole_prompt(
@@ -51,13 +45,7 @@ def _unquantized(checkpoint: Checkpoint, workload: Workload) -> Workload:
 
 
 def refuse_offload(checkpoint: Checkpoint, question: Question) -> None:
-    """Refuse to keep weights on the host that packages load where they compute.
-
-    Raises
-    ------
-    UsageError
-        If the checkpoint was published quantized.
-    """
+    """Refuse to keep weights on the host that packages load where they compute."""
     method = method_of(checkpoint.config)
     if method is not None and question.constraints.offload:
         raise UsageError(
@@ -71,11 +59,6 @@ def whole_prompt(workload: Workload, *, is_encoder: bool) -> Workload:
     """The workload without chunks for an encoder, which can't read its prompt in such.
 
     Nor can a prompt with images: transformers refuses to cut it.
-
-    Raises
-    ------
-    UsageError
-        If a chunk was asked for.
     """
     if not is_encoder and not workload.images:
         return workload

@@ -105,14 +105,7 @@ class _Page:
 
 
 def render_page(plan: Plan, explanation: Explanation | None = None) -> str:
-    """The page as HTML.
-
-    Parameters
-    ----------
-    plan : Plan
-    explanation : Explanation, optional
-        Of this plan; without one the page says why only as far as the plan does.
-    """
+    """The page as HTML."""
     page = _Page(
         title=" ".join(title(plan)),
         subtitle=plan.source,

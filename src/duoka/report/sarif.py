@@ -99,15 +99,7 @@ _INDEX = {rule.id: index for index, rule in enumerate(_RULES)}
 
 
 def dumps(report: Report, root: str | os.PathLike[str] | None = None) -> str:
-    """Write a report as a SARIF log.
-
-    Parameters
-    ----------
-    report : Report
-    root : path, optional
-        The top of the sources; by default the working directory. Files below it are named from
-        there on, as code hosts need it; others by their absolute path.
-    """
+    """Write a report as a SARIF log."""
     base = Path(root or ".").resolve()
     return json.dumps(_Log(report, base).to_dict(), indent=1, ensure_ascii=False)
 

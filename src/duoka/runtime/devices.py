@@ -42,17 +42,6 @@ def materialise(fleet: Fleet, *, data: str = "cpu") -> None:
     """Make sure that the devices of a fleet exist: virtual ones are made, others looked for.
 
     Virtual GPUs that are there already with the same budgets stay, and what is on them too.
-
-    Parameters
-    ----------
-    fleet : Fleet
-    data : str
-        What holds the numbers of virtual GPUs: "cpu", "meta" (nothing does) or "cuda:N".
-
-    Raises
-    ------
-    FleetError
-        If torch doesn't see one of the devices, or sees another GPU under its name.
     """
     virtual_budgets: dict[int, int] = {}
     for device in fleet.devices:

@@ -69,43 +69,12 @@ def image_inputs(
     device: torch.device | str = "cpu",
     prompt_tokens: int = 0,
 ) -> dict[str, Tensor]:
-    """The arguments of `forward` for prompts with images.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        On the CPU or on meta, not yet spread; it is left as it was.
-    sizes : sequence of (int, int)
-        Width and height in pixels of each image of a prompt.
-    batch : int
-        Equal prompts, each with all the images.
-    device : torch.device or str
-        Where the tensors are made: on one without data, pixels have none, ids do.
-    prompt_tokens : int
-        The length of the prompt, image tokens included; it is longer if the images need more.
-
-    Returns
-    -------
-    dict of str to torch.Tensor
-        Such as `input_ids` [batch, tokens], `attention_mask`, `pixel_values` and what belongs to
-        these in the model's own format.
-
-    Raises
-    ------
-    ModelError
-        If the model takes no images, or takes them in a way that isn't known here.
-    """
+    """The arguments of `forward` for prompts with images."""
     return ImagePrompts(model, sizes).inputs(batch, prompt_tokens, device)
 
 
 def prompts_for(model: PreTrainedModel, conditions: Conditions) -> ImagePrompts | None:
-    """The prompts with the images that a workload has; None where it has none.
-
-    Raises
-    ------
-    ModelError
-        As `image_inputs` does.
-    """
+    """The prompts with the images that a workload has; None where it has none."""
     if conditions.image_size is None:
         return None
     height, width = conditions.image_size

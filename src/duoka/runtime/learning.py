@@ -76,14 +76,7 @@ class Learner:
             parameter.grad = None
 
     def run(self, *, in_flight: int = 1, steps: int = _STEPS) -> None:
-        """Run whole steps.
-
-        Parameters
-        ----------
-        in_flight : int
-            Micro-batches that have run forward and not backward, at most.
-        steps : int
-        """
+        """Run whole steps."""
         for _ in range(steps):
             losses: list[torch.Tensor] = []
             for _ in range(self.training.micro_batches):

@@ -76,13 +76,7 @@ class Stepper:
         device: torch.device,
         prompts: ImagePrompts | None = None,
     ) -> Stepper:
-        """The steps of a workload, with what `prompts_for` made of a model that wasn't spread yet.
-
-        Raises
-        ------
-        UsageError
-            If the prompt is too short for the images.
-        """
+        """The steps of a workload, with `prompts_for` of a model that wasn't spread yet."""
         if prompts is not None:
             refuse_short(workload, prompts.least_tokens)
         return cls(

@@ -46,22 +46,7 @@ class Group:
 def find_groups(
     model: nn.Module, run: Callable[[], None], *, hears_moves: bool = False
 ) -> list[Group]:
-    """Run a model once and derive its blocks, in execution order.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        Whole on one virtual GPU without data.
-    run : callable
-        Runs the model's forward pass.
-    hears_moves : bool
-        Let blocks end where model code moves what they have made (``x.to(y.device)``).
-
-    Returns
-    -------
-    list of Group
-        Every parameter and buffer belongs to exactly one.
-    """
+    """Run a model once and derive its blocks, in execution order."""
     experiment = _Experiment(model, hears_moves=hears_moves)
     moved = experiment.moved if hears_moves else lambda result, source, place: result
     moves = Moves(experiment.place_of, moved, experiment.made)

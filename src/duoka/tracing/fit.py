@@ -52,11 +52,6 @@ def fit(samples: Sequence[Sample]) -> tuple[list[Tape], tuple[tuple[int, int], .
 
     Every number must be met exactly at every sample; there are more samples than coefficients,
     so that the rest of them is a check at sizes that the rule was not made from.
-
-    Raises
-    ------
-    Unlike
-        If the samples differ in structure, or a size is no polynomial.
     """
     first = samples[0].recorded
     if any(sample.recorded.like != first.like for sample in samples):
@@ -195,26 +190,14 @@ class _Solver:
         assert self._bases, "nothing is left to check a rule with"
 
     def rule(self, values: Sequence[int]) -> Rule:
-        """The rule that gives these values at the samples.
-
-        Raises
-        ------
-        Unlike
-            If there is none.
-        """
+        """The rule that gives these values at the samples."""
         found = self._exact(tuple(values))
         if found is None:
             raise Unlike("a size is no polynomial of the step's sizes")
         return found
 
     def estimate(self, values: Sequence[int]) -> Rule:
-        """The rule that gives these values, or nearly: a sum over masks of several lengths.
-
-        Raises
-        ------
-        Unlike
-            If there is none.
-        """
+        """The rule that gives these values, or nearly: a sum over masks of several lengths."""
         found = self._exact(tuple(values))
         if found is None:
             nearest = (basis.nearest(values) for basis in reversed(self._bases))

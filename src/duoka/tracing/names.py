@@ -14,16 +14,7 @@ from duoka.runtime.dispatch.place import tensor_names
 
 
 def name_tensors(model: nn.Module, published: Collection[str] | None) -> list[NamedTensor]:
-    """Name every parameter and buffer, under each of its names.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        Not yet placed; its parameters may be on meta.
-    published : collection of str, optional
-        What the checkpoint holds. By default what the model would be saved as, where it has names
-        of its own for that.
-    """
+    """Name every parameter and buffer, under each of its names."""
     sources = _sources(model, published)
     first: dict[int, str] = {}
     named = []

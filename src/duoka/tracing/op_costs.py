@@ -27,14 +27,6 @@ def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
     Those of matrix products, convolutions and attention, as ``torch.utils.flop_counter`` counts
     them; whatever else is 0. Causal attention counts in full.
-
-    Parameters
-    ----------
-    func : torch._ops.OpOverload
-    args, kwargs
-        Of the call.
-    result
-        What it returned.
     """
     if func.overloadpacket in _FUSED_ATTENTION:
         return _attention_flops(*args[:3])

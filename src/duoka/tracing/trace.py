@@ -67,28 +67,7 @@ class Irregular(Exception):
 
 
 def trace(model: nn.Module, subject: Subject) -> Profile:
-    """Run a causal language model without data and record what it costs.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        As `models.build` makes it: parameters on meta. It is taken to a virtual GPU and is of no
-        use afterwards.
-    subject : Subject
-        The model's fingerprint, and the longest context to know.
-
-    Returns
-    -------
-    Profile
-        Good for every workload.
-
-    Raises
-    ------
-    Irregular
-        If no rules hold: `trace_workload` then answers for one workload.
-    ModelError
-        If the model's code can't run without data.
-    """
+    """Run a causal language model without data and record what it costs."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise Irregular("what an encoder and its decoder cost depends on two lengths")
     named = name_tensors(model, subject.published)
@@ -104,16 +83,7 @@ def trace(model: nn.Module, subject: Subject) -> Profile:
 
 
 def trace_workload(model: nn.Module, subject: Subject, workloads: Sequence[Workload]) -> Profile:
-    """Run the steps of certain workloads, and record what just these cost.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        As for `trace`.
-    subject : Subject
-    workloads : sequence of Workload
-        With their prefill chunks resolved; of equal batch.
-    """
+    """Run the steps of certain workloads, and record what just these cost."""
     named = name_tensors(model, subject.published)
     steps = _Steps.of(model, subject)
     with running(model), whole(model) as device:
@@ -130,21 +100,7 @@ def trace_workload(model: nn.Module, subject: Subject, workloads: Sequence[Workl
 def trace_call(
     model: nn.Module, subject: Subject, inputs: Mapping[str, Any] | Sequence[Any]
 ) -> Profile:
-    """Run any module once on example inputs and record what that call costs.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        Parameters on meta. It is of no use afterwards.
-    subject : Subject
-    inputs : mapping or sequence
-        Keyword or positional arguments of the call; tensors may lie anywhere.
-
-    Returns
-    -------
-    Profile
-        Its tapes hold for this call alone, whatever workload is asked about.
-    """
+    """Run any module once on example inputs and record what that call costs."""
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
     named = name_tensors(model, subject.published)
     with running(model), whole(model) as device:

@@ -48,30 +48,7 @@ Found = tuple[Regime, list[Tape]]
 
 
 def trace_training(model: nn.Module, subject: Subject, dtype: torch.dtype) -> Profile:
-    """Train a model without data, and record what it costs.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        As `models.build` makes it. It is made trainable, taken to a virtual GPU, and of no use
-        afterwards.
-    subject : Subject
-        With the training among its conditions.
-    dtype : torch.dtype
-        The workload's.
-
-    Returns
-    -------
-    Profile
-        Good for every batch and length of sequences.
-
-    Raises
-    ------
-    Irregular
-        If no rules hold: `trace_training_workload` then answers for one workload.
-    ModelError
-        If the model's code can't be trained without data.
-    """
+    """Train a model without data, and record what it costs."""
     named = name_tensors(model, subject.published)
     with running(model):
         tracer = _Tracer(model, subject, dtype)
@@ -87,17 +64,7 @@ def trace_training(model: nn.Module, subject: Subject, dtype: torch.dtype) -> Pr
 def profile_training(
     build: Callable[[], nn.Module], subject: Subject, workload: Workload
 ) -> tuple[Profile, bool]:
-    """A profile for every workload where rules hold, which the second result says, or for one.
-
-    Parameters
-    ----------
-    build : callable
-        Makes the model, as `models.build` does.
-    subject : Subject
-        With the training among its conditions.
-    workload : Workload
-        "auto" is the model's own dtype.
-    """
+    """A profile for every workload where rules hold, which the second result says, or for one."""
     model = build()
     if workload.dtype == "auto":
         first = next(p for p in model.parameters() if p.is_floating_point())
@@ -109,16 +76,7 @@ def profile_training(
 
 
 def trace_training_workload(model: nn.Module, subject: Subject, workload: Workload) -> Profile:
-    """Run micro-batches of one workload, and record what just these cost.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        As for `trace_training`.
-    subject : Subject
-    workload : Workload
-        With its dtype resolved.
-    """
+    """Run micro-batches of one workload, and record what just these cost."""
     named = name_tensors(model, subject.published)
     with running(model):
         tracer = _Tracer(model, subject, getattr(torch, workload.dtype))

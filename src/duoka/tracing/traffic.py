@@ -31,19 +31,7 @@ def launches(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
 
 
 def count_bytes(func: Any, args: Any, kwargs: Any, result: Any, *, alone: bool = False) -> int:
-    """Return how many bytes an operator that launches a kernel reads and writes.
-
-    Parameters
-    ----------
-    func : torch._ops.OpOverload
-    args, kwargs
-        Of the call.
-    result
-        What it returned.
-    alone : bool
-        One token of one sequence goes through the model: of the matrices of a mixture of experts
-        only those are read that its rows go to. Otherwise all of them are counted.
-    """
+    """Return how many bytes an operator that launches a kernel reads and writes."""
     inputs = tensors_in((args, kwargs))
     outputs = _virtual(tensors_in(result))
     packet = func.overloadpacket

@@ -36,17 +36,7 @@ def choose_kernel(
     is_causal: bool,
     enable_gqa: bool,
 ) -> Kernel:
-    """Choose the kernel that CUDA would.
-
-    Parameters
-    ----------
-    query, key, value : torch.Tensor
-        ``[batch, heads, tokens, head_dim]``.
-    mask : torch.Tensor, optional
-        Boolean or additive.
-    is_causal, enable_gqa : bool
-        As given to `scaled_dot_product_attention`.
-    """
+    """Choose the kernel that CUDA would."""
     if not _fusible(query, key, value):
         return "math"
     grouped = query.shape[1] != key.shape[1] or key.shape[1] != value.shape[1]

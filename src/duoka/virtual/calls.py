@@ -47,13 +47,7 @@ class Plain:
 
 
 def unwrap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plain, Gpu]:
-    """Unwrap a call's arguments and judge their devices.
-
-    Raises
-    ------
-    MixedDevicesError
-        If the call mixes devices in a way that CUDA refuses, and nobody in this thread settles it.
-    """
+    """Unwrap a call's arguments and judge their devices."""
     plain = Plain(args, kwargs)
     gpu = plain.gpu
     assert gpu is not None, f"{func} was called without a virtual tensor"

@@ -69,13 +69,7 @@ _OWN_WORDS = {
 
 
 def check_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let a call pass whose tensors are on several devices, if CUDA would, or raise as CUDA does.
-
-    Raises
-    ------
-    MixedDevicesError
-        With the text that CUDA has for this kind of operation.
-    """
+    """Let a call pass whose tensors are on several devices if CUDA would; raise as CUDA does."""
     name = func._schema.name.removeprefix("aten::")
     tensors = list(_named_tensors(func, args, kwargs))
     written = {

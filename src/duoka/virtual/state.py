@@ -114,13 +114,7 @@ class Gpu:
         return f"Gpu(index={self.index}, data={self.data!r})"
 
     def malloc(self, num_bytes: int) -> Allocation | None:
-        """Allocate; nothing for an empty tensor, as CUDA does.
-
-        Raises
-        ------
-        torch.OutOfMemoryError
-            If the GPU can't reserve what is asked for.
-        """
+        """Allocate; nothing for an empty tensor, as CUDA does."""
         if num_bytes == 0:
             return None
         with self._lock:
@@ -289,13 +283,7 @@ class World:
         ]
 
     def gpu(self, index: int) -> Gpu:
-        """Return one GPU by its index.
-
-        Raises
-        ------
-        RuntimeError
-            If there is no such GPU: torch's own kind of error for a wrong index.
-        """
+        """Return one GPU by its index."""
         if not 0 <= index < len(self.gpus):
             raise RuntimeError(
                 f"vgpu error: invalid device ordinal {index}: there are {len(self.gpus)} "
@@ -349,13 +337,7 @@ def set_process_world(world: World) -> None:
 
 
 def active_world() -> World:
-    """Return the world that factories in this thread use.
-
-    Raises
-    ------
-    VirtualDeviceError
-        If nobody has configured one.
-    """
+    """Return the world that factories in this thread use."""
     world = thread.world or _Process.world
     if world is None:
         raise VirtualDeviceError(

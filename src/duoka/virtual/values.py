@@ -131,13 +131,7 @@ def forget(tensor: VirtualTensor) -> None:
 
 
 def execute(func: Any, args: list[Any], kwargs: dict[str, Any], *, writes: bool = False) -> Any:
-    """Run a call whose arguments are known, unknown or both.
-
-    Raises
-    ------
-    UnknownValueError
-        If the call needs values that nobody knows.
-    """
+    """Run a call whose arguments are known, unknown or both."""
     num_known, num_unknown = count(args, kwargs)
     if num_unknown == 0:
         return func(*args, **kwargs) if writes else _evaluate(func, args, kwargs)

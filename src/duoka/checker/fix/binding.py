@@ -44,18 +44,7 @@ class Named:
 
 
 def named(tree: Tree, nodes: list[cst.BaseExpression], target: cst.BaseExpression) -> Named | None:
-    """Give what isn't plain a name on a line before, in the order of evaluation.
-
-    Parameters
-    ----------
-    nodes : list
-        The operands as they are written, `target` among them.
-
-    Returns
-    -------
-    Named or None
-        None where a line before would change what is evaluated, or in which order.
-    """
+    """Give what isn't plain a name on a line before, in the order of evaluation."""
     statement = statement_of(tree, target)
     if statement is None or not can_precede(tree, statement, target):
         return None

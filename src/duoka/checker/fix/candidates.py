@@ -67,13 +67,7 @@ class Site:
 
 
 def cures(fault: Fault, sources: Sources, subject: Subject | None) -> Iterator[Cure]:
-    """What may cure a fault, the best first; nothing where no way is known.
-
-    Raises
-    ------
-    SourceError
-        If its file can't be read, or has changed since the fault was found.
-    """
+    """What may cure a fault, the best first; nothing where no way is known."""
     tree = sources.tree(fault.file)
     if tree.find(fault.place) is None:
         raise SourceError(f"{fault.file}:{fault.line} doesn't say {fault.source!r}")

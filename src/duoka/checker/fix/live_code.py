@@ -56,21 +56,7 @@ def live_functions() -> Live:
 
 @contextmanager
 def swapped(live: Live, before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[None]:
-    """Let every live function of some files run what a changed text says, inside the scope.
-
-    Parameters
-    ----------
-    live : mapping
-        As `live_functions` finds them.
-    before, after : mapping of str to str
-        Texts by file: as it was imported, and changed.
-
-    Raises
-    ------
-    SwapError
-        If a live function isn't what the text says, or its closure doesn't fit; nothing is
-        changed then.
-    """
+    """Let every live function of some files run what a changed text says, inside the scope."""
     files = [file for file in after if after[file] != before[file]]
     plan: list[tuple[FunctionType, CodeType]] = []
     for file in files:

@@ -127,13 +127,7 @@ class Round:
         self._line_maps: dict[tuple[str, str], Lines] = {}
 
     def run(self, check: Check, budget: Budget) -> tuple[Draft, Report]:
-        """Change which ways are tried until none of these faults is left that could be cured.
-
-        Raises
-        ------
-        SwapError
-            If a live function can't run what any of the ways makes of it.
-        """
+        """Change which ways are tried until none of these faults is left that could be cured."""
         while True:
             draft = self.draft()
             budget.checks -= 1
@@ -276,13 +270,7 @@ class Outcome:
 
 
 def settle(report: Report, sources: Sources, subject: Subject, check: Check) -> Outcome:
-    """Find changes that cure the faults of a report, round by round.
-
-    Raises
-    ------
-    SwapError
-        If a live function can't run the changed code.
-    """
+    """Find changes that cure the faults of a report, round by round."""
     outcome = Outcome(Draft(), [], report)
     budget = Budget()
     found = report

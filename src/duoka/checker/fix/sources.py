@@ -36,13 +36,7 @@ class Sources:
         self._trees: dict[str, Tree] = {}
 
     def text(self, file: str) -> str:
-        """The text of a file, line ends as they are.
-
-        Raises
-        ------
-        SourceError
-            If there is no such file, it is too long, not UTF-8, or nobody's to change.
-        """
+        """The text of a file, line ends as they are."""
         if file.startswith(_TORCH):
             raise SourceError(
                 "it stands in PyTorch's own code: the map must keep that module on one device"
@@ -61,13 +55,7 @@ class Sources:
         return self.texts[file]
 
     def tree(self, file: str) -> Tree:
-        """The syntax tree of a file.
-
-        Raises
-        ------
-        SourceError
-            If it can't be read, or isn't Python.
-        """
+        """The syntax tree of a file."""
         if file not in self._trees:
             text = self.text(file)
             try:
@@ -82,13 +70,7 @@ class Sources:
 
 
 def read_source(path: Path) -> str:
-    """The text of a file, line ends as they are.
-
-    Raises
-    ------
-    SourceError
-        If there is no such file, it is too long, or not UTF-8.
-    """
+    """The text of a file, line ends as they are."""
     try:
         return read_bytes(path, most_bytes=_MOST_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
@@ -96,13 +78,7 @@ def read_source(path: Path) -> str:
 
 
 def parse_quietly(text: str) -> ast.Module:
-    """The syntax tree of a text; what Python would warn of is its author's affair.
-
-    Raises
-    ------
-    SyntaxError
-        If it isn't Python.
-    """
+    """The syntax tree of a text; what Python would warn of is its author's affair."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # As bytes, so that it may begin with a mark, as files do.

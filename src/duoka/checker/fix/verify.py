@@ -35,16 +35,7 @@ class Proof:
 
 
 def prove(report: Report, subject: Subject, patched: Patched) -> Proof:
-    """Hold patched code on several devices against the original on one.
-
-    Parameters
-    ----------
-    report : Report
-        Of the original code.
-    subject : Subject
-        The model and what it is asked to do, on its placement.
-    patched : callable
-    """
+    """Hold patched code on several devices against the original on one."""
     if is_computable(subject):
         return _result(why_not_equal(subject, patched))
     twin = twin_of(subject)

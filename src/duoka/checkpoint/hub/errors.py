@@ -42,25 +42,7 @@ def endpoint() -> str:
 
 
 def ask(wanted: Wanted, action: Callable[[], T], *, most_bytes: int) -> T:
-    """Ask the Hub for something, several times if need be.
-
-    Parameters
-    ----------
-    wanted : Wanted
-        For messages.
-    action : callable
-        What asks. Where it goes on by itself after a connection broke, as huggingface_hub's
-        downloads do, its last word counts.
-    most_bytes : int
-        More than that is not read of an answer.
-
-    Raises
-    ------
-    CheckpointError
-        If it can't be had.
-    OSError
-        If the disk refuses it.
-    """
+    """Ask the Hub for something, several times if need be."""
     with _told(wanted), guarded(most_bytes):
         for wait in WAITS_SECONDS:
             try:
@@ -79,12 +61,7 @@ class Broken(Exception):
 
 @contextmanager
 def breaking() -> Iterator[None]:
-    """Raise Broken for what a connection may suffer, but for one that never came about.
-
-    Raises
-    ------
-    Broken
-    """
+    """Raise Broken for what a connection may suffer, but for one that never came about."""
     try:
         yield
     except (http.ConnectError, http.ConnectTimeout):

@@ -22,11 +22,6 @@ def is_right(path: Path, file: RemoteFile) -> bool:
     """Whether a file has the content that it should have; read only if it changed since.
 
     A file whose hash nobody told is taken as it is.
-
-    Raises
-    ------
-    OSError, ValueError
-        If it can't be read.
     """
     if not file.etag:
         return True
@@ -42,13 +37,7 @@ def is_right(path: Path, file: RemoteFile) -> bool:
 
 
 def has_right_hash(path: Path, file: RemoteFile) -> bool:
-    """Read a file and compare its hash.
-
-    Raises
-    ------
-    OSError, ValueError
-        If it can't be read.
-    """
+    """Read a file and compare its hash."""
     if len(file.etag) == _SHA256_LENGTH:
         digest = hashlib.sha256()
     else:

@@ -54,12 +54,7 @@ class TooLong(Exception):
 
 @contextmanager
 def guarded(most_bytes: int) -> Iterator[None]:
-    """Set limits for what this thread asks through huggingface_hub's session.
-
-    Raises
-    ------
-    Busy, TooLong
-    """
+    """Set limits for what this thread asks through huggingface_hub's session."""
     hooks = get_session().event_hooks
     if _look_at not in hooks["response"]:  # they stay, and do nothing outside of this block
         hooks["response"].append(_look_at)

@@ -53,12 +53,7 @@ class Listing:
 
 
 def ask_listing(name: HubName) -> Listing:
-    """Ask the Hub what a repository holds, and keep the answer: a commit never changes.
-
-    Raises
-    ------
-    CheckpointError
-    """
+    """Ask the Hub what a repository holds, and keep the answer: a commit never changes."""
     api = HfApi(library_name="duoka")
 
     def attempt() -> ModelInfo:

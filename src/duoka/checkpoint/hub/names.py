@@ -55,18 +55,6 @@ class Wanted:
 def parse_name(text: str, revision: str | None = None) -> HubName | None:
     """Read a repository's name; None for what can't be one.
 
-    Parameters
-    ----------
-    text : str
-        "org/name" or "org/name@revision".
-    revision : str, optional
-        The revision, where the text names none.
-
-    Raises
-    ------
-    UsageError
-        If it is a repository's name with a revision that can't be one, or with two of them.
-
     Examples
     --------
     >>> parse_name("zai-org/chatglm3-6b@v1.0")

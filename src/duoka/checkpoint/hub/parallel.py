@@ -17,17 +17,6 @@ def at_once(action: Callable[[str], T], names: Sequence[str], *, most: int) -> d
 
     Unlike those of `concurrent.futures`, these threads don't keep the process from ending: a
     request that isn't answered would hold it up for as long as it is tried again.
-
-    Parameters
-    ----------
-    action : callable
-    names : sequence of str
-    most : int
-
-    Returns
-    -------
-    dict
-        In the order of the names. What an action raises is raised; no further one is begun then.
     """
     waiting: SimpleQueue[str] = SimpleQueue()
     results: dict[str, Future[T]] = {name: Future() for name in names}

@@ -52,13 +52,7 @@ _ABANDONED_SECONDS = 3600
 
 
 def open_snapshot(name: HubName) -> Snapshot:
-    """Find out which commit a revision is, and what it holds; no file is fetched.
-
-    Raises
-    ------
-    CheckpointError
-        If there is no such repository or revision, or it can't be asked for.
-    """
+    """Find out which commit a revision is, and what it holds; no file is fetched."""
     if is_offline_mode():
         return Snapshot(name.repo, kept_listing(name) or _cached_listing(name))
     known = kept_listing(name) if COMMIT.fullmatch(name.revision) else None
@@ -121,13 +115,7 @@ class Snapshot:
         return self._files[name].num_bytes
 
     def fetch(self, name: str) -> Path:
-        """Make sure that a small file is here, and right.
-
-        Raises
-        ------
-        CheckpointError
-            If it can't be had, or is no small file.
-        """
+        """Make sure that a small file is here, and right."""
         if self.size(name) > MAX_JSON_BYTES:
             raise CheckpointError(
                 f"{self._wanted(name)} has {self.size(name)} bytes; at most {MAX_JSON_BYTES} "
@@ -138,13 +126,7 @@ class Snapshot:
         return self.path / name
 
     def headers(self, names: Sequence[str]) -> dict[str, dict[str, TensorInfo]]:
-        """What safetensors files hold; of those that aren't here, the headers alone are fetched.
-
-        Raises
-        ------
-        CheckpointError
-            If one can't be had, or is damaged.
-        """
+        """What safetensors files hold; of those that aren't here, the headers alone are fetched."""
         return at_once(self._header, names, most=_HEADERS_AT_ONCE)
 
     def missing(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -156,13 +138,6 @@ class Snapshot:
 
         Each is held against the hash that the Hub tells, once: that it was right is remembered
         until the file is touched.
-
-        Raises
-        ------
-        CheckpointError
-            If one can't be had, or isn't what it should be; such a file is removed.
-        MachineError
-            If there is no room for them.
         """
         absent = self.missing(names)
         if absent and is_offline_mode():

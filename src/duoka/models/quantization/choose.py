@@ -25,19 +25,7 @@ _LEAST_STACK = 3  # dimensions of a stack of experts
 
 
 def quantize_model(model: PreTrainedModel, scheme: Scheme) -> None:
-    """Quantize the linear layers of a model that was built without weights.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        Its parameters on meta; those of its linear layers become quantized ones, on meta too.
-    scheme : {"int8", "int4", "nf4"}
-
-    Raises
-    ------
-    UsageError
-        If the package that quantizes isn't installed.
-    """
+    """Quantize the linear layers of a model that was built without weights."""
     require(scheme)
     left = _left_alone(model)
     for name, module, key in _matrices(model):

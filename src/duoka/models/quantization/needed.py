@@ -39,13 +39,7 @@ _TESTED = {"torch": "2.11 and 2.13", "torchao": "0.18", "bitsandbytes": "0.50"}
 
 
 def require(scheme: Scheme) -> None:
-    """Refuse to quantize where the package for it isn't installed, or is another than was tested.
-
-    Raises
-    ------
-    UsageError
-        With the command that installs it, or with what it lacks.
-    """
+    """Refuse to quantize where the package for it is missing or isn't the tested one."""
     package, extra = _PACKAGES[scheme]
     if find_spec(package) is None:
         raise UsageError(

@@ -33,17 +33,7 @@ def takes_rows(target: Tensor, start: int, stop: int) -> bool:
 
 
 def fill_rows(target: Tensor, start: int, source: Tensor) -> None:
-    """Quantize rows, and write them into a quantized weight.
-
-    Parameters
-    ----------
-    target : Tensor
-        As `quantize` makes it, on any device.
-    start : int
-        The first of its rows to be filled; see `takes_rows`.
-    source : Tensor
-        [rows, columns], floating, on any device; copied to the target's some rows at a time.
-    """
+    """Quantize rows, and write them into a quantized weight."""
     assert takes_rows(target, start, start + len(source))
     step = max(_WORKING_ELEMENTS // source.shape[1] // _ALIGNED_ROWS, 1) * _ALIGNED_ROWS
     for first in range(0, len(source), step):

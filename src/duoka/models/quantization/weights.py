@@ -38,21 +38,7 @@ _MADE_FROM = "_duoka_made_from"
 
 
 def quantize(weight: Tensor, scheme: Scheme) -> Tensor:
-    """A weight in fewer bits, on the same device; the original may be freed.
-
-    Parameters
-    ----------
-    weight : Tensor
-        [rows, columns] of a linear layer, floating.
-    scheme : {"int8", "int4", "nf4"}
-        For int4 the columns are a multiple of the last one of `GROUPS`, the rows one of `ROWS`; for
-        nf4 the columns are a multiple of `nf4.BLOCK`.
-
-    Returns
-    -------
-    Tensor
-        One that `torch.nn.functional.linear` takes as a weight, of the same shape.
-    """
+    """A weight in fewer bits, on the same device; the original may be freed."""
     if scheme == "int8":
         from torchao.quantization import Int8Tensor, PerRow
 
@@ -104,14 +90,7 @@ def empty_weight(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A quantized weight on another device.
-
-    Raises
-    ------
-    ModelError
-        If its layout is for the processor's kernels, or for those of GPUs, and the device is of
-        the other kind.
-    """
+    """A quantized weight on another device."""
     is_tiled = type(tensor).__name__ == _TILED
     if type(tensor).__name__ in (_TILED, _OPAQUE) and is_tiled == (device.type == "cpu"):
         raise ModelError(

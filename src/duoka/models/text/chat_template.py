@@ -27,16 +27,7 @@ def encode_template(
     messages: Sequence[Message],
     tools: Sequence[Tool] | None = None,
 ) -> list[int]:
-    """Return the ids of a prompt by the tokenizer's chat template.
-
-    Raises
-    ------
-    CheckpointError
-        If the template is damaged, or takes too much time or memory.
-    UsageError
-        If the template refuses the messages, or if a message contains a special token's text
-        and the template changes contents, so that it can't be told apart.
-    """
+    """Return the ids of a prompt by the tokenizer's chat template."""
     special = _Special(tokenizer)
     special.refuse_in_tools(tools or ())
     contents = [message.content for message in messages]

@@ -80,13 +80,7 @@ def last_is_answerable(messages: Sequence[Message]) -> None:
 
 
 def tool_function(tool: Tool) -> Mapping[str, Any]:
-    """Return the function that a tool describes, taken out of OpenAI's wrapping.
-
-    Raises
-    ------
-    UsageError
-        If it has no name.
-    """
+    """Return the function that a tool describes, taken out of OpenAI's wrapping."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else tool
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UsageError(

@@ -31,13 +31,7 @@ class ChatFormat(Protocol):
         """The tokens that end an answer."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[int]:
-        """Return the ids after which the model answers.
-
-        Raises
-        ------
-        UsageError
-            If the messages or tools can't be said in this format.
-        """
+        """Return the ids after which the model answers."""
 
     def parse(self, text: str, tools: Sequence[Tool] | None = None) -> Message:
         """Return what an answer says; with a tool call if it is one, to one of `tools` if given."""
@@ -48,15 +42,7 @@ def chat_format(
     config: Mapping[str, Any],
     generation_config: Mapping[str, Any] | None = None,
 ) -> ChatFormat:
-    """Choose the format by the model's type and the special tokens that its tokenizer has.
-
-    Parameters
-    ----------
-    tokenizer : transformers.PreTrainedTokenizerBase
-        As `load_tokenizer` returns it.
-    config, generation_config : mapping
-        The content of ``config.json`` and ``generation_config.json``.
-    """
+    """Choose the format by the model's type and the special tokens that its tokenizer has."""
     added = tokenizer.get_added_vocab()
     if config.get("model_type") == "chatglm":
         if "<|user|>" in added and "<sop>" in added:

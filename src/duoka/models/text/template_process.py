@@ -34,24 +34,7 @@ Chat = Sequence[Mapping[str, Any]]
 
 
 def render(template: str, conversations: Sequence[Chat], variables: Mapping[str, Any]) -> list[str]:
-    """Render a chat template once for each conversation.
-
-    Parameters
-    ----------
-    template : str
-        In Jinja's language.
-    conversations : sequence of sequence of mapping
-        Messages, each with at least a role and a content.
-    variables : mapping
-        What else the template can read; nothing but what JSON knows.
-
-    Raises
-    ------
-    CheckpointError
-        If the template is too long or no template, or takes too much time or memory.
-    UsageError
-        If it refuses the messages.
-    """
+    """Render a chat template once for each conversation."""
     if len(template) > MOST_TEMPLATE_CHARACTERS:
         raise CheckpointError(
             f"the model's chat template has {len(template)} characters; "

@@ -49,20 +49,7 @@ _MOST_BYTES = (
 
 
 def load_tokenizer(directory: Path, config: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that a checkpoint's directory holds. No code from there is run.
-
-    Parameters
-    ----------
-    directory : pathlib.Path
-        Of the checkpoint.
-    config : mapping
-        The content of its ``config.json``.
-
-    Raises
-    ------
-    CheckpointError
-        If there is none, or its files are damaged.
-    """
+    """Load the tokenizer that a checkpoint's directory holds. No code from there is run."""
     _look_at_files(directory)
     vocabulary = directory / "tokenizer.model"
     if config.get("model_type") == "chatglm" and vocabulary.is_file():
@@ -93,13 +80,7 @@ def _look_at_files(directory: Path) -> None:
 
 
 def special_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
-    """Return the id of a special token.
-
-    Raises
-    ------
-    CheckpointError
-        If the tokenizer doesn't have it.
-    """
+    """Return the id of a special token."""
     number = tokenizer.convert_tokens_to_ids(name)
     if not isinstance(number, int) or (
         number == tokenizer.unk_token_id and name != tokenizer.unk_token

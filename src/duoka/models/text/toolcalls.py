@@ -19,11 +19,6 @@ _FENCED = re.compile(r"\s*```[a-z]*\n(?P<code>.*?)\n?```\s*", re.DOTALL)
 def parse_python_call(metadata: str, content: str) -> ToolCall | None:
     r"""Read ChatGLM3's form: the name, and ``tool_call(k='v')`` in a fenced block.
 
-    Returns
-    -------
-    ToolCall or None
-        None for everything else: other functions, positional arguments, anything computed.
-
     Examples
     --------
     >>> parse_python_call("weather", "```python\ntool_call(city='北京', days=2)\n```").arguments
@@ -73,11 +68,6 @@ def _refuse_odd(value: object) -> None:
 
 def parse_json_call(metadata: str, content: str) -> ToolCall | None:
     """Read GLM-4's form: the name, and the arguments as a JSON object.
-
-    Returns
-    -------
-    ToolCall or None
-        None for everything else.
 
     Examples
     --------

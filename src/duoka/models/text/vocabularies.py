@@ -56,18 +56,7 @@ class SentencePieceModel:
 
 
 def read_vocabulary(path: Path) -> SentencePieceModel | dict[bytes, int]:
-    """Read a vocabulary of either form; which one is told by its first line.
-
-    Returns
-    -------
-    SentencePieceModel or dict
-        The latter from bytes to rank.
-
-    Raises
-    ------
-    CheckpointError
-        If the file is neither, is damaged, or holds another model than byte-pair encoding.
-    """
+    """Read a vocabulary of either form; which one is told by its first line."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise CheckpointError(f"{path}: larger than any vocabulary ({_MAX_BYTES} bytes)")

@@ -53,13 +53,7 @@ class Names:
 
 
 def find_device(told: str, fleet: Fleet) -> str:
-    """The name of the fleet's device that a person means: "cuda:1", or "1" alone.
-
-    Raises
-    ------
-    UsageError
-        If there is none.
-    """
+    """The name of the fleet's device that a person means: "cuda:1", or "1" alone."""
     try:
         return Devices(fleet).find(told)
     except NoDevice:

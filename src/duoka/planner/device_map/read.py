@@ -47,13 +47,7 @@ class DeviceMap:
 
     @classmethod
     def of(cls, given: object) -> DeviceMap:
-        """Take a map, or one device for the whole model, as transformers' ``device_map=`` does.
-
-        Raises
-        ------
-        UsageError
-            If it is neither, or asks for an automatic map.
-        """
+        """Take a map, or one device for the whole model, as transformers' ``device_map=`` does."""
         if isinstance(given, DeviceMap):
             return given
         if isinstance(given, Mapping):
@@ -70,15 +64,7 @@ class DeviceMap:
 
     @classmethod
     def parse(cls, text: str, source: str) -> DeviceMap:
-        """Read JSON text; a name that stands twice is kept twice, for `judge` to tell.
-
-        Raises
-        ------
-        FormatError
-            If it is no JSON.
-        UsageError
-            If it isn't a map.
-        """
+        """Read JSON text; a name that stands twice is kept twice, for `judge` to tell."""
         try:
             value = json.loads(text, object_pairs_hook=_Pairs, parse_constant=str)
         except (ValueError, RecursionError) as error:
@@ -91,15 +77,7 @@ class DeviceMap:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DeviceMap:
-        """Read a JSON file.
-
-        Raises
-        ------
-        FormatError
-            If it can't be read or is no JSON.
-        UsageError
-            If it isn't a map.
-        """
+        """Read a JSON file."""
         try:
             text = read_text(Path(path), most_bytes=_MAX_BYTES)
         except (OSError, ValueError) as error:
@@ -162,13 +140,7 @@ class Devices:
         return self.names[0] if self.names else "cuda:0"
 
     def find(self, value: object) -> str:
-        """The name of a device.
-
-        Raises
-        ------
-        NoDevice
-            With what is wrong.
-        """
+        """The name of a device."""
         number = _whole(value)
         if number is not None:
             return self._numbered(number)

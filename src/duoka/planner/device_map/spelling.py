@@ -55,17 +55,7 @@ class Spelling:
         return name in self.native or name in self.published
 
     def module(self, name: str, tensors: tuple[NamedTensor, ...], *, published: bool) -> str:
-        """What a module of a block is called; natively where the checkpoint has no name for it.
-
-        Parameters
-        ----------
-        name : str
-            Native.
-        tensors : tuple of NamedTensor
-            The block's.
-        published : bool
-            Ask for the checkpoint's name.
-        """
+        """What a module of a block is called; natively where the checkpoint has no name for it."""
         held = {tensor.name: tensor for tensor in tensors if is_within(tensor.name, name)}
         if not published or not all(tensor.published for tensor in held.values()):
             return name

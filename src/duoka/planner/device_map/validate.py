@@ -44,21 +44,6 @@ def judge(device_map: object, outline: Outline, fleet: Fleet | None = None) -> J
     """Turn a map written by hand into one device for every block.
 
     Buffers follow the parameters of their block.
-
-    Parameters
-    ----------
-    device_map : DeviceMap, mapping or one device
-        See `DeviceMap.of`.
-    outline : Outline
-    fleet : Fleet, optional
-        The devices that may be named; without one every device may be.
-
-    Raises
-    ------
-    PlacementError
-        With all names at fault of every kind, and a completed map.
-    UsageError
-        If it is no map.
     """
     return _Judge(DeviceMap.of(device_map), outline, Devices(fleet)).judge()
 

@@ -21,15 +21,7 @@ _NAMES = {
 
 
 def alternatives(trial: Trial, plan_stages: Stages | None) -> Iterator[Alternative]:
-    """Each placement once, with what it needs and what the plan's objective makes of it.
-
-    Parameters
-    ----------
-    trial : Trial
-        For the plan's workload, fleet and objective.
-    plan_stages : tuple of Stage, optional
-        The plan's own; None where its placement isn't one stage for each device.
-    """
+    """Each placement once, with what it needs and what the plan's objective makes of it."""
     names: dict[Stages, list[str]] = {}
     for name, stages in _placements(trial, plan_stages):
         names.setdefault(stages, []).append(name)

@@ -211,13 +211,7 @@ class Programme:
         return firsts, lasts - firsts + 1
 
     def _before(self, rows: Ints, groups: Ints, starts: Ints) -> Floats:
-        """[pairs, starts]: least cost with a stage of a group before a suffix of the last layer.
-
-        Parameters
-        ----------
-        rows, groups : [pairs]
-        starts : [pairs, starts]
-        """
+        """[pairs, starts]: least cost with a stage of a group before a suffix of the last layer."""
         layer = self._layers[-1]
         stops = self._stops(layer, rows)
         tables = self._tables_at(len(self._layers))

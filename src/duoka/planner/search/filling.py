@@ -13,11 +13,6 @@ def fill(problem: Problem, num_blocks: int, num_devices: int) -> Stages:
 
     A device may be left out where nothing of what is left fits it. It takes as many blocks as
     leave the rest a place, which may be fewer than it could hold.
-
-    Raises
-    ------
-    NoPlacement, UsageError
-        If nothing fits in this order, or no placement obeys the limits.
     """
     while (stages := furthest(problem, num_blocks, num_devices)) is not None:
         if problem.settle(stages):

@@ -178,13 +178,7 @@ class Problem:
         self._caps = caps
 
     def none(self) -> NoPlacement:
-        """What is to be raised where nothing fits.
-
-        Raises
-        ------
-        UsageError
-            If no placement obeys the limits, however much memory there is.
-        """
+        """What is to be raised where nothing fits."""
         if self._is_limited:
             self._refuse_impossible()
         return NoPlacement(self)

@@ -70,33 +70,6 @@ def search(
     Placements that the objective can't tell apart
     are ranked by how evenly they leave memory free (this rank is sought in a few rounds, not
     proved), then by the user's order of devices.
-
-    Parameters
-    ----------
-    costs : StageCosts
-        What stages cost.
-    fleet : Fleet
-        Where they may run. A pair of devices without a link is taken to be as slow as the slowest
-        link given; without any link, transfers are free.
-    objective : {"auto", "headroom", "latency", "throughput"}
-        The largest minimum of free memory; the smallest sum of stage and transfer times of one
-        request; or the fastest slowest stage or transfer. "auto" is headroom when the speeds are
-        equal or unknown, and latency otherwise. Where passes follow each other as one piece of
-        work, a step of training, latency and throughput are both as little time for it as can be.
-    use_all : bool
-        Use every device, instead of as few as possible.
-    strategy : {"auto", "balanced", "sequential"}
-    limits : Limits
-        What is demanded of cuts and devices.
-
-    Raises
-    ------
-    NoPlacement
-        If nothing fits.
-    UsageError
-        If there are more devices to use than blocks, the objective is unknown or needs speeds
-        that are unknown, the devices are too many and too different, the strategy leaves nothing
-        to choose, or no placement obeys the limits.
     """
     _refuse_contradictions(strategy, objective, use_all)
     if strategy == "sequential":
@@ -165,13 +138,7 @@ def conceivable(
     strategy: Strategy = "auto",
     limits: Limits = NO_LIMITS,
 ) -> bool:
-    """Tell whether lower bounds leave a placement possible, whichever of these costs are so.
-
-    Raises
-    ------
-    UsageError
-        As `search` does.
-    """
+    """Tell whether lower bounds leave a placement possible, whichever of these costs are so."""
     use_all = use_all or strategy == "balanced"
     one, *others = costs
     problem = Problem(one, fleet, "headroom", use_all=use_all, limits=limits, others=others)
@@ -181,13 +148,7 @@ def conceivable(
 
 
 def fewest(costs: Sequence[StageCosts], fleet: Fleet, *, limits: Limits = NO_LIMITS) -> int:
-    """How many devices it takes at the least, by lower bounds, whichever of these costs are so.
-
-    Raises
-    ------
-    NoPlacement, UsageError
-        If all devices are too few, or no placement obeys the limits.
-    """
+    """How many devices it takes at the least, by lower bounds, whichever of these costs are so."""
     one, *others = costs
     problem = Problem(one, fleet, "headroom", limits=limits, others=others)
     number = problem.fewest()

@@ -63,13 +63,7 @@ def export(plan: Plan, tool: str, profile: Profile | None = None) -> Export:
 
 
 def refuse_unknown(tool: str) -> None:
-    """Refuse a tool that there is no export for.
-
-    Raises
-    ------
-    UsageError
-        With those that there are.
-    """
+    """Refuse a tool that there is no export for."""
     if tool not in _EXPORTERS:
         raise UsageError(
             f"there is no export for {tool[:40]!r}", hint=f"known are {', '.join(TOOLS)}"

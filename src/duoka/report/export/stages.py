@@ -67,13 +67,7 @@ class Pipeline:
 
 
 def read_pipeline(plan: Plan, tool: str) -> Pipeline:
-    """Read a plan as stages of whole layers.
-
-    Raises
-    ------
-    UsageError
-        If it isn't such stages, with where it isn't.
-    """
+    """Read a plan as stages of whole layers."""
     _refuse_offload(plan, tool)
     entries = plan.placement.entries
     main = main_list([name for name, _ in entries])

@@ -29,14 +29,7 @@ _COMPLETED = (
 
 
 def render_report(report: Report, *, advice: bool = True) -> RenderableType:
-    """What rich prints for a report.
-
-    Parameters
-    ----------
-    report : Report
-    advice : bool
-        Say at the end what to do next.
-    """
+    """What rich prints for a report."""
     return _View(report, advice=advice)
 
 

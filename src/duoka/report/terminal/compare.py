@@ -27,14 +27,7 @@ _SECONDS = {
 
 
 def render_comparison(comparison: Comparison, names: tuple[str, str]) -> RenderableType:
-    """What rich prints for two plans.
-
-    Parameters
-    ----------
-    comparison : Comparison
-    names : tuple of str
-        What to call the plans: their files, say.
-    """
+    """What rich prints for two plans."""
     return _View(comparison, names)
 
 

@@ -29,16 +29,7 @@ def where(place: Place) -> Text:
 
 
 def render_fault(fault: Fault, title: str, style: str) -> RenderableType:
-    """One fault, or one warning.
-
-    Parameters
-    ----------
-    fault : Fault
-    title : str
-        Its number, as "fault 1 of 2".
-    style : str
-        Of its heading.
-    """
+    """One fault, or one warning."""
     heading = Text.assemble((f"{title}: ", style), (words.heading(fault), "bold"))
     inner = Group(where(fault.place), "", Excerpt(fault.place, _marks(fault)), "", _facts(fault))
     return Group(heading, Padding(inner, (0, 0, 0, 2)))

@@ -109,21 +109,7 @@ def _without(
 def stream(
     model: nn.Module, offloaded: Sequence[str], devices: Mapping[str, torch.device]
 ) -> list[Streamer]:
-    """Let the weights of some modules come to their devices whenever they are called.
-
-    Parameters
-    ----------
-    model : nn.Module
-    offloaded : sequence of str
-        The modules, in the order in which they run.
-    devices : mapping of str to torch.device
-        Where each parameter and buffer is wanted, by its name.
-
-    Returns
-    -------
-    list of Streamer
-        To remove them by.
-    """
+    """Let the weights of some modules come to their devices whenever they are called."""
     by_device = streamed_modules(model, offloaded, devices)
     streamers = [Streamer(device, modules) for device, modules in by_device.items()]
     for streamer in streamers:

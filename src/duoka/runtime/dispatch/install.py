@@ -18,22 +18,7 @@ from .place import tensor_names
 def install(
     model: nn.Module, placement: Placement, devices: Mapping[str, torch.device]
 ) -> Installed:
-    """Put a mover on every block, and a memory of what was moved around every top-level call.
-
-    Parameters
-    ----------
-    model : nn.Module
-    placement : Placement
-        Its entries are the blocks. An entry that isn't called itself (a list of layers), or whose
-        parts lie on several devices, stands for the largest parts of which neither is true.
-    devices : mapping of str to torch.device
-        The device of every parameter and buffer under each of its names.
-
-    Returns
-    -------
-    Installed
-        To remove it by.
-    """
+    """Put a mover on every block, and a memory of what was moved around every top-level call."""
     return install_on(model, moving_modules(model, placement, devices))
 
 

@@ -25,29 +25,12 @@ def place(model: nn.Module, placement: Placement) -> None:
     What is on the meta device is allocated on its device and not filled. A parameter stays the
     same object where PyTorch allows it; between kinds of devices it becomes a new one, as in
     `nn.Module.to`.
-
-    Raises
-    ------
-    PlacementError
-        If the placement doesn't name exactly one device for every parameter and buffer.
     """
     move_tensors(model, devices_by_name(model, placement))
 
 
 def devices_by_name(model: nn.Module, placement: Placement) -> dict[str, torch.device]:
-    """The device of every parameter and buffer under each of its names.
-
-    Returns
-    -------
-    dict of str to torch.device
-        In the order in which memory is taken: entry by entry of the placement, and within one
-        module by module. A forecast that counts in this order meets the allocator's own numbers.
-
-    Raises
-    ------
-    PlacementError
-        If a name has no device, an entry names nothing, or a tied tensor has several devices.
-    """
+    """The device of every parameter and buffer under each of its names."""
     tensors = {name: table[key] for name, (table, key) in _slots(model).items()}
     placement.check(tensors)
     ranks = {entry: rank for rank, (entry, _) in enumerate(placement.entries)}
@@ -95,13 +78,7 @@ def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
 
 
 def refuse_meta(model: nn.Module) -> None:
-    """Refuse a model with parameters or buffers on the meta device.
-
-    Raises
-    ------
-    ModelError
-        With how many there are, and the first few names.
-    """
+    """Refuse a model with parameters or buffers on the meta device."""
     names = [name for name, tensor in tensor_names(model) if tensor.is_meta]
     if names:
         some = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
@@ -114,13 +91,7 @@ def refuse_meta(model: nn.Module) -> None:
 def on_host(
     model: nn.Module, devices: Mapping[str, torch.device], offloaded: Sequence[str]
 ) -> dict[str, torch.device]:
-    """The host's processor for every parameter and buffer of the offloaded modules, by name.
-
-    Raises
-    ------
-    PlacementError
-        If an offloaded name is no module with weights, or shares a weight with another one.
-    """
+    """The host's processor for every parameter and buffer of the offloaded modules, by name."""
     if not offloaded:
         return {}
     modules = dict(model.named_modules(remove_duplicate=False))

@@ -16,19 +16,7 @@ from duoka.errors import LoadError
 def nothing_left(
     devices: Collection[torch.device], undo: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """Hold no memory on the devices when what is done in here fails or is interrupted.
-
-    Parameters
-    ----------
-    devices : collection of torch.device
-    undo : callable, optional
-        Called first where it fails.
-
-    Raises
-    ------
-    LoadError
-        If it failed for want of memory on a device.
-    """
+    """Hold no memory on the devices when what is done in here fails or is interrupted."""
     try:
         yield
     except BaseException as error:  # an interrupt must not leave half a model on the devices

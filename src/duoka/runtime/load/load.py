@@ -35,29 +35,6 @@ def load_weights(
     Memory is taken once for every parameter, in the order of the placement; then every tensor is
     read once from its file and copied into its place. When anything fails, and when the user
     interrupts, the model is as it was before and no memory on the devices is held.
-
-    Parameters
-    ----------
-    model : nn.Module
-        With its parameters on meta and its buffers real, as `duoka.models.build` makes it.
-    checkpoint : Checkpoint
-        Its weights are read.
-    placement : Placement
-        A device for every parameter and buffer.
-    progress : callable, optional
-        Called with the bytes done so far and the bytes there are.
-    offloaded : sequence of str
-        Modules whose weights go into the host's memory instead.
-    keeping : Keeping, optional
-        Whether weights that were stacked are kept for the next load; by default they aren't.
-
-    Raises
-    ------
-    PlacementError
-        If the placement isn't complete.
-    LoadError
-        If the checkpoint and the model don't have the same tensors, a file is damaged, or memory
-        on a device doesn't suffice.
     """
     _refuse_loaded(model)
     devices = devices_by_name(model, placement)
@@ -91,20 +68,7 @@ def _keep(kept: Kept, keeping: Keeping) -> None:
 
 
 def refuse_differences(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint whose tensors aren't the model's, by their headers alone.
-
-    Parameters
-    ----------
-    model : nn.Module
-        As `load_weights` takes it.
-    checkpoint : Checkpoint
-        Of safetensors; pickles tell what they hold only when they are opened.
-
-    Raises
-    ------
-    LoadError
-        With every tensor that is missing, unexpected, or of another shape or type.
-    """
+    """Refuse a checkpoint whose tensors aren't the model's, by their headers alone."""
     _matched(model, checkpoint)
 
 

@@ -49,21 +49,7 @@ _STRANGE = frozenset({"STACK_GLOBAL", "INST", "OBJ", "NEWOBJ_EX", "EXT1", "EXT2"
 
 
 def load_pickle(file: Path, *, map_location: str) -> dict[str, Tensor]:
-    """Load a dict of tensors, mapped from the file where its format allows it.
-
-    Parameters
-    ----------
-    file : Path
-    map_location : str
-        "cpu", or "meta" for shapes and types alone.
-
-    Raises
-    ------
-    LoadError
-        If the file holds something else, or claims to hold more than it can.
-    OSError, ValueError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError
-        If it is damaged.
-    """
+    """Load a dict of tensors, mapped from the file where its format allows it."""
     zipped = _look_through(file)
     loaded = torch.load(file, map_location=map_location, weights_only=True, mmap=zipped)
     if not isinstance(loaded, dict):

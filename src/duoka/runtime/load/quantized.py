@@ -34,20 +34,7 @@ _MOST_NAMES = 5  # of each kind that an error tells
 
 
 def refuse_unloadable(config: Mapping[str, Any], placement: Placement) -> None:
-    """Refuse a quantized checkpoint that can't be loaded here as planned, before it is read.
-
-    Parameters
-    ----------
-    config : mapping
-        What its ``config.json`` holds; of one that isn't quantized nothing is asked.
-    placement : Placement
-
-    Raises
-    ------
-    LoadError
-        If a package is missing, or it or transformers can't run the format here, or would unpack
-        it.
-    """
+    """Refuse a quantized checkpoint that can't be loaded here as planned, before it is read."""
     method = method_of(config)
     if method is None:
         return
@@ -119,25 +106,6 @@ def load_published(
     """Load a checkpoint that was published quantized, each module onto its device.
 
     When anything fails, and when the user interrupts, no memory on the devices is held.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        One that `refuse_unloadable` lets through.
-    model : nn.Module
-        What was planned: without data, its weights as they are stored.
-    placement : Placement
-    dtype : torch.dtype
-        What is computed in.
-    progress : callable, optional
-        Called with the bytes done so far and the bytes there are, in shares of the tensors.
-
-    Raises
-    ------
-    PlacementError
-        If the placement isn't complete.
-    LoadError
-        If transformers can't read the files, or what it makes of them isn't what was planned.
     """
     devices = devices_by_name(model, placement)
     with nothing_left(devices.values()), _telling(progress, checkpoint.weight_bytes or 0):

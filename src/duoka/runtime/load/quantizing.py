@@ -25,19 +25,7 @@ class Quantizer:
         self._lock = threading.Lock()
 
     def put(self, name: str, target: Tensor, box: Box, source: Tensor) -> None:
-        """Quantize a piece of a weight.
-
-        Parameters
-        ----------
-        name : str
-            The weight's.
-        target : Tensor
-            As `duoka.models.quantization` makes it, on its device.
-        box : Box
-            Where the piece lies in it, a half-open range for each dimension.
-        source : Tensor
-            The piece, floating, on the host.
-        """
+        """Quantize a piece of a weight."""
         (start, stop), columns = box
         if columns == (0, target.shape[1]) and takes_rows(target, start, stop):
             fill_rows(target, start, source)

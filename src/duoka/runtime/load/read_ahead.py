@@ -125,19 +125,7 @@ def _boxes(source: Source, most_bytes: int) -> Iterator[tuple[Box, int, int]]:
 
 @contextmanager
 def read_ahead(order: Sequence[Stretch], *, pinned: bool) -> Iterator[Iterator[Filled]]:
-    """Give the stretches one after another while those that follow are read.
-
-    Parameters
-    ----------
-    order : sequence of Stretch
-    pinned : bool
-        Whether GPUs take from the buffers.
-
-    Raises
-    ------
-    LoadError
-        If a file can't be read, was changed or cut off.
-    """
+    """Give the stretches one after another while those that follow are read."""
     with ExitStack() as stack:
         files = {file: stack.enter_context(_opened(file)) for file in {s.file for s in order}}
         threads = max(1, min(_MOST_THREADS, os.cpu_count() or 1))

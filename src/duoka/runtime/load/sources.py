@@ -60,13 +60,7 @@ class Source:
 
 
 def list_sources(checkpoint: Checkpoint) -> dict[str, Source]:
-    """Describe every tensor of a checkpoint, by name; no weight is read.
-
-    Raises
-    ------
-    LoadError
-        If there are no weights, or a file holds something else than tensors.
-    """
+    """Describe every tensor of a checkpoint, by name; no weight is read."""
     if not checkpoint.has_weights:
         raise LoadError(
             f"{checkpoint.path} has no weights to load",
@@ -133,13 +127,7 @@ class Reader:
         self._close()
 
     def read(self, source: Source) -> Tensor:
-        """Map one tensor; it stays readable after its file was closed.
-
-        Raises
-        ------
-        LoadError
-            If the file can't be read, or doesn't hold what it was said to hold.
-        """
+        """Map one tensor; it stays readable after its file was closed."""
         if self._file != source.file:
             self._close()
             refuse_changed(source.file, source.stamp)
@@ -176,13 +164,7 @@ def _read_pickle(file: Path, map_location: str) -> dict[str, Tensor]:
 
 
 def refuse_changed(file: Path, stamp: Stamp | None) -> None:
-    """Refuse a file that isn't what it was when it was described.
-
-    Raises
-    ------
-    LoadError
-        If it was written, replaced or removed.
-    """
+    """Refuse a file that isn't what it was when it was described."""
     if stamp is None:
         return
     try:

@@ -103,13 +103,7 @@ class Kept:
         return sources if self._form and form == self._form else None
 
     def refuse_full_disk(self) -> None:
-        """Refuse to keep what the disk hasn't room for.
-
-        Raises
-        ------
-        MachineError
-            With how much there is, and how much is needed.
-        """
+        """Refuse to keep what the disk hasn't room for."""
         there = next(parent for parent in self.directory.parents if parent.exists())
         free, needed = shutil.disk_usage(there).free, self.num_bytes + _SPARE_BYTES
         if free < needed:
@@ -120,13 +114,7 @@ class Kept:
             )
 
     def write(self) -> None:
-        """Keep the model's tensors, whole or not at all.
-
-        Raises
-        ------
-        MachineError
-            If they can't be written.
-        """
+        """Keep the model's tensors, whole or not at all."""
         partial = self.directory.with_name(f".{self.directory.name}.{secrets.token_hex(4)}")
         try:
             partial.mkdir(parents=True)

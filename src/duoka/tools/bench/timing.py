@@ -20,14 +20,7 @@ _LONG_ENOUGH_SECONDS = 3e-3
 
 
 def median_seconds(call: Call, *names: str) -> float:
-    """Seconds of one call among many of its kind, the median of a few rounds.
-
-    Parameters
-    ----------
-    call : callable
-    *names : str
-        The devices that it runs on: a round ends when they have done what they were asked.
-    """
+    """Seconds of one call among many of its kind, the median of a few rounds."""
     started, calls = time.perf_counter(), 0
     while calls < 2 or time.perf_counter() - started < _WARM_SECONDS:
         call()
@@ -41,22 +34,7 @@ def median_seconds(call: Call, *names: str) -> float:
 def best_rate(
     make: Callable[[int], tuple[Call, float]], sizes: Iterable[int], *names: str
 ) -> float:
-    """Work per second, at the first size whose call is long enough, or the largest one that fits.
-
-    Parameters
-    ----------
-    make : callable
-        From a size to a call and how much work it is.
-    sizes : iterable of int
-        From small to large.
-    *names : str
-        The devices that it runs on.
-
-    Raises
-    ------
-    FleetError
-        If there isn't memory enough for the smallest one.
-    """
+    """Work per second at the first size whose call is long enough, or the largest that fits."""
     found: tuple[Call, float] | None = None
     for size in sizes:
         try:

@@ -66,20 +66,7 @@ CONFIG: dict[str, Any] = {
 
 
 def make_checkpoint(directory: Path, *, report: Report = lambda step, loss: None) -> int:
-    """Make the demo's checkpoint: tokenizer, configuration, trained weights in shards.
-
-    Parameters
-    ----------
-    directory : pathlib.Path
-        Where to; it is made if need be.
-    report : callable
-        Called after each training step with its number and loss.
-
-    Returns
-    -------
-    int
-        Training steps.
-    """
+    """Make the demo's checkpoint: tokenizer, configuration, trained weights in shards."""
     pairs = load_pairs()
     write_frame(directory, CONFIG)
     with torch.random.fork_rng(devices=[]):

@@ -101,15 +101,7 @@ class Demo:
 
 
 def run_demo(directory: Path, *, tell: Tell = lambda text: None) -> Demo:
-    """Make the model, plan it on two virtual GPUs, prove, load, ask, measure.
-
-    Parameters
-    ----------
-    directory : pathlib.Path
-        Where the checkpoint is written.
-    tell : callable
-        Called with a line of text whenever something begins or progresses.
-    """
+    """Make the model, plan it on two virtual GPUs, prove, load, ask, measure."""
     seconds: dict[str, float] = {}
     clock = _Clock(seconds)
     tell("training a small ChatGLM3 on questions about several GPUs")

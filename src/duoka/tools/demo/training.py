@@ -102,20 +102,7 @@ class Lessons:
 
 
 def train(model: nn.Module, lessons: Lessons, report: Report) -> int:
-    """Train until every answer is known.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        A causal language model of transformers.
-    lessons : Lessons
-    report : callable
-
-    Returns
-    -------
-    int
-        Steps that were needed.
-    """
+    """Train until every answer is known."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=_PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
