@@ -251,8 +251,8 @@ def first_device(model: Any, split: Mapping[str, Any], given: Mapping[str, Any])
 
 def own_maps(model: Any, inputs: dict[str, Any]) -> Iterator[tuple[int, int, Placement]]:
     """Stages of duoka's blocks, as a plan has them."""
-    from duoka.api.plan import without_data
     from duoka.tracing import Subject, trace_call
+    from duoka.tracing.get_profile import without_data
 
     subject = Subject(fingerprint="benchmark")
     try:
@@ -343,7 +343,7 @@ def _quietly() -> None:
     import families  # noqa: F401  (and with it torch and transformers)
     import torch
 
-    import duoka.api.plan  # noqa: F401
+    import duoka.api.load  # noqa: F401
 
     # A check collects garbage; what is imported needn't be looked at each time.
     gc.freeze()

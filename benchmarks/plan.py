@@ -127,7 +127,7 @@ def time_searches() -> Iterator[dict[str, Any]]:
 
 
 def time_plans(configs: Path, fleets: list[str]) -> Iterator[dict[str, Any]]:
-    from duoka.api.plan import profile_checkpoint
+    from duoka.tracing.get_profile import profile_checkpoint
 
     for path in sorted(configs.glob("*.json")):
         if "model_type" not in json.loads(path.read_text(encoding="utf-8")):

@@ -44,7 +44,7 @@ ENOUGH_SECONDS = 2.0
 
 
 def profile_of(config: Path, num_layers: int, directory: Path) -> tuple[Profile, Path]:
-    from duoka.api.plan import profile_checkpoint
+    from duoka.tracing.get_profile import profile_checkpoint
 
     folder = directory / f"layers-{num_layers}"
     folder.mkdir()

@@ -17,13 +17,13 @@ from planner_models import BATCHES, CONTEXTS, MACHINES, MODELS
 from planner_referee import Bench, Verdict, chunked
 
 from duoka import models
-from duoka.api.plan import profile_checkpoint
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.plan import Plan
 from duoka.planner.planner import Question, attempt
+from duoka.tracing.get_profile import profile_checkpoint
 
 NEW_TOKENS = 16
 ENDLESS = 1 << 17

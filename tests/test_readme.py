@@ -26,11 +26,11 @@ import typer
 
 import duoka
 from duoka import errors
-from duoka.api.plan import profile_checkpoint
 from duoka.cli import errors as failures
 from duoka.cli.main import app, run
 from duoka.planner.planner import Question, attempt
 from duoka.planner.workloads import workload_for
+from duoka.tracing.get_profile import profile_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [

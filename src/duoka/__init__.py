@@ -14,7 +14,8 @@ from . import errors
 
 if TYPE_CHECKING:
     from .api.check import check
-    from .api.plan import dispatch, load, plan, plan_replicas
+    from .api.load import dispatch, load
+    from .api.plan import plan, plan_replicas
     from .checker.fix.fix import repair
     from .checkpoint.checkpoint import Checkpoint
     from .forecast.forecast import Forecast
@@ -66,10 +67,10 @@ _MODULES = {
     "Workload": "forecast.workload",
     "check": "api.check",
     "compare": "planner.compare",
-    "dispatch": "api.plan",
+    "dispatch": "api.load",
     "explain": "planner.explain",
     "export": "report.export",
-    "load": "api.plan",
+    "load": "api.load",
     "plan": "api.plan",
     "plan_replicas": "api.plan",
     "repair": "checker.fix.fix",

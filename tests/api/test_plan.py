@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import duoka
 from duoka import Checkpoint, Fleet, Placement, Workload, virtual
-from duoka.api import plan as api
+from duoka.api import load as api_load
 from duoka.errors import (
     CheckpointError,
     FormatError,
@@ -26,6 +26,7 @@ from duoka.errors import (
     ProofError,
     UsageError,
 )
+from duoka.tracing import get_profile
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -102,7 +103,7 @@ def test_a_model_is_traced_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatc
         raise AssertionError("traced again")
 
     for name in ("trace", "trace_workload"):
-        monkeypatch.setattr(api, name, fail)
+        monkeypatch.setattr(get_profile, name, fail)
     assert duoka.plan(checkpoint, TWO, LOAD) == first
     other = Workload(batch=3, prompt_tokens=301, new_tokens=7, prefill_chunk_tokens=100)
     assert duoka.plan(checkpoint, TWO, other).workload.batch == 3
@@ -252,13 +253,13 @@ def test_an_irregular_model_is_cached_for_its_workload(
     )
     monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))
     traced: list[Workload] = []
-    real = api.trace_workload
+    real = get_profile.trace_workload
 
     def trace_workload(model: Any, subject: Any, workloads: Any) -> Any:
         traced.append(workloads[0])
         return real(model, subject, workloads)
 
-    monkeypatch.setattr(api, "trace_workload", trace_workload)
+    monkeypatch.setattr(get_profile, "trace_workload", trace_workload)
     plan = duoka.plan(config, TWO, LOAD)
     assert duoka.plan(config, TWO, LOAD) == plan
     longer = Workload(prompt_tokens=150, new_tokens=12)
@@ -282,13 +283,13 @@ def plan(checkpoint: Path) -> duoka.Plan:
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The times that weights were read."""
     found: list[str] = []
-    real = api.loader.load_weights
+    real = api_load.loader.load_weights
 
     def load_weights(*args: Any, **kwargs: Any) -> Any:
         found.append("read")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(api.loader, "load_weights", load_weights)
+    monkeypatch.setattr(api_load.loader, "load_weights", load_weights)
     return found
 
 

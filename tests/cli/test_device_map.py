@@ -194,7 +194,7 @@ def test_a_map_is_refused_before_anything_is_loaded(
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("weights were asked for")
 
-    monkeypatch.setattr("duoka.api.plan.loader.load_weights", fail)
+    monkeypatch.setattr("duoka.api.load.loader.load_weights", fail)
     incomplete = write({WORDS: 0})
     one = ("--gpus", "virtual:64MiB")
     for fleet in (FLEET, one):

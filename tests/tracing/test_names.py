@@ -15,13 +15,13 @@ from torch import nn
 
 import duoka
 from duoka import Checkpoint, Workload, models
-from duoka.api import plan as api
 from duoka.base.serialization import from_dict, to_dict
 from duoka.errors import PlacementError
 from duoka.forecast.tensor_names import NamedTensor, Outline, Roster
 from duoka.planner.device_map import judge
 from duoka.runtime.dispatch.place import tensor_names
 from duoka.tools.demo.checkpoint import CONFIG
+from duoka.tracing import get_profile
 from duoka.tracing.blocks import Group, find_containers
 from duoka.tracing.names import name_tensors, roster
 
@@ -166,7 +166,7 @@ def outline_of(name: str, directory: Path) -> Outline:
     config = families.families([name])[name][1].to_dict()
     path = directory / f"{name}.json"
     path.write_text(json.dumps({**config, "model_type": name}, default=str))
-    return api.profile_checkpoint(Checkpoint.open(path), LOAD).outline
+    return get_profile.profile_checkpoint(Checkpoint.open(path), LOAD).outline
 
 
 def spelled(outline: Outline) -> Iterator[tuple[str, bool]]:
@@ -203,7 +203,7 @@ def test_a_map_spreads_a_family_as_one_device_computes(name: str) -> None:
     workload = Workload(batch=2, prompt_tokens=7, new_tokens=6)
     whole = duoka.dispatch(model, duoka.plan(model, "virtual:3x1GiB", workload, device_map=0))
     expected = families.measure(whole, "vgpu:0")
-    profile = api.profile_module(model, workload, None)
+    profile = get_profile.profile_module(model, workload, None)
     at: list[int] = []
     for index, block in enumerate(profile.blocks):
         at.append(index * 2 % 3 if block.tied_to is None else at[block.tied_to])

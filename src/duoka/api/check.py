@@ -29,8 +29,9 @@ from duoka.planner.workloads import workload_for
 from duoka.report.check_report import Report, Stop
 from duoka.runtime.dispatch.place import tensor_names
 from duoka.runtime.image_inputs import image_inputs
+from duoka.tracing.get_profile import profile_checkpoint
 
-from .plan import plan, plan_checkpoint, profile_checkpoint
+from .plan import plan, plan_checkpoint
 
 T = TypeVar("T")
 _INPUTS = (Mapping, tuple, list, torch.Tensor)

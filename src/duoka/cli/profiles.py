@@ -27,7 +27,7 @@ def finding(checkpoint: duoka.Checkpoint) -> Iterator[Find]:
             if known is not None:
                 return known
             tell("tracing the model; the next plan of it takes a second")
-            from duoka.api.plan import profile_checkpoint
+            from duoka.tracing.get_profile import profile_checkpoint
 
             found = profile_checkpoint(checkpoint, workload)
             tell("planning")

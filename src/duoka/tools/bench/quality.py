@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from duoka.api.plan import load, plan_checkpoint
+from duoka.api.load import load
+from duoka.api.plan import plan_checkpoint
 from duoka.base.choices import choose
 from duoka.base.files import read_text, why
 from duoka.checkpoint.checkpoint import Checkpoint

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from duoka.api import plan as api
+from duoka.api.load import load
+from duoka.api.plan import plan as make_plan
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import DuokaError, InfeasibleError
 from duoka.forecast.workload import Workload
@@ -111,13 +112,13 @@ def run_demo(directory: Path, *, tell: Tell = lambda text: None) -> Demo:
     clock.lap("train")
     tell("planning")
     one_gpu = _refusal(directory)
-    plan = api.plan(directory, FLEET, WORKLOAD)
+    plan = make_plan(directory, FLEET, WORKLOAD)
     clock.lap("plan")
     tell("proving the plan, and loading")
     devices.materialise(plan.fleet)
     for device in plan.devices:
         devices.reset_peaks(device)
-    model = api.load(plan)
+    model = load(plan)
     clock.lap("load")
     tell("answering")
     generator = Generator.of(model, Checkpoint.open(directory), plan.workload)
@@ -138,7 +139,7 @@ def _refusal(directory: Path) -> str:
     """Plan for one of the two GPUs, which must fail."""
     single = Fleet(devices=Fleet.parse(FLEET).devices[:1])
     try:
-        api.plan(directory, single, WORKLOAD)
+        make_plan(directory, single, WORKLOAD)
     except InfeasibleError as error:
         return str(error)
     raise DuokaError("the demo's model fits one of its GPUs, so it shows nothing")

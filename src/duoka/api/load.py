@@ -1,0 +1,165 @@
+"""Load a plan, spread a model: the front doors to what runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from duoka import checker
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.checkpoint.quantized import method_of
+from duoka.errors import CheckpointError, ModelError, UsageError
+from duoka.hardware.host import refuse_more
+from duoka.models.from_checkpoint import build_model
+from duoka.planner.placement import Placement
+from duoka.planner.plan import Plan
+from duoka.runtime import devices
+from duoka.runtime import load as loader
+from duoka.runtime.dispatch.dispatch import dispatch as spread
+from duoka.runtime.load import Keeping
+
+Model = TypeVar("Model", bound=nn.Module)
+Progress = Callable[[int, int], None]
+
+
+def load(
+    plan: Plan,
+    *,
+    progress: Progress | None = None,
+    download_progress: Progress | None = None,
+    trust_remote_code: bool = False,
+    keeping: Keeping | None = None,
+) -> Any:
+    """Prove a plan, then load the model onto its devices.
+
+    What a model from the Hub lacks on this machine is downloaded in between.
+
+    Parameters
+    ----------
+    plan : Plan
+    progress : callable, optional
+        Called with (bytes done, bytes in all) while the weights are read.
+    download_progress : callable, optional
+        The same, while files are downloaded.
+    trust_remote_code : bool
+        Run model code that comes with the checkpoint.
+    keeping : Keeping, optional
+        Whether weights that the model has stacked, as those of experts, are kept in duoka's cache
+        as it has them: ``duoka.runtime.load.Keeping(wanted=True)``. By default they aren't.
+
+    Returns
+    -------
+    transformers.PreTrainedModel
+        In evaluation mode, spread as the plan says; `generate` works as ever.
+
+    Raises
+    ------
+    ProofError
+        If the plan fails on virtual GPUs; nothing has been read then.
+    FormatError
+        If the plan was made for another checkpoint.
+    UsageError
+        If the plan is for training.
+    FleetError
+        If a GPU of the plan is gone, or has less free memory now than the plan needs.
+    CheckpointError
+        If a file can't be had from the Hub, or isn't what it should be.
+    LoadError
+        If what is in the files isn't what the model expects; nothing stays loaded then.
+    """
+    _refuse_unloadable(plan)
+    checkpoint = Checkpoint.open(plan.source, trust_remote_code=trust_remote_code)
+    if not checkpoint.has_weights:
+        raise CheckpointError(
+            f"{plan.source} has no weights to load",
+            hint="plan for a directory that holds the weight files",
+        )
+    _refuse_untrusted(plan, checkpoint)
+    plan.refuse_other(checkpoint.fingerprint, plan.source)
+    loader.refuse_unloadable(checkpoint.config, plan.placement)
+    devices.give_back()
+    plan = plan.here()
+    refuse_more(plan.forecast.host_bytes)
+    devices.materialise(plan.fleet)
+    checker.prove(plan, build_model(checkpoint, plan.workload))
+    checkpoint = checkpoint.fetch(download_progress)
+    plan.refuse_other(checkpoint.fingerprint, plan.source)
+    return _filled(plan, checkpoint, progress, keeping)
+
+
+def _filled(
+    plan: Plan, checkpoint: Checkpoint, progress: Progress | None, keeping: Keeping | None
+) -> Any:
+    """The model with its weights, spread as the plan says."""
+    model = build_model(checkpoint, plan.workload)
+    if method_of(checkpoint.config) is not None:
+        dtype = getattr(torch, plan.workload.dtype)
+        found = loader.load_published(
+            checkpoint, model, plan.placement, dtype=dtype, progress=progress
+        )
+        return spread(found, plan.placement)
+    loader.load_weights(
+        model,
+        checkpoint,
+        plan.placement,
+        progress=progress,
+        offloaded=plan.offloaded,
+        keeping=keeping,
+    )
+    return spread(model, plan.placement, offloaded=plan.offloaded)
+
+
+def _refuse_unloadable(plan: Plan) -> None:
+    """Refuse a plan that nothing is loaded for."""
+    if plan.workload.training is not None:
+        raise UsageError(
+            "the plan is for training, and a model is loaded to generate",
+            hint="duoka.dispatch(model, plan) spreads a model that you train; to generate, plan "
+            "without training",
+        )
+    if not plan.source:
+        raise CheckpointError(
+            "the plan was made for a model that was given as an object; there is nothing to load",
+            hint="spread that model with duoka.dispatch(model, plan)",
+        )
+
+
+def _refuse_untrusted(plan: Plan, checkpoint: Checkpoint) -> None:
+    """Say so when a plan differs in one thing: that the checkpoint's own code may run."""
+    if plan.fingerprint == checkpoint.fingerprint or checkpoint.trust_remote_code:
+        return
+    trusted = Checkpoint.open(plan.source, trust_remote_code=True)
+    if plan.fingerprint == trusted.fingerprint:
+        raise ModelError(
+            f"the plan was made with the model code that comes with {plan.source}, "
+            "and that code may not run",
+            hint="it runs only with --trust-remote-code (trust_remote_code=True)",
+        )
+
+
+def dispatch(model: Model, placement: Placement | Plan | Mapping[str, str]) -> Model:
+    """Spread a model over devices; the same object comes back.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    placement : Placement, Plan or mapping
+        A mapping goes from module names to torch's device names.
+
+    Raises
+    ------
+    PlacementError
+        If a parameter or buffer has no device, or a name is unknown; nothing has been moved then.
+    """
+    offloaded: tuple[str, ...] = ()
+    if isinstance(placement, Plan):
+        devices.materialise(placement.fleet)
+        refuse_more(placement.forecast.host_bytes)
+        offloaded = placement.offloaded
+        placement = placement.placement
+    elif isinstance(placement, Mapping):
+        placement = Placement(entries=tuple(placement.items()))
+    return spread(model, placement, offloaded=offloaded)

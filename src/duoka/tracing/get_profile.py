@@ -1,0 +1,110 @@
+"""The profile of a model: from the cache, or traced and kept there."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.checkpoint.quantized import method_of
+from duoka.errors import UsageError
+from duoka.forecast import profile_cache
+from duoka.forecast.profile import Profile
+from duoka.forecast.workload import Workload
+from duoka.models.from_checkpoint import build_model, notes_of
+from duoka.planner.planner import with_chunks
+from duoka.planner.workloads import workload_for
+from duoka.runtime import load as loader
+from duoka.runtime.dispatch.dispatch import undispatch
+from duoka.tracing import Irregular, Subject, profile_training, trace, trace_call, trace_workload
+
+
+def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
+    """The profile of a checkpoint: from the cache, or traced and kept there."""
+    workload = workload_for(checkpoint, workload)
+    profile = profile_cache.find_profile(checkpoint.fingerprint, workload)
+    if profile is None:
+        model = build_model(checkpoint, workload)
+        if checkpoint.format == "safetensors" and method_of(checkpoint.config) is None:
+            # Such a plan could never be loaded.
+            loader.refuse_differences(model, checkpoint)
+        notes = notes_of(model, checkpoint, workload)
+        subject = Subject(
+            fingerprint=checkpoint.fingerprint,
+            max_context_tokens=checkpoint.max_context_tokens,
+            published=None if checkpoint.tensors is None else tuple(checkpoint.tensors),
+            conditions=workload.conditions,
+        )
+        build = partial(build_model, checkpoint, workload)
+        profile, regular = _trace(build, subject, workload)
+        # Where parts keep another type, the first parameter may be one of them.
+        profile = replace(profile, dtype=workload.dtype, notes=notes)
+        profile_cache.keep_profile(profile, workload, alone=not regular)
+    return profile
+
+
+def profile_module(
+    model: nn.Module, workload: Workload, inputs: Mapping[str, Any] | tuple[Any, ...] | None
+) -> Profile:
+    """The profile of a model that is given as an object; the object isn't touched."""
+    subject = Subject(fingerprint=fingerprint_module(model), conditions=workload.conditions)
+    if inputs is not None:
+        return trace_call(without_data(model), subject, inputs)
+    if not hasattr(model, "prepare_inputs_for_generation"):
+        raise UsageError(
+            f"{type(model).__name__} is no generating model of transformers",
+            hint="give example inputs as well: plan(model, fleet, inputs=(x,))",
+        )
+    return _trace(lambda: without_data(model), subject, workload)[0]
+
+
+def _trace(
+    build: Callable[[], nn.Module], subject: Subject, workload: Workload
+) -> tuple[Profile, bool]:
+    """Trace for every workload where rules hold, which the second result says, or for this one."""
+    if workload.training is not None:
+        return profile_training(build, subject, workload)
+    try:
+        found = trace(build(), subject)
+    except Irregular:
+        found = None
+    if found is not None and found.answers(workload.batch):
+        return found, True
+    return trace_workload(build(), subject, list(with_chunks(workload))), False
+
+
+def fingerprint_module(model: nn.Module) -> str:
+    """Equal for models of equal class, configuration and tensor names, shapes and types."""
+    digest = hashlib.sha256(type(model).__qualname__.encode())
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "to_json_string"):
+        digest.update(config.to_json_string(use_diff=False).encode())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+    return digest.hexdigest()
+
+
+def without_data(model: nn.Module) -> nn.Module:
+    """A copy of a model, not spread, whose parameters have no data; buffers keep theirs."""
+    memo: dict[int, Any] = {
+        id(buffer): buffer.cpu()
+        for buffer in model.buffers()
+        if buffer.device.type not in ("cpu", "meta")
+    }
+    memo |= {
+        id(parameter): nn.Parameter(
+            torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+        )
+        for parameter in model.parameters()
+    }
+    with torch.no_grad():
+        copied = copy.deepcopy(model, memo)
+    undispatch(copied)
+    return copied
