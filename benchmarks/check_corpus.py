@@ -2,7 +2,7 @@
 
     python benchmarks/check_corpus.py [FOLDER …] [--only TEXT] [--markdown FILE]
 
-Each file of `tests/checker/corpus` (or of another FOLDER in the same form) is checked and repaired.
+Each case of `tests/checker/corpus` (or of another FOLDER in the same form) is checked and repaired.
 A fault is a marked line; it is found when the report names that line, in that file, as a fault.
 A report on a line without a marker is an extra, whether as a fault or as a warning.
 """

@@ -1,7 +1,9 @@
 """Models with marked lines: how a case of `checker/corpus` is read, and what its markers say.
 
-A case is a Python file with `build()`, `PLACEMENT`, `inputs()` and `TRAIN`, and with a comment on
-each line that a check has to speak of:
+A file there holds the cases of one theme, each below a line ``# case: NAME``; what stands above the
+first of them belongs to all. Written out, every case is a Python file of its own (a `helper_…` is
+one that others import) with `build()`, `PLACEMENT`, `inputs()`, `TRAIN` if it is to be trained, and
+with a comment on each line that a check has to speak of:
 
 - ``# fault: KIND`` CUDA raises an error at an expression that begins on this line;
 - ``# warning: KIND`` it works there, but costs memory or works by luck;
@@ -16,9 +18,13 @@ the checker.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import io
 import re
+import shutil
 import sys
+import tempfile
 import tokenize
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,6 +45,8 @@ from duoka.report.check_report import Fault
 from duoka.runtime.dispatch.place import place
 
 CORPUS = Path(__file__).parent / "checker" / "corpus"
+_CASE = re.compile(r"^# case: (\w+)\n", re.MULTILINE)
+_IMPORT = re.compile(r"(import|from) ")
 _MARKER = re.compile(r"#\s*(fault|warning|followup|origin)\b(?::\s*([a-z-]+))?")
 
 Line = tuple[str, int]
@@ -62,7 +70,7 @@ class Case:
 
     @property
     def train(self) -> bool:
-        return self.module.TRAIN
+        return getattr(self.module, "TRAIN", False)
 
     @property
     def unjudged(self) -> str:
@@ -100,8 +108,30 @@ class Case:
 
 def paths(folder: Path = CORPUS, prefix: str = "") -> list[Path]:
     """The cases of a folder: their names begin with `fault`, `warning` or `clean`."""
-    found = sorted(folder.glob(f"{prefix}*.py"))
-    return [path for path in found if path.stem.split("_")[0] in ("fault", "warning", "clean")]
+    files = sorted(_written_out(folder).glob(f"{prefix}*.py"))
+    return [path for path in files if path.stem.split("_")[0] in ("fault", "warning", "clean")]
+
+
+def path(name: str) -> Path:
+    """The file of one case of the corpus."""
+    return _written_out(CORPUS) / f"{name}.py"
+
+
+@functools.cache
+def _written_out(folder: Path) -> Path:
+    """Every case of a folder as a file of its own, until the interpreter ends."""
+    target = Path(tempfile.mkdtemp(prefix="duoka-cases-")).resolve()
+    atexit.register(shutil.rmtree, target, ignore_errors=True)
+    for theme in folder.glob("*.py"):
+        head, *cases = _CASE.split(theme.read_text(encoding="utf-8"))
+        imports = "".join(line for line in head.splitlines(True) if _IMPORT.match(line))
+        if not cases:  # a file of one case
+            shutil.copy(theme, target)
+        for name, text in zip(cases[::2], cases[1::2], strict=True):
+            case = target / f"{name}.py"
+            assert not case.exists(), f"two cases are called {name}"
+            case.write_text(imports + text, encoding="utf-8")
+    return target
 
 
 def load(path: Path) -> Case:

@@ -85,6 +85,16 @@ def checked(path: Path) -> tuple[Case, duoka.Report]:
     return run(path).case, run(path).report
 
 
+def test_every_case_is_read() -> None:
+    headers = [
+        line
+        for theme in seeded.CORPUS.glob("*.py")
+        for line in theme.read_text(encoding="utf-8").splitlines()
+        if line.startswith(("# case: fault", "# case: warning", "# case: clean"))
+    ]
+    assert len(PATHS) == len(headers) == 181
+
+
 @pytest.mark.parametrize("path", PATHS, ids=named)
 def test_markers(path: Path) -> None:
     """The model runs on one device, and on several it fails where it is marked."""
@@ -142,7 +152,7 @@ def test_on_one_device_only_what_is_elsewhere_anyway_is_found(path: Path) -> Non
 
 
 def test_the_same_line_in_eight_layers_is_one_fault() -> None:
-    _, report = checked(seeded.CORPUS / "fault_many_layers.py")
+    _, report = checked(seeded.path("fault_many_layers"))
     (fault,) = report.faults
     assert fault.modules == tuple(f"layers.{number}" for number in range(8))
     assert fault.devices == ("cpu", "cuda:0")
@@ -151,13 +161,13 @@ def test_the_same_line_in_eight_layers_is_one_fault() -> None:
 
 
 def test_a_fault_is_counted_as_often_as_the_model_meets_it() -> None:
-    _, report = checked(seeded.CORPUS / "fault_many_layers.py")
+    _, report = checked(seeded.path("fault_many_layers"))
     assert [fault.count for fault in report.faults] == [8]
 
 
 @pytest.mark.parametrize("name", REPAIRED)
 def test_faults_are_repaired_and_proved(name: str) -> None:
-    case, report = checked(seeded.CORPUS / f"{name}.py")
+    case, report = checked(seeded.path(name))
     before = [path.read_bytes() for path in case.files]
     repairs = duoka.repair(report)
     assert repairs.proved, [patch.reason for patch in repairs]

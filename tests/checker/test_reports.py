@@ -32,7 +32,7 @@ CASES = (
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_form(name: str) -> None:
-    case = seeded.load(seeded.CORPUS / f"{name}.py")
+    case = seeded.load(seeded.path(name))
     report = duoka.check(case.build(), case.placement, inputs=case.inputs(), train=case.train)
     jsonschema.validate(json.loads(report.to_json()), Report.schema())
     log = json.loads(sarif.dumps(report))
