@@ -37,13 +37,13 @@ COMPILER = shlex.split(sysconfig.get_config_var("CC") or "cc")[0]
 HEADER = Path(sysconfig.get_path("include")) / "Python.h"
 
 
-@pytest.mark.skipif(
-    shutil.which(COMPILER) is None or not HEADER.exists(), reason="no C compiler, or no Python.h"
-)
 def program_of(moves: Sequence[tuple[int, int, bool]]) -> bytes:
     return array("q", [number for move in moves for number in move]).tobytes()
 
 
+@pytest.mark.skipif(
+    shutil.which(COMPILER) is None or not HEADER.exists(), reason="no C compiler, or no Python.h"
+)
 def test_it_is_compiled_where_it_can_be() -> None:
     hint = "build it again: rm -f .venv/.duoka-installed && make test, or pip install -e ."
     assert CompiledMemory is not None, hint

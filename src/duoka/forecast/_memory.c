@@ -1,4 +1,4 @@
-/* One device's memory, compiled: what memory.PlainMemory is.
+/* One device's memory, compiled: what device_memory.PlainMemory is.
 
    Numbers are bytes. Nothing here knows of tensors, blocks of a model or steps: a program says
    what is taken and given back. Whatever is passed in, no number leaves its range: what would
@@ -424,7 +424,7 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC
 PyInit__memory(void)
 {
-    PyObject *allocator = PyImport_ImportModule("duoka.allocator");
+    PyObject *allocator = PyImport_ImportModule("duoka.forecast.allocator");
     if (allocator == NULL) {
         return NULL;
     }
