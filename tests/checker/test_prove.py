@@ -17,6 +17,7 @@ from duoka import Device, Fleet, Placement, Plan, Workload, models, virtual
 from duoka.checker import prove
 from duoka.errors import PlacementError, ProofError
 from duoka.planner.planner import Question, solve
+from duoka.runtime.steps import Stepper
 from duoka.tracing import Subject
 from duoka.tracing.trace_training import trace_training_workload
 
@@ -62,16 +63,14 @@ def test_a_good_plan_passes_and_is_measured(plan: Plan) -> None:
 def test_the_proof_goes_to_the_end_of_the_context(
     plan: Plan, new_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from duoka.checker import prove as proof
-
     ends = []
-    real = proof.Stepper.step
+    real = Stepper.step
 
-    def step(self: proof.Stepper, query: int) -> None:
+    def step(self: Stepper, query: int) -> None:
         real(self, query)
         ends.append(self.past)
 
-    monkeypatch.setattr(proof.Stepper, "step", step)
+    monkeypatch.setattr(Stepper, "step", step)
     prove(replace(plan, workload=replace(plan.workload, new_tokens=new_tokens)), build())
     # The last new token isn't fed back.
     assert ends[-1] == 601 + new_tokens - 1

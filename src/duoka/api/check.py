@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from duoka.checker import Subject, check_subject, complete, read_entries
-from duoka.checker.owncode import build_own, native_hint, stop_of
 from duoka.checker.split import splits
+from duoka.checker.subject import build_own, native_hint, stop_of
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import Faults, InfeasibleError, ModelError, PlacementError, UsageError
 from duoka.forecast.tensor_names import Outline

@@ -17,7 +17,7 @@ from duoka.runtime.dispatch.movers import Frames, Mover
 from duoka.runtime.dispatch.place import tensor_names
 
 from .execute import tensors_in
-from .findings import acquit
+from .mixed_call import acquit
 
 Entered = Callable[[torch.device], None]
 

@@ -1,15 +1,24 @@
-"""Devices that model code names itself: `.cuda()`, `device="cuda:0"`, `device=0`."""
+"""CUDA devices that model code names itself, and `torch.cuda` as that code sees it: virtual GPUs.
+
+Code asks `torch.cuda.is_available()` to choose a device, and takes the CPU where there is no GPU.
+Checked on such a machine it must take the way that it takes on GPUs. Libraries ask the same
+function which kernels they may use; they hear what is true of this machine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
 from duoka.virtual import active_world
 
-from .cuda import CurrentDevice
+from .source_map import is_installed
 
 _TO = torch.Tensor.to
 _CUDA = torch.Tensor.cuda
@@ -62,3 +71,99 @@ def _virtual(device: Any, current: CurrentDevice) -> torch.device:
     index = current.number(device)
     active_world().gpu(index)  # fails as CUDA does if there is no such GPU
     return torch.device("vgpu", index)
+
+
+_OF_ALL = ("empty_cache", "is_bf16_supported")
+_OF_ONE = (
+    "get_device_capability", "get_device_name", "max_memory_allocated", "max_memory_reserved",
+    "mem_get_info", "memory_allocated", "memory_reserved", "reset_peak_memory_stats",
+    "synchronize",
+)  # fmt: skip
+
+
+# One object for each, so that a device which code asked a tensor for is told from one it names.
+_seen: dict[int, torch.device] = {}
+
+
+def seen_as_cuda(device: torch.device) -> torch.device:
+    """A virtual GPU as people's own code sees it; other devices as they are."""
+    if device.type != "vgpu":
+        return device
+    return _seen.setdefault(device.index, torch.device("cuda", device.index))
+
+
+def was_asked_for(device: object) -> bool:
+    """Whether a device is what `seen_as_cuda` gave."""
+    return any(device is each for each in _seen.values())
+
+
+class CurrentDevice:
+    """The device that a bare "cuda" means: the first, unless the code sets another."""
+
+    def __init__(self) -> None:
+        self.index = 0
+        self.is_set = False
+
+    def number(self, device: Any = None) -> int:
+        """The number of a device that is given as CUDA's functions take it."""
+        if device is not None and not isinstance(device, int):
+            device = torch.device(device).index
+        return self.index if device is None else device
+
+    def set(self, device: Any) -> None:
+        """Make a device the current one."""
+        index = self.number(device)
+        active_world().gpu(index)  # fails as CUDA does if there is no such GPU
+        self.index, self.is_set = index, True
+
+    @contextmanager
+    def scope(self, device: Any) -> Iterator[None]:
+        """Make a device the current one for a while."""
+        before = self.index, self.is_set
+        self.set(device)
+        try:
+            yield
+        finally:
+            self.index, self.is_set = before
+
+
+@contextmanager
+def virtual_cuda(num_gpus: int) -> Iterator[CurrentDevice]:
+    """Let people's own code find that many virtual GPUs in `torch.cuda` inside the scope."""
+    current = CurrentDevice()
+    vgpu = torch.get_device_module("vgpu")
+    answers: dict[str, Callable[..., Any]] = {name: getattr(vgpu, name) for name in _OF_ALL}
+    for name in _OF_ONE:
+        answers[name] = partial(_of_one, getattr(vgpu, name), current)
+    answers["device_count"] = lambda: num_gpus
+    answers["is_available"] = lambda: True
+    answers["current_device"] = lambda: current.index
+    answers["set_device"] = current.set
+    answers["device"] = current.scope
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            asked = _asked_by_people(answer, getattr(torch.cuda, name))
+            stack.enter_context(mock.patch.object(torch.cuda, name, asked))
+        stack.enter_context(mock.patch.object(torch.autocast, "__init__", _autocast))
+        yield current
+
+
+_start_autocast = torch.autocast.__init__
+
+
+def _autocast(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+    """Begin a scope of autocast; that of CUDA is the virtual GPUs'."""
+    device_type = "vgpu" if device_type == "cuda" else device_type
+    _start_autocast(self, device_type, *args, **kwargs)
+
+
+def _of_one(answer: Callable[..., Any], current: CurrentDevice, device: Any = None) -> Any:
+    return answer(current.number(device))
+
+
+def _asked_by_people(answer: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        file = sys._getframe(1).f_code.co_filename
+        return (real if is_installed(file) or file.startswith("<") else answer)(*args, **kwargs)
+
+    return function

@@ -24,24 +24,33 @@ from torch.overrides import TorchFunctionMode
 from duoka.report.check_report import Call, Kind, Operand, Origin, Place
 from duoka.virtual import MixedDevicesError, carry_over, settled_by
 
-from .cuda import CurrentDevice, seen_as_cuda, virtual_cuda, was_asked_for
 from .expressions import Expressions
-from .findings import (
+from .gathered_cache import Gathering
+from .gradients import checked_gradients
+from .hardcoded import (
+    CurrentDevice,
+    is_hard_coded,
+    seen_as_cuda,
+    softened,
+    virtual_cuda,
+    was_asked_for,
+)
+from .mixed_call import (
     CAUSE,
     Finding,
+    Met,
     Path,
     blame,
     cause_of,
     few,
+    is_direct,
     moved_to,
     must_move,
+    op_name,
+    positions_of,
     reason_for,
     tensors_of,
 )
-from .gathered_cache import Gathering
-from .gradients import checked_gradients
-from .hardcoded import is_hard_coded, softened
-from .mixed_call import Met, is_direct, op_name, positions_of
 from .names import Names, at_hand
 from .source_map import (
     SPOT,

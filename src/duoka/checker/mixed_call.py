@@ -1,18 +1,23 @@
-"""A call in which tensors of several devices meet: what it was, and what it writes."""
+"""A call in which tensors of several devices meet: its operands, what it writes, and its fault.
+
+It doesn't know where in the source the call stands, nor where its tensors should be.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.overrides import resolve_name
 
+from duoka.report.check_report import Call, Effect, Fault, Kind, Operand, Place
 from duoka.virtual import MixedDevicesError, VirtualTensor
 
-from .findings import tensors_of
 from .source_map import is_model_code
 
 _METHOD = "torch.Tensor."
@@ -85,3 +90,172 @@ def is_direct(frame: FrameType) -> bool:
     if inner is not None and inner.f_code.co_name == "handle_torch_function":
         inner = inner.f_back and inner.f_back.f_back
     return inner is not None and is_model_code(inner.f_code)
+
+
+CAUSE = "_duoka_cause"
+"""The attribute of a tensor that names the fault which decided its device."""
+
+Path = tuple[int | str, ...]
+"""A tensor's place in a call: a position or a keyword, then positions in lists."""
+
+_MOST_OPERANDS = 8
+
+
+@dataclass(slots=True, eq=False)
+class Finding:
+    """A fault in the making: the same place in forty layers is met forty times."""
+
+    kind: Kind
+    effect: Effect
+    op: str
+    operands: tuple[Operand, ...]
+    target: str
+    place: Place
+    message: str
+    path: tuple[Call, ...]
+    phase: str
+    cause: Finding | None = None
+    modules: dict[str, None] = field(default_factory=dict)
+    count: int = 0
+    followups: list[Finding] = field(default_factory=list)
+    at_hand: tuple[str, ...] | None = None
+    _step: int = -1
+    _in_step: int = 0
+
+    def met(self, step: int, module: str, at_hand: Iterable[str]) -> None:
+        """Count one more time in a step; only what is at hand each time is at hand."""
+        self._in_step = self._in_step + 1 if step == self._step else 1
+        self._step, self.count = step, max(self.count, self._in_step)
+        self.modules[module] = None
+        now = tuple(at_hand)
+        before = now if self.at_hand is None else self.at_hand
+        self.at_hand = tuple(name for name in before if name in now)
+
+    @property
+    def devices(self) -> set[str]:
+        """The devices that met."""
+        return {operand.device for operand in self.operands}
+
+    def fault(self) -> Fault:
+        """The frozen form."""
+        return Fault(
+            kind=self.kind,
+            effect=self.effect,
+            op=self.op,
+            operands=self.operands,
+            target=self.target,
+            place=self.place,
+            message=self.message,
+            path=self.path,
+            phase=self.phase,
+            modules=tuple(self.modules),
+            count=self.count,
+            followups=tuple(each.fault() for each in self.followups),
+            at_hand=self.at_hand or (),
+        )
+
+
+def tensors_of(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[Path, torch.Tensor]]:
+    """The tensors of a call, each with its place in it."""
+    for index, value in enumerate(args):
+        yield from _within((index,), value)
+    for name, value in kwargs.items():
+        yield from _within((name,), value)
+
+
+def _within(path: Path, value: Any) -> Iterator[tuple[Path, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _within((*path, index), item)
+
+
+def must_move(tensor: torch.Tensor, target: torch.device) -> bool:
+    """Whether CUDA wants a tensor elsewhere: a number on the CPU mixes with every GPU."""
+    return tensor.device != target and not (tensor.dim() == 0 and tensor.device.type == "cpu")
+
+
+def moved_to(value: Any, moved: set[int], target: torch.device) -> Any:
+    """Arguments, with the tensors of these identities on the target."""
+    if isinstance(value, torch.Tensor):
+        return value.to(target) if id(value) in moved else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(moved_to(item, moved, target) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(moved_to(item, moved, target) for item in value)
+    if type(value) is dict:
+        return {key: moved_to(item, moved, target) for key, item in value.items()}
+    return value
+
+
+def few(
+    tensors: list[tuple[Path, torch.Tensor]], moved: set[int]
+) -> list[tuple[Path, torch.Tensor]]:
+    """Not forty caches: the first of those that move, and of those that stay."""
+    if len(tensors) <= _MOST_OPERANDS:
+        return tensors
+    half = _MOST_OPERANDS // 2
+    go = [each for each in tensors if id(each[1]) in moved][:half]
+    stay = [each for each in tensors if id(each[1]) not in moved][:half]
+    chosen = {id(tensor) for _, tensor in (*go, *stay)}
+    return [each for each in tensors if id(each[1]) in chosen]
+
+
+# ── which fault decided a tensor's device ──
+
+
+def cause_of(args: Any, device: torch.device) -> Finding | None:
+    """The fault that brought an argument to the device that it shares with the result."""
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            found: Finding | None = vars(value).get(CAUSE)
+            if found is not None and value.device == device:
+                return found
+        elif isinstance(value, (list, tuple)):
+            found = cause_of(value, device)
+            if found is not None:
+                return found
+    return None
+
+
+def reason_for(
+    tensors: list[tuple[Path, torch.Tensor]],
+    moved: set[int],
+    target: str,
+    written: torch.Tensor | None,
+    devices: frozenset[str],
+    home: str | None,
+) -> Finding | None:
+    """The earlier fault without which this one would not be.
+
+    `home` is the device of the placed module whose code is running: what an earlier fault took
+    away from there causes a fault where it meets something of that module.
+    """
+    for _, tensor in tensors:
+        cause: Finding | None = vars(tensor).get(CAUSE)
+        if cause is None:
+            continue
+        if id(tensor) in moved and target in cause.devices:
+            return cause
+        if id(tensor) not in moved and target != home and home in cause.devices & devices:
+            return cause
+        if tensor is written and cause.devices & devices - {target}:
+            return cause
+    return None
+
+
+def blame(result: Any, finding: Finding) -> None:
+    """Remember that a fault decided where a result is."""
+    for tensor in result if isinstance(result, (tuple, list)) else (result,):
+        if isinstance(tensor, torch.Tensor):
+            vars(tensor)[CAUSE] = finding
+
+
+def acquit(value: Any) -> None:
+    """Forget which fault decided the device of a placed module's results: the module did."""
+    for tensor in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(tensor, torch.Tensor):
+            vars(tensor).pop(CAUSE, None)

@@ -24,10 +24,9 @@ from duoka.runtime.dispatch.install import moving_modules
 from .entry_hooks import watch_entries
 from .execute import Steps, eager, run
 from .interceptor import Referee
-from .keeping import kept_as_before
 from .names import Names
 from .observer import Watch
-from .snapshot import borrowed
+from .snapshot import borrowed, kept_as_before
 from .source_map import Spot, forget_sources, is_model_code, place_of
 from .subject import Subject, module_names, named_tensors, placed_modules, tensor_devices
 

@@ -2,14 +2,22 @@
 
 Copying a model would tear it from what its own code refers to: a closure over the module, a hook
 that is another module's method. So the model itself is run. Its parameters stay the very objects
-that they are, and take the contents of virtual ones for the time of a check.
+that they are, and take the contents of virtual ones for the time of a check. What the code keeps
+elsewhere is put back where it came to hold a virtual tensor, which means nothing after a check:
+attributes and containers at any depth, globals, class attributes; caches of functions are emptied.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
+import types
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
+from functools import cache
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +29,7 @@ from duoka.runtime.dispatch.install import install_on
 from duoka.runtime.dispatch.place import on_host, tensor_names
 from duoka.virtual import VirtualTensor
 
-from .contents import CONTAINERS, Contents, refill
+from .source_map import is_installed
 
 _SCALE = 0.02
 
@@ -175,3 +183,166 @@ def _put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
         attributes[name] = value
         if content is not None:
             refill(value, content)
+
+
+_OF_LIBRARIES = 1
+_LruCache = type(cache(len))
+
+
+@contextmanager
+def kept_as_before(model: nn.Module) -> Iterator[None]:
+    """Put back what the code of a model keeps when the scope ends."""
+    namespaces: list[Any] = [*_own_modules(model), *_own_classes(model)]
+    before = [(each, dict(vars(each))) for each in namespaces]
+    contents = Contents()
+    for namespace, noted in before:
+        for value in noted.values():
+            contents.note(value, depth=_depth(namespace))
+    try:
+        yield
+    finally:
+        contents.put_back()
+        for namespace, noted in before:
+            _put_namespace_back(namespace, noted)
+        for namespace in namespaces:
+            for value in list(vars(namespace).values()):
+                function = getattr(value, "__func__", value)  # of a static method
+                if isinstance(function, _LruCache):
+                    function.cache_clear()
+
+
+def _depth(namespace: Any) -> int:
+    """How far to follow: a library's registries are deep, and hold no tensors of a model's."""
+    module = sys.modules.get(getattr(namespace, "__module__", namespace.__name__))
+    return _OF_LIBRARIES if is_installed(getattr(module, "__file__", None)) else MOST_DEPTH
+
+
+def _own_classes(model: nn.Module) -> Iterator[type]:
+    """The classes of a model's modules, but for PyTorch's."""
+    found: dict[type, None] = {}
+    for module in model.modules():
+        found.update(dict.fromkeys(type(module).__mro__))
+    for cls in found:
+        if not cls.__module__.startswith(("torch.", "builtins", "abc", "typing")):
+            yield cls
+
+
+def _own_modules(model: nn.Module) -> Iterator[ModuleType]:
+    """The files of these classes, and the files of the same people that they import."""
+    names = {cls.__module__ for cls in _own_classes(model)}
+    found = {name: sys.modules[name] for name in names if name in sys.modules}
+    for module in list(found.values()):
+        for value in list(vars(module).values()):
+            other = _home(value)
+            if other is not None and not is_installed(vars(other).get("__file__")):
+                found[other.__name__] = other
+    yield from found.values()
+
+
+def _home(value: Any) -> ModuleType | None:
+    """The module that a global is, or was defined in; nothing else is asked, for it may answer."""
+    if isinstance(value, ModuleType):
+        return value
+    if isinstance(value, (FunctionType, type)):
+        return sys.modules.get(value.__module__)
+    return None
+
+
+def _put_namespace_back(namespace: Any, noted: dict[str, Any]) -> None:
+    """Put back what holds tensors of virtual GPUs now; the rest is the code's own affair."""
+    for name, value in list(vars(namespace).items()):
+        if not holds_virtual(value, depth=_depth(namespace)):
+            continue
+        if name not in noted:
+            delattr(namespace, name)
+        elif noted[name] is not value:
+            setattr(namespace, name, noted[name])
+
+
+MOST_DEPTH = 6
+"""How far down containers are followed."""
+
+CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
+"""Those that are copied and filled again; others may do more than hold."""
+
+_MOST_ITEMS = 10_000
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.dtype)
+_NO_HOLDERS = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module, Enum)
+
+
+class Contents:
+    """The containers that can be reached from some values, with what they hold now."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, Any]] = {}
+
+    def note(self, value: Any, *, depth: int = MOST_DEPTH) -> None:
+        """Take down what a value holds, and what that holds; modules have an order of their own."""
+        self._note(value, MOST_DEPTH - depth)
+
+    def _note(self, value: Any, depth: int) -> None:
+        if isinstance(value, _PLAIN) or depth >= MOST_DEPTH:
+            return
+        container = _container(value)
+        if container is not None:
+            if id(container) in self._known or len(container) > _MOST_ITEMS:
+                return
+            self._known[id(container)] = (container, container.copy())
+        for item in _items(value if container is None else container):
+            self._note(item, depth + 1)
+
+    def put_back(self) -> None:
+        """Let every container that holds a virtual tensor now hold what it held."""
+        for container, copy in self._known.values():
+            if any(_is_virtual(item) for item in _items(container)):
+                refill(container, copy)
+
+
+def refill(container: Any, content: Any) -> None:
+    """Let a list, dict or set hold what it held; it stays the same object."""
+    if isinstance(container, list):
+        container[:] = content
+    else:
+        container.clear()
+        container.update(content)
+
+
+def _container(value: Any) -> Any:
+    """What can be put back: the value itself, or the attributes of a plain object."""
+    if type(value) in CONTAINERS:
+        return value
+    if isinstance(value, (*_NO_HOLDERS, dict, list, set)):
+        return None
+    return getattr(value, "__dict__", None)
+
+
+def _items(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from list(dict.values(value))
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from list(value)
+
+
+def _is_virtual(value: Any) -> bool:
+    """A virtual tensor, or a tuple with one: tuples can't be put back themselves."""
+    if isinstance(value, (tuple, frozenset)):
+        return any(_is_virtual(item) for item in value)
+    return isinstance(value, VirtualTensor)
+
+
+def holds_virtual(value: Any, *, depth: int = MOST_DEPTH) -> bool:
+    """Whether a value is a virtual tensor, or a container that leads to one."""
+    return _leads_to_virtual(value, depth, set())
+
+
+def _leads_to_virtual(value: Any, depth: int, seen: set[int]) -> bool:
+    if _is_virtual(value):
+        return True
+    if isinstance(value, _PLAIN) or depth == 0 or id(value) in seen:
+        return False
+    seen.add(id(value))
+    container = _container(value)
+    held = value if container is None else container
+    if isinstance(held, (dict, list, set)) and len(held) > _MOST_ITEMS:
+        return False
+    return any(_leads_to_virtual(item, depth - 1, seen) for item in _items(held))

@@ -1,19 +1,28 @@
-"""What is checked: a model, where its modules are, and what it is asked to do."""
+"""What is checked: a model, where its modules are, and what it is asked to do.
+
+A checkpoint's own model code is built from where it lies, or it is said where that code stopped.
+"""
 
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from duoka.errors import Faults, PlacementError
-from duoka.forecast.workload import Workload
-from duoka.report.check_report import OriginKind
+from duoka import models
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.errors import Faults, ModelError, PlacementError
+from duoka.forecast.workload import Dtype, Workload
+from duoka.report.check_report import OriginKind, Place, Stop
 from duoka.runtime.dispatch.install import is_callable
 from duoka.runtime.dispatch.place import tensor_names
 
@@ -222,3 +231,54 @@ def _tensors_of(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for index, item in enumerate(value):
             if isinstance(item, torch.Tensor):
                 yield f"[{index}]", item
+
+
+def build_own(checkpoint: Checkpoint, dtype: Dtype) -> PreTrainedModel:
+    """Build a model from the code that came with it, even where its architecture is known.
+
+    The code names the checkpoint's files, so that faults in it are told, and repaired, there.
+    """
+    files = {file.name: file.content for file in checkpoint.code}
+    load = partial(models.import_class, directory=checkpoint.path, files=files)
+    return models.build(checkpoint.config, dtype=getattr(torch, dtype), own_code=load)
+
+
+def stop_of(checkpoint: Checkpoint, error: ModelError, phase: str) -> Stop | None:
+    """Where a checkpoint's code stopped; None if what failed wasn't its code."""
+    cause = error.__cause__
+    if cause is None:
+        return None
+    return Stop(
+        message=f"{type(cause).__name__}: {cause}",
+        place=_last_line(checkpoint, cause),
+        phase=phase,
+        hint=native_hint(checkpoint),
+    )
+
+
+def native_hint(checkpoint: Checkpoint) -> str:
+    """What to do where a checkpoint's own code can't run."""
+    model_type = checkpoint.config.get("model_type")
+    if models.is_served(model_type):
+        return (
+            f"duoka serves model_type {model_type!r} with code that it has: "
+            "leave out --trust-remote-code"
+        )
+    return "the code was written for other versions of its libraries: look at that call"
+
+
+def _last_line(checkpoint: Checkpoint, error: BaseException) -> Place | None:
+    """The innermost line of the checkpoint's code that an error went through."""
+    own = {str((checkpoint.path / file.name).absolute()) for file in checkpoint.code}
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if str(Path(frame.filename).absolute()) in own:
+            return Place(
+                file=frame.filename,
+                line=frame.lineno or 1,
+                column=frame.colno or 0,
+                end_line=frame.end_lineno or frame.lineno or 1,
+                end_column=frame.end_colno or 0,
+                text=frame.line or "",
+                function=frame.name,
+            )
+    return None

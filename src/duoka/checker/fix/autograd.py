@@ -9,8 +9,7 @@ import libcst as cst
 from duoka.report.check_report import Fault
 
 from .edits import insert_before, move
-from .scope import bound_before, is_plain, parameters
-from .syntax import Edit, Tree
+from .syntax import Edit, Tree, bound_before, is_plain, parameters
 
 
 def at_gradient(tree: Tree, fault: Fault) -> Iterator[tuple[Edit, ...]]:

@@ -15,9 +15,8 @@ from torch import nn
 from duoka.report.check_report import Operand
 
 from .. import Subject, device_of
-from .scope import function_of
 from .sources import SourceError, Sources
-from .syntax import Edit, Tree
+from .syntax import Edit, Tree, function_of
 
 
 @dataclass(frozen=True, slots=True)

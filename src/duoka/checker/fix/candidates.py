@@ -15,11 +15,10 @@ from duoka.report.check_report import Fault, Operand
 
 from .. import Subject
 from .autograd import at_apply, at_gradient
-from .binding import named
 from .buffers import Table, as_buffer
 from .containers import each_of, folded_items, items_of
 from .device_exprs import anchors, is_hidden, lucky
-from .edits import move, to_cpu
+from .edits import move, named, to_cpu
 from .factories import at_factory
 from .hidden import at_hidden, at_map
 from .operands import completed

@@ -11,11 +11,19 @@ import libcst as cst
 from duoka.report.check_report import Fault, Operand
 
 from .. import Subject
-from .binding import calls_before, can_precede, name_for, on_a_line
 from .device_exprs import anchors, lucky
-from .edits import insert_before, move, move_each, move_item, replace
-from .scope import all_names, free_name, is_container, is_plain, statement_of
-from .syntax import Edit, Tree, folded
+from .edits import (
+    calls_before,
+    can_precede,
+    insert_before,
+    move,
+    move_each,
+    move_item,
+    name_for,
+    on_a_line,
+    replace,
+)
+from .syntax import Edit, Tree, all_names, folded, free_name, is_container, is_plain, statement_of
 
 _LOOPS = (cst.ListComp, cst.GeneratorExp, cst.SetComp)
 _FOLDING = {"sum": 0, "reduce": 1, "accumulate": 0}

@@ -17,8 +17,7 @@ from torch import nn
 from duoka.report.check_report import Fault, Operand
 
 from .. import Subject
-from .scope import all_names, is_plain, root, statement_of
-from .syntax import Tree, folded
+from .syntax import Tree, all_names, folded, is_plain, root, statement_of
 
 _KEEP_DEVICE = frozenset(
     {

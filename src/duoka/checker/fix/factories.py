@@ -12,9 +12,8 @@ from duoka.report.check_report import Fault, Operand
 from .. import Subject
 from .device_exprs import anchors, lucky
 from .edits import is_written_out, move, set_device
-from .scope import bound_before, evident_tensors, function_of
 from .sources import SourceError, Sources
-from .syntax import Edit, Tree
+from .syntax import Edit, Tree, bound_before, evident_tensors, function_of
 
 _FACTORIES = frozenset(
     {

@@ -12,8 +12,7 @@ from duoka.report.check_report import Fault
 from .. import Subject
 from .device_exprs import anchors, lucky
 from .edits import move, replace
-from .scope import bound_before, function_of, is_container, is_plain, root
-from .syntax import Edit, Tree
+from .syntax import Edit, Tree, bound_before, function_of, is_container, is_plain, root
 
 Held = tuple[int | str, cst.BaseExpression]
 """What a partial holds: its position or keyword, and its expression."""

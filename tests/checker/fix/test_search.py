@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from duoka.checker.fix.matching import Lines, is_same
 from duoka.checker.fix.operands import completed
+from duoka.checker.fix.search import Lines, is_same
 from duoka.checker.fix.syntax import Tree
 from duoka.report.check_report import Fault, Operand, Place
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import duoka
 from duoka.checker import Subject
-from duoka.checker.fix.twins import twin_of
+from duoka.checker.fix.verify import twin_of
 
 LAYERS = 6
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from duoka import virtual
-from duoka.checker.cuda import seen_as_cuda, virtual_cuda, was_asked_for
+from duoka.checker.hardcoded import seen_as_cuda, virtual_cuda, was_asked_for
 
 
 @pytest.fixture(autouse=True)
