@@ -25,7 +25,8 @@ from duoka import models
 from duoka.checker import prove
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Conditions, Training
-from duoka.planner.planner import Question, solve
+from duoka.planner.planner import solve
+from duoka.planner.request import PlanProblem
 from duoka.tracing import Subject, profile_training
 
 
@@ -113,7 +114,7 @@ def compare(known: dict[Any, Profile], one: Pair) -> Iterator[tuple[float, float
     profile = profile_of(known, one)
     traced = time.perf_counter()
     fleet = duoka.Fleet.parse(one.gpus)
-    plan = solve(profile, Question(fleet=fleet, workload=one.workload, use_all=True))
+    plan = solve(profile, PlanProblem(fleet=fleet, workload=one.workload, use_all=True))
     planned = time.perf_counter()
     measured = prove(plan, build(one.model))
     proved = time.perf_counter()

@@ -16,7 +16,8 @@ import duoka
 from duoka import models, virtual
 from duoka.hardware.fleet import Fleet
 from duoka.planner.placement import Placement
-from duoka.planner.planner import Question, solve
+from duoka.planner.planner import solve
+from duoka.planner.request import PlanProblem
 from duoka.runtime import devices
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.steps import Stepper
@@ -128,7 +129,7 @@ def planned(config: dict[str, Any], workload: duoka.Workload, stages: int) -> du
     subject = Subject(fingerprint="pair", max_context_tokens=32768)
     profile = trace(models.build(config, dtype=torch.bfloat16), subject)
     fleet = Fleet.parse(f"virtual:{stages}x16GiB")
-    return solve(profile, Question(fleet=fleet, workload=workload, use_all=True))
+    return solve(profile, PlanProblem(fleet=fleet, workload=workload, use_all=True))
 
 
 def measure(plan: duoka.Plan, stage: str, config: dict[str, Any], device: str) -> devices.Memory:

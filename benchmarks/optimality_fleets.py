@@ -21,8 +21,9 @@ from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.max_workload import candidates, find_largest
 from duoka.planner.plan import Plan
-from duoka.planner.planner import Question, attempt
+from duoka.planner.planner import attempt
 from duoka.planner.replicas import plan_replicas
+from duoka.planner.request import PlanProblem
 
 _LONGEST = 768
 _LARGEST_BATCH = 40
@@ -41,41 +42,41 @@ def dealt(count: int) -> Iterator[list[list[int]]]:
 def replicas_differ(rng: random.Random) -> tuple[bool, str]:
     """Whether any copy fits, and how duoka's answer differs from the best of all ways to deal."""
     profile = draw_profile(rng)
-    question = replace(draw_question(rng, profile), use_all=rng.random() < 0.2)
-    count = len(question.fleet.devices)
+    problem = replace(draw_question(rng, profile), use_all=rng.random() < 0.2)
+    count = len(problem.fleet.devices)
     plans: dict[tuple[int, ...], Plan | None] = {}
     best: tuple[int, int, float] | None = None
     for groups in dealt(count):
         idle = count - sum(map(len, groups))
-        if not groups or (question.use_all and idle):
+        if not groups or (problem.use_all and idle):
             continue
-        made = [_plan(profile, question, tuple(group), plans) for group in groups]
+        made = [_plan(profile, problem, tuple(group), plans) for group in groups]
         whole = [plan for plan in made if plan is not None]
         if len(whole) == len(made):
-            worth = _worth(whole, question.objective)
+            worth = _worth(whole, problem.objective)
             tried = (len(groups), idle, worth)
             best = tried if best is None else max(best, tried)
     try:
-        found = plan_replicas(profile, question)
+        found = plan_replicas(profile, problem)
     except (InfeasibleError, UsageError):
         return best is not None, "" if best is None else f"nothing instead of {best}"
-    worth = _worth(found.plans, question.objective)
+    worth = _worth(found.plans, problem.objective)
     got = (len(found.plans), len(found.idle), worth)
     if best is not None and got[:2] == best[:2] and math.isclose(worth, best[2], rel_tol=1e-9):
         return True, ""
-    return best is not None, f"{question.objective}: {got} instead of {best}"
+    return best is not None, f"{problem.objective}: {got} instead of {best}"
 
 
 def _plan(
     profile: Profile,
-    question: Question,
+    problem: PlanProblem,
     group: tuple[int, ...],
     plans: dict[tuple[int, ...], Plan | None],
 ) -> Plan | None:
     if group not in plans:
-        fleet = Fleet(devices=tuple(question.fleet.devices[index] for index in group))
+        fleet = Fleet(devices=tuple(problem.fleet.devices[index] for index in group))
         try:
-            plans[group] = attempt(profile, replace(question, fleet=fleet, use_all=True))
+            plans[group] = attempt(profile, replace(problem, fleet=fleet, use_all=True))
         except UsageError:
             plans[group] = None
     return plans[group]
@@ -93,26 +94,26 @@ def reach_differs(rng: random.Random) -> tuple[bool, str]:
     """Whether any size fits, and how duoka's largest differs from that of all that are tried."""
     profile = replace(draw_profile(rng), max_context_tokens=_LONGEST)
     what = rng.choice(("context", "batch"))
-    question = replace(draw_question(rng, profile), largest=what)
+    problem = replace(draw_question(rng, profile), largest=what)
     if what == "batch":
-        tokens = min(question.workload.prompt_tokens, 100)
-        question = replace(question, workload=replace(question.workload, prompt_tokens=tokens))
+        tokens = min(problem.workload.prompt_tokens, 100)
+        problem = replace(problem, workload=replace(problem.workload, prompt_tokens=tokens))
     field = "context_tokens" if what == "context" else "batch"
     best = None
-    for number in candidates(profile, question):
+    for number in candidates(profile, problem):
         if what == "batch" and number > _LARGEST_BATCH:
             break
-        if attempt(profile, replace(question, largest=None, workload=_sized(question, number))):
+        if attempt(profile, replace(problem, largest=None, workload=_sized(problem, number))):
             best = number
-    found = find_largest(profile, question)
+    found = find_largest(profile, problem)
     got = None if found is None else getattr(found.workload, field)
     if got is not None and what == "batch" and got > _LARGEST_BATCH:
         return True, ""  # more than was tried
     return best is not None, "" if got == best else f"{what}: {got} instead of {best}"
 
 
-def _sized(question: Question, number: int) -> Workload:
-    workload = question.workload
-    if question.largest == "batch":
+def _sized(problem: PlanProblem, number: int) -> Workload:
+    workload = problem.workload
+    if problem.largest == "batch":
         return replace(workload, batch=number)
     return replace(workload, prompt_tokens=number - workload.new_tokens)

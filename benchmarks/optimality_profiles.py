@@ -28,7 +28,8 @@ from duoka.forecast.replay import Replay
 from duoka.forecast.workload import Workload
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
-from duoka.planner.planner import Question, attempt
+from duoka.planner.planner import attempt
+from duoka.planner.request import PlanProblem
 
 KIB = 2**10
 MIB = 2**20
@@ -127,7 +128,7 @@ def draw_profile(rng: random.Random) -> Profile:
     )
 
 
-def draw_question(rng: random.Random, profile: Profile) -> Question:
+def draw_question(rng: random.Random, profile: Profile) -> PlanProblem:
     """One to three GPUs that are about as large as they have to be."""
     workload = Workload(
         batch=rng.choice((1, 1, 3)),
@@ -152,7 +153,7 @@ def draw_question(rng: random.Random, profile: Profile) -> Question:
     )
     known = ("headroom", "latency", "throughput") if speeds[0] else ("headroom",)
     num_free = sum(block.tied_to is None for block in profile.blocks)
-    return Question(
+    return PlanProblem(
         fleet=Fleet(devices=devices),
         workload=workload,
         objective=rng.choice(known),
@@ -163,8 +164,8 @@ def draw_question(rng: random.Random, profile: Profile) -> Question:
 class Brute:
     """All placements at one chunk, with what a fresh replay says of each stage."""
 
-    def __init__(self, profile: Profile, workload: Workload, question: Question) -> None:
-        self.profile, self.question = profile, question
+    def __init__(self, profile: Profile, workload: Workload, problem: PlanProblem) -> None:
+        self.profile, self.problem = profile, problem
         self.chain = [index for index, block in enumerate(profile.blocks) if block.tied_to is None]
         self.costs = Costs(profile, workload)
         self.full = Replay(profile, workload)
@@ -178,8 +179,8 @@ class Brute:
 
     def placements(self) -> Iterator[tuple[int, float]]:
         """How many GPUs each placement uses, and its value: the larger the better."""
-        devices, num = self.question.fleet.devices, len(self.chain)
-        fewest = len(devices) if self.question.use_all else 1
+        devices, num = self.problem.fleet.devices, len(self.chain)
+        fewest = len(devices) if self.problem.use_all else 1
         for count in range(fewest, len(devices) + 1):
             for cuts in itertools.combinations(range(1, num), count - 1):
                 edges = (0, *cuts, num)
@@ -190,7 +191,7 @@ class Brute:
                         yield count, self._value(stages, [need or 0 for need in needs])
 
     def _value(self, stages: Sequence[tuple[int, int, Device]], needs: Sequence[int]) -> float:
-        if self.question.objective == "headroom":
+        if self.problem.objective == "headroom":
             pairs = zip(stages, needs, strict=True)
             return float(min(device.budget_bytes - need for (_, _, device), need in pairs))
         times = []
@@ -198,7 +199,7 @@ class Brute:
             table = self.costs.seconds(device)
             assert table is not None, "the speeds are known"
             times.append(float(table[start, stop]))
-        return -sum(times) if self.question.objective == "latency" else -max(times)
+        return -sum(times) if self.problem.objective == "latency" else -max(times)
 
     def best(self) -> tuple[int, float] | None:
         found = list(self.placements())
@@ -221,16 +222,16 @@ def chunks_of(workload: Workload) -> list[Workload]:
 def planned_case(rng: random.Random) -> Planned:
     """One case: the fewest GPUs over all chunks, in the largest chunk that does with them."""
     profile = draw_profile(rng)
-    question = draw_question(rng, profile)
+    problem = draw_question(rng, profile)
     expected: tuple[int, float] | None = None
-    for workload in chunks_of(question.workload):
-        best = Brute(profile, workload, question).best()
+    for workload in chunks_of(problem.workload):
+        best = Brute(profile, workload, problem).best()
         if best is not None and (expected is None or best[0] < expected[0]):
             expected = best
-    plan = attempt(profile, question)
+    plan = attempt(profile, problem)
     got = None
     if plan is not None:
-        told = plan.value if question.objective == "headroom" else -plan.value
+        told = plan.value if problem.objective == "headroom" else -plan.value
         got = (len(plan.devices), told)
     same = (
         got == expected
@@ -241,5 +242,5 @@ def planned_case(rng: random.Random) -> Planned:
         fits=expected is not None,
         num_gpus=0 if expected is None else expected[0],
         in_chunks=plan is not None and plan.workload.prefill_chunk_tokens is not None,
-        difference="" if same else f"{question.objective}: {got} instead of {expected}",
+        difference="" if same else f"{problem.objective}: {got} instead of {expected}",
     )

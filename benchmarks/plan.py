@@ -30,7 +30,8 @@ from duoka.errors import InfeasibleError
 from duoka.forecast.workload import Workload
 from duoka.hardware.device import Device, Link
 from duoka.hardware.fleet import Fleet
-from duoka.planner.planner import Question, solve
+from duoka.planner.planner import solve
+from duoka.planner.request import PlanProblem
 from duoka.planner.search import Objective, search
 
 MIB = 2**20
@@ -145,10 +146,10 @@ def time_plans(configs: Path, fleets: list[str]) -> Iterator[dict[str, Any]]:
         for context in (8192, profile.max_context_tokens or 8192):
             for fleet in fleets:
                 workload = Workload(prompt_tokens=context - 256, dtype=profile.dtype)
-                question = Question(fleet=Fleet.parse(fleet), workload=workload)
+                problem = PlanProblem(fleet=Fleet.parse(fleet), workload=workload)
                 start = time.perf_counter()
                 try:
-                    plan = solve(profile, question)
+                    plan = solve(profile, problem)
                     answer = ", ".join(
                         f"{item.device} {format_bytes(item.reserved_bytes)}"
                         for item in plan.forecast.devices

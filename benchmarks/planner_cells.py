@@ -22,7 +22,8 @@ from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.plan import Plan
-from duoka.planner.planner import Question, attempt
+from duoka.planner.planner import attempt
+from duoka.planner.request import PlanProblem
 from duoka.tracing.get_profile import profile_checkpoint
 
 NEW_TOKENS = 16
@@ -82,7 +83,7 @@ def judge(subject: Subject, workload: Workload, machines: Sequence[str]) -> Iter
     for machine in machines:
         fleet = Fleet.parse(MACHINES[machine])
         budgets = [device.budget_bytes for device in fleet.devices]
-        plan, seconds, cpu = timed(subject.profile, Question(fleet=fleet, workload=workload))
+        plan, seconds, cpu = timed(subject.profile, PlanProblem(fleet=fleet, workload=workload))
         started = time.perf_counter()
         verdict = bench.judge(budgets)
         if verdict.num_gpus != (None if plan is None else len(plan.devices)):
@@ -104,9 +105,9 @@ def judge(subject: Subject, workload: Workload, machines: Sequence[str]) -> Iter
         }
 
 
-def timed(profile: Profile, question: Question) -> tuple[Plan | None, float, float]:
+def timed(profile: Profile, problem: PlanProblem) -> tuple[Plan | None, float, float]:
     clock, processor = time.perf_counter(), time.process_time()
-    plan = attempt(profile, question)
+    plan = attempt(profile, problem)
     return plan, time.perf_counter() - clock, time.process_time() - processor
 
 

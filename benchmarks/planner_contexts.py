@@ -22,7 +22,7 @@ from planner_referee import Bench, Referee, chunked
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.max_workload import find_largest
-from duoka.planner.planner import Question
+from duoka.planner.request import PlanProblem
 
 GRID = 256
 BATCH_CONTEXT = 8192
@@ -62,9 +62,9 @@ class Sweep:
 
     def planned(self, fleet: Fleet) -> int:
         """The most that duoka finds."""
-        question = Question(fleet=fleet, workload=self.workload(1), largest=self.what)
+        problem = PlanProblem(fleet=fleet, workload=self.workload(1), largest=self.what)
         longest = self.limit * GRID if self.what == "context" else self.subject.longest
-        found = find_largest(replace(self.subject.profile, max_context_tokens=longest), question)
+        found = find_largest(replace(self.subject.profile, max_context_tokens=longest), problem)
         if found is None:
             return 0
         if self.what == "context":

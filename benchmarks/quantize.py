@@ -36,7 +36,7 @@ from duoka.models import build
 from duoka.models.conversion import published_tensors
 from duoka.models.quantization import num_bytes, quantize_model
 from duoka.models.text.tokenizer import load_tokenizer
-from duoka.planner.planner import Question
+from duoka.planner.request import PlanProblem
 from duoka.runtime.load import load_weights
 from duoka.tools.bench import Windows, measure_quality
 from duoka.tools.demo.checkpoint import CONFIG, fresh_model, write_weights
@@ -205,7 +205,7 @@ def _quality(directory: Path, steps: int, tokens: int) -> None:
     found = measure_quality(
         Checkpoint.open(directory),
         held_out,
-        Question(fleet=Fleet.parse("virtual:2GiB"), workload=Workload(dtype="float32")),
+        PlanProblem(fleet=Fleet.parse("virtual:2GiB"), workload=Workload(dtype="float32")),
         forms=("int8", "int4", "nf4"),
         windows=Windows(context_tokens=256, stride_tokens=128, most_tokens=tokens),
     )

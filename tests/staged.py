@@ -10,7 +10,8 @@ from duoka.forecast.forecast import DeviceForecast, Forecast
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.placement import Placement
-from duoka.planner.plan import Plan, Request
+from duoka.planner.plan import Plan
+from duoka.planner.request import PlanRequest
 
 GIB = 2**30
 LAYER_BYTES = GIB // 4
@@ -59,7 +60,7 @@ def staged(counts: Sequence[int], gpus: str = "24GiB,12GiB,8GiB,8GiB", **changes
         value=1.0,
         bound=1.0,
         binding_device=devices[0],
-        request=Request(workload=WORKLOAD, gpus=gpus),
+        request=PlanRequest(workload=WORKLOAD, gpus=gpus),
         why=("Because.",),
     )
     return replace(plan, **changes)

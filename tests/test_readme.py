@@ -28,8 +28,9 @@ import duoka
 from duoka import errors
 from duoka.cli import errors as failures
 from duoka.cli.main import app, run
-from duoka.planner.planner import Question, attempt
-from duoka.planner.workloads import workload_for
+from duoka.planner.planner import attempt
+from duoka.planner.request import PlanProblem
+from duoka.planner.resolve import workload_for
 from duoka.tracing.get_profile import profile_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -170,8 +171,8 @@ def test_the_table_is_what_is_planned(shared_data: Path) -> None:
             # Without what would fit instead, which takes long at such a context.
             checkpoint = duoka.Checkpoint.open(config)
             workload = workload_for(checkpoint, workload)
-            question = Question(fleet=duoka.Fleet.parse(budgets), workload=workload)
-            assert attempt(profile_checkpoint(checkpoint, workload), question) is None
+            problem = PlanProblem(fleet=duoka.Fleet.parse(budgets), workload=workload)
+            assert attempt(profile_checkpoint(checkpoint, workload), problem) is None
             continue
         plan = duoka.plan(config, budgets, workload)
         forecast = [device.reserved_bytes / 2**30 for device in plan.forecast.devices]

@@ -16,7 +16,8 @@ from transformers.models.llama import modeling_llama
 from duoka import Device, Fleet, Placement, Plan, Workload, models, virtual
 from duoka.checker import prove
 from duoka.errors import PlacementError, ProofError
-from duoka.planner.planner import Question, solve
+from duoka.planner.planner import solve
+from duoka.planner.request import PlanProblem
 from duoka.runtime.steps import Stepper
 from duoka.tracing import Subject
 from duoka.tracing.trace_training import trace_training_workload
@@ -33,8 +34,8 @@ def build(name: str = "llama") -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     fleet = Fleet.parse("2x512MiB")
-    question = Question(fleet=fleet, workload=LOAD, use_all=True)
-    return solve(tiny.regular("llama"), question)
+    problem = PlanProblem(fleet=fleet, workload=LOAD, use_all=True)
+    return solve(tiny.regular("llama"), problem)
 
 
 def placed(plan: Plan, **devices: str) -> Plan:
@@ -78,8 +79,8 @@ def test_the_proof_goes_to_the_end_of_the_context(
 
 @pytest.mark.parametrize("name", ["tied", "window", "mamba2"])
 def test_plans_of_other_models_pass(name: str) -> None:
-    question = Question(fleet=Fleet.parse("2x512MiB"), workload=LOAD, use_all=True)
-    plan = solve(tiny.profile_for(name, LOAD), question)
+    problem = PlanProblem(fleet=Fleet.parse("2x512MiB"), workload=LOAD, use_all=True)
+    plan = solve(tiny.profile_for(name, LOAD), problem)
     assert len(prove(plan, build(name))) == 2
 
 
@@ -167,7 +168,7 @@ def test_a_plan_for_training_is_proved_by_training() -> None:
     subject = Subject(fingerprint="glm", conditions=workload.conditions)
     profile = trace_training_workload(copy.deepcopy(model), subject, workload)
     fleet = Fleet.parse("virtual:3x48MiB")
-    plan = solve(profile, Question(fleet=fleet, workload=workload, use_all=True))
+    plan = solve(profile, PlanProblem(fleet=fleet, workload=workload, use_all=True))
     measured = prove(plan, copy.deepcopy(model))
     for told, found in zip(plan.forecast.devices, measured, strict=True):
         assert told.device == found.device

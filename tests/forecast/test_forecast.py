@@ -24,7 +24,8 @@ from duoka.forecast.forecast import Costs, DeviceForecast, Findings
 from duoka.forecast.profile import Profile, Tape
 from duoka.forecast.replay import Replay
 from duoka.planner.constraints import Constraints
-from duoka.planner.planner import Question, attempt, solve
+from duoka.planner.planner import attempt, solve
+from duoka.planner.request import PlanProblem
 from duoka.tracing import Subject, trace_workload
 
 ONE, TWO = "virtual:1GiB", "virtual:2x1GiB"
@@ -89,7 +90,7 @@ def test_forecast_is_what_is_measured(name: str, fleet: str, workload: Workload)
     devices = Fleet.parse(fleet)
     plan = solve(
         tiny.profile_for(name, workload),
-        Question(fleet=devices, workload=workload, use_all=True),
+        PlanProblem(fleet=devices, workload=workload, use_all=True),
     )
     assert len(plan.forecast.devices) == len(devices.devices)
     measured = tiny.measure(plan, tiny.CONFIGS[name])
@@ -110,8 +111,8 @@ def test_a_cut_behind_an_embedding_is_measured_as_it_is_forecast(name: str) -> N
         for block, device in zip(names[:2], devices.names, strict=True)
         for module in block
     )
-    question = Question(fleet=devices, workload=workload, constraints=Constraints(pins=pins))
-    plan = solve(profile, question)
+    problem = PlanProblem(fleet=devices, workload=workload, constraints=Constraints(pins=pins))
+    plan = solve(profile, problem)
     measured = tiny.measure(plan, tiny.CONFIGS[name])
     for forecast, (allocated, reserved) in zip(plan.forecast.devices, measured, strict=True):
         assert forecast.allocated_bytes == pytest.approx(allocated, rel=0.001)
@@ -140,10 +141,10 @@ def test_a_cut_in_a_tower_is_measured_as_it_is_forecast(
     modules = [module for block in profile.blocks for module in block.modules]
     behind = modules[modules.index(last) + 1]
     pins = ((last, "vgpu:0"), (behind, "vgpu:1"))
-    question = Question(
+    problem = PlanProblem(
         fleet=Fleet.parse(TWO), workload=workload, constraints=Constraints(pins=pins)
     )
-    plan = solve(profile, question)
+    plan = solve(profile, problem)
     for forecast, measured in zip(plan.forecast.devices, tiny.measure(plan, config), strict=True):
         told = forecast.allocated_bytes, forecast.reserved_bytes
         for one, other in zip(told, measured, strict=True):
@@ -154,11 +155,11 @@ def test_a_forecast_holds_on_a_device_that_is_hardly_large_enough() -> None:
     """Where cached memory must be given back, what fits is still told apart from what doesn't."""
     workload = load(1333, 6)
     profile = tiny.regular("llama")
-    roomy = solve(profile, Question(fleet=Fleet.parse(ONE), workload=workload))
+    roomy = solve(profile, PlanProblem(fleet=Fleet.parse(ONE), workload=workload))
     (enough,) = roomy.forecast.devices
     budgets = range(-(-enough.allocated_bytes // MIB), enough.reserved_bytes // MIB)
     tried = (
-        attempt(profile, Question(fleet=tiny.fleet(budget), workload=workload))
+        attempt(profile, PlanProblem(fleet=tiny.fleet(budget), workload=workload))
         for budget in budgets
     )
     plan = next(found for found in tried if found is not None)
@@ -170,7 +171,7 @@ def test_a_forecast_holds_on_a_device_that_is_hardly_large_enough() -> None:
 
 def test_parts_add_up() -> None:
     workload = load(1333, 6, batch=2)
-    plan = solve(tiny.regular("glm"), Question(fleet=Fleet.parse(ONE), workload=workload))
+    plan = solve(tiny.regular("glm"), PlanProblem(fleet=Fleet.parse(ONE), workload=workload))
     (device,) = plan.forecast.devices
     parts = device.weight_bytes + device.kv_cache_bytes + device.activation_bytes
     assert parts == device.allocated_bytes

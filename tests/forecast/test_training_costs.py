@@ -21,7 +21,8 @@ from duoka.forecast.forecast import Costs
 from duoka.forecast.profile import Profile
 from duoka.forecast.replay_training import in_flight
 from duoka.hardware.device import Link
-from duoka.planner.planner import Question, attempt, solve
+from duoka.planner.planner import attempt, solve
+from duoka.planner.request import PlanProblem
 from duoka.planner.search import Limits, NoPlacement, search
 
 MIB = 2**20
@@ -191,13 +192,13 @@ def test_every_objective_is_reached(seed: int, schedule: str) -> None:
     for objective in ("latency", "throughput", "headroom", "balanced"):
         expected = best_by_hand(costs, fleet, objective)
         balanced = objective == "balanced"
-        question = Question(
+        problem = PlanProblem(
             fleet=fleet,
             workload=workload,
             objective="auto" if balanced else objective,  # type: ignore[arg-type]
             constraints=Constraints(strategy="balanced" if balanced else "auto"),
         )
-        plan = attempt(profile, question)
+        plan = attempt(profile, problem)
         assert (plan is None) == (expected is None)
         if plan is None or expected is None:
             continue
@@ -217,7 +218,7 @@ FLEET = Fleet.parse("virtual:3x120MiB")
 
 def test_the_first_stage_holds_the_most_micro_batches() -> None:
     workload = load(1, method="full", optimizer="sgd", micro_batches=8, schedule="1f1b")
-    plan = solve(PROFILE, Question(fleet=FLEET, workload=workload, use_all=True))
+    plan = solve(PROFILE, PlanProblem(fleet=FLEET, workload=workload, use_all=True))
     numbers = [list(plan.device_map.values()).count(name) for name in plan.devices]
     assert numbers == sorted(numbers)
     assert numbers[0] < numbers[-1]
@@ -240,5 +241,5 @@ def test_pins_hold_where_places_count() -> None:
 def test_what_does_not_fit() -> None:
     workload = load(1, method="full", micro_batches=8, schedule="1f1b")
     with pytest.raises(InfeasibleError, match="does not fit") as caught:
-        solve(PROFILE, Question(fleet=Fleet.parse("virtual:2x30MiB"), workload=workload))
+        solve(PROFILE, PlanProblem(fleet=Fleet.parse("virtual:2x30MiB"), workload=workload))
     assert caught.value.shortfall_bytes > 0

@@ -22,8 +22,9 @@ from duoka.models.conversion import published_tensors
 from duoka.models.from_checkpoint import build_model
 from duoka.models.quantization import num_bytes
 from duoka.planner.constraints import Constraints
-from duoka.planner.planner import Question, solve
-from duoka.planner.workloads import workload_for
+from duoka.planner.planner import solve
+from duoka.planner.request import PlanProblem
+from duoka.planner.resolve import workload_for
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.steps import Stepper
 
@@ -81,7 +82,7 @@ def test_auto_is_the_first_that_fits(glm: Checkpoint, budget: str, chosen: str) 
     assert (chosen == "none") == (not any("they don't fit" in reason for reason in plan.why))
     profile = profile_cache.find_profile(glm.fingerprint, plan.workload)
     assert profile is not None
-    asked = Question(fleet=duoka.Fleet.parse(f"virtual:{budget}"), workload=plan.workload)
+    asked = PlanProblem(fleet=duoka.Fleet.parse(f"virtual:{budget}"), workload=plan.workload)
     assert solve(profile, asked).forecast == plan.forecast
 
 

@@ -16,13 +16,13 @@ from duoka import Checkpoint, Workload
 from duoka.cli import planning
 from duoka.cli.main import run
 from duoka.planner.command_line import change, command
-from duoka.planner.plan import Request
-from duoka.planner.planner import Question, solve
+from duoka.planner.planner import solve
+from duoka.planner.request import PlanProblem, PlanRequest
 from duoka.tools.demo.checkpoint import CONFIG
 
 PLAN = solve(
     tiny.made_up([tiny.MIB] * 3),
-    Question(fleet=tiny.fleet(100), workload=Workload(dtype="bfloat16")),
+    PlanProblem(fleet=tiny.fleet(100), workload=Workload(dtype="bfloat16")),
 )
 LINES = (
     "",
@@ -35,7 +35,7 @@ LINES = (
     "--train full --micro-batches 3 --schedule 1f1b --batch 2 --context 64 --offload",
     "--train lora --lora-rank 4 --lora-target q_proj --lora-target 'v proj'",
 )
-Ask = Callable[[str], Request]
+Ask = Callable[[str], PlanRequest]
 
 
 @pytest.fixture
@@ -44,16 +44,16 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
     model = tmp_path / "my model.json"
     model.write_text(json.dumps({**CONFIG, "seq_length": 2**17}), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    seen: list[Request] = []
+    seen: list[PlanRequest] = []
 
-    def note(checkpoint: Checkpoint, question: Question) -> None:
+    def note(checkpoint: Checkpoint, problem: PlanProblem) -> None:
         trusted = checkpoint.trust_remote_code
-        seen.append(replace(question.request, trust_remote_code=trusted))
+        seen.append(replace(problem.request, trust_remote_code=trusted))
         raise typer.Exit
 
     monkeypatch.setattr(planning, "_answer", note)
 
-    def understood(line: str) -> Request:
+    def understood(line: str) -> PlanRequest:
         assert run(shlex.split(line)[1:]) == 0
         return seen.pop()
 
@@ -67,7 +67,7 @@ def test_the_same_is_asked_again(ask: Ask, line: str) -> None:
     told = command(replace(PLAN, source="my model.json", request=request))
     assert told is not None
     assert ask(told) == request
-    # Beside another question only what differs is said.
+    # Beside another problem only what differs is said.
     plain = replace(request, workload=Workload(prompt_tokens=9, new_tokens=9), largest=None)
     options, without = change(plain, request)
     assert {*options}.isdisjoint({"--gpus", "--objective", "--pin", "--offload"})

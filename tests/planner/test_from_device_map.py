@@ -14,14 +14,16 @@ import rehearsing
 import tiny
 from tiny import MIB
 
-from duoka import Device, Fleet, Plan, Workload, answering
+from duoka import Device, Fleet, Plan, Workload
 from duoka.errors import InfeasibleError, PlacementError, UsageError
 from duoka.forecast.profile import Profile
 from duoka.forecast.profile_cache import keep_profile
 from duoka.forecast.replay import Replay
+from duoka.planner import resolve
 from duoka.planner.device_map import DeviceMap
 from duoka.planner.modes import find as answer
-from duoka.planner.planner import Question, solve
+from duoka.planner.planner import solve
+from duoka.planner.request import PlanProblem
 
 LOAD = Workload(prompt_tokens=700, new_tokens=40, dtype="bfloat16", prefill_chunk_tokens=None)
 LAYERS = tiny.made_up([60 * MIB, *[40 * MIB] * 6, 60 * MIB], tiny.Costs(cache=2048))
@@ -30,8 +32,8 @@ SHORT = Workload(prompt_tokens=300, new_tokens=9, dtype="bfloat16", prefill_chun
 CHUNKED = replace(SHORT, batch=3, prefill_chunk_tokens=100)
 
 
-def ask(device_map: object, *budgets_mib: float, load: Workload = LOAD) -> Question:
-    return Question(
+def ask(device_map: object, *budgets_mib: float, load: Workload = LOAD) -> PlanProblem:
+    return PlanProblem(
         fleet=tiny.fleet(*budgets_mib), workload=load, device_map=DeviceMap.of(device_map)
     )
 
@@ -88,9 +90,9 @@ def test_a_map_to_train_with_is_forecast_by_places_too(schedule: str) -> None:
 
 
 def test_the_bound_is_what_stages_could_reach() -> None:
-    question = ask({"": 0, "block.7": 1}, 600, 600)
-    plan = answer(LAYERS, question)
-    best = solve(LAYERS, replace(question, device_map=None, use_all=True))
+    problem = ask({"": 0, "block.7": 1}, 600, 600)
+    plan = answer(LAYERS, problem)
+    best = solve(LAYERS, replace(problem, device_map=None, use_all=True))
     assert plan.bound == best.value > plan.value
 
 
@@ -98,10 +100,10 @@ def test_the_bound_is_what_stages_could_reach() -> None:
 def test_a_map_on_more_unequal_gpus_than_can_be_searched_is_answered(num_blocks: int) -> None:
     layers = tiny.made_up([60 * MIB + 512 * n for n in range(num_blocks)], tiny.Costs(cache=64))
     turns = {f"block.{n}": n for n in range(num_blocks)}
-    question = ask(turns, *[90 + n / 4 for n in range(21)])
+    problem = ask(turns, *[90 + n / 4 for n in range(21)])
     with pytest.raises(UsageError, match="sets of"):
-        solve(layers, replace(question, device_map=None))
-    plan = answer(layers, question)
+        solve(layers, replace(problem, device_map=None))
+    plan = answer(layers, problem)
     assert plan.device_map == {f"block.{n}": f"vgpu:{n}" for n in range(num_blocks)}
     assert plan.value == min(device.free_bytes for device in plan.forecast.devices)
     assert not [reason for reason in plan.why if "duoka's own plan" in reason]
@@ -134,10 +136,10 @@ def test_speeds_are_those_of_each_blocks_device() -> None:
         )
         for n, speed in enumerate((1e9, 4e9))
     )
-    question = replace(ask({"": 0}, 1), fleet=Fleet(devices=devices))
+    problem = replace(ask({"": 0}, 1), fleet=Fleet(devices=devices))
     seconds = []
     for device_map in ({"": 0}, {f"block.{n}": n % 2 for n in range(8)}, {"": 1}):
-        plan = answer(LAYERS, replace(question, device_map=DeviceMap.of(device_map)))
+        plan = answer(LAYERS, replace(problem, device_map=DeviceMap.of(device_map)))
         assert plan.forecast.seconds is not None
         seconds.append(plan.forecast.seconds.total_seconds)
     assert seconds[1] == pytest.approx((seconds[0] + seconds[2]) / 2)
@@ -167,7 +169,7 @@ def test_what_does_not_fit_is_refused_device_by_device() -> None:
     assert "vgpu:2" not in told
     assert caught.value.shortfall_bytes >= 10 * MIB + 160 * MIB
     with pytest.raises(InfeasibleError) as caught:
-        answering.answer(LAYERS, ask({"": 0}, 240, 300))
+        resolve.answer(LAYERS, ask({"": 0}, 240, 300))
     assert "duoka's own plan instead of the map" in str(caught.value.hint)
     own = solve(LAYERS, replace(ask({}, 240, 300), device_map=None))
     for device in own.devices:
@@ -189,12 +191,12 @@ def test_fragmentation_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_goes_with_a_map() -> None:
-    for question in (
+    for problem in (
         replace(ask({"": 0}, 600), use_all=True),
         replace(ask({"": 0}, 600), objective="headroom"),
     ):
         with pytest.raises(UsageError, match="nothing is left to optimise"):
-            answer(LAYERS, question)
+            answer(LAYERS, problem)
     with pytest.raises(UsageError, match="was made for 512"):
         answer(replace(LAYERS, max_context_tokens=512), ask({"": 0}, 600))
     with pytest.raises(PlacementError) as caught:
@@ -209,18 +211,18 @@ def test_a_map_is_planned_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_pat
 import sys
 from duoka import Fleet, Workload
 from duoka.errors import PlacementError
-from duoka.answering import find as answer
+from duoka.planner.modes import find as answer
 from duoka.planner.device_map import DeviceMap
-from duoka.planner.planner import Question
+from duoka.planner.request import PlanProblem
 from duoka.forecast.profile_cache import find_profile
 
 load = Workload(prompt_tokens=100, new_tokens=10, dtype="bfloat16")
 profile = find_profile("made up", load)
 fleet = Fleet.parse("virtual:2x1GiB")
 for given in ({"": 0, "block.1": 1}, {"block.1": 1}):
-    question = Question(fleet=fleet, workload=load, device_map=DeviceMap.of(given))
+    problem = PlanProblem(fleet=fleet, workload=load, device_map=DeviceMap.of(given))
     try:
-        print(answer(profile, question).devices)
+        print(answer(profile, problem).devices)
     except PlacementError as error:
         print(len(error.missing))
 print([name for name in ("torch", "transformers") if name in sys.modules])
@@ -250,12 +252,12 @@ def test_scattered_blocks_are_forecast_exactly(name: str, load: Workload) -> Non
 
 def test_the_cpu_computes_only_where_a_map_says_so() -> None:
     fleet = Fleet(devices=(*tiny.fleet(330, 330).devices, Device(name="cpu", budget_bytes=2**40)))
-    question = replace(ask({}, 1), fleet=fleet, device_map=None)
-    own = solve(LAYERS, question)
+    problem = replace(ask({}, 1), fleet=fleet, device_map=None)
+    own = solve(LAYERS, problem)
     assert "cpu" not in own.devices
     assert "The CPU computes nothing" in own.why[-1]
-    assert own == replace(solve(LAYERS, replace(question, fleet=tiny.fleet(330, 330))), why=own.why)
-    plan = answer(LAYERS, replace(question, device_map=DeviceMap.of({"": 0, "block.7": "cpu"})))
+    assert own == replace(solve(LAYERS, replace(problem, fleet=tiny.fleet(330, 330))), why=own.why)
+    plan = answer(LAYERS, replace(problem, device_map=DeviceMap.of({"": 0, "block.7": "cpu"})))
     assert plan.devices == ("vgpu:0", "cpu")
     alone = Fleet(devices=fleet.devices[2:])
-    assert solve(LAYERS, replace(question, fleet=alone)).devices == ("cpu",)
+    assert solve(LAYERS, replace(problem, fleet=alone)).devices == ("cpu",)

@@ -11,7 +11,8 @@ from duoka.forecast.profile import Profile
 from duoka.hardware import catalogue
 from duoka.hardware.editing import with_more, with_replaced
 from duoka.planner.gpu_upgrades import Upgrade, upgrades
-from duoka.planner.planner import Question, attempt, conceivable, solve
+from duoka.planner.planner import attempt, conceivable, solve
+from duoka.planner.request import PlanProblem
 
 GIB = 2**30
 LOAD = Workload(prompt_tokens=700, new_tokens=40, dtype="bfloat16", prefill_chunk_tokens=None)
@@ -19,10 +20,10 @@ LARGE = tiny.made_up([GIB, *[GIB // 2] * 40, GIB])
 
 
 def found(gpus: str, profile: Profile = LARGE) -> list[Upgrade]:
-    question = Question(fleet=Fleet.parse(gpus), workload=LOAD, gpus=gpus)
-    assert attempt(profile, question) is None
+    problem = PlanProblem(fleet=Fleet.parse(gpus), workload=LOAD, gpus=gpus)
+    assert attempt(profile, problem) is None
     return upgrades(
-        question,
+        problem,
         lambda asked: conceivable(profile, asked),
         lambda asked: attempt(profile, asked),
     )
@@ -35,7 +36,7 @@ def test_no_smaller_card_would_do(gpus: str) -> None:
     assert any(way.text.startswith("one more card with") for way in ways)
     assert any("in the place of" in way.text for way in ways)
     for way in ways:
-        assert solve(LARGE, Question(fleet=Fleet.parse(way.gpus), workload=LOAD)).devices
+        assert solve(LARGE, PlanProblem(fleet=Fleet.parse(way.gpus), workload=LOAD)).devices
         name = way.gpus.rpartition(",")[2]
         card = catalogue.find(name)
         smaller = [c for c in catalogue.cards() if round(c.memory_gib) < round(card.memory_gib)]
@@ -43,7 +44,7 @@ def test_no_smaller_card_would_do(gpus: str) -> None:
         if least is not None:
             fleet = Fleet.parse(way.gpus.removesuffix(name) + least.name)
             with pytest.raises(InfeasibleError):
-                solve(LARGE, Question(fleet=fleet, workload=LOAD))
+                solve(LARGE, PlanProblem(fleet=fleet, workload=LOAD))
 
 
 def test_more_of_the_same_where_one_card_would_be_larger() -> None:
@@ -82,5 +83,5 @@ def test_gpus_that_are_here_are_written_as_budgets(gpus: str) -> None:
 
 
 def test_a_cpu_alone_is_offered_no_card() -> None:
-    question = Question(fleet=Fleet.from_max_memory({"cpu": "1GiB"}), workload=LOAD)
-    assert upgrades(question, lambda _: True, lambda _: None) == []
+    problem = PlanProblem(fleet=Fleet.from_max_memory({"cpu": "1GiB"}), workload=LOAD)
+    assert upgrades(problem, lambda _: True, lambda _: None) == []

@@ -21,42 +21,42 @@ from duoka.planner.constraints import Constraints
 from duoka.planner.device_map import DeviceMap
 from duoka.planner.max_workload import candidates, find_largest
 from duoka.planner.modes import find as answer
-from duoka.planner.plan import Largest
-from duoka.planner.planner import Question, attempt
+from duoka.planner.planner import attempt
+from duoka.planner.request import Largest, PlanProblem
 
 LOAD = Workload(prompt_tokens=700, new_tokens=40, dtype="bfloat16")
 
 
-def ask(*budgets_mib: float, largest: Largest = "context", load: Workload = LOAD) -> Question:
-    return Question(fleet=tiny.fleet(*budgets_mib), workload=load, largest=largest)
+def ask(*budgets_mib: float, largest: Largest = "context", load: Workload = LOAD) -> PlanProblem:
+    return PlanProblem(fleet=tiny.fleet(*budgets_mib), workload=load, largest=largest)
 
 
-def scan(profile: Profile, question: Question) -> int | None:
+def scan(profile: Profile, problem: PlanProblem) -> int | None:
     """The largest candidate that fits, by trying each of them from scratch."""
     best = None
-    for number in candidates(profile, question):
-        load = question.workload
-        if question.largest == "batch":
+    for number in candidates(profile, problem):
+        load = problem.workload
+        if problem.largest == "batch":
             load = replace(load, batch=number)
         else:
             load = replace(load, prompt_tokens=number - load.new_tokens)
-        fresh = Question(
-            fleet=question.fleet,
+        fresh = PlanProblem(
+            fleet=problem.fleet,
             workload=load,
-            constraints=question.constraints,
-            use_all=question.use_all,
+            constraints=problem.constraints,
+            use_all=problem.use_all,
         )
         if attempt(profile, fresh) is not None:
             best = number
     return best
 
 
-def told(profile: Profile, question: Question) -> int | None:
-    plan = find_largest(profile, question)
+def told(profile: Profile, problem: PlanProblem) -> int | None:
+    plan = find_largest(profile, problem)
     if plan is None:
         return None
     load = plan.workload
-    return load.batch if question.largest == "batch" else load.context_tokens
+    return load.batch if problem.largest == "batch" else load.context_tokens
 
 
 @pytest.mark.fuzz
@@ -74,11 +74,11 @@ def test_the_largest_context_is_that_of_a_scan(
     profile = tiny.made_up(
         [w * MIB for w in weights], tiny.Costs(cache=cache, work=work), max_context_tokens=3000
     )
-    question = replace(
+    problem = replace(
         ask(*budgets),
         constraints=Constraints(strategy=strategy),  # type: ignore[arg-type]
     )
-    assert told(profile, question) == scan(profile, question)
+    assert told(profile, problem) == scan(profile, problem)
 
 
 @pytest.mark.fuzz
@@ -92,18 +92,18 @@ def test_the_largest_batch_is_that_of_a_scan(
     budgets: list[int], weights: list[int], cache: int
 ) -> None:
     profile = tiny.made_up([w * MIB for w in weights], tiny.Costs(cache=cache))
-    question = ask(*budgets, largest="batch")
-    found = told(profile, question)
+    problem = ask(*budgets, largest="batch")
+    found = told(profile, problem)
     above = (found or 0) + 1
     # Every larger one up to where weights and caches alone are too much.
     caches = cache * 740 * max(len(weights) - 2, 0) or 1024 * 700
     most = max(sum(budgets) * MIB // caches, above) + 1
     for number in range(above, most + 1):
-        fresh = replace(question.workload, batch=number)
-        assert attempt(profile, Question(fleet=question.fleet, workload=fresh)) is None
+        fresh = replace(problem.workload, batch=number)
+        assert attempt(profile, PlanProblem(fleet=problem.fleet, workload=fresh)) is None
     if found is not None:
-        fits = replace(question.workload, batch=found)
-        assert attempt(profile, Question(fleet=question.fleet, workload=fits)) is not None
+        fits = replace(problem.workload, batch=found)
+        assert attempt(profile, PlanProblem(fleet=problem.fleet, workload=fits)) is not None
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "gpipe", "1f1b"])
@@ -124,14 +124,14 @@ def test_the_largest_batch_to_train_with_is_that_of_a_scan(seed: int, schedule: 
     )
     profile = rehearsing.made_up(made)
     budgets = [rng.choice((40, 60, 90, 120)) for _ in range(2)]
-    question = ask(*budgets, largest="batch", load=load)
+    problem = ask(*budgets, largest="batch", load=load)
     fits = [
         number
         # All that is saved of a micro-batch is somewhere at once.
         for number in range(1, sum(budgets) * MIB // sum(each.saved for each in made) + 1)
-        if attempt(profile, Question(fleet=question.fleet, workload=replace(load, batch=number)))
+        if attempt(profile, PlanProblem(fleet=problem.fleet, workload=replace(load, batch=number)))
     ]
-    assert told(profile, question) == max(fits, default=None)
+    assert told(profile, problem) == max(fits, default=None)
 
 
 LAYERS = tiny.made_up([60 * MIB, *[40 * MIB] * 4, 60 * MIB], tiny.Costs(cache=2048))
@@ -151,7 +151,7 @@ def test_the_plan_says_what_was_asked() -> None:
         f"The largest batch that fits 740 tokens each is {batch.workload.batch}: memory"
     )
     more = replace(LOAD, prompt_tokens=plan.workload.prompt_tokens + 64)
-    assert attempt(LAYERS, Question(fleet=tiny.fleet(240, 200), workload=more)) is None
+    assert attempt(LAYERS, PlanProblem(fleet=tiny.fleet(240, 200), workload=more)) is None
 
 
 def test_the_models_limit_is_one_of_the_contexts() -> None:
@@ -180,13 +180,13 @@ def test_nothing_fits_at_all() -> None:
         answer(LAYERS, ask(50))
 
 
-def questions() -> Iterator[tuple[Question, str]]:
+def questions() -> Iterator[tuple[PlanProblem, str]]:
     mapped = replace(ask(400), device_map=DeviceMap.of({"": "vgpu:0"}))
     yield mapped, "where duoka places the modules"
     yield ask(400, load=replace(LOAD, new_tokens=9_000)), "leave no room for a prompt"
 
 
-@pytest.mark.parametrize(("question", "message"), list(questions()), ids=["map", "new"])
-def test_what_makes_no_sense_is_refused(question: Question, message: str) -> None:
+@pytest.mark.parametrize(("problem", "message"), list(questions()), ids=["map", "new"])
+def test_what_makes_no_sense_is_refused(problem: PlanProblem, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        answer(replace(LAYERS, max_context_tokens=8_000), question)
+        answer(replace(LAYERS, max_context_tokens=8_000), problem)

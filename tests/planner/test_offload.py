@@ -22,7 +22,8 @@ from duoka.errors import FleetError, FormatError, InfeasibleError, UsageError
 from duoka.forecast.profile import Profile
 from duoka.planner.constraints import Constraints
 from duoka.planner.offload import candidates, offloadable, weight_bytes
-from duoka.planner.planner import Question, solve
+from duoka.planner.planner import solve
+from duoka.planner.request import PlanProblem
 from duoka.tracing import Subject, trace
 
 LOAD = Workload(prompt_tokens=700, new_tokens=40, dtype="bfloat16", prefill_chunk_tokens=None)
@@ -31,8 +32,8 @@ OFFLOAD = Constraints(offload=True)
 DEEP: dict[str, Any] = {**tiny.CONFIGS["llama"], "hidden_size": 512, "num_hidden_layers": 10}
 
 
-def ask(*budgets_mib: float, **more: Any) -> Question:
-    return Question(
+def ask(*budgets_mib: float, **more: Any) -> PlanProblem:
+    return PlanProblem(
         fleet=tiny.fleet(*budgets_mib), workload=LOAD, **{"constraints": OFFLOAD, **more}
     )
 
@@ -41,9 +42,9 @@ def names(*blocks: int) -> tuple[str, ...]:
     return tuple(f"block.{block}" for block in blocks)
 
 
-def fits(profile: Profile, question: Question) -> bool:
+def fits(profile: Profile, problem: PlanProblem) -> bool:
     try:
-        solve(profile, replace(question, constraints=Constraints()))
+        solve(profile, replace(problem, constraints=Constraints()))
     except InfeasibleError:
         return False
     return True

@@ -15,15 +15,16 @@ from tiny import MIB
 import duoka.planner.plan
 from duoka import Device, Fleet, Link, Plan, Workload
 from duoka.errors import FleetError, FormatError
-from duoka.planner.planner import Question, solve
+from duoka.planner.planner import solve
+from duoka.planner.request import PlanProblem
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     profile = tiny.made_up([30 * MIB] * 5, tiny.Costs(cache=512))
     workload = Workload(prompt_tokens=300, new_tokens=20, dtype="bfloat16")
-    question = Question(fleet=tiny.fleet(120, 100), workload=workload)
-    return solve(profile, question, source="模型/glm")
+    problem = PlanProblem(fleet=tiny.fleet(120, 100), workload=workload)
+    return solve(profile, problem, source="模型/glm")
 
 
 def test_a_plan_survives_its_json_form(plan: Plan) -> None:
@@ -214,7 +215,7 @@ def detected() -> Plan:
         ),
     )
     workload = Workload(prompt_tokens=300, new_tokens=20, dtype="bfloat16")
-    plan = solve(profile, Question(fleet=fleet, workload=workload, gpus="0,1,2"))
+    plan = solve(profile, PlanProblem(fleet=fleet, workload=workload, gpus="0,1,2"))
     assert set(plan.devices) == {"cuda:0", "cuda:1"}
     return plan
 
@@ -290,7 +291,7 @@ def test_where_nobody_tells_memory_declared_gpus_are_believed(
 def test_a_smaller_card_than_the_declared_one(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = tiny.made_up([2000 * MIB] * 5, tiny.Costs(cache=512))
     workload = Workload(prompt_tokens=300, new_tokens=20, dtype="bfloat16")
-    plan = solve(profile, Question(fleet=Fleet.parse("RTX 3090"), workload=workload))
+    plan = solve(profile, PlanProblem(fleet=Fleet.parse("RTX 3090"), workload=workload))
     smaller = card("cuda:0", 7000, "GPU-a", "NVIDIA GeForce RTX 4060")
     monkeypatch.setattr(Fleet, "detect", lambda which=None: Fleet(devices=(smaller,)))
     with pytest.raises(FleetError, match=r"cuda:0 RTX 3090 can give 6\.84 GiB now") as caught:

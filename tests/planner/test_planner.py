@@ -20,21 +20,22 @@ from duoka.forecast.forecast import Costs
 from duoka.forecast.profile import Profile
 from duoka.planner.constraints import Constraints
 from duoka.planner.limits import usable
-from duoka.planner.planner import Question, solve, with_chunks
+from duoka.planner.planner import solve, with_chunks
+from duoka.planner.request import PlanProblem
 
 LOAD = Workload(prompt_tokens=700, new_tokens=40, dtype="bfloat16", prefill_chunk_tokens=None)
 LAYERS = tiny.made_up([60 * MIB, *[40 * MIB] * 6, 60 * MIB], tiny.Costs(cache=2048))
 TIED = tiny.made_up([60 * MIB, *[40 * MIB] * 4, 0], tiny.Costs(cache=2048), tied_to={5: 0})
 
 
-def ask(*budgets_mib: float, load: Workload = LOAD, use_all: bool = False) -> Question:
-    return Question(fleet=tiny.fleet(*budgets_mib), workload=load, use_all=use_all)
+def ask(*budgets_mib: float, load: Workload = LOAD, use_all: bool = False) -> PlanProblem:
+    return PlanProblem(fleet=tiny.fleet(*budgets_mib), workload=load, use_all=use_all)
 
 
-def headrooms(profile: Profile, question: Question) -> Iterator[tuple[int, float]]:
+def headrooms(profile: Profile, problem: PlanProblem) -> Iterator[tuple[int, float]]:
     """Devices used and least free memory, for every cut and every order of devices."""
-    costs = Costs(profile, question.workload)
-    budgets = [device.budget_bytes for device in question.fleet.devices]
+    costs = Costs(profile, problem.workload)
+    budgets = [device.budget_bytes for device in problem.fleet.devices]
     for count in range(1, len(budgets) + 1):
         for cuts in itertools.combinations(range(1, costs.num_blocks), count - 1):
             edges = [0, *cuts, costs.num_blocks]
@@ -61,15 +62,13 @@ def test_nothing_is_better(
 ) -> None:
     profile = tiny.made_up([w * MIB for w in weights], tiny.Costs(cache=cache))
     use_all = use_all and len(budgets) <= len(weights)
-    question = ask(*budgets, use_all=use_all)
-    found = [
-        pair for pair in headrooms(profile, question) if not use_all or pair[0] == len(budgets)
-    ]
+    problem = ask(*budgets, use_all=use_all)
+    found = [pair for pair in headrooms(profile, problem) if not use_all or pair[0] == len(budgets)]
     if not found:
         with pytest.raises(InfeasibleError):
-            solve(profile, question)
+            solve(profile, problem)
         return
-    plan = solve(profile, question)
+    plan = solve(profile, problem)
     fewest = min(count for count, _ in found)
     assert len(plan.devices) == fewest
     best = max(free for count, free in found if count == fewest)
@@ -79,10 +78,10 @@ def test_nothing_is_better(
 
 
 def test_the_same_question_has_the_same_answer() -> None:
-    question = ask(240, 200, 220)
-    assert solve(LAYERS, question) == solve(LAYERS, question)
+    problem = ask(240, 200, 220)
+    assert solve(LAYERS, problem) == solve(LAYERS, problem)
     again = tiny.made_up([60 * MIB, *[40 * MIB] * 6, 60 * MIB], tiny.Costs(cache=2048))
-    assert solve(again, question).to_json() == solve(LAYERS, question).to_json()
+    assert solve(again, problem).to_json() == solve(LAYERS, problem).to_json()
 
 
 def test_one_gpu_when_one_suffices() -> None:
@@ -179,8 +178,8 @@ def test_what_was_demanded_is_told_where_it_matters() -> None:
     def why(*budgets: int, **demands: Any) -> str:
         constraints = Constraints(**demands)
         fleet = usable(tiny.fleet(*budgets), constraints)
-        question = Question(fleet=fleet, workload=Workload(), constraints=constraints)
-        return " ".join(solve(profile, question).why)
+        problem = PlanProblem(fleet=fleet, workload=Workload(), constraints=constraints)
+        return " ".join(solve(profile, problem).why)
 
     unused = "As asked, 300.00 MiB of vgpu:0 were to stay free; it isn't used."
     assert unused in why(400, 400, reserve=(("vgpu:0", 300 * tiny.MIB),))
@@ -198,9 +197,9 @@ def test_a_context_beyond_the_models_is_refused() -> None:
 
 
 def test_the_shortfall_is_no_more_than_what_is_missing() -> None:
-    question = ask(200, 120)
+    problem = ask(200, 120)
     with pytest.raises(InfeasibleError) as caught:
-        solve(LAYERS, question)
+        solve(LAYERS, problem)
     missing = caught.value.shortfall_bytes
     assert missing >= LAYERS.weight_bytes - 320 * MIB
     # With that much more on each device it fits, or the shortfall was no lower bound.
@@ -235,13 +234,13 @@ def timed(*speeds: float) -> Fleet:
 
 
 def test_the_faster_gpu_takes_more_for_latency() -> None:
-    question = Question(fleet=timed(1e9, 5e9), workload=LOAD)
-    plan = solve(LAYERS, question)
+    problem = PlanProblem(fleet=timed(1e9, 5e9), workload=LOAD)
+    plan = solve(LAYERS, problem)
     assert plan.objective == "latency"
     assert plan.forecast.seconds is not None
     assert list(plan.device_map.values()).count("vgpu:1") > 4
     assert plan.forecast.seconds.total_seconds == pytest.approx(plan.value)
-    even = solve(LAYERS, replace(question, objective="headroom"))
+    even = solve(LAYERS, replace(problem, objective="headroom"))
     assert even.forecast.seconds is not None
     assert even.forecast.seconds.total_seconds >= plan.forecast.seconds.total_seconds
 
@@ -258,6 +257,6 @@ def test_a_further_gpu_makes_no_more_missing() -> None:
     missing = []
     for budgets in ((161,), (161, 2)):
         with pytest.raises(InfeasibleError) as caught:
-            solve(profile, Question(fleet=tiny.fleet(*budgets), workload=workload))
+            solve(profile, PlanProblem(fleet=tiny.fleet(*budgets), workload=workload))
         missing.append(caught.value.shortfall_bytes)
     assert missing == [1, 1]

@@ -18,8 +18,9 @@ from duoka.errors import InfeasibleError, UsageError
 from duoka.forecast.profile import Profile
 from duoka.planner.constraints import Constraints
 from duoka.planner.plan import Plan
-from duoka.planner.planner import Question, attempt
+from duoka.planner.planner import attempt
 from duoka.planner.replicas import plan_replicas
+from duoka.planner.request import PlanProblem
 from duoka.planner.search import Objective
 
 LOAD = Workload(prompt_tokens=300, new_tokens=10, dtype="bfloat16", prefill_chunk_tokens=None)
@@ -52,9 +53,11 @@ class Oracle:
             names = {device.name for device in chosen}
             links = tuple(k for k in self._fleet.links if {k.source, k.target} <= names)
             fleet = Fleet(devices=chosen, links=links)
-            question = Question(fleet=fleet, workload=LOAD, objective=self._objective, use_all=True)
+            problem = PlanProblem(
+                fleet=fleet, workload=LOAD, objective=self._objective, use_all=True
+            )
             try:
-                self._known[group] = attempt(self._profile, question)
+                self._known[group] = attempt(self._profile, problem)
             except UsageError:
                 self._known[group] = None
         return self._known[group]
@@ -116,18 +119,18 @@ def test_copies_are_dealt_as_well_as_by_brute_force(
     fleet = machine(budgets, speeds, linked=linked)
     oracle = Oracle(SMALL, fleet, objective)
     best = oracle.best(use_all=use_all)
-    question = Question(fleet=fleet, workload=LOAD, objective=objective, use_all=use_all)
+    problem = PlanProblem(fleet=fleet, workload=LOAD, objective=objective, use_all=use_all)
     if not best:
         with pytest.raises(InfeasibleError):
-            plan_replicas(SMALL, question)
+            plan_replicas(SMALL, problem)
         return
     for number in ("auto", *range(1, len(budgets) + 1)):
         wanted = max(best) if number == "auto" else number
         if wanted not in best:
             with pytest.raises(InfeasibleError):
-                plan_replicas(SMALL, question, number)  # type: ignore[arg-type]
+                plan_replicas(SMALL, problem, number)  # type: ignore[arg-type]
             continue
-        found = plan_replicas(SMALL, question, number)  # type: ignore[arg-type]
+        found = plan_replicas(SMALL, problem, number)  # type: ignore[arg-type]
         used = [name for plan in found.plans for name in plan.devices]
         assert sorted([*used, *found.idle]) == sorted(fleet.names)
         assert (len(found.plans), -len(used)) == (wanted, best[wanted][0])
@@ -137,7 +140,7 @@ def test_copies_are_dealt_as_well_as_by_brute_force(
 
 
 def test_eight_gpus_hold_four_copies_on_two_each() -> None:
-    found = plan_replicas(SMALL, Question(fleet=tiny.fleet(*[120] * 8), workload=LOAD))
+    found = plan_replicas(SMALL, PlanProblem(fleet=tiny.fleet(*[120] * 8), workload=LOAD))
     assert [sorted(plan.devices) for plan in found.plans] == [
         [f"vgpu:{index}", f"vgpu:{index + 1}"] for index in (0, 2, 4, 6)
     ]
@@ -147,13 +150,15 @@ def test_eight_gpus_hold_four_copies_on_two_each() -> None:
 
 
 def test_unequal_groups() -> None:
-    found = plan_replicas(SMALL, Question(fleet=tiny.fleet(120, 300, 120, 60), workload=LOAD))
+    found = plan_replicas(SMALL, PlanProblem(fleet=tiny.fleet(120, 300, 120, 60), workload=LOAD))
     assert [sorted(plan.devices) for plan in found.plans] == [["vgpu:0", "vgpu:2"], ["vgpu:1"]]
     assert found.idle == ("vgpu:3",)
 
 
 def test_a_plan_of_a_group_knows_its_own_gpus_alone() -> None:
-    found = plan_replicas(SMALL, Question(fleet=tiny.fleet(*[120] * 4), workload=LOAD), source="x")
+    found = plan_replicas(
+        SMALL, PlanProblem(fleet=tiny.fleet(*[120] * 4), workload=LOAD), source="x"
+    )
     for plan in found.plans:
         assert len(plan.fleet.devices) == 2
         assert (plan.source, plan.request.gpus) == ("x", "")
@@ -161,13 +166,13 @@ def test_a_plan_of_a_group_knows_its_own_gpus_alone() -> None:
 
 
 def test_more_copies_than_fit() -> None:
-    question = Question(fleet=tiny.fleet(*[120] * 4), workload=LOAD)
+    problem = PlanProblem(fleet=tiny.fleet(*[120] * 4), workload=LOAD)
     with pytest.raises(InfeasibleError, match="3 copies") as caught:
-        plan_replicas(SMALL, question, 3)
+        plan_replicas(SMALL, problem, 3)
     assert str(caught.value).endswith("; 2 copies do")
     assert caught.value.hint == "--replicas 2, or more GPUs"
     with pytest.raises(InfeasibleError, match="MadeUp does not fit") as caught:
-        plan_replicas(SMALL, replace(question, fleet=tiny.fleet(50), gpus="50MiB"))
+        plan_replicas(SMALL, replace(problem, fleet=tiny.fleet(50), gpus="50MiB"))
     assert caught.value.ways_out
     assert all("--replicas" in way.without for way in caught.value.ways_out)
 
@@ -186,6 +191,6 @@ def test_more_copies_than_fit() -> None:
 def test_what_makes_no_sense_is_refused(
     values: dict[str, object], number: object, message: str
 ) -> None:
-    question = Question(fleet=tiny.fleet(120, 120), workload=LOAD)
+    problem = PlanProblem(fleet=tiny.fleet(120, 120), workload=LOAD)
     with pytest.raises(UsageError, match=message):
-        plan_replicas(SMALL, replace(question, **values), number)  # type: ignore[arg-type]
+        plan_replicas(SMALL, replace(problem, **values), number)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from duoka import Checkpoint, Workload
 from duoka.errors import InfeasibleError
 from duoka.forecast.profile import Profile
 from duoka.planner.constraints import Constraints
-from duoka.planner.planner import Question
+from duoka.planner.request import PlanProblem
 from duoka.planner.resolve import answer_checkpoint
 
 WORK = Workload(prompt_tokens=700, new_tokens=40, quantize="auto", prefill_chunk_tokens=None)
@@ -50,7 +50,7 @@ def test_weights_are_quantized_before_any_are_offloaded(
     checkpoint: Checkpoint, budget: int, chosen: str, reason: str | None, offload: bool
 ) -> None:
     constraints = Constraints(offload=offload)
-    asked = Question(fleet=tiny.fleet(budget), workload=WORK, constraints=constraints)
+    asked = PlanProblem(fleet=tiny.fleet(budget), workload=WORK, constraints=constraints)
     plan = answer_checkpoint(checkpoint, asked, profile_for)
     assert plan.workload.quantize == chosen
     assert plan.offloaded == ()
@@ -66,7 +66,7 @@ def test_weights_are_offloaded_where_four_bits_do_not_fit(checkpoint: Checkpoint
         blocks = tuple(replace(each, streams=streams and each.streams) for each in large.blocks)
         return replace(large, blocks=blocks, conditions=workload.conditions)
 
-    asked = Question(fleet=tiny.fleet(300), workload=WORK)
+    asked = PlanProblem(fleet=tiny.fleet(300), workload=WORK)
     with pytest.raises(InfeasibleError):
         answer_checkpoint(checkpoint, asked, find)
     asked = replace(asked, constraints=Constraints(offload=True))

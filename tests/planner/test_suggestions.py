@@ -16,7 +16,8 @@ from duoka.forecast.profile import Profile
 from duoka.planner.constraints import Constraints
 from duoka.planner.device_map import DeviceMap
 from duoka.planner.modes import find
-from duoka.planner.planner import Question, solve
+from duoka.planner.planner import solve
+from duoka.planner.request import PlanProblem
 from duoka.planner.resolve import answer
 
 LOAD = Workload(prompt_tokens=3000, new_tokens=40, batch=4, dtype="bfloat16")
@@ -25,24 +26,24 @@ LAYERS = tiny.made_up(WEIGHTS, tiny.Costs(cache=2048))
 FLAGS = {"--offload"}
 
 
-def ask(gpus: str, load: Workload = LOAD, **more: Any) -> Question:
-    return Question(fleet=Fleet.parse(gpus), workload=load, gpus=gpus, **more)
+def ask(gpus: str, load: Workload = LOAD, **more: Any) -> PlanProblem:
+    return PlanProblem(fleet=Fleet.parse(gpus), workload=load, gpus=gpus, **more)
 
 
 def refused(
-    question: Question,
+    problem: PlanProblem,
     profile: Profile = LAYERS,
     profile_for: Callable[[Workload], Profile | None] | None = None,
 ) -> InfeasibleError:
     with pytest.raises(InfeasibleError) as caught:
-        answer(profile, question, profile_for=profile_for)
+        answer(profile, problem, profile_for=profile_for)
     return caught.value
 
 
-def follow(way: WayOut, question: Question) -> Question:
-    """What a way's options make of a question."""
+def follow(way: WayOut, problem: PlanProblem) -> PlanProblem:
+    """What a way's options make of a problem."""
     said = _values(way.options)
-    load, constraints, fleet = question.workload, question.constraints, question.fleet
+    load, constraints, fleet = problem.workload, problem.constraints, problem.fleet
     if "--context" in said:
         new = int(said["--new-tokens"])
         load = replace(load, prompt_tokens=int(said["--context"]) - new, new_tokens=new)
@@ -56,9 +57,9 @@ def follow(way: WayOut, question: Question) -> Question:
         fleet = Fleet.parse(said["--gpus"])
     if "--offload" in said:
         constraints = replace(constraints, offload=True)
-    device_map = None if "--device-map" in way.without else question.device_map
+    device_map = None if "--device-map" in way.without else problem.device_map
     return replace(
-        question, workload=load, fleet=fleet, constraints=constraints, device_map=device_map
+        problem, workload=load, fleet=fleet, constraints=constraints, device_map=device_map
     )
 
 
@@ -86,38 +87,38 @@ def matches(way: WayOut, plan: Plan) -> bool:
 
 @pytest.mark.parametrize("gpus", ["virtual:270MiB,250MiB", "virtual:200MiB", "virtual:3x120MiB"])
 def test_every_way_works_as_it_is_told(gpus: str) -> None:
-    question = ask(gpus)
-    error = refused(question)
+    problem = ask(gpus)
+    error = refused(problem)
     assert error.shortfall_bytes >= 0
     assert "gpu" in kinds(error)
     for way in error.ways_out:
-        assert matches(way, solve(LAYERS, follow(way, question))), way
+        assert matches(way, solve(LAYERS, follow(way, problem))), way
     assert error.hint == "; or ".join(way.told for way in error.ways_out)
 
 
 def test_fewer_tokens_and_smaller_batches_go_as_far_as_they_can() -> None:
-    question = ask("virtual:270MiB,250MiB")
-    ways = {way.kind: way for way in refused(question).ways_out}
+    problem = ask("virtual:270MiB,250MiB")
+    ways = {way.kind: way for way in refused(problem).ways_out}
     assert list(ways)[:2] == ["context", "batch"]
-    longest = find(LAYERS, replace(question, largest="context"))
+    longest = find(LAYERS, replace(problem, largest="context"))
     assert ways["context"].context_tokens == longest.workload.context_tokens
     assert longest.workload.new_tokens == LOAD.new_tokens
-    assert ways["batch"].batch == find(LAYERS, replace(question, largest="batch")).workload.batch
+    assert ways["batch"].batch == find(LAYERS, replace(problem, largest="batch")).workload.batch
 
 
 @pytest.mark.parametrize("asked", [None, 4096])
 def test_a_chunk_that_was_asked_for_may_be_smaller(asked: int | None) -> None:
     profile = tiny.made_up(WEIGHTS, tiny.Costs(cache=64, work=60_000))
     load = replace(LOAD, prompt_tokens=8000, batch=1, prefill_chunk_tokens=asked)
-    question = ask("virtual:600MiB", load)
-    error = refused(question, profile)
+    problem = ask("virtual:600MiB", load)
+    error = refused(problem, profile)
     way = next(way for way in error.ways_out if way.kind == "chunk")
     assert way.context_tokens == load.context_tokens
     assert way.prefill_chunk_tokens is not None
     assert way.options == ("--prefill-chunk", str(way.prefill_chunk_tokens))
-    assert matches(way, solve(profile, follow(way, question)))
+    assert matches(way, solve(profile, follow(way, problem)))
     assert "chunk" not in kinds(
-        refused(replace(question, workload=replace(load, prompt_tokens=900_000)), profile)
+        refused(replace(problem, workload=replace(load, prompt_tokens=900_000)), profile)
     )
 
 
@@ -130,23 +131,23 @@ def smaller(workload: Workload) -> Profile:
 
 
 def test_a_cache_and_weights_of_fewer_bits() -> None:
-    question = ask("virtual:250MiB", replace(LOAD, batch=1))
-    error = refused(question, profile_for=smaller)
+    problem = ask("virtual:250MiB", replace(LOAD, batch=1))
+    error = refused(problem, profile_for=smaller)
     assert [kind for kind in kinds(error) if kind.startswith("int")] == ["int8", "int4"]
     for way in error.ways_out:
-        followed = follow(way, question)
+        followed = follow(way, problem)
         assert matches(way, solve(smaller(followed.workload), followed)), way
     cached = refused(ask("virtual:490MiB"), profile_for=smaller)
     assert kinds(cached)[:3] == ["context", "batch", "cache"]
 
 
 def test_fewer_bits_and_fewer_tokens_where_neither_suffices() -> None:
-    question = ask("virtual:140MiB", replace(LOAD, prompt_tokens=30_000, batch=1))
-    error = refused(question, profile_for=smaller)
+    problem = ask("virtual:140MiB", replace(LOAD, prompt_tokens=30_000, batch=1))
+    error = refused(problem, profile_for=smaller)
     (way,) = (way for way in error.ways_out if way.kind == "int4")
     assert "--quantize" in way.options
     assert "--context" in way.options
-    followed = follow(way, question)
+    followed = follow(way, problem)
     assert matches(way, solve(smaller(followed.workload), followed))
 
 
@@ -159,14 +160,14 @@ def test_what_the_model_cant_do_is_no_way_out() -> None:
 
 
 def test_offload_tells_what_it_costs() -> None:
-    question = ask("RTX 3060")
-    fleet = replace(question.fleet.devices[0], budget_bytes=345 * MIB)
+    problem = ask("RTX 3060")
+    fleet = replace(problem.fleet.devices[0], budget_bytes=345 * MIB)
     load = replace(LOAD, prompt_tokens=700, batch=1)
-    question = replace(question, fleet=Fleet(devices=(fleet,)), workload=load, gpus="345MiB")
-    way = next(way for way in refused(question).ways_out if way.kind == "offload")
+    problem = replace(problem, fleet=Fleet(devices=(fleet,)), workload=load, gpus="345MiB")
+    way = next(way for way in refused(problem).ways_out if way.kind == "offload")
     assert way.text.startswith("120.00 MiB of weights in the CPU's memory")
     assert "about 0.0052 s" in way.text
-    asked = replace(question, constraints=Constraints(offload=True))
+    asked = replace(problem, constraints=Constraints(offload=True))
     assert answer(LAYERS, asked).offloaded
     assert "offload" not in kinds(refused(replace(asked, fleet=Fleet.parse("virtual:60MiB"))))
 
@@ -174,20 +175,20 @@ def test_offload_tells_what_it_costs() -> None:
 def test_a_way_for_a_map_and_one_without() -> None:
     load = replace(LOAD, prompt_tokens=9000, new_tokens=100, batch=1)
     device_map = DeviceMap.of({"": 1, "block.0": 0})
-    question = ask("virtual:100MiB,390MiB,200MiB", load, device_map=device_map)
-    error = refused(question)
+    problem = ask("virtual:100MiB,390MiB,200MiB", load, device_map=device_map)
+    error = refused(problem)
     assert kinds(error) == ["map"]
     (own,) = error.ways_out
     assert own.without == ("--device-map",)
     assert own.told.endswith("(without --device-map)")
     for way in error.ways_out:
-        assert matches(way, answer(LAYERS, follow(way, question)))
+        assert matches(way, answer(LAYERS, follow(way, problem)))
 
 
 def test_a_map_where_nothing_fits_without_it_either() -> None:
-    question = ask("virtual:100MiB,150MiB", device_map=DeviceMap.of({"": 1, "block.0": 0}))
-    error = refused(question)
+    problem = ask("virtual:100MiB,150MiB", device_map=DeviceMap.of({"": 1, "block.0": 0}))
+    error = refused(problem)
     assert error.ways_out
     for way in error.ways_out:
         assert "--device-map" in way.without
-        assert matches(way, answer(LAYERS, follow(way, question)))
+        assert matches(way, answer(LAYERS, follow(way, problem)))

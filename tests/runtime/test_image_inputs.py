@@ -13,8 +13,9 @@ from transformers import Glm4vConfig, LlamaConfig, PreTrainedModel
 import duoka
 from duoka import Constraints, Workload, models, virtual
 from duoka.errors import ModelError, UsageError
-from duoka.planner.planner import Question, solve
-from duoka.planner.workloads import whole_prompt
+from duoka.planner.planner import solve
+from duoka.planner.request import PlanProblem
+from duoka.planner.resolve import whole_prompt
 from duoka.runtime.image_inputs import image_inputs, prompts_for
 
 FAMILIES = (
@@ -111,10 +112,10 @@ def test_prompts_are_no_shorter_than_their_images() -> None:
 
 def test_a_prompt_that_is_too_short_for_its_images_is_refused() -> None:
     short = dataclasses.replace(PICTURED, prompt_tokens=60, prefill_chunk_tokens=None)
-    question = Question(fleet=duoka.Fleet.parse("virtual:1GiB"), workload=short)
+    problem = PlanProblem(fleet=duoka.Fleet.parse("virtual:1GiB"), workload=short)
     profile = tiny.regular("tower", short.conditions)
     with pytest.raises(UsageError, match=r"1 image of 200x100 .* take \d+ tokens.* has 60"):
-        solve(profile, question)
+        solve(profile, problem)
 
 
 def test_a_prompt_with_images_runs_whole() -> None:

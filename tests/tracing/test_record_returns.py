@@ -14,7 +14,8 @@ from duoka import Fleet, Workload, virtual
 from duoka.forecast.profile import Profile
 from duoka.planner.constraints import Constraints
 from duoka.planner.placement import Placement
-from duoka.planner.planner import Question, solve
+from duoka.planner.planner import solve
+from duoka.planner.request import PlanProblem
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.image_inputs import image_inputs
 from duoka.tracing import Subject, trace_workload
@@ -71,8 +72,8 @@ def test_a_cut_inside_the_tower_is_measured_as_it_is_forecast(cut: int) -> None:
         for number, block in enumerate(chain)
         for name in block.modules
     )
-    question = Question(fleet=TWO, workload=WORKLOAD, constraints=Constraints(pins=pins))
-    plan = solve(profile(), question)
+    problem = PlanProblem(fleet=TWO, workload=WORKLOAD, constraints=Constraints(pins=pins))
+    plan = solve(profile(), problem)
     assert plan.device_map[chain[cut].modules[0]] == plan.devices[1]
     measured = tiny.measure(plan, tiny.CONFIGS["tower"])
     for forecast, (allocated, reserved) in zip(plan.forecast.devices, measured, strict=True):

@@ -14,7 +14,8 @@ from duoka import Fleet, Placement, Workload, models, virtual
 from duoka.errors import ModelError
 from duoka.forecast.profile import Profile
 from duoka.forecast.replay import Replay
-from duoka.planner.planner import Question, solve
+from duoka.planner.planner import solve
+from duoka.planner.request import PlanProblem
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.tracing import Irregular, Subject, trace, trace_call, trace_workload
 
@@ -163,12 +164,12 @@ def inputs() -> dict[str, Any]:
 def test_the_call_of_a_module_is_forecast(fleet: str) -> None:
     profile = trace_call(Branches().to("meta"), SUBJECT, inputs())
     assert placed_blocks(profile) == [("up",), ("down",), ("head",)]
-    question = Question(
+    problem = PlanProblem(
         fleet=Fleet.parse(fleet),
         workload=Workload(prompt_tokens=1, new_tokens=1, prefill_chunk_tokens=None),
         use_all=True,
     )
-    plan = solve(profile, question)
+    plan = solve(profile, problem)
     budgets = [device.budget_bytes for device in plan.fleet.devices]
     with virtual.gpus(budgets, data="meta") as world, torch.no_grad():
         model = dispatch(Branches().to("meta"), plan.placement, empty=True)

@@ -24,8 +24,8 @@ from duoka.models.from_checkpoint import build_model
 from duoka.planner.device_map import DeviceMap, judge
 from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
-from duoka.planner.planner import Question
-from duoka.planner.workloads import workload_for
+from duoka.planner.request import PlanProblem
+from duoka.planner.resolve import workload_for
 from duoka.report.check_report import Report, Stop
 from duoka.runtime.dispatch.place import tensor_names
 from duoka.runtime.image_inputs import image_inputs
@@ -310,10 +310,10 @@ def _own_plan(
     """The plan for a checkpoint: for training all of it where that is checked, and fits."""
 
     def planned(work: Workload) -> Plan | None:
-        question = Question(fleet=fleet, workload=work)
+        problem = PlanProblem(fleet=fleet, workload=work)
         return _planned(
             lambda some, use_all: plan_checkpoint(
-                checkpoint, replace(question, fleet=some, use_all=use_all)
+                checkpoint, replace(problem, fleet=some, use_all=use_all)
             ),
             fleet,
             notes,

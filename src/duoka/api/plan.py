@@ -19,11 +19,10 @@ from duoka.planner import replicas
 from duoka.planner.constraints import Constraints
 from duoka.planner.device_map import DeviceMap
 from duoka.planner.limits import fleet_for, usable
-from duoka.planner.plan import Largest, Plan
-from duoka.planner.planner import Question
-from duoka.planner.resolve import answer, answer_checkpoint
+from duoka.planner.plan import Plan
+from duoka.planner.request import Largest, PlanProblem
+from duoka.planner.resolve import answer, answer_checkpoint, whole_prompt
 from duoka.planner.search import Objective
-from duoka.planner.workloads import whole_prompt
 from duoka.tracing.get_profile import profile_checkpoint, profile_module
 
 
@@ -86,8 +85,8 @@ def plan(
     >>> plan(layers, "virtual:2x2MiB", inputs=(torch.zeros(1, 512),)).device_map
     {'0': 'vgpu:0', '1': 'vgpu:1'}
     """
-    question, inputs = _question(fleet, workload, choices), choices.get("inputs")
-    asked = question.workload
+    problem, inputs = _problem(fleet, workload, choices), choices.get("inputs")
+    asked = problem.workload
     if inputs is not None and (workload is not None or not isinstance(model, nn.Module)):
         raise UsageError(
             "example inputs are for a module, and are its workload",
@@ -95,7 +94,7 @@ def plan(
         )
     if not isinstance(model, nn.Module):
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
-        return plan_checkpoint(checkpoint, question)
+        return plan_checkpoint(checkpoint, problem)
     if asked.quantize != "none":
         raise UsageError(
             f"quantize={asked.quantize!r} is for checkpoints: weights become smaller while they "
@@ -108,7 +107,7 @@ def plan(
     own = profile.dtype if profile.dtype in DTYPE_BYTES else "auto"
     return answer(
         profile,
-        replace(question, workload=replace(asked, dtype=cast(Dtype, own))),
+        replace(problem, workload=replace(asked, dtype=cast(Dtype, own))),
         profile_for=partial(_known, profile, _is_encoder(model)),
     )
 
@@ -140,22 +139,22 @@ def plan_replicas(
     UsageError
         If something was asked that is for one copy alone.
     """
-    question = _question(fleet, workload, choices)
+    problem = _problem(fleet, workload, choices)
     if choices.get("inputs") is not None:
         raise UsageError("copies are planned for a workload", hint="leave out the inputs")
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
-    return replicas_checkpoint(checkpoint, question, number)
+    return replicas_checkpoint(checkpoint, problem, number)
 
 
 def replicas_checkpoint(
-    checkpoint: Checkpoint, question: Question, number: int | Literal["auto"]
+    checkpoint: Checkpoint, problem: PlanProblem, number: int | Literal["auto"]
 ) -> replicas.Replicas:
     """As many copies as a fleet holds; the checkpoint is traced where the cache has no profile."""
     find = partial(profile_checkpoint, checkpoint)
-    return replicas.replicas_for(checkpoint, question, number, find)
+    return replicas.replicas_for(checkpoint, problem, number, find)
 
 
-def _question(fleet: Fleet | str, workload: Workload | None, choices: Choices) -> Question:
+def _problem(fleet: Fleet | str, workload: Workload | None, choices: Choices) -> PlanProblem:
     """What the arguments of `plan` ask."""
     _refuse_unknown(choices)
     gpus = fleet if isinstance(fleet, str) else ""
@@ -163,7 +162,7 @@ def _question(fleet: Fleet | str, workload: Workload | None, choices: Choices) -
     given = choices.get("device_map")
     device_map = None if given is None else DeviceMap.of(given)
     constraints = choices.get("constraints", Constraints())
-    return Question(
+    return PlanProblem(
         fleet=usable(fleet_for(fleet, device_map, offload=constraints.offload), constraints),
         workload=workload or Workload(),
         use_all=choices.get("use_all", False),
@@ -191,6 +190,6 @@ def _refuse_unknown(choices: Choices) -> None:
         raise TypeError(f"plan() has no argument {', '.join(sorted(unknown))}")
 
 
-def plan_checkpoint(checkpoint: Checkpoint, question: Question) -> Plan:
-    """Answer a question about a checkpoint; it is traced where the cache has no profile."""
-    return answer_checkpoint(checkpoint, question, partial(profile_checkpoint, checkpoint))
+def plan_checkpoint(checkpoint: Checkpoint, problem: PlanProblem) -> Plan:
+    """Answer a problem about a checkpoint; it is traced where the cache has no profile."""
+    return answer_checkpoint(checkpoint, problem, partial(profile_checkpoint, checkpoint))

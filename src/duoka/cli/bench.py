@@ -17,7 +17,7 @@ from duoka.base.serialization import to_dict
 from duoka.base.units import format_bytes
 from duoka.errors import UsageError
 from duoka.forecast.workload import QUANTIZED, Cache, Dtype, Quantization
-from duoka.planner.planner import Question
+from duoka.planner.request import PlanProblem
 
 from . import options, planning
 from .terminal import stderr, stdout
@@ -198,7 +198,9 @@ def _measure(checkpoint: duoka.Checkpoint, fleet: duoka.Fleet, wanted: _Wanted) 
         return measure_quality(
             checkpoint,
             wanted.file,
-            Question(fleet=fleet, workload=duoka.Workload(dtype=wanted.dtype, cache=wanted.cache)),
+            PlanProblem(
+                fleet=fleet, workload=duoka.Workload(dtype=wanted.dtype, cache=wanted.cache)
+            ),
             forms=wanted.forms,
             windows=chosen,
             told=status.update,

@@ -17,9 +17,8 @@ from duoka.planner.constraints import Constraints
 from duoka.planner.device_map import DeviceMap
 from duoka.planner.from_device_map import OBJECTIVE as GIVEN
 from duoka.planner.limits import fleet_for, given_back, usable
-from duoka.planner.plan import Largest
-from duoka.planner.planner import Question
 from duoka.planner.replicas import Replicas
+from duoka.planner.request import Largest, PlanProblem
 from duoka.planner.resolve import answer_checkpoint
 from duoka.planner.search import OBJECTIVES
 
@@ -175,13 +174,13 @@ def make_copies(
     return copies.make_copies(*_asked(model, wishes, asked), number)
 
 
-def _asked(model: str | None, wishes: Wishes, asked: Asked) -> tuple[duoka.Checkpoint, Question]:
+def _asked(model: str | None, wishes: Wishes, asked: Asked) -> tuple[duoka.Checkpoint, PlanProblem]:
     """The model that a person means, and what is asked of it."""
     largest, constraints = wishes.largest, wishes.constraints
     device_map = None if wishes.device_map is None else DeviceMap.load(wishes.device_map)
     checkpoint = open_checkpoint(model, asked)
     gpus = ALL_GPUS if wishes.gpus is None else wishes.gpus
-    question = Question(
+    problem = PlanProblem(
         fleet=usable(fleet_for(read_fleet(gpus), device_map, offload=wishes.offload), constraints),
         workload=workload_for(checkpoint, wishes),
         objective=choose("the objective", wishes.objective or "auto", OBJECTIVES),
@@ -191,7 +190,7 @@ def _asked(model: str | None, wishes: Wishes, asked: Asked) -> tuple[duoka.Check
         constraints=constraints,
         largest=largest,
     )
-    return checkpoint, question
+    return checkpoint, problem
 
 
 def load_generator(plan: duoka.Plan, *, trust_remote_code: bool, cache_weights: bool) -> Generator:
@@ -257,9 +256,9 @@ def _show_code(checkpoint: duoka.Checkpoint) -> None:
         console.print(f"  {name}  sha256 {sha256}", markup=False, soft_wrap=True)
 
 
-def _answer(checkpoint: duoka.Checkpoint, question: Question) -> duoka.Plan:
+def _answer(checkpoint: duoka.Checkpoint, problem: PlanProblem) -> duoka.Plan:
     with finding(checkpoint) as find:
-        return answer_checkpoint(checkpoint, question, find)
+        return answer_checkpoint(checkpoint, problem, find)
 
 
 def _reuse(plan: duoka.Plan, checkpoint: duoka.Checkpoint) -> duoka.Plan:
@@ -271,7 +270,7 @@ def _replan(plan: duoka.Plan, checkpoint: duoka.Checkpoint, file: Path) -> duoka
     """Ask again what was asked for a plan, and save the answer in its place."""
     asked = plan.request
     device_map = DeviceMap.of(plan.device_map) if plan.objective == GIVEN else None
-    question = Question(
+    problem = PlanProblem(
         fleet=usable(
             fleet_for(_fleet_again(plan), device_map, offload=asked.constraints.offload),
             asked.constraints,
@@ -284,7 +283,7 @@ def _replan(plan: duoka.Plan, checkpoint: duoka.Checkpoint, file: Path) -> duoka
         constraints=asked.constraints,
         largest=asked.largest,
     )
-    made = _answer(checkpoint, question)
+    made = _answer(checkpoint, problem)
     save(made, file)
     return made
 

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import duoka
 from duoka.forecast.profile import Profile
 from duoka.forecast.profile_cache import find_profile
-from duoka.planner.resolve import Find
-from duoka.planner.workloads import workload_for
+from duoka.planner.resolve import Find, workload_for
 
 from .terminal import working
 

@@ -10,8 +10,8 @@ from typing import Literal
 import duoka
 from duoka.base.units import format_bytes
 from duoka.errors import UsageError
-from duoka.planner.planner import Question
 from duoka.planner.replicas import Replicas, format_copies, replicas_for
+from duoka.planner.request import PlanProblem
 
 from . import outputs
 from .profiles import finding
@@ -30,11 +30,11 @@ def read_number(text: str) -> int | Literal["auto"]:
 
 
 def make_copies(
-    checkpoint: duoka.Checkpoint, question: Question, number: int | Literal["auto"]
+    checkpoint: duoka.Checkpoint, problem: PlanProblem, number: int | Literal["auto"]
 ) -> Replicas:
     """The plans of the copies; the model is traced where the cache has no profile."""
     with finding(checkpoint) as find:
-        return replicas_for(checkpoint, question, number, find)
+        return replicas_for(checkpoint, problem, number, find)
 
 
 def files(save: Path, number: int) -> list[Path]:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from duoka.forecast.workload import Training, Workload
 
 from .constraints import Constraints
-from .plan import Plan, Request
+from .plan import Plan
+from .request import PlanRequest
 
 _DEFAULT = Workload()
 _TRAINING = Training()
@@ -37,7 +38,7 @@ def command(plan: Plan) -> str | None:
     return shlex.join(words)
 
 
-def options(asked: Request) -> Options:
+def options(asked: PlanRequest) -> Options:
     """What a request says on the command line, but for the model."""
     found: Options = {"--gpus": ("--gpus", asked.gpus)} if asked.gpus not in ("", "all") else {}
     for told in (
@@ -51,14 +52,14 @@ def options(asked: Request) -> Options:
     return found
 
 
-def change(asked: Request, other: Request) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def change(asked: PlanRequest, other: PlanRequest) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What to add to the command for one request, and what to leave out, to ask for another."""
     old, new = options(asked), options(other)
     added = tuple(word for name, words in new.items() if old.get(name) != words for word in words)
     return added, tuple(name for name in old if name not in new)
 
 
-def _sizes(asked: Request) -> Iterator[tuple[str, ...]]:
+def _sizes(asked: PlanRequest) -> Iterator[tuple[str, ...]]:
     workload = asked.workload
     new = ("--new-tokens", str(workload.new_tokens)) if workload.training is None else ()
     if asked.largest == "context":
@@ -105,7 +106,7 @@ def _training(training: Training | None) -> Iterator[tuple[str, ...]]:
         yield ("--master-weights",)
 
 
-def _wishes(asked: Request) -> Iterator[tuple[str, ...]]:
+def _wishes(asked: PlanRequest) -> Iterator[tuple[str, ...]]:
     if asked.objective != "auto":
         yield ("--objective", asked.objective)
     if asked.use_all:

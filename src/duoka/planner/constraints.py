@@ -1,7 +1,7 @@
 """Constraints: what a person demands of a placement, besides that it fits.
 
 They are data, kept in a plan's request so that the plan can be made again. What the names mean is
-found out where they are used: this room knows nothing of models or of devices.
+found out where they are used: this module knows nothing of models or of devices.
 """
 
 from __future__ import annotations

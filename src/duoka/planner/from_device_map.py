@@ -22,21 +22,22 @@ from . import planner
 from .device_map import Judgement, judge
 from .placement import Placement
 from .plan import Plan
-from .planner import Question, check_context, with_chunks
+from .planner import check_context, with_chunks
 from .reasons import chunk_reason
+from .request import PlanProblem
 from .search import UnsearchableError
 
 OBJECTIVE = "given"
 """What a plan for a map has in the place of an objective: nothing was optimised."""
 
 
-def plan(profile: Profile, question: Question, *, source: str = "") -> Plan:
-    """The plan for the question's device map.
+def plan(profile: Profile, problem: PlanProblem, *, source: str = "") -> Plan:
+    """The plan for the problem's device map.
 
     Parameters
     ----------
     profile : Profile
-    question : Question
+    problem : PlanProblem
         With a `device_map`.
     source : str
         The checkpoint's directory, kept in the plan.
@@ -48,43 +49,43 @@ def plan(profile: Profile, question: Question, *, source: str = "") -> Plan:
     InfeasibleError
         If the map doesn't fit: with the shortfall.
     UsageError
-        If the context is longer than the model was made for, or the question asks for an optimum
+        If the context is longer than the model was made for, or the problem asks for an optimum
         where a map has decided.
     """
-    return _given(profile, question).plan(source)
+    return _given(profile, problem).plan(source)
 
 
-def attempt(profile: Profile, question: Question) -> Plan | None:
+def attempt(profile: Profile, problem: PlanProblem) -> Plan | None:
     """The plan that `plan` finds; None where the map doesn't fit."""
     try:
-        return plan(profile, question)
+        return plan(profile, problem)
     except InfeasibleError:
         return None
 
 
-def _given(profile: Profile, question: Question) -> _Given:
-    """The question's map, judged."""
-    assert question.device_map is not None, "the planner answers without one"
-    if question.use_all or question.objective != "auto":
+def _given(profile: Profile, problem: PlanProblem) -> _Given:
+    """The problem's map, judged."""
+    assert problem.device_map is not None, "the planner answers without one"
+    if problem.use_all or problem.objective != "auto":
         raise UsageError(
             "a device map says which GPUs are used, and how: nothing is left to optimise",
             hint="leave out the map, or the objective and `use_all`",
         )
-    if question.constraints.demands:
+    if problem.constraints.demands:
         raise UsageError(
             "a device map says where every module goes, and so would a strategy, pins or modules "
             "that stay uncut",
             hint="leave out the map, or change it",
         )
-    if question.constraints.offload:
+    if problem.constraints.offload:
         raise UsageError(
             "a device map says where every module computes, and what is offloaded is duoka's to "
             "decide",
             hint="leave out the map, or the offload",
         )
-    judgement = judge(question.device_map, profile.outline, question.fleet)
-    check_context(question.workload, profile.max_context_tokens, profile.model)
-    return _Given(profile, question, judgement)
+    judgement = judge(problem.device_map, profile.outline, problem.fleet)
+    check_context(problem.workload, profile.max_context_tokens, profile.model)
+    return _Given(profile, problem, judgement)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +98,9 @@ class _Need:
 
 
 class _Given:
-    def __init__(self, profile: Profile, question: Question, judgement: Judgement) -> None:
+    def __init__(self, profile: Profile, problem: PlanProblem, judgement: Judgement) -> None:
         self.profile = profile
-        self.question = question
+        self.problem = problem
         self.notes = judgement.notes
         self.placement = Placement(entries=judgement.placed, fingerprint=profile.fingerprint)
         self.device_of = _devices(profile, self.placement)
@@ -107,7 +108,7 @@ class _Given:
     def plan(self, source: str) -> Plan:
         """The plan, with the largest chunk of the prompt with which the map fits."""
         needs: list[_Need] = []
-        for workload in with_chunks(self.question.workload):
+        for workload in with_chunks(self.problem.workload):
             needs = self._needs(workload)
             if all(need.peaks is not None for need in needs):
                 return self._made(workload, needs, source)
@@ -121,7 +122,7 @@ class _Given:
         ]
 
     def _need(self, name: str, workload: Workload, *, place: int) -> _Need:
-        device = self.question.fleet.device(name)
+        device = self.problem.fleet.device(name)
         blocks = [index for index, at in enumerate(self.device_of) if at == name]
         replay = replay_of(self.profile, workload, place=place)
         peaks = replay.run(blocks, device.budget_bytes, device_of=self.device_of)
@@ -130,7 +131,7 @@ class _Given:
         return _Need(device=device, bytes=unlimited.allocated, peaks=peaks)
 
     def _made(self, workload: Workload, needs: list[_Need], source: str) -> Plan:
-        question, profile = self.question, self.profile
+        problem, profile = self.problem, self.profile
         forecasts = tuple(
             DeviceForecast.of(need.device, need.peaks) for need in needs if need.peaks
         )
@@ -142,7 +143,7 @@ class _Given:
             source=source,
             model=profile.model,
             fingerprint=profile.fingerprint,
-            fleet=question.fleet,
+            fleet=problem.fleet,
             workload=workload,
             placement=self.placement,
             forecast=Forecast(devices=forecasts, seconds=self._seconds(workload)),
@@ -150,14 +151,14 @@ class _Given:
             value=free,
             bound=free if best is None else max(free, best),
             binding_device=tightest.device,
-            request=question.request,
+            request=problem.request,
             why=tuple(self._reasons(workload, tightest, own)),
         )
 
     def _own(self) -> Plan | None:
         """What duoka would have done; None where the GPUs are more than can be searched."""
         try:
-            return planner.attempt(self.profile, replace(self.question, device_map=None))
+            return planner.attempt(self.profile, replace(self.problem, device_map=None))
         except UnsearchableError:
             return None
 
@@ -165,17 +166,17 @@ class _Given:
         """What no placement in stages can beat: the free memory of the map's fullest device."""
         if len(self.placement.devices) > 1 and "cpu" in self.placement.devices:
             return None  # which duoka doesn't use beside others
-        devices = tuple(self.question.fleet.device(name) for name in self.placement.devices)
-        question = Question(
+        devices = tuple(self.problem.fleet.device(name) for name in self.placement.devices)
+        problem = PlanProblem(
             fleet=Fleet(devices=devices), workload=workload, objective="headroom", use_all=True
         )
         try:
-            best = planner.attempt(self.profile, question)
+            best = planner.attempt(self.profile, problem)
         except UnsearchableError:
             # A map can use more devices than there are stages, or than can be searched. Whatever
             # the cuts, all of them together hold at least what one stage of everything does.
             least = int(costs_of(self.profile, workload).lower_bound_bytes[0, -1])
-            return (question.fleet.budget_bytes - least) / len(devices)
+            return (problem.fleet.budget_bytes - least) / len(devices)
         return None if best is None else best.value
 
     def _reasons(
@@ -189,7 +190,7 @@ class _Given:
             least = min(each.free_bytes for each in own.forecast.devices)
             used = ", ".join(own.devices)
             yield f"duoka's own plan for these GPUs uses {used}: {_told(others, least)}."
-        yield from chunk_reason(self.question.workload, workload)
+        yield from chunk_reason(self.problem.workload, workload)
 
     def _seconds(self, workload: Workload) -> Seconds | None:
         """Each run of blocks on one device is a stage."""
@@ -201,12 +202,12 @@ class _Given:
                 stages[-1] = (name, stages[-1][1], place + 1)
             else:
                 stages.append((name, place, place + 1))
-        return costs.times.of(stages, self.question.fleet)
+        return costs.times.of(stages, self.problem.fleet)
 
     def _infeasible(self, needs: list[_Need]) -> InfeasibleError:
         over = [need for need in needs if need.peaks is None]
         missing = [max(need.bytes - need.device.budget_bytes, 1) for need in over]
-        workload = self.question.workload
+        workload = self.problem.workload
         told = "; ".join(map(_shortage, over))
         return InfeasibleError(
             f"the device map does not fit: {told}. {self.profile.model}, "

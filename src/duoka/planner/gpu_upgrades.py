@@ -18,7 +18,7 @@ from duoka.hardware.fleet import Fleet
 
 from .limits import usable
 from .plan import Plan
-from .planner import Question
+from .request import PlanProblem
 
 _GIB = 2**30
 _MOST_GPUS = 16
@@ -59,18 +59,18 @@ class _Size:
 
 
 def upgrades(
-    question: Question,
-    conceivable: Callable[[Question], bool],
-    attempt: Callable[[Question], Plan | None],
+    problem: PlanProblem,
+    conceivable: Callable[[PlanProblem], bool],
+    attempt: Callable[[PlanProblem], Plan | None],
 ) -> list[Upgrade]:
     """Find the smallest card that helps beside the others, and in the place of the smallest one.
 
     Where no single card as large as the largest there would do, also more of the same kind.
     """
-    devices = [device for device in question.fleet.devices if device.name != "cpu"]
+    devices = [device for device in problem.fleet.devices if device.name != "cpu"]
     if not devices:
         return []  # nobody says what card that machine could take
-    search = _Upgrades(question, devices, conceivable, attempt)
+    search = _Upgrades(problem, devices, conceivable, attempt)
     found = [search.one_more(), search.replaced(), search.more_alike()]
     return sorted((each for each in found if each is not None), key=lambda each: each.new_bytes)
 
@@ -78,12 +78,12 @@ def upgrades(
 class _Upgrades:
     def __init__(
         self,
-        question: Question,
+        problem: PlanProblem,
         devices: Sequence[Device],
-        conceivable: Callable[[Question], bool],
-        attempt: Callable[[Question], Plan | None],
+        conceivable: Callable[[PlanProblem], bool],
+        attempt: Callable[[PlanProblem], Plan | None],
     ) -> None:
-        self._question = question
+        self._problem = problem
         self._devices = devices
         self._conceivable = conceivable
         self._attempt = attempt
@@ -106,7 +106,7 @@ class _Upgrades:
         index = min(range(len(self._devices)), key=lambda n: self._devices[n].budget_bytes)
         old = self._devices[index]
         larger = [size for size in self._sizes if size.budget_bytes > old.budget_bytes]
-        gpus = self._question.gpus
+        gpus = self._problem.gpus
         found = self._smallest(larger, lambda name: with_replaced(gpus, self._devices, index, name))
         return found and replace(
             found, text=f"a card with {found.text}, in the place of {old.name} ({_told(old)})"
@@ -116,7 +116,7 @@ class _Upgrades:
         """More GPUs like the largest that is there, two at least."""
         best = max(self._devices, key=lambda device: device.budget_bytes)
         for count in range(1, self._most + 1):
-            gpus = with_more(self._question.gpus, self._devices, _entry(best), count)
+            gpus = with_more(self._problem.gpus, self._devices, _entry(best), count)
             plan = self._on(gpus)
             if plan is None:
                 continue
@@ -129,7 +129,7 @@ class _Upgrades:
         return None
 
     def _with_more(self, name: str) -> str:
-        return with_more(self._question.gpus, self._devices, name)
+        return with_more(self._problem.gpus, self._devices, name)
 
     def _smallest(self, sizes: Sequence[_Size], write: Write) -> Upgrade | None:
         """The smallest size that will do; a larger one does whatever a smaller one does."""
@@ -149,22 +149,22 @@ class _Upgrades:
         return None
 
     def _may(self, gpus: str) -> bool:
-        question = self._with(gpus)
-        return question is not None and self._conceivable(question)
+        problem = self._with(gpus)
+        return problem is not None and self._conceivable(problem)
 
     def _on(self, gpus: str) -> Plan | None:
-        question = self._with(gpus)
-        if question is None or not self._conceivable(question):
+        problem = self._with(gpus)
+        if problem is None or not self._conceivable(problem):
             return None
-        return self._attempt(question)
+        return self._attempt(problem)
 
-    def _with(self, gpus: str) -> Question | None:
-        """The question on another fleet, read as the command line would read it."""
+    def _with(self, gpus: str) -> PlanProblem | None:
+        """The problem on another fleet, read as the command line would read it."""
         try:
-            fleet = usable(Fleet.parse(gpus), self._question.constraints)
+            fleet = usable(Fleet.parse(gpus), self._problem.constraints)
         except DuokaError:
             return None
-        return replace(self._question, fleet=fleet, gpus=gpus, limits=None)
+        return replace(self._problem, fleet=fleet, gpus=gpus, limits=None)
 
 
 def _sizes() -> Iterator[_Size]:

@@ -19,19 +19,20 @@ from duoka.forecast.profile import Profile
 from duoka.forecast.workload import MOST_BATCH, MOST_BATCH_TOKENS, MOST_TOKENS, Workload
 
 from .plan import Plan
-from .planner import Question, attempt, conceivable
+from .planner import attempt, conceivable
+from .request import PlanProblem
 
 STEP_TOKENS = 64
 COARSE_STEP_TOKENS = 256
 COARSE_FROM_TOKENS = 16_384
 
 
-def find_largest(profile: Profile, question: Question) -> Plan | None:
+def find_largest(profile: Profile, problem: PlanProblem) -> Plan | None:
     """The plan for the largest context or batch that fits; None where not even the least does."""
-    numbers = candidates(profile, question)
+    numbers = candidates(profile, problem)
 
-    def asked(index: int) -> Question:
-        return replace(question, workload=_with(question, numbers[index]))
+    def asked(index: int) -> PlanProblem:
+        return replace(problem, workload=_with(problem, numbers[index]))
 
     def ruled_out(index: int) -> bool:
         return not conceivable(profile, asked(index))
@@ -39,22 +40,20 @@ def find_largest(profile: Profile, question: Question) -> Plan | None:
     stop = bisect_left(range(len(numbers)), True, key=ruled_out)
     for index in reversed(range(stop)):
         if (plan := attempt(profile, asked(index))) is not None:
-            reason = _reason(profile, question, plan, is_last=index == len(numbers) - 1)
+            reason = _reason(profile, problem, plan, is_last=index == len(numbers) - 1)
             return replace(plan, why=(reason, *plan.why))
     return None
 
 
-def least(profile: Profile, question: Question) -> Question:
-    """The question for the least context or batch that there is."""
-    return replace(
-        question, workload=_with(question, candidates(profile, question)[0]), largest=None
-    )
+def least(profile: Profile, problem: PlanProblem) -> PlanProblem:
+    """The problem for the least context or batch that there is."""
+    return replace(problem, workload=_with(problem, candidates(profile, problem)[0]), largest=None)
 
 
-def candidates(profile: Profile, question: Question) -> Sequence[int]:
+def candidates(profile: Profile, problem: PlanProblem) -> Sequence[int]:
     """The contexts or batches to choose from, in order."""
-    workload = question.workload
-    if question.largest == "batch":
+    workload = problem.workload
+    if problem.largest == "batch":
         most = min(MOST_BATCH, MOST_BATCH_TOKENS // workload.context_tokens)
         return range(1, most + 1)
     limit = min(profile.max_context_tokens or MOST_TOKENS, MOST_BATCH_TOKENS // workload.batch)
@@ -69,17 +68,17 @@ def candidates(profile: Profile, question: Question) -> Sequence[int]:
     return numbers
 
 
-def _with(question: Question, number: int) -> Workload:
-    workload = question.workload
-    if question.largest == "batch":
+def _with(problem: PlanProblem, number: int) -> Workload:
+    workload = problem.workload
+    if problem.largest == "batch":
         return replace(workload, batch=number)
     return replace(workload, prompt_tokens=number - workload.new_tokens)
 
 
-def _reason(profile: Profile, question: Question, plan: Plan, *, is_last: bool) -> str:
+def _reason(profile: Profile, problem: PlanProblem, plan: Plan, *, is_last: bool) -> str:
     """That it is the largest, and what is in the way of more."""
     tokens = plan.workload.context_tokens
-    if question.largest == "batch":
+    if problem.largest == "batch":
         limit = "duoka plans for no more" if is_last else "memory is what limits it"
         return (
             f"The largest batch that fits {tokens} tokens each is {plan.workload.batch}: {limit}."

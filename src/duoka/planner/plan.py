@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from duoka.base.files import read_text, why, write_whole
 from duoka.base.serialization import from_dict, json_schema, parse_json_object, to_dict
@@ -25,47 +25,13 @@ from duoka.hardware.detect import tells_memory
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 
-from .constraints import Constraints
 from .placement import Placement
-from .search import Objective
-
-Largest = Literal["context", "batch"]
+from .request import PlanRequest
 
 _FORMAT = "duoka.plan"
 _VERSION = 4
 _MAX_BYTES = 64 * 2**20
 _REPLAN = "--replan makes a new plan for what is there now"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What was asked for: enough to ask again.
-
-    Parameters
-    ----------
-    workload : Workload
-        With "auto" where it was said.
-    objective : {"auto", "headroom", "latency", "throughput"}
-    use_all : bool
-        Whether every GPU had to be used.
-    gpus : str
-        The GPUs as they were named (`Fleet.parse`); "all" where the command line was told none,
-        empty when they were given as an object.
-    constraints : Constraints
-        What was demanded of the placement.
-    largest : {"context", "batch"}, optional
-        What was to be as large as fits, whatever the workload says of it.
-    trust_remote_code : bool
-        Whether model code that comes with the checkpoint could run.
-    """
-
-    workload: Workload
-    objective: Objective | Literal["auto"] = "auto"
-    use_all: bool = False
-    gpus: str = ""
-    constraints: Constraints = field(default_factory=Constraints)
-    largest: Largest | None = None
-    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +60,7 @@ class Plan:
         The objective's value, and the best that any placement could reach.
     binding_device : str
         The device that limits the objective.
-    request : Request
+    request : PlanRequest
         What was asked for.
     why : tuple of str
         The reasons, as sentences.
@@ -119,7 +85,7 @@ class Plan:
     value: float
     bound: float
     binding_device: str
-    request: Request
+    request: PlanRequest
     why: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import replace
 
 from duoka.base.units import format_bytes, format_count
 from duoka.errors import InfeasibleError, UsageError
 from duoka.forecast.costs import costs_of
-from duoka.forecast.forecast import Costs, DeviceForecast, Findings, Forecast
+from duoka.forecast.forecast import Costs, DeviceForecast, Forecast
 from duoka.forecast.latency import Seconds
 from duoka.forecast.profile import Profile
 from duoka.forecast.replay import StageBytes
@@ -17,13 +16,12 @@ from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 
 from . import search
-from .constraints import Constraints
-from .device_map import DeviceMap
 from .limits import limits_for
 from .offload import candidates, lightest
 from .placement import Placement
-from .plan import Largest, Plan, Request
+from .plan import Plan
 from .reasons import chunk_reason, demand_reasons, number_reason, offload_reason
+from .request import PlanProblem
 from .search import NO_LIMITS, Limits, NoPlacement, Objective, Solution
 
 _SMALLEST_CHUNK_TOKENS = 512
@@ -33,43 +31,7 @@ _HOST_UNKNOWN = "Whether the host has so much memory isn't known: its GPUs were 
 _CPU_UNUSED = "The CPU computes nothing: it would be slow. A device map can put modules there."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What the planner is asked, besides the profile.
-
-    `gpus` is how the fleet was named, where it was; plans keep it. With a `device_map` the modules
-    go where it says (`answering.mapped`). What the constraints reserve has been taken off the
-    fleet's budgets already (`demands.usable`); `limits` is what they mean for a profile, once it is
-    known.
-    With `largest` the context or batch is to be as large as fits (`answering.largest`). `findings`
-    is what one replay tells all questions that are made of this one.
-    """
-
-    fleet: Fleet
-    workload: Workload
-    objective: Objective | Literal["auto"] = "auto"
-    use_all: bool = False
-    gpus: str = ""
-    device_map: DeviceMap | None = None
-    constraints: Constraints = field(default_factory=Constraints)
-    limits: Limits | None = None
-    largest: Largest | None = None
-    findings: Findings = field(default_factory=Findings, compare=False, repr=False)
-
-    @property
-    def request(self) -> Request:
-        """What a plan keeps of the question."""
-        return Request(
-            workload=self.workload,
-            objective=self.objective,
-            use_all=self.use_all,
-            gpus=self.gpus,
-            constraints=self.constraints,
-            largest=self.largest,
-        )
-
-
-def solve(profile: Profile, question: Question, *, source: str = "") -> Plan:
+def solve(profile: Profile, problem: PlanProblem, *, source: str = "") -> Plan:
     """Find the best placement.
 
     The fewest devices that hold the workload are used, all of them with `use_all`; among the
@@ -78,27 +40,27 @@ def solve(profile: Profile, question: Question, *, source: str = "") -> Plan:
     strategies "balanced" and "sequential" choose otherwise (`search.search`). The CPU is used only
     where there is nothing else.
     """
-    check_context(question.workload, profile.max_context_tokens, profile.model)
-    if question.constraints.offload:
-        _refuse_offload(question.workload)
-    found = _solve(profile, question, source)
+    check_context(problem.workload, profile.max_context_tokens, profile.model)
+    if problem.constraints.offload:
+        _refuse_offload(problem.workload)
+    found = _solve(profile, problem, source)
     if isinstance(found, NoPlacement):
-        raise _infeasible(profile, _ready(profile, question), found)
+        raise _infeasible(profile, _ready(profile, problem), found)
     return found
 
 
-def attempt(profile: Profile, question: Question) -> Plan | None:
+def attempt(profile: Profile, problem: PlanProblem) -> Plan | None:
     """The plan that `solve` finds; None where it would say what fits instead, which takes long."""
-    found = _solve(profile, question, "")
+    found = _solve(profile, problem, "")
     return None if isinstance(found, NoPlacement) else found
 
 
-def conceivable(profile: Profile, question: Question) -> bool:
+def conceivable(profile: Profile, problem: PlanProblem) -> bool:
     """Whether lower bounds leave a plan possible; without it there is none. Nothing is replayed."""
-    ready = _ready(profile, question)
+    ready = _ready(profile, problem)
     if _conceivable(profile, ready):
         return True
-    if not question.constraints.offload or question.workload.training is not None:
+    if not problem.constraints.offload or problem.workload.training is not None:
         return False
     if not _conceivable(lightest(profile), ready):
         return False
@@ -107,7 +69,7 @@ def conceivable(profile: Profile, question: Question) -> bool:
     return any(_conceivable(profile.offloading(blocks), ready) for blocks in runs)
 
 
-def _conceivable(profile: Profile, ready: Question) -> bool:
+def _conceivable(profile: Profile, ready: PlanProblem) -> bool:
     return search.conceivable(
         _chunked(profile, ready),
         ready.fleet,
@@ -117,9 +79,9 @@ def _conceivable(profile: Profile, ready: Question) -> bool:
     )
 
 
-def _chunked(profile: Profile, question: Question) -> list[Costs]:
+def _chunked(profile: Profile, problem: PlanProblem) -> list[Costs]:
     """The costs of each chunk that the prompt may run in, the largest first."""
-    return [costs_of(profile, each, question.findings) for each in with_chunks(question.workload)]
+    return [costs_of(profile, each, problem.findings) for each in with_chunks(problem.workload)]
 
 
 def _refuse_offload(workload: Workload) -> None:
@@ -136,58 +98,58 @@ def _refuse_offload(workload: Workload) -> None:
         )
 
 
-def _solve(profile: Profile, question: Question, source: str) -> Plan | NoPlacement:
-    assert question.device_map is None, "answering.mapped follows maps"
-    ready = _ready(profile, question)
+def _solve(profile: Profile, problem: PlanProblem, source: str) -> Plan | NoPlacement:
+    assert problem.device_map is None, "from_device_map follows maps"
+    ready = _ready(profile, problem)
     found = _best(profile, ready, source)
-    may_offload = question.constraints.offload and question.workload.training is None
+    may_offload = problem.constraints.offload and problem.workload.training is None
     if may_offload and isinstance(found, NoPlacement):
-        found = _offloaded(profile, replace(question, limits=ready.limits), source) or found
-    if ready.fleet == question.fleet or isinstance(found, NoPlacement):
+        found = _offloaded(profile, replace(problem, limits=ready.limits), source) or found
+    if ready.fleet == problem.fleet or isinstance(found, NoPlacement):
         return found
     return replace(found, why=(*found.why, _CPU_UNUSED))
 
 
-def _ready(profile: Profile, question: Question) -> Question:
-    """The question as the search is asked: on GPUs alone, with its constraints understood."""
-    fleet, limits = without_cpu(question.fleet), question.limits
+def _ready(profile: Profile, problem: PlanProblem) -> PlanProblem:
+    """The problem as the search is asked: on GPUs alone, with its constraints understood."""
+    fleet, limits = without_cpu(problem.fleet), problem.limits
     if limits is None:
         chain = [index for index, block in enumerate(profile.blocks) if block.tied_to is None]
-        limits = limits_for(question.constraints, profile, chain, fleet)
-    return replace(question, fleet=fleet, limits=limits)
+        limits = limits_for(problem.constraints, profile, chain, fleet)
+    return replace(problem, fleet=fleet, limits=limits)
 
 
-def _limits(question: Question) -> Limits:
-    return NO_LIMITS if question.limits is None else question.limits
+def _limits(problem: PlanProblem) -> Limits:
+    return NO_LIMITS if problem.limits is None else problem.limits
 
 
-def _offloaded(profile: Profile, question: Question, source: str) -> Plan | None:
+def _offloaded(profile: Profile, problem: PlanProblem, source: str) -> Plan | None:
     """The plan with the fewest bytes of weights in the host's memory; None where that won't do."""
-    gpus = without_cpu(question.fleet)
-    most = [device.budget_bytes for device in question.fleet.devices if device not in gpus.devices]
+    gpus = without_cpu(problem.fleet)
+    most = [device.budget_bytes for device in problem.fleet.devices if device not in gpus.devices]
     # Whatever the cuts: all stages together hold at least what one stage of everything does.
-    least = min(int(costs.lower_bound_bytes[0, -1]) for costs in _chunked(profile, question))
+    least = min(int(costs.lower_bound_bytes[0, -1]) for costs in _chunked(profile, problem))
     missing = least - gpus.budget_bytes
-    question = replace(question, fleet=gpus)
-    if not _conceivable(lightest(profile), question):
+    problem = replace(problem, fleet=gpus)
+    if not _conceivable(lightest(profile), problem):
         return None
     for num_bytes, blocks in candidates(profile):
         if num_bytes < missing or any(num_bytes > each for each in most):
             continue
         streaming = profile.offloading(blocks)
-        if _conceivable(streaming, question):
-            found = _best(streaming, question, source)
+        if _conceivable(streaming, problem):
+            found = _best(streaming, problem, source)
             if not isinstance(found, NoPlacement):
                 return found if most else replace(found, why=(*found.why, _HOST_UNKNOWN))
     return None
 
 
-def objective_of(question: Question) -> Objective:
-    """What is optimised for a question, with "auto" resolved for all of its devices."""
-    if question.objective != "auto":
-        return question.objective
-    known = {device.speeds for device in question.fleet.devices}
-    unknown = any(device.memory_bytes_per_second is None for device in question.fleet.devices)
+def objective_of(problem: PlanProblem) -> Objective:
+    """What is optimised for a problem, with "auto" resolved for all of its devices."""
+    if problem.objective != "auto":
+        return problem.objective
+    known = {device.speeds for device in problem.fleet.devices}
+    unknown = any(device.memory_bytes_per_second is None for device in problem.fleet.devices)
     return "headroom" if unknown or len(known) == 1 else "latency"
 
 
@@ -198,16 +160,16 @@ def without_cpu(fleet: Fleet) -> Fleet:
     return replace(fleet, devices=gpus, links=links) if gpus else fleet
 
 
-def _best(profile: Profile, question: Question, source: str) -> Plan | NoPlacement:
+def _best(profile: Profile, problem: PlanProblem, source: str) -> Plan | NoPlacement:
     """The plan with the fewest devices, and of those the one with the largest chunk."""
-    chunked = _chunked(profile, question)
+    chunked = _chunked(profile, problem)
     shortage = NoPlacement()
     try:
-        for limits in _limits_to_try(chunked, question):
+        for limits in _limits_to_try(chunked, problem):
             for costs in chunked:
-                asked = replace(question, limits=limits)
+                asked = replace(problem, limits=limits)
                 try:
-                    return _plan(costs, *_search(costs, asked), question, source)
+                    return _plan(costs, *_search(costs, asked), problem, source)
                 except NoPlacement as none:
                     shortage |= none
     except NoPlacement as none:
@@ -215,29 +177,29 @@ def _best(profile: Profile, question: Question, source: str) -> Plan | NoPlaceme
     return shortage
 
 
-def _limits_to_try(chunked: Sequence[Costs], question: Question) -> Iterator[Limits]:
+def _limits_to_try(chunked: Sequence[Costs], problem: PlanProblem) -> Iterator[Limits]:
     """One number of devices after the other, where fewer are better than larger chunks."""
-    limits = _limits(question)
-    if question.use_all or question.constraints.strategy != "auto" or len(chunked) == 1:
+    limits = _limits(problem)
+    if problem.use_all or problem.constraints.strategy != "auto" or len(chunked) == 1:
         yield limits
         return
-    most = min(len(question.fleet.devices), chunked[0].num_blocks)
-    for number in range(search.fewest(chunked, question.fleet, limits=limits), most + 1):
+    most = min(len(problem.fleet.devices), chunked[0].num_blocks)
+    for number in range(search.fewest(chunked, problem.fleet, limits=limits), most + 1):
         yield replace(limits, num_devices=number)
 
 
-def _search(costs: Costs, question: Question) -> tuple[Solution, list[StageBytes]]:
+def _search(costs: Costs, problem: PlanProblem) -> tuple[Solution, list[StageBytes]]:
     """The optimum, and the peaks of its stages."""
     while True:
         solution = search.search(
             costs,
-            question.fleet,
-            objective=question.objective,
-            use_all=question.use_all,
-            strategy=question.constraints.strategy,
-            limits=_limits(question),
+            problem.fleet,
+            objective=problem.objective,
+            use_all=problem.use_all,
+            strategy=problem.constraints.strategy,
+            limits=_limits(problem),
         )
-        peaks = [*_peaks(costs, solution, question.fleet)]
+        peaks = [*_peaks(costs, solution, problem.fleet)]
         known = [each for each in peaks if each is not None]
         if len(known) == len(peaks):
             return solution, known
@@ -293,10 +255,10 @@ def _plan(
     costs: Costs,
     solution: Solution,
     stage_peaks: list[StageBytes],
-    question: Question,
+    problem: PlanProblem,
     source: str,
 ) -> Plan:
-    profile, fleet = costs.profile, question.fleet
+    profile, fleet = costs.profile, problem.fleet
     device_of = _device_of(costs, solution, fleet)
     forecasts = tuple(
         DeviceForecast.of(fleet.devices[stage.device], peaks)
@@ -324,8 +286,8 @@ def _plan(
         value=float(solution.value),
         bound=float(solution.bound),
         binding_device=fleet.devices[solution.binding_device].name,
-        request=question.request,
-        why=tuple(_reasons(costs, solution, question)),
+        request=problem.request,
+        why=tuple(_reasons(costs, solution, problem)),
         offloaded=profile.offloaded,
     )
 
@@ -349,50 +311,50 @@ def _copy_seconds(costs: Costs, solution: Solution, fleet: Fleet) -> float | Non
     return total or None
 
 
-def _reasons(costs: Costs, solution: Solution, question: Question) -> Iterator[str]:
-    used, given = len(solution.stages), len(question.fleet.devices)
-    if question.constraints.strategy == "auto":
-        first = question.fleet.devices[solution.stages[0].device].name
-        yield from number_reason(used, given, first, is_limited=bool(question.limits))
-    names = question.fleet.names
+def _reasons(costs: Costs, solution: Solution, problem: PlanProblem) -> Iterator[str]:
+    used, given = len(solution.stages), len(problem.fleet.devices)
+    if problem.constraints.strategy == "auto":
+        first = problem.fleet.devices[solution.stages[0].device].name
+        yield from number_reason(used, given, first, is_limited=bool(problem.limits))
+    names = problem.fleet.names
     devices = [names[stage.device] for stage in solution.stages]
-    yield from demand_reasons(question.constraints, question.fleet, devices)
+    yield from demand_reasons(problem.constraints, problem.fleet, devices)
     if costs.has_ties and used > 1:
         yield "Tied weights are kept once: the tied module runs on its partner's GPU."
     yield from costs.profile.notes
-    if question.constraints.offload:
+    if problem.constraints.offload:
         yield from offload_reason(
             len(costs.profile.offloaded),
             costs.streamed_bytes(0, costs.num_blocks),
-            _copy_seconds(costs, solution, question.fleet),
+            _copy_seconds(costs, solution, problem.fleet),
         )
-    yield from chunk_reason(question.workload, costs.workload)
+    yield from chunk_reason(problem.workload, costs.workload)
 
 
-def _infeasible(profile: Profile, question: Question, shortage: NoPlacement) -> InfeasibleError:
-    budget = sum(device.budget_bytes for device in question.fleet.devices)
+def _infeasible(profile: Profile, problem: PlanProblem, shortage: NoPlacement) -> InfeasibleError:
+    budget = sum(device.budget_bytes for device in problem.fleet.devices)
     shortfall = shortage.shortfall()
-    workload = question.workload
+    workload = problem.workload
     missing = shortfall.shortfall_bytes
     # As a lower bound it may be next to nothing, where it is the cut that doesn't work out.
     least = f"; at least {format_bytes(missing)} are missing" if missing >= _LEAST_TOLD else ""
     return InfeasibleError(
         f"{profile.model} does not fit: {format_bytes(profile.weight_bytes)} of weights, "
         f"{workload.context_tokens} tokens, batch {workload.batch}; "
-        f"{format_count(len(question.fleet.devices), 'device')} with a budget of "
-        f"{format_bytes(budget)} in all{least}{_in_the_way(profile, question)}",
+        f"{format_count(len(problem.fleet.devices), 'device')} with a budget of "
+        f"{format_bytes(budget)} in all{least}{_in_the_way(profile, problem)}",
         hint="use more or larger GPUs, or a smaller model",
         shortfall_bytes=missing,
     )
 
 
-def _in_the_way(profile: Profile, question: Question) -> str:
+def _in_the_way(profile: Profile, problem: PlanProblem) -> str:
     """Whether it is only what was demanded of the placement that doesn't fit."""
-    asked = question.constraints
+    asked = problem.constraints
     if not asked.demands:
         return ""
     free = replace(
-        question, constraints=replace(asked, strategy="auto", pins=(), uncut=()), limits=NO_LIMITS
+        problem, constraints=replace(asked, strategy="auto", pins=(), uncut=()), limits=NO_LIMITS
     )
     if attempt(profile, free) is None:
         return ""

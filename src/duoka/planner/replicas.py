@@ -22,16 +22,15 @@ from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import InfeasibleError, UsageError
 from duoka.forecast.profile import Profile
 from duoka.hardware.fleet import Fleet
-from duoka.planner.resolve import answer
 
 from .constraints import Constraints
 from .device_map import find_device
-from .plan import Plan, Request
-from .planner import Question, attempt, objective_of, without_cpu
-from .resolve import Find
+from .plan import Plan
+from .planner import attempt, objective_of, without_cpu
+from .request import PlanProblem, PlanRequest
+from .resolve import Find, answer, workload_for
 from .search import Objective, exchangeable
 from .suggestions import ProfileFor
-from .workloads import workload_for
 
 Counts = tuple[int, ...]
 """How many devices of each kind."""
@@ -73,24 +72,24 @@ class _Deal:
 
 def plan_replicas(
     profile: Profile,
-    question: Question,
+    problem: PlanProblem,
     number: int | Literal["auto"] = "auto",
     *,
     source: str = "",
     profile_for: ProfileFor | None = None,
-    request: Request | None = None,
+    request: PlanRequest | None = None,
 ) -> Replicas:
     """Find the most copies that the fleet holds, or so many.
 
     Parameters
     ----------
     profile : Profile
-    question : Question
+    problem : PlanProblem
         What each copy is asked; with `use_all` no device may stay idle.
     number : int or "auto"
         How many copies.
     source, profile_for, request
-        As for `answering.answer`.
+        As for `resolve.answer`.
 
     Raises
     ------
@@ -99,13 +98,13 @@ def plan_replicas(
     UsageError
         If copies make no sense with what else was asked for.
     """
-    _refuse_senseless(question, number)
-    request = request or question.request
-    question = replace(question, fleet=without_cpu(question.fleet))
-    dealer = _Dealer(profile, question, source)
+    _refuse_senseless(problem, number)
+    request = request or problem.request
+    problem = replace(problem, fleet=without_cpu(problem.fleet))
+    dealer = _Dealer(profile, problem, source)
     best = dealer.best()
     if not best:
-        alone = replace(question, use_all=False)
+        alone = replace(problem, use_all=False)
         try:
             answer(profile, alone, profile_for=profile_for, request=request)
         except InfeasibleError as error:
@@ -113,16 +112,16 @@ def plan_replicas(
             raise error.with_ways_out(ways) from None
     wanted = max(best, default=0) if number == "auto" else number
     if wanted not in best:
-        raise _too_many(profile, question, wanted, max(best, default=0))
+        raise _too_many(profile, problem, wanted, max(best, default=0))
     found = dealer.answer(best[wanted])
     return replace(
         found,
-        plans=tuple(_asking(plan, request, question, found.objective) for plan in found.plans),
+        plans=tuple(_asking(plan, request, problem, found.objective) for plan in found.plans),
     )
 
 
-def _too_many(profile: Profile, question: Question, wanted: int, most: int) -> InfeasibleError:
-    everywhere = " with every one of them in use" if question.use_all else ""
+def _too_many(profile: Profile, problem: PlanProblem, wanted: int, most: int) -> InfeasibleError:
+    everywhere = " with every one of them in use" if problem.use_all else ""
     if not most:
         return InfeasibleError(
             f"{profile.model} fits these GPUs, but no copies do{everywhere}",
@@ -140,12 +139,12 @@ def format_copies(number: int) -> str:
     return "1 copy" if number == 1 else f"{number} copies"
 
 
-def _asking(plan: Plan, request: Request, question: Question, objective: Objective) -> Plan:
+def _asking(plan: Plan, request: PlanRequest, problem: PlanProblem, objective: Objective) -> Plan:
     """A copy's plan, keeping what asks for it alone: its own GPUs, where they have names."""
-    names, fleet = plan.fleet.names, question.fleet
+    names, fleet = plan.fleet.names, problem.fleet
     uuids = [device.uuid for device in plan.fleet.devices]
     gpus = ",".join(filter(None, uuids)) if all(uuids) else ""
-    alone = objective_of(replace(question, fleet=plan.fleet))
+    alone = objective_of(replace(problem, fleet=plan.fleet))
     asked = replace(
         request,
         gpus=request.gpus if len(names) == len(fleet.names) else gpus,
@@ -161,19 +160,19 @@ def _of_group(constraints: Constraints, fleet: Fleet, names: Collection[str]) ->
     return replace(constraints, reserve=tuple(reserve))
 
 
-def _refuse_senseless(question: Question, number: int | Literal["auto"]) -> None:
-    asked = question.constraints
-    if number != "auto" and not 1 <= number <= len(question.fleet.devices):
+def _refuse_senseless(problem: PlanProblem, number: int | Literal["auto"]) -> None:
+    asked = problem.constraints
+    if number != "auto" and not 1 <= number <= len(problem.fleet.devices):
         raise UsageError(
-            f"{number} copies of a model on {len(question.fleet.devices)} devices",
+            f"{number} copies of a model on {len(problem.fleet.devices)} devices",
             hint="each copy needs a device of its own",
         )
     for is_said, what in (
-        (question.device_map is not None, "a device map"),
+        (problem.device_map is not None, "a device map"),
         (bool(asked.pins), "a pin"),
         (asked.strategy != "auto", f"the strategy {asked.strategy}"),
         (asked.offload, "offloading"),
-        (question.largest is not None, f"the largest {question.largest}"),
+        (problem.largest is not None, f"the largest {problem.largest}"),
     ):
         if is_said:
             raise UsageError(
@@ -185,19 +184,19 @@ def _refuse_senseless(question: Question, number: int | Literal["auto"]) -> None
 class _Dealer:
     """The kinds of devices, what groups of them can do, and how they are dealt."""
 
-    def __init__(self, profile: Profile, question: Question, source: str) -> None:
+    def __init__(self, profile: Profile, problem: PlanProblem, source: str) -> None:
         self._profile = profile
         self._source = source
-        self._question = question
-        self._objective = objective_of(question)
-        self._kinds = exchangeable(question.fleet)
+        self._problem = problem
+        self._objective = objective_of(problem)
+        self._kinds = exchangeable(problem.fleet)
         self._plans: dict[Counts, Plan | None] = {}
         self._holding: list[Counts] = []
         all_of_them = tuple(len(kind) for kind in self._kinds)
         deals = math.prod((count + 1) * (count + 2) // 2 for count in all_of_them)
         if deals > _MOST_DEALS:
             raise UsageError(
-                f"{len(question.fleet.devices)} devices of {len(self._kinds)} kinds can be dealt "
+                f"{len(problem.fleet.devices)} devices of {len(self._kinds)} kinds can be dealt "
                 "in too many ways",
                 hint="name fewer devices, or give similar ones equal budgets",
             )
@@ -223,7 +222,7 @@ class _Dealer:
             dealt.append(tuple(sorted(taken)))
         plans = [self._made(devices) for devices in sorted(dealt)]
         assert all(plan is not None for plan in plans), "its kind of group has a plan"
-        names = self._question.fleet.names
+        names = self._problem.fleet.names
         return Replicas(
             plans=tuple(replace(plan, source=self._source) for plan in plans if plan is not None),
             idle=tuple(names[index] for index in sorted(itertools.chain(*free))),
@@ -239,7 +238,7 @@ class _Dealer:
             return {0: _Deal(0, self._join(()), ())}
         first = next(kind for kind, count in enumerate(left) if count)
         best: dict[int, _Deal] = {}
-        if not self._question.use_all:
+        if not self._problem.use_all:
             idle = (*left[:first], left[first] - 1, *left[first + 1 :])
             best = dict(found[idle])
         for counts in groups:
@@ -262,7 +261,7 @@ class _Dealer:
         """All groups that could be, the smallest first, but for those that are never needed."""
         every = itertools.product(*(range(count + 1) for count in self._all))
         for counts in sorted((each for each in every if any(each)), key=lambda each: sum(each)):
-            if self._question.use_all or not self._is_larger(counts):
+            if self._problem.use_all or not self._is_larger(counts):
                 yield counts
 
     def _is_larger(self, counts: Counts) -> bool:
@@ -282,17 +281,17 @@ class _Dealer:
 
     def _made(self, devices: Sequence[int]) -> Plan | None:
         """The plan that uses each of these devices."""
-        fleet = self._question.fleet
+        fleet = self._problem.fleet
         chosen = tuple(fleet.devices[index] for index in devices)
         names = {device.name for device in chosen}
         links = tuple(link for link in fleet.links if {link.source, link.target} <= names)
         group = replace(
-            self._question,
+            self._problem,
             fleet=Fleet(devices=chosen, links=links),
             objective=self._objective,
             use_all=True,
             gpus="",
-            constraints=_of_group(self._question.constraints, fleet, names),
+            constraints=_of_group(self._problem.constraints, fleet, names),
         )
         try:
             return attempt(self._profile, group)
@@ -318,10 +317,10 @@ def _is_better(one: _Deal, other: _Deal) -> bool:
 
 
 def replicas_for(
-    checkpoint: Checkpoint, question: Question, number: int | Literal["auto"], find: Find
+    checkpoint: Checkpoint, problem: PlanProblem, number: int | Literal["auto"], find: Find
 ) -> Replicas:
     """The copies of a checkpoint."""
-    workload = workload_for(checkpoint, question.workload)
+    workload = workload_for(checkpoint, problem.workload)
     if workload.quantize == "auto":
         raise UsageError(
             "several copies are planned for one quantization of the weights",
@@ -329,9 +328,9 @@ def replicas_for(
         )
     return plan_replicas(
         find(workload),
-        replace(question, workload=workload),
+        replace(problem, workload=workload),
         number,
         source=checkpoint.source,
         profile_for=lambda other: find(workload_for(checkpoint, other)),
-        request=replace(question.request, trust_remote_code=checkpoint.trust_remote_code),
+        request=replace(problem.request, trust_remote_code=checkpoint.trust_remote_code),
     )

@@ -1,20 +1,22 @@
-"""Answer: a question to its plan, or to what would fit instead."""
+"""Answer: a problem to its plan, or to what would fit instead."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import cast
 
 from duoka.checkpoint.checkpoint import Checkpoint
-from duoka.errors import InfeasibleError
+from duoka.checkpoint.quantized import method_of
+from duoka.errors import InfeasibleError, UsageError
 from duoka.forecast.profile import Profile
-from duoka.forecast.workload import Workload, with_quantization
+from duoka.forecast.workload import Dtype, Workload, with_quantization
 
 from .modes import attempt, find
-from .plan import Plan, Request
-from .planner import Question
+from .plan import Plan
+from .planner import check_context
+from .request import PlanProblem, PlanRequest
 from .suggestions import ProfileFor, WaysOut
-from .workloads import refuse_offload, workload_for
 
 Find = Callable[[Workload], Profile]
 """The profile of a checkpoint for a workload: a cached one, or else a new one."""
@@ -22,26 +24,26 @@ Find = Callable[[Workload], Profile]
 
 def answer(
     profile: Profile,
-    question: Question,
+    problem: PlanProblem,
     *,
     source: str = "",
     profile_for: ProfileFor | None = None,
-    request: Request | None = None,
+    request: PlanRequest | None = None,
 ) -> Plan:
-    """The plan for a question, or what would fit instead."""
-    request = request or question.request
+    """The plan for a problem, or what would fit instead."""
+    request = request or problem.request
     try:
-        return replace(find(profile, question, source=source), request=request)
+        return replace(find(profile, problem, source=source), request=request)
     except InfeasibleError as error:
-        ways = WaysOut(profile, question, profile_for, request)
+        ways = WaysOut(profile, problem, profile_for, request)
         raise error.with_ways_out(ways.found()) from None
 
 
-def answer_checkpoint(checkpoint: Checkpoint, question: Question, find: Find) -> Plan:
+def answer_checkpoint(checkpoint: Checkpoint, problem: PlanProblem, find: Find) -> Plan:
     """The plan for a checkpoint; of an "auto" quantization for the first one that fits."""
-    refuse_offload(checkpoint, question)
-    request = replace(question.request, trust_remote_code=checkpoint.trust_remote_code)
-    *others, last = _resolved(checkpoint, question)
+    refuse_offload(checkpoint, problem)
+    request = replace(problem.request, trust_remote_code=checkpoint.trust_remote_code)
+    *others, last = _resolved(checkpoint, problem)
     chosen, tried = last, [each.workload.quantize for each in others]
     for number, each in enumerate(others):
         if attempt(find(each.workload), each) is not None:
@@ -57,18 +59,18 @@ def answer_checkpoint(checkpoint: Checkpoint, question: Question, find: Find) ->
     return replace(plan, why=(*_why_quantized(plan, tried), *plan.why))
 
 
-def _resolved(checkpoint: Checkpoint, question: Question) -> Iterator[Question]:
-    """The question with what it leaves open of the weights: what to try, in this order."""
-    first, *others = with_quantization(workload_for(checkpoint, question.workload))
-    asked = replace(question, workload=first)
+def _resolved(checkpoint: Checkpoint, problem: PlanProblem) -> Iterator[PlanProblem]:
+    """The problem with what it leaves open of the weights: what to try, in this order."""
+    first, *others = with_quantization(workload_for(checkpoint, problem.workload))
+    asked = replace(problem, workload=first)
     if not others:
         yield asked
         return
     # Weights are quantized or offloaded; to read them over PCIe for each token costs more.
-    here = replace(question, constraints=replace(question.constraints, offload=False))
+    here = replace(problem, constraints=replace(problem.constraints, offload=False))
     for workload in (first, *others):
         yield replace(here, workload=workload)
-    if question.constraints.offload:
+    if problem.constraints.offload:
         yield asked
 
 
@@ -82,3 +84,63 @@ def _why_quantized(plan: Plan, tried: Sequence[str]) -> Iterator[str]:
             else f"The weights become {plan.workload.quantize}"
         )
         yield f"{became}: {' or '.join(names)} they don't fit."
+
+
+def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
+    """The workload with what the checkpoint decides: its dtype, and whether it reads in chunks."""
+    check_context(workload, checkpoint.max_context_tokens, checkpoint.name)
+    workload = _unquantized(checkpoint, workload)
+    workload = whole_prompt(
+        workload, is_encoder=bool(checkpoint.config.get("is_encoder_decoder", False))
+    )
+    return workload.resolved(dtype=cast(Dtype, checkpoint.default_dtype or "float32"))
+
+
+def _unquantized(checkpoint: Checkpoint, workload: Workload) -> Workload:
+    """The workload of a checkpoint that is quantized already: nothing is left to quantize."""
+    method = method_of(checkpoint.config)
+    if method is None:
+        return workload
+    if workload.quantize not in ("none", "auto"):
+        raise UsageError(
+            f"{checkpoint.name} is quantized already ({method.name}); it can't become "
+            f"{workload.quantize}",
+            hint="leave quantize out, or take the 16-bit checkpoint",
+        )
+    own = checkpoint.default_dtype or "float32"
+    if workload.dtype not in ("auto", own):
+        raise UsageError(
+            f"{checkpoint.name} is quantized already ({method.name}) for {own}; it can't compute "
+            f"in {workload.dtype}",
+            hint="leave the dtype out, or take the 16-bit checkpoint",
+        )
+    return replace(workload, quantize="none")
+
+
+def refuse_offload(checkpoint: Checkpoint, problem: PlanProblem) -> None:
+    """Refuse to keep weights on the host that packages load where they compute."""
+    method = method_of(checkpoint.config)
+    if method is not None and problem.constraints.offload:
+        raise UsageError(
+            f"{checkpoint.name} is quantized already ({method.name}); such weights can't lie in "
+            "the host's memory",
+            hint="leave out the offload, or take the 16-bit checkpoint",
+        )
+
+
+def whole_prompt(workload: Workload, *, is_encoder: bool) -> Workload:
+    """The workload without chunks for an encoder, which can't read its prompt in such.
+
+    Nor can a prompt with images: transformers refuses to cut it.
+    """
+    if not is_encoder and not workload.images:
+        return workload
+    if isinstance(workload.prefill_chunk_tokens, int):
+        what = (
+            "an encoder can't read its prompt" if is_encoder else "a prompt with images can't run"
+        )
+        raise UsageError(
+            f"{what} in chunks of {workload.prefill_chunk_tokens}",
+            hint="leave the chunk out",
+        )
+    return replace(workload, prefill_chunk_tokens=None)

@@ -21,8 +21,8 @@ from .command_line import change
 from .gpu_upgrades import upgrades
 from .limits import fleet_for
 from .modes import attempt, conceivable
-from .plan import Plan, Request
-from .planner import Question
+from .plan import Plan
+from .request import PlanProblem, PlanRequest
 
 ProfileFor = Callable[[Workload], Profile | None]
 """The profile for a workload; None where there is none."""
@@ -32,31 +32,31 @@ _QUALITY = "some accuracy: `duoka bench --quality FILE{}` measures it on your te
 
 
 class WaysOut:
-    """The search for ways out of one question that has no answer.
+    """The search for ways out of one problem that has no answer.
 
     Parameters
     ----------
     profile : Profile
-        For the question's workload.
-    question : Question
+        For the problem's workload.
+    problem : PlanProblem
     profile_for : callable, optional
         The profile for another workload. It raises an error for one that the model can't do. By
         default there is none but the one given.
-    request : Request, optional
-        What the command line says that is to be changed; by default the question.
+    request : PlanRequest, optional
+        What the command line says that is to be changed; by default the problem.
     """
 
     def __init__(
         self,
         profile: Profile,
-        question: Question,
+        problem: PlanProblem,
         profile_for: ProfileFor | None = None,
-        request: Request | None = None,
+        request: PlanRequest | None = None,
     ) -> None:
         self._profile = profile
-        self._question = question
-        self._request = request or question.request
-        self._workload = question.workload
+        self._problem = problem
+        self._request = request or problem.request
+        self._workload = problem.workload
         self._profile_for = profile_for or self._own
 
     def found(self) -> Iterator[WayOut]:
@@ -71,7 +71,7 @@ class WaysOut:
         else:
             yield from self._trained_otherwise()
             yield from self._context()
-        if self._question.device_map is not None:
+        if self._problem.device_map is not None:
             yield from self._without_map()
         else:
             yield from self._gpus()
@@ -79,12 +79,12 @@ class WaysOut:
     # ── fewer tokens, smaller pieces ──
 
     def _context(self) -> Iterator[WayOut]:
-        question = self._question
-        if question.largest == "context" or question.device_map is not None:
+        problem = self._problem
+        if problem.largest == "context" or problem.device_map is not None:
             return  # the shortest was tried; with a map, nothing is looked for
-        batch = 1 if question.largest == "batch" else self._workload.batch
+        batch = 1 if problem.largest == "batch" else self._workload.batch
         plan = self._plan(
-            replace(question, largest="context", workload=replace(self._workload, batch=batch))
+            replace(problem, largest="context", workload=replace(self._workload, batch=batch))
         )
         if plan is not None:
             yield self._way("context", _context_text(plan), plan)
@@ -98,8 +98,8 @@ class WaysOut:
             yield self._way("chunk", _chunk_text(plan), plan, loses=loses)
 
     def _batch(self, what: str, **changes: Any) -> Iterator[WayOut]:
-        question = self._question
-        if question.largest is not None or question.device_map is not None:
+        problem = self._problem
+        if problem.largest is not None or problem.device_map is not None:
             return
         if self._workload.batch > 1:
             plan = self._plan(replace(self._asked(**changes), largest="batch"))
@@ -118,8 +118,8 @@ class WaysOut:
         for scheme in _smaller(self._workload):
             asked = self._asked(quantize=scheme)
             both = self._asked(quantize=scheme, cache="int8")
-            for question in dict.fromkeys((asked, both)):
-                plan = self._plan_or_chunked(question)
+            for problem in dict.fromkeys((asked, both)):
+                plan = self._plan_or_chunked(problem)
                 if plan is not None:
                     yield self._quantized(scheme, plan)
                     break
@@ -179,15 +179,15 @@ class WaysOut:
     # ── other memory ──
 
     def _offload(self) -> Iterator[WayOut]:
-        question = self._question
-        if question.constraints.offload or question.device_map is not None:
+        problem = self._problem
+        if problem.constraints.offload or problem.device_map is not None:
             return
-        constraints = replace(question.constraints, offload=True)
+        constraints = replace(problem.constraints, offload=True)
         try:
-            fleet = fleet_for(question.fleet, None, offload=True)
+            fleet = fleet_for(problem.fleet, None, offload=True)
         except DuokaError:
             return  # how much memory the host has isn't known
-        plan = self._plan(replace(question, fleet=fleet, constraints=constraints))
+        plan = self._plan(replace(problem, fleet=fleet, constraints=constraints))
         if plan is None:
             return
         seconds = plan.forecast.copy_seconds
@@ -199,12 +199,12 @@ class WaysOut:
         yield self._way("offload", text, plan, loses="speed")
 
     def _gpus(self) -> Iterator[WayOut]:
-        for upgrade in upgrades(self._question, self._conceivable, self._plan):
+        for upgrade in upgrades(self._problem, self._conceivable, self._plan):
             yield self._way("gpu", upgrade.text, upgrade.plan)
 
     def _without_map(self) -> Iterator[WayOut]:
-        question = replace(self._question, device_map=None)
-        plan = self._plan(question)
+        problem = replace(self._problem, device_map=None)
+        plan = self._plan(problem)
         if plan is not None:
             sizes = ", ".join(
                 f"{each.device} {format_bytes(each.requested_bytes)} of "
@@ -214,42 +214,42 @@ class WaysOut:
             text = f"duoka's own plan instead of the map: {sizes}"
             yield replace(self._way("map", text, plan), without=("--device-map",))
             return
-        for way in WaysOut(self._profile, question, self._profile_for, self._request).found():
+        for way in WaysOut(self._profile, problem, self._profile_for, self._request).found():
             text = f"{way.text}, with duoka's own plan instead of the map"
             yield replace(way, text=text, without=(*way.without, "--device-map"))
 
     # ── asking the planner ──
 
-    def _asked(self, **changes: Any) -> Question:
-        """The question about another workload."""
-        return replace(self._question, workload=replace(self._workload, **changes))
+    def _asked(self, **changes: Any) -> PlanProblem:
+        """The problem about another workload."""
+        return replace(self._problem, workload=replace(self._workload, **changes))
 
-    def _plan_or_chunked(self, question: Question) -> Plan | None:
+    def _plan_or_chunked(self, problem: PlanProblem) -> Plan | None:
         """The plan; with another chunk of the prompt where the one that was asked for won't do."""
-        plan = self._plan(question)
-        if plan is None and question.workload.prefill_chunk_tokens != "auto":
-            workload = replace(question.workload, prefill_chunk_tokens="auto")
-            plan = self._plan(replace(question, workload=workload))
+        plan = self._plan(problem)
+        if plan is None and problem.workload.prefill_chunk_tokens != "auto":
+            workload = replace(problem.workload, prefill_chunk_tokens="auto")
+            plan = self._plan(replace(problem, workload=workload))
         return plan
 
-    def _plan(self, question: Question) -> Plan | None:
+    def _plan(self, problem: PlanProblem) -> Plan | None:
         """The plan; none where that can't be asked of this model or these GPUs."""
         try:
-            profile = self._profile_of(question)
-            return None if profile is None else attempt(profile, question)
+            profile = self._profile_of(problem)
+            return None if profile is None else attempt(profile, problem)
         except DuokaError:
             return None
 
-    def _conceivable(self, question: Question) -> bool:
+    def _conceivable(self, problem: PlanProblem) -> bool:
         try:
-            return self._profile_of(question) is not None
+            return self._profile_of(problem) is not None
         except DuokaError:
             return False
 
-    def _profile_of(self, question: Question) -> Profile | None:
-        """The profile for a question; none where its bounds leave no plan possible."""
-        profile = self._profile_for(question.workload)
-        return profile if profile is not None and conceivable(profile, question) else None
+    def _profile_of(self, problem: PlanProblem) -> Profile | None:
+        """The profile for a problem; none where its bounds leave no plan possible."""
+        profile = self._profile_for(problem.workload)
+        return profile if profile is not None and conceivable(profile, problem) else None
 
     def _own(self, workload: Workload) -> Profile | None:
         same = workload.conditions == self._profile.conditions
@@ -264,7 +264,7 @@ class WaysOut:
 
     def _way(self, kind: str, text: str, plan: Plan, *, loses: str = "") -> WayOut:
         """A way with the numbers of its plan, and what its command line has to say."""
-        made, largest = plan.workload, self._question.largest
+        made, largest = plan.workload, self._problem.largest
         if largest is not None and plan.request.largest == largest:
             text += f"; then {_size(plan, largest)}"
         chunk = made.prefill_chunk_tokens
@@ -282,7 +282,7 @@ class WaysOut:
             free_bytes=min(each.free_bytes for each in plan.forecast.devices),
         )
 
-    def _requested(self, plan: Plan) -> Request:
+    def _requested(self, plan: Plan) -> PlanRequest:
         """What asks for a way's plan: numbers instead of the largest, where this asks for it."""
         asked, found = self._request, plan.request
         workload = found.workload

@@ -20,7 +20,7 @@ from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Workload
 from duoka.models.from_checkpoint import build_model, notes_of
 from duoka.planner.planner import with_chunks
-from duoka.planner.workloads import workload_for
+from duoka.planner.resolve import workload_for
 from duoka.runtime import load as loader
 from duoka.runtime.dispatch.dispatch import undispatch
 from duoka.tracing import Irregular, Subject, profile_training, trace, trace_call, trace_workload

@@ -20,7 +20,7 @@ from duoka.errors import PlacementError
 from duoka.forecast.tensor_names import Outline
 from duoka.models.from_checkpoint import build_model
 from duoka.planner.device_map import judge
-from duoka.planner.workloads import workload_for
+from duoka.planner.resolve import workload_for
 from duoka.tools.demo.checkpoint import CONFIG
 from duoka.tracing import Subject, trace_workload
 

@@ -19,7 +19,8 @@ from tiny import Costs, fleet, made_up
 from duoka import export
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
-from duoka.planner.planner import Question, solve
+from duoka.planner.planner import solve
+from duoka.planner.request import PlanProblem
 from duoka.report.export.caches import layer_token_bytes
 from duoka.report.export.stages import read_pipeline
 from duoka.report.export.vllm import BLOCK_TOKENS
@@ -95,7 +96,7 @@ def test_the_cache_holds_the_planned_context() -> None:
     """What is given to a rank over what a block takes there, the least of all ranks."""
     profile = made_up([1 << 20] * 12, Costs(cache=4096))
     workload = Workload(prompt_tokens=1000, new_tokens=24, batch=3, dtype="bfloat16")
-    plan = solve(profile, Question(fleet=fleet(160, 120, 90), workload=workload, use_all=True))
+    plan = solve(profile, PlanProblem(fleet=fleet(160, 120, 90), workload=workload, use_all=True))
     pipeline = read_pipeline(plan, "vLLM")
     sizes = layer_token_bytes(plan, profile, pipeline)
     assert sizes == [0, *[4096] * 10, 0]  # the first and the last block keep nothing
@@ -112,7 +113,7 @@ def test_the_cache_holds_the_planned_context() -> None:
 def test_sglangs_share_covers_weights_and_cache_of_every_rank() -> None:
     profile = made_up([8 << 20] * 12, Costs(cache=4096))
     workload = Workload(prompt_tokens=1000, new_tokens=24, dtype="bfloat16")
-    plan = solve(profile, Question(fleet=fleet(140, 100), workload=workload))
+    plan = solve(profile, PlanProblem(fleet=fleet(140, 100), workload=workload))
     options = parsed(export(plan, "sglang", profile).text)[2]
     sizes = layer_token_bytes(plan, profile, read_pipeline(plan, "SGLang"))
     assert sizes is not None
@@ -205,8 +206,8 @@ def test_llama_cpp_is_told_where_embeddings_are() -> None:
 def test_unequal_gpus_are_told_in_numbers() -> None:
     profile = made_up([GIB // 4] * 12, Costs(cache=4096))
     workload = Workload(prompt_tokens=1000, new_tokens=24, dtype="bfloat16")
-    question = Question(fleet=Fleet.parse("2560MiB,1GiB"), workload=workload)
-    plan = solve(profile, question)
+    problem = PlanProblem(fleet=Fleet.parse("2560MiB,1GiB"), workload=workload)
+    plan = solve(profile, problem)
     told = " ".join(str(export(plan, "vllm", profile)).split())
     assert "cuda:1 would decide" in told or "cuda:0 would decide" in told
     assert "tokens, where the roomiest rank could hold about" in told

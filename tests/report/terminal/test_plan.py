@@ -12,7 +12,8 @@ from duoka.forecast.workload import Workload
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 from duoka.planner.placement import Placement
-from duoka.planner.plan import Plan, Request
+from duoka.planner.plan import Plan
+from duoka.planner.request import PlanRequest
 from duoka.report.terminal import name_modules, render_plan
 
 GIB = 2**30
@@ -53,7 +54,7 @@ PLAN = Plan(
     value=1.0,
     bound=1.0,
     binding_device="cuda:1",
-    request=Request(workload=Workload()),
+    request=PlanRequest(workload=Workload()),
     why=("2 of 3 GPUs are needed; no single one holds the workload.",),
 )
 

@@ -26,7 +26,7 @@ import duoka
 from duoka import Checkpoint, Placement, Workload, virtual
 from duoka.errors import LoadError
 from duoka.models.from_checkpoint import build_model
-from duoka.planner.workloads import workload_for
+from duoka.planner.resolve import workload_for
 from duoka.runtime.load import load_published, refuse_unloadable
 
 WORK = Workload(prompt_tokens=20, new_tokens=4)

@@ -19,14 +19,14 @@ from duoka import Checkpoint, Fleet, Workload
 from duoka.cli.main import run
 from duoka.errors import UsageError
 from duoka.models.text.tokenizer import load_tokenizer
-from duoka.planner.planner import Question
+from duoka.planner.request import PlanProblem
 from duoka.tools.bench import Windows, measure_quality, windows_for
 from duoka.tools.demo.checkpoint import CONFIG
 
 TEXT = "What is a GPU? Two of them hold what one does not. " * 4
 TINY = {**CONFIG, "hidden_size": 128, "ffn_hidden_size": 192, "num_layers": 2, "seq_length": 256}
 TINY |= {"num_attention_heads": 4, "kv_channels": 32}
-QUESTION = Question(fleet=Fleet.parse("virtual:64MiB"), workload=Workload())
+QUESTION = PlanProblem(fleet=Fleet.parse("virtual:64MiB"), workload=Workload())
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """The real names that an unknown one probably means.
 
 Names are compared with a "*" for each number in them; so a map of another version of a model, with
-hundreds of entries, asks only a few questions.
+hundreds of entries, asks only a few problems.
 """
 
 from __future__ import annotations

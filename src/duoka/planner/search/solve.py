@@ -1,4 +1,4 @@
-"""Solving: the questions that the planner asks, and their answers."""
+"""Solving: the problems that the planner asks, and their answers."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from duoka.errors import MachineError, UsageError
 from duoka.forecast.workload import QUANTIZED, Cache, Quantization
 from duoka.models.kv_cache import cache_name, new_cache
 from duoka.models.text.tokenizer import load_tokenizer
-from duoka.planner.planner import Question
+from duoka.planner.request import PlanProblem
 
 CONTEXT_TOKENS = 512
 MOST_TOKENS = 8192
@@ -130,7 +130,7 @@ class Quality:
 def measure_quality(
     checkpoint: Checkpoint,
     file: Path,
-    question: Question,
+    question: PlanProblem,
     *,
     forms: Sequence[Quantization] = ("int8", "int4"),
     windows: Windows | None = None,
@@ -144,7 +144,7 @@ def measure_quality(
         With weights and a tokenizer.
     file : Path
         A text in UTF-8.
-    question : Question
+    question : PlanProblem
         Its fleet is used, and of its workload the type of the weights; and the cache, "dynamic" or
         "int8", with which all but the first model are read. With "int8" that model is one of them.
     forms : sequence of {"int8", "int4", "nf4"}
