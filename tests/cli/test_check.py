@@ -177,9 +177,9 @@ def test_faults_in_code_of_a_checkpoint(faulty: Path, program: Program) -> None:
 
 
 def test_sarif(faulty: Path, program: Program) -> None:
-    done = check(program, faulty, "--context", "96", "--train", "--sarif", "duoka.report.sarif")
-    assert done.stderr.endswith("saved to duoka.report.sarif\n")
-    [run] = json.loads(Path("duoka.report.sarif").read_text(encoding="utf-8"))["runs"]
+    done = check(program, faulty, "--context", "96", "--train", "--sarif", "duoka.sarif")
+    assert done.stderr.endswith("saved to duoka.sarif\n")
+    [run] = json.loads(Path("duoka.sarif").read_text(encoding="utf-8"))["runs"]
     places = [result["locations"][0]["physicalLocation"] for result in run["results"]]
     assert {place["artifactLocation"]["uri"] for place in places} == {"faulty/modeling_faulty.py"}
     lines = [place["region"]["startLine"] for place in places]
@@ -255,14 +255,14 @@ def test_all_gpus_are_used_where_the_model_has_enough_blocks(tiny: Path, program
 def test_code_that_cannot_be_built(faulty: Path, program: Program) -> None:
     text = MODELING.replace("self.post_init()", "self.nothing.at_all")
     (faulty / "modeling_faulty.py").write_text(text)
-    options = ("--save-device-map", "saved.json", "--sarif", "duoka.report.sarif", "--fix")
+    options = ("--save-device-map", "saved.json", "--sarif", "duoka.sarif", "--fix")
     done = program("check", faulty.name, "--trust-remote-code", *GPUS, *SIZES, *options)
     assert done.returncode == 13
     assert "self.nothing.at_all" in done.stdout
     assert f"modeling_faulty.py:{line_of('self.post_init()')}" in done.stdout
     assert "no device map was saved" in done.stderr
     assert not Path("saved.json").exists()
-    [run] = json.loads(Path("duoka.report.sarif").read_text(encoding="utf-8"))["runs"]
+    [run] = json.loads(Path("duoka.sarif").read_text(encoding="utf-8"))["runs"]
     assert run["invocations"][0]["executionSuccessful"] is False
 
 

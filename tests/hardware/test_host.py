@@ -50,6 +50,6 @@ def test_the_cpu_is_in_the_fleet_when_a_map_names_it() -> None:
 
 
 def test_memory_that_nobody_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("duoka.hardware.host.available_bytes", lambda: None)
+    monkeypatch.setattr("duoka.planner.limits.available_bytes", lambda: None)
     with pytest.raises(FleetError, match="isn't known"):
         fleet_for(FLEET, DeviceMap.of("cpu"))

@@ -74,7 +74,7 @@ def test_another_version_is_refused(plan: Plan, version: Any) -> None:
     assert caught.value.hint == "make the plan again"
 
 
-@pytest.mark.parametrize("text", ["{}", '{"format": "duoka.forecast.profile", "version": 1}'])
+@pytest.mark.parametrize("text", ["{}", '{"format": "duoka.profile", "version": 1}'])
 def test_what_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(FormatError, match="no plan"):
         Plan.from_json(text)
