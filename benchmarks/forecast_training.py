@@ -22,7 +22,7 @@ from forecast_models import SIZES
 
 import duoka
 from duoka import models
-from duoka.checker import prove
+from duoka.checker.prove import prove
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Conditions, Training
 from duoka.planner.planner import solve

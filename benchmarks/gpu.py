@@ -44,7 +44,7 @@ from duoka.planner.placement import Placement
 from duoka.runtime import devices
 from duoka.runtime.dispatch.dispatch import install_movers, undispatch
 from duoka.runtime.steps import Stepper
-from duoka.tools.bench import calibrate
+from duoka.tools.bench.calibrate import calibrate
 
 REFERENCES = ("chatglm3-6b-tiny", "chatglm3-6b-128k-tiny", "glm-4-9b-tiny")
 # The published shape of GLM-4-9B; the small one has the same parts.

@@ -38,7 +38,7 @@ from duoka.models.quantization import num_bytes, quantize_model
 from duoka.models.text.tokenizer import load_tokenizer
 from duoka.planner.request import PlanProblem
 from duoka.runtime.load import load_weights
-from duoka.tools.bench import Windows, measure_quality
+from duoka.tools.bench.quality import Windows, measure_quality
 from duoka.tools.demo.checkpoint import CONFIG, fresh_model, write_weights
 from duoka.tools.demo.vocabulary import train_vocabulary
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from duoka.checker import Subject, check_subject, read_entries
 from duoka.checker.fix import Repairs, repair
+from duoka.checker.run import check_subject
+from duoka.checker.subject import Subject, read_entries
 from duoka.report.check_report import Report
 
 HEAD = """\

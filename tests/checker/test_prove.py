@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from duoka import Device, Fleet, Placement, Plan, Workload, models, virtual
-from duoka.checker import prove
+from duoka.checker.prove import prove
 from duoka.errors import PlacementError, ProofError
 from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import duoka
 from duoka import Workload, models
-from duoka.checker import prove
+from duoka.checker.prove import prove
 from duoka.errors import ModelError, PlacementError, UsageError
 from duoka.report.check_report import Report
 from duoka.virtual import VirtualTensor

@@ -177,8 +177,8 @@ def test_what_is_printed_is_what_is_read(
 def test_where_the_other_process_lacks_the_library_this_one_asks(
     library: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cuda_driver._CHILD.endswith("cuda.tell()")
-    renamed = cuda_driver._CHILD.replace("cuda.tell()", "cuda.LIBRARY = 'no-such.so'; cuda.tell()")
+    assert cuda_driver._CHILD.endswith("cuda_driver.tell()\n")
+    renamed = cuda_driver._CHILD.replace("tell()", "LIBRARY = 'no-such.so'; cuda_driver.tell()")
     child(monkeypatch, renamed)
     assert cuda_driver.visible_uuids() == (FIRST,)
 
@@ -190,8 +190,8 @@ def test_a_forked_child_can_use_cuda_after_asking(tmp_path: Path) -> None:
     subprocess.run(["cc", "-shared", "-fPIC", "-w", "-o", library, source], check=True)
     code = """if True:
         import ctypes
-        from duoka import cuda
-        print(len(cuda.visible_uuids()))
+        from duoka.hardware.cuda_driver import visible_uuids
+        print(len(visible_uuids()))
         print(ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int())))
     """
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}

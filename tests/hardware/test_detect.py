@@ -353,8 +353,9 @@ def test_nvidias_own_bindings(tmp_path: Path) -> None:
     shutil.copy(library, tmp_path / "libcuda.so.1")
     code = """if True:
         import duoka, json
-        from duoka import nvml, serial
-        print(json.dumps([serial.to_dict(duoka.Fleet.parse("1,0")), serial.to_dict(nvml.read())]))
+        from duoka.base.serialization import to_dict
+        from duoka.hardware import nvml
+        print(json.dumps([to_dict(duoka.Fleet.parse("1,0")), to_dict(nvml.read())]))
         duoka.Fleet.parse("2")
     """
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}

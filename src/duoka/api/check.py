@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from duoka.checker import Subject, check_subject, complete, read_entries
+from duoka.checker.run import check_subject
 from duoka.checker.split import splits
-from duoka.checker.subject import build_own, native_hint, stop_of
+from duoka.checker.subject import Subject, build_own, complete, native_hint, read_entries, stop_of
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import Faults, InfeasibleError, ModelError, PlacementError, UsageError
 from duoka.forecast.tensor_names import Outline

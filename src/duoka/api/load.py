@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from duoka import checker
+from duoka.checker.prove import prove
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import CheckpointError, ModelError, UsageError
@@ -84,7 +84,7 @@ def load(
     plan = plan.here()
     refuse_more(plan.forecast.host_bytes)
     devices.materialise(plan.fleet)
-    checker.prove(plan, build_model(checkpoint, plan.workload))
+    prove(plan, build_model(checkpoint, plan.workload))
     checkpoint = checkpoint.fetch(download_progress)
     plan.refuse_other(checkpoint.fingerprint, plan.source)
     return _filled(plan, checkpoint, progress, keeping)

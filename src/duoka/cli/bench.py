@@ -23,7 +23,8 @@ from . import options, planning
 from .terminal import stderr, stdout
 
 if TYPE_CHECKING:
-    from duoka.tools.bench import Calibrated, Quality
+    from duoka.tools.bench.calibrate import Calibrated
+    from duoka.tools.bench.quality import Quality
 
 _MEASURED: tuple[Cache, ...] = ("dynamic", "int8")
 
@@ -183,7 +184,7 @@ def _read_tokens(text: str | None) -> int | None:
 
 
 def _measure(checkpoint: duoka.Checkpoint, fleet: duoka.Fleet, wanted: _Wanted) -> Quality:
-    from duoka.tools.bench import measure_quality, windows_for
+    from duoka.tools.bench.quality import measure_quality, windows_for
 
     chosen = windows_for(checkpoint)
     if wanted.context is not None:
@@ -241,7 +242,7 @@ def _print_quality(found: Quality) -> None:
 
 def _calibrate(gpus: str, *, json: bool) -> None:
     fleet = planning.read_fleet(gpus)
-    from duoka.tools.bench import calibrate
+    from duoka.tools.bench.calibrate import calibrate
 
     console = stderr()
     with console.status("measuring") as status:

@@ -78,7 +78,7 @@ def _ask_elsewhere(library: Any) -> tuple[str, ...]:
     # A program that brings its own Python would start itself again.
     if not sys.executable or getattr(sys, "frozen", False):
         return _ask(library)
-    path = str(Path(__file__).resolve().parents[1])
+    path = str(Path(__file__).resolve().parents[2])
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _CHILD, path],

@@ -8,8 +8,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import duoka
-from duoka.checker import Subject
 from duoka.checker.fix.verify import twin_of
+from duoka.checker.subject import Subject
 
 LAYERS = 6
 

@@ -17,8 +17,8 @@ from duoka.hardware import calibration
 from duoka.hardware.calibration import Calibration, GpuFigures
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
-from duoka.tools.bench import calibrate
 from duoka.tools.bench import calibrate as calibrating
+from duoka.tools.bench.calibrate import calibrate
 
 MIB = 2**20
 FIGURES = GpuFigures(

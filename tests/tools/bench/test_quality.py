@@ -20,7 +20,7 @@ from duoka.cli.main import run
 from duoka.errors import UsageError
 from duoka.models.text.tokenizer import load_tokenizer
 from duoka.planner.request import PlanProblem
-from duoka.tools.bench import Windows, measure_quality, windows_for
+from duoka.tools.bench.quality import Windows, measure_quality, windows_for
 from duoka.tools.demo.checkpoint import CONFIG
 
 TEXT = "What is a GPU? Two of them hold what one does not. " * 4

@@ -14,7 +14,7 @@ from torch import nn
 
 from duoka.report.check_report import Operand
 
-from .. import Subject, device_of
+from ..subject import Subject, device_of
 from .sources import SourceError, Sources
 from .syntax import Edit, Tree, function_of
 

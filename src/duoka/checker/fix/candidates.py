@@ -13,7 +13,7 @@ import libcst as cst
 
 from duoka.report.check_report import Fault, Operand
 
-from .. import Subject
+from ..subject import Subject
 from .autograd import at_apply, at_gradient
 from .buffers import Table, as_buffer
 from .containers import each_of, folded_items, items_of

@@ -10,7 +10,7 @@ import libcst as cst
 
 from duoka.report.check_report import Fault, Operand
 
-from .. import Subject
+from ..subject import Subject
 from .device_exprs import anchors, lucky
 from .edits import (
     calls_before,

@@ -16,7 +16,7 @@ from torch import nn
 
 from duoka.report.check_report import Fault, Operand
 
-from .. import Subject
+from ..subject import Subject
 from .syntax import Tree, all_names, folded, is_plain, root, statement_of
 
 _KEEP_DEVICE = frozenset(

@@ -9,7 +9,7 @@ import libcst as cst
 
 from duoka.report.check_report import Fault, Operand
 
-from .. import Subject
+from ..subject import Subject
 from .device_exprs import anchors, lucky
 from .edits import is_written_out, move, set_device
 from .sources import SourceError, Sources

@@ -10,7 +10,8 @@ from torch import nn
 
 from duoka.report.check_report import Fault, Report
 
-from .. import Subject, check_subject
+from ..run import check_subject
+from ..subject import Subject
 from .buffers import registered
 from .live_code import SwapError, live_functions, swapped
 from .patch import Patch, Repairs, unified_diff

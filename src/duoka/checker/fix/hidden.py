@@ -9,7 +9,7 @@ import libcst as cst
 
 from duoka.report.check_report import Fault
 
-from .. import Subject
+from ..subject import Subject
 from .device_exprs import anchors, lucky
 from .edits import move, replace
 from .syntax import Edit, Tree, bound_before, function_of, is_container, is_plain, root

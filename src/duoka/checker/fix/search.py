@@ -11,7 +11,7 @@ import libcst as cst
 
 from duoka.report.check_report import Fault, Place, Report
 
-from .. import Subject
+from ..subject import Subject
 from .buffers import Table
 from .candidates import Cure, cures
 from .live_code import SwapError

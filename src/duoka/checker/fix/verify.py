@@ -21,7 +21,9 @@ from duoka.base.units import format_bytes, format_count
 from duoka.errors import Faults
 from duoka.report.check_report import Report
 
-from .. import Numbers, Subject, check_subject, complete, compute, device_of, is_computable
+from ..compute import Numbers, compute, is_computable
+from ..run import check_subject
+from ..subject import Subject, complete, device_of
 
 Patched = Callable[[nn.Module], AbstractContextManager[None]]
 """Gives a scope in which a model runs the patched code."""

@@ -3,15 +3,3 @@
 Virtual GPUs go through the same code; what calibration measures on them says how fast the processor
 is, and is kept nowhere.
 """
-
-from .calibrate import Calibrated, calibrate
-from .quality import Quality, Windows, measure_quality, windows_for
-
-__all__ = [
-    "Calibrated",
-    "Quality",
-    "Windows",
-    "calibrate",
-    "measure_quality",
-    "windows_for",
-]
