@@ -1,9 +1,10 @@
-"""Scores against the oracle: every request one after the other, on a plain allocator."""
+"""Programs against the oracle: every request one after the other, on a plain allocator."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import rehearsing
@@ -13,8 +14,16 @@ from hypothesis import strategies as st
 from replaying import MEMORIES, NewMemory, Peaks, only_compiled, plain_run, replays_on
 from tiny import MIB
 
-from duoka.forecast.alloc_events import DROP, KEEP, MALLOC, RELEASE, RELEASE_FAR, Event, Part
-from duoka.forecast.alloc_program import Score, Scoring, Writer
+from duoka.forecast.alloc_events import (
+    DROP,
+    KEEP,
+    MALLOC,
+    RELEASE,
+    RELEASE_FAR,
+    AllocEvents,
+    Event,
+)
+from duoka.forecast.alloc_program import StageCompiler, StageProgram
 from duoka.forecast.device_memory import CompiledMemory, PlainMemory, sizes_of
 from duoka.forecast.profile import Key, Profile
 from duoka.forecast.replay import Replay
@@ -81,15 +90,30 @@ def test_models_are_played_as_the_oracle_plays_them(
         check(tiny.regular(name), workload, data)
 
 
+def compiled(
+    events: list[Event], num_kept: int, alive: Sequence[Key] = (), num_sizes: int = 0
+) -> StageProgram:
+    """What block 7 does, alone on its device, that has so many caches before."""
+    trace = SimpleNamespace(
+        profile=SimpleNamespace(blocks={7: SimpleNamespace(kind=0)}),
+        steps=[SimpleNamespace(large_at_tokens=1)],
+        tape=lambda block, step: SimpleNamespace(sizes=range(num_sizes)),
+        events=lambda block, step: events,
+    )
+    compiler = StageCompiler(cast(AllocEvents, trace), 0, {7: num_kept}, alive=alive)
+    compiler.run([7])
+    return compiler.program()
+
+
 @on_both
 def test_by_hand(new_memory: NewMemory) -> None:
     """A small request, a large one, a cache; then the large one ends."""
-    writer, memory = Writer({7: 0}, ()), new_memory(None)
-    writer.play(Part([(MALLOC, 0, 0), (MALLOC, 1, 1), (KEEP, 2, 2), (RELEASE, 0, 1)]), 7, 1)
-    assert list(writer.alive) == [(7, 0)]
-    sizes = sizes_of([9999, 1000, 3 * MIB, 600])
-    kept = memory.run(writer.program(), sizes, [], tuple(writer.kept[7]))
-    assert [size for _, size, _ in kept] == [1024]
+    memory = new_memory(None)
+    program = compiled([(MALLOC, 0, 0), (MALLOC, 1, 1), (KEEP, 2, 2), (RELEASE, 0, 1)], 0)
+    assert program.left == ((7, 0),)
+    assert program.num_kept == (1,)
+    cache, left = memory.run(program.moves, sizes_of([1000, 3 * MIB, 600]), [], program.out)
+    assert (cache[1], left[1]) == (1024, 1024)
     assert memory.allocated == memory.requested == 2048
     assert memory.peak == memory.requested_peak == 2048 + 3 * MIB
     assert (memory.cached, memory.cached_at_peak) == (1024, 1024)
@@ -100,80 +124,37 @@ def test_by_hand(new_memory: NewMemory) -> None:
 def test_what_others_made_and_what_was_kept_ends_too(new_memory: NewMemory) -> None:
     """A result of the block before, an input, the first of two caches; the other one stays."""
     memory = new_memory(None)
-    kept = [memory.hold(size, cached=True) for size in (600, 5000)]
+    caches = [memory.hold(size, cached=True) for size in (600, 5000)]
     alive = [memory.hold(1000) for _ in range(3)]
-    writer = Writer({7: 2}, [(-1, 0), (6, 3), (6, 4)])
-    writer.play(Part([(RELEASE, 1, 3), (RELEASE_FAR, -1, 0), (DROP, 0, 0), (KEEP, 0, 0)]), 7, 0)
-    assert list(writer.alive) == [(6, 4)]
-    out = tuple(writer.kept[7])
-    found = memory.run(writer.program(), sizes_of([700]), [*kept, *alive], out)
-    assert [asked for *_, asked in found] == [5120, 1024]
+    program = compiled(
+        [(RELEASE, 1, 3), (RELEASE_FAR, -1, 0), (DROP, 0, 0), (KEEP, 0, 0)],
+        2,
+        [(-1, 0), (6, 3), (6, 4)],
+    )
+    assert program.left == ((6, 4),)
+    assert program.num_kept == (2,)
+    found = memory.run(program.moves, sizes_of([700]), [*caches, *alive], program.out)
+    assert [asked for *_, asked in found] == [5120, 1024, 1024]
     assert (memory.allocated, memory.cached) == (1024 + 5120 + 1024, 5120 + 1024)
 
 
 def test_an_end_of_what_isnt_there_is_nothing() -> None:
-    writer = Writer({7: 0}, ())
-    writer.play(Part([(RELEASE, 1, 3), (RELEASE_FAR, -1, 0), (RELEASE, 0, 9)]), 7, 0)
-    assert writer.program() == b""
+    assert compiled([(RELEASE, 1, 3), (RELEASE_FAR, -1, 0), (RELEASE, 0, 9)], 0).moves == b""
 
 
-def scores(replay: Replay, stage: Sequence[int]) -> list[Score]:
-    found: list[Score] = []
-    num_kept = dict.fromkeys(stage, 0)
-    for step in range(len(replay.steps)):
-        scoring = Scoring(replay, step, num_kept)
-        scoring.write(range(stage[0], stage[-1] + 1))
-        found.append(scoring.score())
-        num_kept = dict(zip(stage, found[-1].num_kept, strict=True))
-    return found
-
-
-@pytest.mark.parametrize("profile", [*MADE_UP, tiny.regular("llama"), tiny.regular("tied")])
-def test_what_is_repeated_is_what_would_be_written(
-    profile: Profile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replay = Replay(profile, Workload(prompt_tokens=600, new_tokens=3, prefill_chunk_tokens=256))
-    blocks = range(len(profile.blocks))
-    stages = (blocks, blocks[1:], blocks[:-1], blocks[2:5], [*blocks[:3], *blocks[4:]])
-    repeated = [scores(replay, stage) for stage in stages]
-    monkeypatch.setattr(Writer, "can_repeat", lambda _: False)
-    assert repeated == [scores(replay, stage) for stage in stages]
-
-
-FIRST_IS_LEFT = [(MALLOC, 0, 0), (KEEP, 1, 1), (MALLOC, 2, 2), (RELEASE, 0, 2), (RELEASE, 1, 0)]
-
-
-@pytest.mark.parametrize("given", [[], [(4, 0)], [(-1, 0), (4, 0)], [(-1, 0), (3, 0)]])
-@pytest.mark.parametrize("events", [FIRST_IS_LEFT, [(DROP, 1, 0), *FIRST_IS_LEFT]])
-@pytest.mark.parametrize("far", [[], [(RELEASE_FAR, -1, 0)], [(RELEASE, 2, 0)]])
-def test_a_repeated_part_is_the_part_again_and_again(
-    given: list[Key], events: list[Event], far: list[Event]
-) -> None:
-    part, blocks = Part([*far, *events]), range(5, 12)
-    written = Writer(dict.fromkeys(blocks, 2), given)
-    for block in blocks:
-        written.play(part, block, 3)
-    repeated = Writer(dict.fromkeys(blocks, 2), given)
-    for block in blocks[:2]:
-        repeated.play(part, block, 3)
-    if not repeated.can_repeat():
-        repeated.play(part, 7, 3)
-        assert repeated.can_repeat()
-        repeated.repeat(4, 3)
-    else:
-        repeated.repeat(5, 3)
-    assert repeated.program() == written.program()
-    assert (repeated.alive, repeated.kept) == (written.alive, written.kept)
-
-
-def test_like_blocks_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    profile = tiny.made_up([100, *[200] * 90, 100], tiny.Costs(cache=9000))
-    replay = Replay(profile, Workload(prompt_tokens=600, new_tokens=3, prefill_chunk_tokens=None))
-    written: list[int] = []
-    play = Writer.play
-    monkeypatch.setattr(Writer, "play", lambda *args: (written.append(args[2]), play(*args)))
-    scores(replay, range(92))
-    assert len(written) <= 6 * len(replay.steps)
+def test_one_program_serves_all_steps_of_a_kind() -> None:
+    """That is what makes a replay quick: a thousand tokens are one program."""
+    replay = Replay(
+        tiny.regular("llama"),
+        Workload(prompt_tokens=600, new_tokens=40, prefill_chunk_tokens=None),
+    )
+    stage, kinds = range(len(replay.profile.blocks)), dict[int, StageProgram]()
+    for step in range(1, len(replay.steps)):
+        compiler = StageCompiler(replay, step, dict.fromkeys(stage, 2))
+        compiler.run(stage)
+        program = compiler.program()
+        assert kinds.setdefault(replay.steps[step].regime, program) == program
+    assert len(kinds) == 1
 
 
 TRAINED = rehearsing.made_up([rehearsing.Layer(weight=900_000, result=3000, saved=70_000)] * 4)

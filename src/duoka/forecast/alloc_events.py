@@ -1,16 +1,15 @@
-"""Tapes: what the blocks of a profile allocate and free in the steps of one workload."""
+"""Allocation events: what the blocks of a profile allocate and free in the steps of one workload.
+
+It knows neither stages nor devices, nor what an allocator makes of the events.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
-
-import numpy as np
-import numpy.typing as npt
 
 from .allocator import SMALL_REQUEST_BYTES
-from .device_memory import BACK, sizes_of
+from .device_memory import sizes_of
 from .profile import (
     Key,
     Kind,
@@ -25,8 +24,6 @@ from .profile import (
     rules_of,
 )
 from .workload import Workload, refuse_short
-
-Ints: TypeAlias = npt.NDArray[np.int64]
 
 MALLOC, KEEP, RELEASE, DROP, RELEASE_FAR = range(5)
 Event = tuple[int, int, int]
@@ -50,77 +47,10 @@ class Step:
     large_at_tokens: int = 0
 
 
-class Part:
-    """What one block does in one step, whatever the sizes.
+class AllocEvents:
+    """A profile at one workload with its prefill chunk resolved; a subclass makes its steps.
 
-    Parameters
-    ----------
-    events : sequence of Event
-        In order.
-
-    Attributes
-    ----------
-    moves : [moves, 3]
-        Its program. The first slots are those of what comes from elsewhere: `near` (blocks back,
-        number), `far` (block, number) and `dropped` (the block's own caches); then of what is made.
-    left, kept : list
-        What is there afterwards: the number and slot of each, and the slots of new caches.
-    num_made : int
-        How many requests there are.
-    """
-
-    def __init__(self, events: Sequence[Event]) -> None:
-        self.near: list[tuple[int, int]] = []
-        self.far: list[Key] = []
-        self.dropped: list[int] = []
-        made: dict[int, int] = {}  # by number, as long as it lives
-        kept: list[int] = []
-        self.num_made = 0
-        moves: list[tuple[str, int, int]] = []
-        for code, number, other in events:
-            if code in (MALLOC, KEEP):
-                moves.append(("made", self.num_made, other))
-                if code == KEEP:
-                    kept.append(self.num_made)
-                else:
-                    made[number] = self.num_made
-                self.num_made += 1
-            elif code == RELEASE and not number and other in made:
-                moves.append(("made", made.pop(other), BACK))
-            elif code == RELEASE:
-                moves.append(("near", len(self.near), BACK))
-                self.near.append((number, other))
-            elif code == RELEASE_FAR:
-                moves.append(("far", len(self.far), BACK))
-                self.far.append((number, other))
-            else:
-                moves.append(("dropped", len(self.dropped), BACK))
-                self.dropped.append(number)
-        far = len(self.near)
-        dropped = far + len(self.far)
-        first_made = dropped + len(self.dropped)
-        first = {"near": 0, "far": far, "dropped": dropped, "made": first_made}
-        self.left = [(number, first_made + index) for number, index in made.items()]
-        self.kept = [first_made + index for index in kept]
-        cached = {*range(dropped, first_made), *self.kept}
-        places = [(first[where] + index, size) for where, index, size in moves]
-        program = [(place, size, place in cached) for place, size in places]
-        self.moves = np.array(program, np.int64).reshape(-1, 3)
-
-
-class Tapes:
-    """A profile at one workload, whose steps a subclass makes.
-
-    Parameters
-    ----------
-    profile : Profile
-    workload : Workload
-        With its prefill chunk resolved.
-
-    Raises
-    ------
-    UsageError
-        If the workload is larger than what the profile knows, or under other conditions.
+    A workload that is larger than what the profile knows, or under other conditions, is refused.
     """
 
     def __init__(self, profile: Profile, workload: Workload) -> None:
@@ -132,7 +62,6 @@ class Tapes:
         self._rules: dict[int, Rules] = {}  # by the tape, which the profile keeps
         self._packed: dict[tuple[int, int], bytes] = {}
         self._events: dict[tuple[int, int, int], list[Event]] = {}
-        self._parts: dict[tuple[int, int, int], Part] = {}
         self._foreign_frees: dict[tuple[int, int], tuple[Ref, ...]] = {}
         self._large_ones: dict[tuple[int, int], frozenset[int]] = {}
         self.steps = self._schedule()
@@ -156,22 +85,14 @@ class Tapes:
 
     def events(self, block: int, step: int) -> list[Event]:
         """What a block does in one of `steps`."""
-        now = self.steps[step]
-        key = (self.profile.blocks[block].kind, now.regime, now.large_at_tokens)
+        call = self.steps[step]
+        key = (self.profile.blocks[block].kind, call.regime, call.large_at_tokens)
         if key not in self._events:
-            self._events[key] = list(self._compile(block, step))
+            self._events[key] = list(self._read_tape(block, step))
         return self._events[key]
 
-    def part(self, block: int, step: int) -> Part:
-        """The same, made ready for being played."""
-        now = self.steps[step]
-        key = (self.profile.blocks[block].kind, now.regime, now.large_at_tokens)
-        if key not in self._parts:
-            self._parts[key] = Part(self.events(block, step))
-        return self._parts[key]
-
     def packed_sizes(self, block: int, step: int) -> bytes:
-        """What `sizes` tells, for a program."""
+        """The same as `sizes`, as a program takes them."""
         key = (self.profile.blocks[block].kind, step)
         if key not in self._packed:
             self._packed[key] = sizes_of(self.sizes(block, step))
@@ -196,15 +117,15 @@ class Tapes:
         """The number of the first allocation in a block's tape."""
         return 0
 
-    def _compile(self, block: int, step: int) -> Iterator[Event]:
+    def _read_tape(self, block: int, step: int) -> Iterator[Event]:
         # In the names of a tape, not of its block: kinds stand for many blocks.
         tape = self.tape(block, step)
-        kept = frozenset(tape.kept)
+        caches = frozenset(tape.kept)
         number = first = self.first_number(block, step)
         for ref in tape.events:
             if ref is None:
                 if self._counts(block, number, step):
-                    yield KEEP if number in kept else MALLOC, number, number - first
+                    yield KEEP if number in caches else MALLOC, number, number - first
                 number += 1
             elif ref.origin == "kept":
                 yield DROP, ref.index, 0
@@ -216,8 +137,8 @@ class Tapes:
 
     def _counts(self, block: int, number: int, step: int) -> bool:
         """Whether an allocation is replayed in a step."""
-        now = self.steps[step]
-        return not now.large_at_tokens or number in self._large(block, now.regime)
+        call = self.steps[step]
+        return not call.large_at_tokens or number in self._large(block, call.regime)
 
     def _large(self, block: int, regime: int) -> frozenset[int]:
         """The allocations that come from large segments at the end of the context, and caches."""

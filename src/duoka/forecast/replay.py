@@ -1,7 +1,7 @@
-"""Replay: the tapes of a stage, run through the allocator's model at one workload.
+"""Replay: the allocation events of a stage, run through the allocator's model at one workload.
 
 This is the one function that the planner optimises, the forecast reports and the virtual run is
-held against.
+held against. It knows nothing of time.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-from .alloc_events import Step, Tapes
-from .alloc_program import Score, Scoring
+from .alloc_events import AllocEvents, Step
+from .alloc_program import StageCompiler, StageProgram
 from .allocator import OutOfCapacity, rounded_bytes, segment_bytes
 from .device_memory import Held, new_memory
 from .profile import Phase, Profile, buffer_bytes, evaluate
@@ -63,22 +63,11 @@ class Run(Protocol):
         """Replay it; `OutOfCapacity` where it doesn't fit."""
 
 
-class Replay(Tapes):
-    """A profile at one workload.
+class Replay(AllocEvents):
+    """A profile at one workload, whose stages can be replayed.
 
-    Parameters
-    ----------
-    profile : Profile
-    workload : Workload
-        With its prefill chunk resolved.
-    brief : bool
-        Leave out steps between the first and the last ones of a phase: for bounds and for seconds.
-        Otherwise every step counts that changes what PyTorch's allocator holds.
-
-    Raises
-    ------
-    UsageError
-        If the workload is larger than what the profile knows, or under other conditions.
+    With `brief` it leaves out the steps between the first and the last ones of a phase: for bounds
+    and for seconds. Otherwise every step counts that changes what PyTorch's allocator holds.
     """
 
     def __init__(self, profile: Profile, workload: Workload, *, brief: bool = False) -> None:
@@ -190,10 +179,10 @@ class _StageRun:
         self.blocks = sorted(blocks)
         self.memory = new_memory(capacity)
         # Block by block, and how many of each.
-        self.kept: list[Held] = []
+        self.caches: list[Held] = []
         self.num_kept = (0,) * len(self.blocks)
         self.num_begun = 0
-        self._scores: dict[tuple[int, int, tuple[int, ...]], Score] = {}
+        self._programs: dict[tuple[int, int, tuple[int, ...]], StageProgram] = {}
 
     def run(self) -> StageBytes:
         profile, memory = self.replay.profile, self.memory
@@ -217,19 +206,19 @@ class _StageRun:
         )
 
     def _run_step(self, step: int) -> None:
-        now = self.replay.steps[step]
-        key = (now.regime, now.large_at_tokens, self.num_kept)
-        if key not in self._scores:
+        call = self.replay.steps[step]
+        key = (call.regime, call.large_at_tokens, self.num_kept)
+        if key not in self._programs:
             num_kept = dict(zip(self.blocks, self.num_kept, strict=True))
-            scoring = Scoring(self.replay, step, num_kept, device_of=self.device_of)
-            scoring.write(range(self.blocks[0], self.blocks[-1] + 1))
+            compiler = StageCompiler(self.replay, step, num_kept, device_of=self.device_of)
+            compiler.run(range(self.blocks[0], self.blocks[-1] + 1))
             # Blocks behind the last one free what is theirs; nothing is allocated in between.
-            scoring.release_all()
-            self._scores[key] = scoring.score()
-        score = self._scores[key]
-        sizes = score.sizes(self.replay, step)
-        self.kept = self.memory.run(score.program, sizes, self.kept, score.out)
-        self.num_kept = score.num_kept
+            compiler.release_all()
+            self._programs[key] = compiler.program()
+        program = self._programs[key]
+        sizes = program.sizes(self.replay, step)
+        self.caches = self.memory.run(program.moves, sizes, self.caches, program.out)
+        self.num_kept = program.num_kept
 
 
 def _ends(items: Sequence[T]) -> Sequence[T]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .alloc_events import Step
-from .alloc_program import Score, Scoring
+from .alloc_program import StageCompiler, StageProgram
 from .allocator import rounded_bytes
 from .device_memory import Held, new_memory
 from .profile import TRAINING_PHASES, Key, Profile, training_monomials
@@ -125,7 +125,7 @@ class _StageRun:
         # Block by block, and how many of each.
         self.gradients: list[Held] = []
         self.num_gradients = (0,) * len(self.blocks)
-        self._scores: dict[tuple[int, tuple[int, ...]], Score] = {}
+        self._programs: dict[tuple[int, tuple[int, ...]], StageProgram] = {}
         profile = rehearsal.profile
         self.kinds = [profile.kinds[profile.blocks[block].kind] for block in self.blocks]
         self.trained = [size for kind in self.kinds for size in kind.trained_bytes]
@@ -183,43 +183,44 @@ class _StageRun:
         """What is free, and where what the micro-batches in flight have made is."""
         return self.memory.free_blocks(), *map(tuple, flying)
 
-    def _pass(self, step: int, given: Sequence[Held]) -> list[Held]:
-        """Run a pass over all blocks, given what the forward one has left; what this one leaves."""
+    def _pass(self, step: int, saved: Sequence[Held]) -> list[Held]:
+        """Run a pass over all blocks, with what the forward one has saved; what this one leaves."""
         key = (step, self.num_gradients)
-        if key not in self._scores:
-            self._scores[key] = self._score(step)
-        score, number = self._scores[key], sum(self._scores[key].num_kept)
-        sizes = score.sizes(self.rehearsal, step)
-        out = self.memory.run(score.program, sizes, [*self.gradients, *given], score.out)
-        self.gradients, self.num_gradients = out[:number], score.num_kept
+        if key not in self._programs:
+            self._programs[key] = self._compile(step)
+        program = self._programs[key]
+        number = sum(program.num_kept)
+        sizes = program.sizes(self.rehearsal, step)
+        out = self.memory.run(program.moves, sizes, [*self.gradients, *saved], program.out)
+        self.gradients, self.num_gradients = out[:number], program.num_kept
         return out[number:]
 
-    def _score(self, step: int) -> Score:
+    def _compile(self, step: int) -> StageProgram:
         rehearsal, blocks = self.rehearsal, range(len(self.rehearsal.profile.blocks))
         num_kept = dict(zip(self.blocks, self.num_gradients, strict=True))
         if step != FORWARD:
             # The same whatever gradients there were then.
-            forward = next(score for key, score in self._scores.items() if key[0] == FORWARD)
-            scoring = Scoring(rehearsal, step, num_kept, given=forward.left)
-            scoring.write(blocks[::-1])
-            scoring.release_all()
-            return scoring.score()
-        scoring = Scoring(rehearsal, step, num_kept)
-        scoring.write(blocks)
-        given = {
+            forward = next(known for key, known in self._programs.items() if key[0] == FORWARD)
+            compiler = StageCompiler(rehearsal, step, num_kept, alive=forward.left)
+            compiler.run(blocks[::-1])
+            compiler.release_all()
+            return compiler.program()
+        compiler = StageCompiler(rehearsal, step, num_kept)
+        compiler.run(blocks)
+        inputs = {
             rehearsal.key_of(block, read.ref, FORWARD)
             for block in self.blocks
             for number, read in enumerate(rehearsal.tape(block, FORWARD).reads)
             if number not in rehearsal.tape(block, FORWARD).passing
         }
-        for key in list(scoring.writer.alive):
+        for key in list(compiler.alive):
             # What only others hold for their backward pass is gone from its own device, and so is a
             # copy that was only on its way.
             holder = rehearsal.ended_by(key)
-            ends_here = holder is None if key[0] in num_kept else key in given
+            ends_here = holder is None if key[0] in num_kept else key in inputs
             if not ends_here and holder not in num_kept:
-                scoring.release(key)
-        return scoring.score()
+                compiler.release(key)
+        return compiler.program()
 
     def _update(self, *, is_first: bool) -> None:
         """What the optimizer does, and gradients set to None."""
