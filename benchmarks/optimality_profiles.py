@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from duoka.forecast.forecast import Costs
+from duoka.forecast.costs import Costs
 from duoka.forecast.profile import (
     MONOMIALS,
     Block,
@@ -145,7 +145,7 @@ def draw_question(rng: random.Random, profile: Profile) -> PlanProblem:
     devices = tuple(
         Device(
             name=f"vgpu:{index}",
-            budget_bytes=int(peaks.reserved * rng.choice(share)),
+            budget_bytes=int(peaks.reserved_bytes * rng.choice(share)),
             memory_bytes_per_second=speed,
             flops_per_second=speed and 1e3 * speed,
         )
@@ -175,7 +175,7 @@ class Brute:
         roots = [block.tied_to for block in self.profile.blocks]
         blocks += [index for index, root in enumerate(roots) if root is not None and start == 0]
         peaks = self.full.run(blocks, budget)
-        return None if peaks is None else peaks.requested
+        return None if peaks is None else peaks.requested_bytes
 
     def placements(self) -> Iterator[tuple[int, float]]:
         """How many GPUs each placement uses, and its value: the larger the better."""

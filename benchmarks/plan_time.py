@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from duoka.checkpoint.checkpoint import Checkpoint
-from duoka.forecast.forecast import Costs
+from duoka.forecast.costs import Costs
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet

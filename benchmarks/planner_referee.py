@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from duoka.forecast.forecast import Costs
+from duoka.forecast.costs import Costs
 from duoka.forecast.profile import Profile
 from duoka.forecast.replay import Replay
 from duoka.forecast.workload import Workload
@@ -223,12 +223,12 @@ class Audit:
         told = referee.costs.requested_bytes(start, stop, _ENDLESS)
         fits = referee.fits(start, stop, budget)
         place = f"{referee.profile.model} {referee.workload} [{start}, {stop}) on {budget}"
-        if bound > peaks.requested:
+        if bound > peaks.requested_bytes:
             self.bounds_too_high += 1
-            self.told.append(f"bound {bound} > {peaks.requested}: {place}")
-        if told != peaks.requested:
+            self.told.append(f"bound {bound} > {peaks.requested_bytes}: {place}")
+        if told != peaks.requested_bytes:
             self.memory_of_alikes_wrong += 1
-            self.told.append(f"remembered {told}, replayed {peaks.requested}: {place}")
+            self.told.append(f"remembered {told}, replayed {peaks.requested_bytes}: {place}")
         if fits != (afresh.run(blocks, budget) is not None):
             self.verdict_wrong += 1
             self.told.append(f"judged {fits}, which it is not: {place}")

@@ -23,8 +23,8 @@ from duoka.forecast.profile import (
     Rule,
     Tape,
 )
-from duoka.forecast.replay import StageBytes
 from duoka.forecast.replay_training import in_flight, replay_of
+from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.tensor_names import NamedTensor, Roster
 from duoka.forecast.workload import Conditions, Training
 from duoka.runtime.dispatch.dispatch import dispatch

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from duoka.forecast import replay, replay_training
+from duoka.forecast import replay
 from duoka.forecast.alloc_events import DROP, KEEP, MALLOC, RELEASE
 from duoka.forecast.allocator import OutOfCapacity, rounded_bytes, segment_bytes
 from duoka.forecast.device_memory import CompiledMemory, Memory, PlainMemory
@@ -27,10 +27,9 @@ MEMORIES = [
 
 @contextmanager
 def replays_on(new_memory: NewMemory) -> Iterator[None]:
-    """Replays and rehearsals on such a memory."""
+    """Replays on such a memory."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (replay, replay_training):
-            patch.setattr(module, "new_memory", new_memory)
+        patch.setattr(replay, "new_memory", new_memory)
         yield
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from duoka.forecast.forecast import DeviceForecast, Forecast
+from duoka.forecast.forecast import Forecast
+from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.placement import Placement
@@ -26,9 +27,9 @@ def entries(counts: Sequence[int], devices: Sequence[str]) -> list[tuple[str, st
     return [("model.embed_tokens", devices[0]), ("model.rotary_emb", devices[0]), *layers, *head]
 
 
-def forecast(device: str, layers: int, budget_bytes: int) -> DeviceForecast:
+def forecast(device: str, layers: int, budget_bytes: int) -> StageBytes:
     weights, activations = layers * LAYER_BYTES, GIB // 2
-    return DeviceForecast(
+    return StageBytes(
         device=device,
         weight_bytes=weights,
         kv_cache_bytes=0,

@@ -20,9 +20,10 @@ from tiny import MIB
 
 from duoka import Fleet, Workload, models
 from duoka.forecast import replay
-from duoka.forecast.forecast import Costs, DeviceForecast, Findings
+from duoka.forecast.costs import Costs, ReplayCache
 from duoka.forecast.profile import Profile, Tape
 from duoka.forecast.replay import Replay
+from duoka.forecast.stage_bytes import StageBytes
 from duoka.planner.constraints import Constraints
 from duoka.planner.planner import attempt, solve
 from duoka.planner.request import PlanProblem
@@ -244,7 +245,7 @@ def test_a_bound_is_no_empty_word(profile: Profile) -> None:
     for start, stop in stages(costs):
         peaks = costs.stage_bytes(start, stop, 2**50)
         assert peaks is not None
-        assert costs.lower_bound_bytes[start, stop] >= peaks.weights
+        assert costs.lower_bound_bytes[start, stop] >= peaks.weight_bytes
 
 
 @settings(max_examples=10)
@@ -257,7 +258,7 @@ def test_stages_of_equal_number_cost_the_same(workload: Workload, profile: Profi
         peaks = brief.run(costs.blocks_of(start, stop))
         assert peaks is not None
         number = int(costs.alike[start, stop])
-        assert by_number.setdefault(number, peaks.reserved) == peaks.reserved
+        assert by_number.setdefault(number, peaks.reserved_bytes) == peaks.reserved_bytes
     assert len(by_number) < len(stages(costs)), "nothing is alike"
 
 
@@ -289,7 +290,9 @@ def test_what_was_replayed_is_remembered(monkeypatch: pytest.MonkeyPatch) -> Non
     costs = Costs(PROFILES[0], load(500, 20))
     roomy = costs.stage_bytes(0, 5, 2**50)
     assert roomy is not None
-    assert costs.stage_bytes(0, 5, roomy.reserved) == roomy  # never pressed: no more is needed
+    assert (
+        costs.stage_bytes(0, 5, roomy.reserved_bytes) == roomy
+    )  # never pressed: no more is needed
     bound = int(costs.lower_bound_bytes[0, 5])
     for _ in range(2):
         assert costs.stage_bytes(0, 5, bound - 1) is None
@@ -309,14 +312,14 @@ def test_steps_of_a_longer_context_tell_nothing_of_a_shorter_one_that_leaves_mor
             for kind in profile.kinds
         ),
     )
-    findings = Findings()
-    long, short = (Costs(grows, load(1, new), findings) for new in (254, 109))
+    cache = ReplayCache()
+    long, short = (Costs(grows, load(1, new), cache) for new in (254, 109))
     budget = 26 * MIB
     assert long.stage_bytes(0, 4, budget) is None
     told = short.stage_bytes(0, 4, budget)
     assert told is not None
     assert told == Costs(grows, load(1, 109)).stage_bytes(0, 4, budget)
-    again = Costs(grows, load(1, 254), findings)
+    again = Costs(grows, load(1, 254), cache)
     monkeypatch.setattr(Replay, "run", None)  # nothing is replayed
     assert again.stage_bytes(0, 4, budget) is None
 
@@ -327,7 +330,7 @@ def _growing(tape: Tape) -> Tape:
 
 
 def test_free_memory_is_what_the_budget_leaves() -> None:
-    device = DeviceForecast(
+    device = StageBytes(
         device="cuda:0",
         weight_bytes=5,
         kv_cache_bytes=2,

@@ -12,8 +12,8 @@ from tiny import MIB
 
 from duoka import Device, Fleet, Workload
 from duoka.errors import FormatError
-from duoka.forecast.forecast import Costs
-from duoka.forecast.latency import LAUNCH_SECONDS, Times, rate
+from duoka.forecast.costs import Costs
+from duoka.forecast.latency import LAUNCH_SECONDS, LatencyModel, rate
 from duoka.forecast.profile import Kind, Profile
 from duoka.forecast.replay_training import replay_of
 from duoka.forecast.schedules import Passes, pipeline_seconds
@@ -60,7 +60,10 @@ def launching(profile: Profile, launches: float) -> Profile:
 
 def test_each_block_takes_the_longer_of_arithmetic_and_traffic() -> None:
     costs = Costs(LAYERS, load(100, 5))
-    by_memory, by_arithmetic = costs.times.on(gpu()), costs.times.on(gpu(memory=1e9, flops=10.0))
+    by_memory, by_arithmetic = (
+        costs.latency.seconds_on(gpu()),
+        costs.latency.seconds_on(gpu(memory=1e9, flops=10.0)),
+    )
     assert by_memory is not None
     assert by_arithmetic is not None
     # A prompt of 100 tokens, and four decode steps: the fifth token needs none.
@@ -73,7 +76,7 @@ def test_each_block_takes_the_longer_of_arithmetic_and_traffic() -> None:
 
 def test_launches_come_on_top_of_each_step() -> None:
     costs = Costs(launching(LAYERS, 7), load(100, 5, chunk=30))
-    plain, dear = costs.times.on(gpu()), costs.times.on(gpu(launch_seconds=2.0))
+    plain, dear = costs.latency.seconds_on(gpu()), costs.latency.seconds_on(gpu(launch_seconds=2.0))
     assert plain is not None
     assert dear is not None
     # Four chunks, four decode steps.
@@ -85,7 +88,7 @@ def test_no_speeds_no_seconds() -> None:
     costs = Costs(LAYERS, load(100, 5))
     unknown = Device(name="vgpu:0", budget_bytes=100 * MIB)
     assert costs.seconds(unknown) is None
-    assert costs.times.of([("vgpu:0", 0, 5)], Fleet(devices=(unknown,))) is None
+    assert costs.latency.seconds_of([("vgpu:0", 0, 5)], Fleet(devices=(unknown,))) is None
     assert solve(LAYERS, PlanProblem(fleet=Fleet(devices=(unknown,)), workload=load(9, 2))).forecast
 
 
@@ -108,7 +111,9 @@ def test_decode_steps_are_summed_up_though_not_all_are_computed() -> None:
         )
         for kind in cached.kinds
     )
-    found = Costs(replace(cached, kinds=kinds), load(1000, 5000)).times.on(gpu(flops=1e30))
+    found = Costs(replace(cached, kinds=kinds), load(1000, 5000)).latency.seconds_on(
+        gpu(flops=1e30)
+    )
     assert found is not None
     assert found[1, 0] == pytest.approx(3.0 * sum(range(1001, 6000)), rel=1e-3)
 
@@ -126,10 +131,10 @@ def linked(*devices: Device, seconds: float = 0.5, speed: float = 1024.0) -> Fle
 
 def test_transfers_take_latency_and_bandwidth_in_each_step() -> None:
     fleet = linked(gpu(0), gpu(1))
-    times = Costs(LAYERS, load(100, 5, chunk=60)).times
+    times = Costs(LAYERS, load(100, 5, chunk=60)).latency
     assert np.array_equal(times.boundary_bytes[:, 2], [100 * 1024, 4 * 1024])
     assert np.array_equal(times.boundary_transfers[:, 2], [2, 4])
-    found = times.of([("vgpu:0", 0, 2), ("vgpu:1", 2, 5)], fleet)
+    found = times.seconds_of([("vgpu:0", 0, 2), ("vgpu:1", 2, 5)], fleet)
     assert found is not None
     first, second = found.stages
     assert (first.prefill_transfer_seconds, first.decode_transfer_seconds) == (0, 0)
@@ -146,15 +151,17 @@ def test_an_unknown_link_is_the_slowest_one() -> None:
     fleet = linked(gpu(0), gpu(1))
     one_way = replace(fleet, links=fleet.links[:1])
     stages = [("vgpu:0", 0, 2), ("vgpu:1", 2, 4), ("vgpu:0", 4, 5)]
-    times = Costs(LAYERS, load(100, 5)).times
-    assert times.of(stages, one_way) == times.of(stages, fleet)
-    free = times.of(stages, replace(fleet, links=()))
+    times = Costs(LAYERS, load(100, 5)).latency
+    assert times.seconds_of(stages, one_way) == times.seconds_of(stages, fleet)
+    free = times.seconds_of(stages, replace(fleet, links=()))
     assert free is not None
     assert all(stage.prefill_transfer_seconds == 0 for stage in free.stages)
 
 
 def test_one_new_token_needs_no_decode_step() -> None:
-    found = Costs(LAYERS, load(100, 1)).times.of([("vgpu:0", 0, 5)], Fleet(devices=(gpu(),)))
+    found = Costs(LAYERS, load(100, 1)).latency.seconds_of(
+        [("vgpu:0", 0, 5)], Fleet(devices=(gpu(),))
+    )
     assert found is not None
     assert found.token_seconds is None
     assert found.total_seconds == found.first_token_seconds
@@ -180,7 +187,9 @@ def test_the_planner_optimises_what_the_forecast_says(name: str, objective: str)
 
 @pytest.mark.parametrize("number", [-1.0, float("nan"), float("inf")])
 def test_impossible_times_are_refused(number: float) -> None:
-    found = Costs(LAYERS, load(100, 1)).times.of([("vgpu:0", 0, 5)], Fleet(devices=(gpu(),)))
+    found = Costs(LAYERS, load(100, 1)).latency.seconds_of(
+        [("vgpu:0", 0, 5)], Fleet(devices=(gpu(),))
+    )
     assert found is not None
     with pytest.raises(FormatError, match="is no time"):
         replace(found, total_seconds=number)
@@ -198,8 +207,8 @@ def test_a_step_of_training_has_passes_an_update_and_its_schedule(schedule: str)
     workload = rehearsing.load(100, method="full", micro_batches=4, schedule=schedule)
     replay = replay_of(replace(made, kinds=kinds), workload)
     fleet = Fleet(devices=(gpu(0), gpu(1)))
-    times = Times(replay, [(place,) for place in range(4)])
-    found = times.of([("vgpu:0", 0, 2), ("vgpu:1", 2, 4)], fleet)
+    times = LatencyModel(replay, [(place,) for place in range(4)])
+    found = times.seconds_of([("vgpu:0", 0, 2), ("vgpu:1", 2, 4)], fleet)
     assert found is not None
     # Four forward and four backward passes; AdamW reads weights, gradients and two states, and
     # writes all but the gradients.
@@ -231,9 +240,11 @@ def test_the_step_that_is_told_is_the_schedules_own(schedule: str) -> None:
         for kind in made.kinds
     )
     workload = rehearsing.load(100, method="full", micro_batches=7, schedule=schedule)
-    times = Times(replay_of(replace(made, kinds=kinds), workload), [(at,) for at in range(4)])
+    times = LatencyModel(
+        replay_of(replace(made, kinds=kinds), workload), [(at,) for at in range(4)]
+    )
     fleet = linked(gpu(0, 1.0), gpu(1, 3.0), seconds=2.0, speed=100.0)
-    found = times.of([("vgpu:0", 0, 1), ("vgpu:1", 1, 4)], fleet)
+    found = times.seconds_of([("vgpu:0", 0, 1), ("vgpu:1", 1, 4)], fleet)
     assert found is not None
     parts = [
         Passes(

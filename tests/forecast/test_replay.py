@@ -10,7 +10,8 @@ from tiny import MIB
 
 from duoka.forecast import replay
 from duoka.forecast.allocator import LARGE_SEGMENT_BYTES
-from duoka.forecast.replay import Replay, StageBytes
+from duoka.forecast.replay import Replay
+from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.workload import Workload
 
 PLAIN = tiny.Costs(cache=0, result=1024, work=4096)
@@ -32,45 +33,47 @@ def test_one_device_by_hand() -> None:
     found = peaks(CACHED, workload(100, 1), [0, 1, 2, 3, 4])
     # The third layer works: two caches before it, its own cache, work, its input and its result.
     expected = 16 * MIB + 3 * 100 * 512 + 100 * (4096 + 1024 + 1024)
-    assert found.allocated == expected
-    assert found.weights == 16 * MIB
-    assert found.kv_cache == 3 * 100 * 512
-    assert found.weights + found.kv_cache + found.activations == found.allocated
-    assert found.reserved >= found.allocated
-    assert found.reserved % (2 * MIB) == 0
+    assert found.allocated_bytes == expected
+    assert found.weight_bytes == 16 * MIB
+    assert found.kv_cache_bytes == 3 * 100 * 512
+    assert (
+        found.weight_bytes + found.kv_cache_bytes + found.activation_bytes == found.allocated_bytes
+    )
+    assert found.reserved_bytes >= found.allocated_bytes
+    assert found.reserved_bytes % (2 * MIB) == 0
 
 
 def test_a_later_stage_holds_what_is_moved_to_it() -> None:
     found = peaks(PLAIN, workload(100, 1), [2, 3])
-    assert found.allocated == 8 * MIB + 100 * (1024 + 4096 + 1024)
+    assert found.allocated_bytes == 8 * MIB + 100 * (1024 + 4096 + 1024)
     first = peaks(PLAIN, workload(100, 1), [0])
-    assert first.allocated == 2 * MIB + 100 * (4096 + 1024)
+    assert first.allocated_bytes == 2 * MIB + 100 * (4096 + 1024)
 
 
 def test_the_result_of_a_stage_lives_until_the_next_device_has_read_it() -> None:
     # Blocks 0 and 4 on one device: what block 4 leaves doesn't add to what block 0 had made.
     found = peaks(PLAIN, workload(100, 1), [0, 4])
-    assert found.allocated == 4 * MIB + 100 * (1024 + 4096 + 1024)
+    assert found.allocated_bytes == 4 * MIB + 100 * (1024 + 4096 + 1024)
 
 
 def test_the_cache_grows_while_decoding() -> None:
     found = peaks(CACHED, workload(100, 1001), [1, 2, 3])
     keys = 1100  # the last of the new tokens is never fed back
     # The last layer makes its new cache while its old one is still there.
-    assert found.kv_cache == 3 * keys * 512 + (keys - 1) * 512
-    assert found.activations == 4096 + 1024 + 1024
+    assert found.kv_cache_bytes == 3 * keys * 512 + (keys - 1) * 512
+    assert found.activation_bytes == 4096 + 1024 + 1024
 
 
 def test_a_batch_multiplies() -> None:
     one = peaks(PLAIN, workload(100, 1), [1])
     three = peaks(PLAIN, workload(100, 1, batch=3), [1])
-    assert three.activations == 3 * one.activations
+    assert three.activation_bytes == 3 * one.activation_bytes
 
 
 def test_chunks_need_less_to_work_with() -> None:
     whole = peaks(CACHED, workload(1000, 1), [1, 2, 3])
     chunked = peaks(CACHED, workload(1000, 1, chunk=100), [1, 2, 3])
-    assert chunked.activations < whole.activations / 4
+    assert chunked.activation_bytes < whole.activation_bytes / 4
 
 
 def test_a_capacity_is_kept_or_refused() -> None:
@@ -78,12 +81,12 @@ def test_a_capacity_is_kept_or_refused() -> None:
     run = Replay(profile, workload(1000, 200)).run
     free = run([0, 1, 2, 3])
     assert free is not None
-    tight = run([0, 1, 2, 3], free.allocated + 4 * MIB)
+    tight = run([0, 1, 2, 3], free.allocated_bytes + 4 * MIB)
     if tight is not None:
-        assert tight.reserved <= free.allocated + 4 * MIB
-        assert tight.allocated == free.allocated
-    assert run([0, 1, 2, 3], free.allocated - 1) is None
-    assert run([0, 1, 2, 3], free.reserved) == free
+        assert tight.reserved_bytes <= free.allocated_bytes + 4 * MIB
+        assert tight.allocated_bytes == free.allocated_bytes
+    assert run([0, 1, 2, 3], free.allocated_bytes - 1) is None
+    assert run([0, 1, 2, 3], free.reserved_bytes) == free
 
 
 def test_the_steps_of_a_workload() -> None:
@@ -130,13 +133,13 @@ def test_left_out_decode_steps_hardly_matter(prompt: int, new: int, batch: int, 
         assert few is not None
         assert all_ is not None
         # A block that is larger than asked for by up to 1 MiB isn't split, and counts whole.
-        assert abs(few.allocated - all_.allocated) <= len(blocks) * MIB
-        assert abs(few.reserved - all_.reserved) <= LARGE_SEGMENT_BYTES
+        assert abs(few.allocated_bytes - all_.allocated_bytes) <= len(blocks) * MIB
+        assert abs(few.reserved_bytes - all_.reserved_bytes) <= LARGE_SEGMENT_BYTES
 
 
 def test_nothing_stays_alive_but_weights_and_caches() -> None:
     profile = tiny.made_up([MIB] * 4, CACHED)
-    run = replay._StageRun(Replay(profile, workload(50, 20)), [0, 1, 2, 3], None)
+    run = replay._InferenceRun(Replay(profile, workload(50, 20)), [0, 1, 2, 3], None, None)
     run.run()
     assert run.memory.cached == 2 * -(-69 * 512 // 512) * 512
     assert run.memory.allocated == run.memory.requested == 4 * MIB + run.memory.cached

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from rehearsing import Layer, load
 
 from duoka.errors import UsageError
-from duoka.forecast import replay_training as rehearsal
+from duoka.forecast import replay_training
 from duoka.forecast.allocator import rounded_bytes
-from duoka.forecast.replay import StageBytes
-from duoka.forecast.replay_training import Rehearsal, in_flight
+from duoka.forecast.replay_training import TrainingReplay, in_flight
+from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.workload import Training
 
 KIB = 1024
@@ -25,7 +25,7 @@ PROFILE = rehearsing.made_up(LAYERS)
 
 
 def peaks(workload: Any, blocks: list[int], place: int = 1) -> StageBytes:
-    found = Rehearsal(PROFILE, workload, place=place).run(blocks)
+    found = TrainingReplay(PROFILE, workload, place=place).run(blocks)
     assert found is not None
     return found
 
@@ -35,14 +35,14 @@ def test_what_training_holds_at_its_peak() -> None:
     found = peaks(load(1, method="full"), [0, 1, 2])
     weights = 3 * 64 * KIB
     assert found == StageBytes(
-        weights=weights,
-        kv_cache=0,
-        activations=0,
-        gradients=weights,
-        optimizer=3 * weights,
-        allocated=5 * weights,
-        reserved=2 * 2**20,
-        requested=5 * weights,
+        weight_bytes=weights,
+        kv_cache_bytes=0,
+        activation_bytes=0,
+        gradient_bytes=weights,
+        optimizer_bytes=3 * weights,
+        allocated_bytes=5 * weights,
+        reserved_bytes=2 * 2**20,
+        requested_bytes=5 * weights,
     )
 
 
@@ -50,27 +50,29 @@ def test_what_training_holds_at_its_peak() -> None:
 def test_what_a_block_leaves_unsplit_of_a_state_is_the_optimizers(weight: int) -> None:
     """At the update nothing else is there: no activation is."""
     profile = rehearsing.made_up([Layer(weight=weight, result=512, saved=512)] * 3)
-    found = Rehearsal(profile, load(1, method="full")).run([0, 1, 2])
+    found = TrainingReplay(profile, load(1, method="full")).run([0, 1, 2])
     assert found is not None
-    assert found.activations == 0
-    assert found.requested == 15 * rounded_bytes(weight)
-    assert found.allocated == found.weights + found.gradients + found.optimizer
-    assert found.optimizer > 9 * rounded_bytes(weight)
+    assert found.activation_bytes == 0
+    assert found.requested_bytes == 15 * rounded_bytes(weight)
+    assert (
+        found.allocated_bytes == found.weight_bytes + found.gradient_bytes + found.optimizer_bytes
+    )
+    assert found.optimizer_bytes > 9 * rounded_bytes(weight)
 
 
 def test_sgd_has_no_states() -> None:
     found = peaks(load(1, method="full", optimizer="sgd"), [0, 1, 2])
-    assert found.optimizer == 0
+    assert found.optimizer_bytes == 0
     # At the first block's backward pass: all gradients, and the activation that it still needs.
-    assert (found.weights, found.gradients) == (3 * 64 * KIB, 3 * 64 * KIB)
-    assert found.activations == 32 * KIB + 8 * KIB + 512  # its own, its gradient, none to give
+    assert (found.weight_bytes, found.gradient_bytes) == (3 * 64 * KIB, 3 * 64 * KIB)
+    assert found.activation_bytes == 32 * KIB + 8 * KIB + 512  # its own, its gradient, none to give
 
 
 def activations(saved: int, **training: Any) -> int:
     profile = rehearsing.made_up([Layer(weight=512, result=512, saved=saved)] * 3)
-    found = Rehearsal(profile, load(1, method="full", **training), place=2).run([0, 1, 2])
+    found = TrainingReplay(profile, load(1, method="full", **training), place=2).run([0, 1, 2])
     assert found is not None
-    return found.activations // saved
+    return found.activation_bytes // saved
 
 
 @pytest.mark.parametrize(
@@ -99,19 +101,19 @@ def test_how_many_are_in_flight() -> None:
 def test_what_comes_from_another_stage_is_there_until_it_was_used() -> None:
     alone = peaks(load(1, method="full", optimizer="sgd"), [1])
     # Weight and its gradient, what it was given and what it saved, the gradients in and out.
-    assert alone.allocated <= (64 + 64 + 8 + 32 + 8 + 8) * KIB
-    assert alone.allocated >= (64 + 64 + 8 + 8) * KIB
+    assert alone.allocated_bytes <= (64 + 64 + 8 + 32 + 8 + 8) * KIB
+    assert alone.allocated_bytes >= (64 + 64 + 8 + 8) * KIB
 
 
 def test_a_budget_that_is_too_small() -> None:
-    rehearsal = Rehearsal(PROFILE, load(1, method="full"))
-    assert rehearsal.run([0, 1, 2], 2**20) is None
-    assert rehearsal.run([0, 1, 2], 2**21) is not None
+    replay = TrainingReplay(PROFILE, load(1, method="full"))
+    assert replay.run([0, 1, 2], 2**20) is None
+    assert replay.run([0, 1, 2], 2**21) is not None
 
 
 def test_a_profile_for_training_answers_for_nothing_else() -> None:
     with pytest.raises(UsageError, match="doesn't answer for training"):
-        Rehearsal(PROFILE, load(1, method="lora"))
+        TrainingReplay(PROFILE, load(1, method="lora"))
 
 
 @settings(max_examples=40, deadline=None)
@@ -135,7 +137,7 @@ def test_micro_batches_that_are_left_out_do_what_others_did(
 ) -> None:
     workload = load(1, method="full", micro_batches=number, schedule=schedule)
     profile, blocks = rehearsing.made_up(made), range(len(made))
-    found = Rehearsal(profile, workload, place=place).run(blocks)
+    found = TrainingReplay(profile, workload, place=place).run(blocks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rehearsal._StageRun, "_layout", lambda *_: object())
-        assert found == Rehearsal(profile, workload, place=place).run(blocks)
+        patch.setattr(replay_training._TrainingRun, "_allocator_state", lambda *_: object())
+        assert found == TrainingReplay(profile, workload, place=place).run(blocks)

@@ -16,8 +16,7 @@ from rehearsing import Layer, load
 
 from duoka import Constraints, Device, Fleet
 from duoka.errors import InfeasibleError
-from duoka.forecast.costs import TrainingCosts, costs_of
-from duoka.forecast.forecast import Costs
+from duoka.forecast.costs import Costs, TrainingCosts, costs_of
 from duoka.forecast.profile import Profile
 from duoka.forecast.replay_training import in_flight
 from duoka.hardware.device import Link
@@ -53,7 +52,7 @@ def test_a_bound_is_never_more_than_the_exact_bytes(
         for start, stop in combinations(range(len(made) + 1), 2):
             peaks = costs.replay(brief=False, place=place).run(range(start, stop))
             assert peaks is not None
-            assert costs.bounds_at(place)[start, stop] <= peaks.allocated
+            assert costs.bounds_at(place)[start, stop] <= peaks.allocated_bytes
 
 
 def placements(num_blocks: int, num_devices: int) -> Iterator[list[tuple[int, int, int]]]:
@@ -76,7 +75,7 @@ def left_free(
         peaks = replay.run(costs.blocks_of(start, stop), budget)
         if peaks is None:
             return None
-        told.append((budget - peaks.requested, budget))
+        told.append((budget - peaks.requested_bytes, budget))
     return told
 
 
@@ -92,7 +91,7 @@ def value_of(
     if objective == "balanced":
         return min(size / budget for size, budget in free)
     named = [(fleet.names[device], start, stop) for start, stop, device in stages]
-    seconds = costs.times.of(named, fleet)
+    seconds = costs.latency.seconds_of(named, fleet)
     assert seconds is not None
     return -seconds.total_seconds
 

@@ -11,7 +11,7 @@ from tiny import MIB, Costs, fleet, made_up
 
 from duoka import explain
 from duoka.errors import FormatError, UsageError
-from duoka.forecast.forecast import Costs as Measured
+from duoka.forecast.costs import Costs as Measured
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet

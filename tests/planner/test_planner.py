@@ -16,7 +16,7 @@ from tiny import MIB
 
 from duoka import Device, Fleet, Workload
 from duoka.errors import InfeasibleError, UsageError
-from duoka.forecast.forecast import Costs
+from duoka.forecast.costs import Costs
 from duoka.forecast.profile import Profile
 from duoka.planner.constraints import Constraints
 from duoka.planner.limits import usable

@@ -289,7 +289,7 @@ memory_hold(PyObject *self, PyObject *args, PyObject *kwargs)
 static PyObject *
 memory_release(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"held", "cached", NULL};
+    static char *names[] = {"block", "cached", NULL};
     PyObject *held;
     int is_cached = 0;
     Block block;

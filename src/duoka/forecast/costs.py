@@ -1,31 +1,35 @@
-"""Training costs: what stages of a training step cost, as the search asks for it.
+"""Costs: what the stages of a profile cost at a workload, as the search asks for it.
 
-With one forward, one backward, a stage holds as many micro-batches as there are stages from it to
-the end: what it needs depends on its blocks and on its place from the end.
+Generating and training alike: with one forward, one backward, a training stage holds as many
+micro-batches as there are stages from it to the end, so that what it needs depends on its blocks
+and on its place from the end. It knows nothing of which stages are best.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from duoka.hardware.device import Device
 
+from .alloc_events import Step
 from .allocator import rounded_bytes
-from .forecast import Costs, Findings, between
+from .latency import LatencyModel
 from .profile import Kind, Profile, Ref, evaluate
+from .replay import Replay
 from .replay_training import (
     ACCUMULATE,
     BACKWARD,
     FORWARD,
     STATES,
     TEMPORARIES,
-    Rehearsal,
+    TrainingReplay,
     in_flight,
 )
+from .stage_bytes import StageBytes
+from .stages import Chain, between, lower_bounds
 from .workload import Training, Workload
 
 Ints = NDArray[np.int64]
@@ -34,35 +38,225 @@ _NEVER = 2**60
 """More bytes than any budget."""
 
 
-def costs_of(profile: Profile, workload: Workload, findings: Findings | None = None) -> Costs:
-    """What stages cost at a workload, be it inference or training.
-
-    `findings` is what other workloads have told.
-    """
+def costs_of(profile: Profile, workload: Workload, cache: ReplayCache | None = None) -> Costs:
+    """What stages cost at a workload, be it inference or training."""
     if workload.training is not None:
-        return TrainingCosts(profile, workload, findings)
-    return Costs(profile, workload, findings)
+        return TrainingCosts(profile, workload, cache)
+    return Costs(profile, workload, cache)
 
 
-class TrainingCosts(Costs):
-    """A profile for training at one workload.
+class ReplayCache:
+    """What replays at one workload say about other workloads of the same profile.
 
-    Parameters
-    ----------
-    profile : Profile
-    workload : Workload
-        With training, and its dtype resolved.
-    findings : Findings, optional
-        What other workloads have told.
+    That is the chain, and stages that turned out too fragmented, with the steps at whose end they
+    did. Another workload that begins with the same steps ends there as well: a longer context whose
+    prompt runs in chunks of the same size, above all. So one replay answers for many contexts.
+    """
+
+    def __init__(self) -> None:
+        self._chains: dict[int, Chain] = {}  # which keep the profile, so that its number is its own
+        self._failures: dict[tuple[int, tuple[int, ...], int], list[tuple[Step, ...]]] = {}
+
+    def chain(self, profile: Profile) -> Chain:
+        """The profile's chain."""
+        if id(profile) not in self._chains:
+            self._chains[id(profile)] = Chain(profile)
+        return self._chains[id(profile)]
+
+    def add_failure(
+        self, profile: Profile, signature: tuple[int, ...], budget_bytes: int, steps: Sequence[Step]
+    ) -> None:
+        """Note the steps of a replay on a device of this budget, up to the one where it failed."""
+        key = (id(profile), signature, budget_bytes)
+        self._failures.setdefault(key, []).append(tuple(steps))
+
+    def fails(
+        self, profile: Profile, signature: tuple[int, ...], budget_bytes: int, steps: Sequence[Step]
+    ) -> bool:
+        """Whether a replay of these steps is known to fail."""
+        failures = self._failures.get((id(profile), signature, budget_bytes), ())
+        return any(tuple(steps[: len(failed)]) == failed for failed in failures)
+
+
+class Costs:
+    """A profile at one workload, as the search asks for it.
+
+    A stage fits a device when every step of it, replayed, stays within the budget. What is
+    optimised is the most that its tensors ask for at a time: what PyTorch's allocator holds beyond
+    that, cached and fragmented, depends on the budget, and doesn't add to the room that is left.
+
+    The chain that is cut into stages is every block but those tied to an earlier one: such a
+    block goes wherever its partner goes, and is counted there. The workload has its prefill chunk
+    and dtype resolved.
     """
 
     def __init__(
-        self, profile: Profile, workload: Workload, findings: Findings | None = None
+        self, profile: Profile, workload: Workload, cache: ReplayCache | None = None
+    ) -> None:
+        self.profile = profile
+        self._cache = cache or ReplayCache()
+        self.workload = workload
+        self._fulls: dict[int, Replay] = {}
+        self._brief = self.replay(brief=True)
+        self._chain = self._cache.chain(profile)
+        self._peaks: dict[tuple[tuple[int, ...], int], StageBytes | None] = {}
+        # Of stages that had memory enough: more of it makes no difference.
+        self._unpressed: dict[tuple[int, ...], StageBytes] = {}
+        self.num_blocks = len(self._chain)
+        self.lower_bound_bytes = self._lower_bounds()
+        self._latency: LatencyModel | None = None
+
+    @property
+    def has_ties(self) -> bool:
+        """Whether modules go where an earlier one goes, and what they need may make a detour."""
+        return any(block.modules and block.tied_to is not None for block in self.profile.blocks)
+
+    @property
+    def has_returns(self) -> bool:
+        """Whether a stage may go on after a later one: with tied modules, or what a tower made."""
+        blocks = self.profile.blocks
+        # Behind the last modules is only what the caller does.
+        last = max((index for index, block in enumerate(blocks) if block.modules), default=0)
+        return any(block.tied_to is not None for block in blocks[: last + 1])
+
+    def blocks_of(self, start: int, stop: int) -> tuple[int, ...]:
+        """The blocks of a stage, tied ones included, in execution order."""
+        return self._chain.stage(start, stop)
+
+    @property
+    def chain(self) -> list[int]:
+        """The blocks that are cut apart."""
+        return self._chain.blocks
+
+    @property
+    def alike(self) -> NDArray[np.int64]:
+        """[start, stop]: equal numbers only where equal bytes are needed."""
+        return self._chain.alike
+
+    def streamed_bytes(self, start: int, stop: int) -> int:
+        """What a stage copies from the host's memory in each step."""
+        return sum(self.profile.streamed_bytes(self.blocks_of(start, stop)))
+
+    @property
+    def num_places(self) -> int:
+        """How many places from the end differ; all before the last of them are like it."""
+        return 1
+
+    def requested_bytes(
+        self, start: int, stop: int, budget_bytes: int, *, place: int = 1
+    ) -> int | None:
+        """What a stage's tensors ask for at the peak; None when it doesn't fit the budget."""
+        peaks = self.stage_bytes(start, stop, budget_bytes, place=place)
+        return None if peaks is None else peaks.requested_bytes
+
+    def stage_bytes(
+        self, start: int, stop: int, budget_bytes: int, *, place: int = 1
+    ) -> StageBytes | None:
+        """The peaks of a stage on a device of this budget, all steps replayed; None: too many."""
+        blocks = self.blocks_of(start, stop)
+        signature = self._signature(blocks, place)
+        key = (signature, budget_bytes)
+        if key not in self._peaks:
+            enough = self._unpressed.get(signature)
+            if enough is not None and enough.reserved_bytes <= budget_bytes:
+                return enough
+            self._peaks[key] = self._replayed(blocks, signature, budget_bytes, place)
+        return self._peaks[key]
+
+    def stage_bytes_where(
+        self, start: int, stop: int, budget_bytes: int, device_of: Sequence[str]
+    ) -> StageBytes | None:
+        """The same, where it matters on which device each of the model's blocks is.
+
+        A stage that turns out not to fit there is one that doesn't fit, from then on.
+        """
+        blocks = self.blocks_of(start, stop)
+        peaks = self._full_at(1).run(blocks, budget_bytes, device_of=device_of)
+        if peaks is None:
+            self._peaks[self._signature(blocks, 1), budget_bytes] = None
+        return peaks
+
+    def _replayed(
+        self, blocks: Sequence[int], signature: tuple[int, ...], budget_bytes: int, place: int
+    ) -> StageBytes | None:
+        replay = self._full_at(place)
+        if self._cache.fails(self.profile, signature, budget_bytes, replay.steps):
+            return None
+        peaks = replay.run(blocks, budget_bytes)
+        if peaks is None:
+            self._cache.add_failure(self.profile, signature, budget_bytes, replay.refusing)
+        elif not replay.was_pressed:
+            self._unpressed[signature] = peaks
+        return peaks
+
+    def bounds_at(self, place: int) -> NDArray[np.int64]:
+        """The lower bounds of stages at a place from the end."""
+        return self.lower_bound_bytes
+
+    def replay(self, *, brief: bool, place: int = 1) -> Replay:
+        """A replay of the profile at the workload, for a stage at a place from the end."""
+        return Replay(self.profile, self.workload, brief=brief)
+
+    def _full_at(self, place: int) -> Replay:
+        place = min(place, self.num_places)
+        if place not in self._fulls:
+            self._fulls[place] = self.replay(brief=False, place=place)
+        return self._fulls[place]
+
+    @property
+    def latency(self) -> LatencyModel:
+        """Seconds of the blocks that are cut apart; computed on demand."""
+        if self._latency is None:
+            places = [(index, *self._chain.attached[index]) for index in self.chain]
+            self._latency = LatencyModel(self._brief, places)
+        return self._latency
+
+    def seconds(self, device: Device) -> NDArray[np.float64] | None:
+        """Seconds of one pass, [start, stop]; None when the device's speeds are unknown."""
+        if device.memory_bytes_per_second is None:
+            return None  # without computing what isn't needed
+        seconds = self.latency.seconds_on(device)
+        if seconds is None:
+            return None
+        return between(seconds.sum(axis=0) / self.latency.num_passes)
+
+    def update_seconds(self, device: Device) -> NDArray[np.float64] | None:
+        """Seconds of what comes after all passes, on all devices at once; None for nothing."""
+        return None
+
+    @property
+    def more_passes(self) -> int | None:
+        """Passes that follow the first one through the stages; None where each is for itself."""
+        return None
+
+    @property
+    def boundary_bytes(self) -> NDArray[np.float64]:
+        """[num_blocks + 1]: bytes that one pass sends over the cut before each block."""
+        return np.asarray(self.latency.boundary_bytes.sum(axis=0) / self.latency.num_passes)
+
+    @property
+    def boundary_transfers(self) -> NDArray[np.float64]:
+        """[num_blocks + 1]: in how many tensors it does."""
+        return np.asarray(self.latency.boundary_transfers.sum(axis=0) / self.latency.num_passes)
+
+    def _signature(self, blocks: Sequence[int], place: int) -> tuple[int, ...]:
+        """Equal for stages that cost the same."""
+        return (*self._chain.signature(blocks), min(place, self.num_places))
+
+    def _lower_bounds(self) -> NDArray[np.int64]:
+        return lower_bounds(self._chain, self._brief)
+
+
+class TrainingCosts(Costs):
+    """The same of a workload that is to train."""
+
+    def __init__(
+        self, profile: Profile, workload: Workload, cache: ReplayCache | None = None
     ) -> None:
         assert workload.training is not None, "the workload is to train"
         self.training: Training = workload.training
         self._by_place: dict[int, Ints] = {}
-        super().__init__(profile, workload, findings)
+        super().__init__(profile, workload, cache)
 
     @property
     def num_places(self) -> int:
@@ -71,41 +265,45 @@ class TrainingCosts(Costs):
 
     @property
     def has_returns(self) -> bool:
-        """A rehearsal knows nothing of copies by way of a third device."""
+        """A replay of training knows nothing of copies by way of a third device."""
         return False
 
     @property
     def more_passes(self) -> int:
         """Micro-batches that follow the first one through a pipeline."""
-        return self.times.num_passes - 1
+        return self.latency.num_passes - 1
 
     def update_seconds(self, device: Device) -> NDArray[np.float64]:
         """Seconds of the optimizer's update, [start, stop]."""
-        return between(self.times.updates_on(device))
+        return between(self.latency.updates_on(device))
 
     def bounds_at(self, place: int) -> Ints:
         """[start, stop]: never more than the exact bytes of a stage at this place."""
         place = min(place, self.num_places)
         if place not in self._by_place:
-            self._by_place[place] = _Bounds(self, place).table()
+            self._by_place[place] = _TrainingBounds(self, place).table()
         return self._by_place[place]
 
-    def replay(self, *, brief: bool, place: int = 1) -> Rehearsal:
-        """A rehearsal of a stage at a place from the end."""
-        return Rehearsal(self.profile, self.workload, place=place)
+    def replay(self, *, brief: bool, place: int = 1) -> TrainingReplay:
+        """A replay of a stage at a place from the end."""
+        return TrainingReplay(self.profile, self.workload, place=place)
 
     def _lower_bounds(self) -> Ints:
         return self.bounds_at(1)
 
 
-class _Bounds:
-    """Lower bounds of stages: what blocks hold of their own at the peaks of a step."""
+class _TrainingBounds:
+    """Lower bounds of stages: what blocks hold of their own at the peaks of a step.
+
+    Whatever order the passes run in, there is a moment at which one block is at its peak, those
+    before it have saved theirs, and as many other micro-batches are in flight as ever.
+    """
 
     def __init__(self, costs: TrainingCosts, place: int) -> None:
         self.costs = costs
         self.training = costs.training
         self.flying = in_flight(costs.training, place)
-        self.rehearsal = Rehearsal(costs.profile, costs.workload, place=place)
+        self.replay = TrainingReplay(costs.profile, costs.workload, place=place)
         self.num = costs.num_blocks
 
     def table(self) -> Ints:
@@ -119,16 +317,19 @@ class _Bounds:
             for step in (FORWARD, BACKWARD, ACCUMULATE)
         )
         optimizer, number = self.training.optimizer, self.training.micro_batches
-        flying = _between(_prefix(saved))
+        flying = between(saved)
         # While one micro-batch passes, so many others are saved; while gradients are there, fewer
         # where all of them fly at first.
-        others = (self.flying - 1) * flying
-        fewer = others if number > self.flying else (self.flying - 2) * flying
-        phases = [(1 + TEMPORARIES[optimizer]) * trained, others + np.maximum(forward, backward)]
+        others_saved = (self.flying - 1) * flying
+        fewer = others_saved if number > self.flying else (self.flying - 2) * flying
+        phases = [
+            (1 + TEMPORARIES[optimizer]) * trained,
+            others_saved + np.maximum(forward, backward),
+        ]
         if number > 1:
             phases.append(trained + fewer + accumulate)
         if number > self.flying:
-            phases.append(trained + others + forward)
+            phases.append(trained + others_saved + forward)
         needed = weights + STATES[optimizer] * trained + np.maximum.reduce(phases)
         return np.triu(needed, 1)
 
@@ -137,59 +338,55 @@ class _Bounds:
     ) -> Ints:
         """[start, stop]: what tensors of a stage take together."""
         profile = self.costs.profile
-        return _between(
-            _prefix(
-                [
-                    sum(
-                        rounded_bytes(size)
-                        for block in blocks
-                        for size in sizes(profile.kinds[profile.blocks[block].kind])
-                    )
-                    for blocks in places
-                ]
-            )
+        return between(
+            [
+                sum(
+                    rounded_bytes(size)
+                    for block in blocks
+                    for size in sizes(profile.kinds[profile.blocks[block].kind])
+                )
+                for blocks in places
+            ]
         )
 
     def _most(self, saved: Ints, peaks: Ints) -> Ints:
         """[start, stop]: the most that a block needs beside what those before it have saved."""
-        total = _prefix(saved)
-        own = np.where(
-            np.triu(np.ones((self.num, self.num), np.bool_)),
-            (total[:-1] + peaks)[None, :],
-            -_NEVER,
+        saved_before = np.cumsum(saved) - saved
+        at_peak = np.where(
+            np.triu(np.ones((self.num, self.num), np.bool_)), saved_before + peaks, -_NEVER
         )
         table = np.zeros((self.num + 1, self.num + 1), np.int64)
-        table[:-1, 1:] = np.maximum.accumulate(own, axis=1) - total[:-1, None]
+        table[:-1, 1:] = np.maximum.accumulate(at_peak, axis=1) - saved_before[:, None]
         return np.triu(table, 1)
 
     def _saved(self, block: int) -> int:
         """Bytes that a block's backward pass takes from its own forward pass."""
-        number = len(self.rehearsal.tape(block, FORWARD).sizes)
-        sizes = self.rehearsal.sizes(block, FORWARD)
-        own = sum(
+        number = len(self.replay.tape(block, FORWARD).sizes)
+        sizes = self.replay.sizes(block, FORWARD)
+        outputs = sum(
             rounded_bytes(sizes[ref.index])
-            for ref in self.rehearsal.tape(block, BACKWARD).events
+            for ref in self.replay.tape(block, BACKWARD).events
             if ref is not None and ref.origin == "own" and ref.index < number
         )
-        return own + self._saved_input(block)
+        return outputs + self._saved_input(block)
 
     def _saved_input(self, block: int) -> int:
         """The same of what the block before it gave: there, or copied, on the stage of this one."""
-        values = self.rehearsal.steps[FORWARD].values
-        given = {
+        values = self.replay.steps[FORWARD].values
+        inputs = {
             read.ref: rounded_bytes(evaluate(read.size, values))
-            for read in self.rehearsal.tape(block, FORWARD).reads
+            for read in self.replay.tape(block, FORWARD).reads
         }
-        ended = set(self.rehearsal.tape(block, BACKWARD).events)
+        ended = set(self.replay.tape(block, BACKWARD).events)
         return sum(
-            min(size, self._made(block, ref))
-            for ref, size in given.items()
+            min(size, self._made_bytes(block, ref))
+            for ref, size in inputs.items()
             if ref in ended and ref.origin == "earlier"
         )
 
-    def _made(self, block: int, ref: Ref) -> int:
-        maker, number = self.rehearsal.key_of(block, ref, FORWARD)
-        return rounded_bytes(self.rehearsal.sizes(maker, FORWARD)[number])
+    def _made_bytes(self, block: int, ref: Ref) -> int:
+        maker, number = self.replay.key_of(block, ref, FORWARD)
+        return rounded_bytes(self.replay.sizes(maker, FORWARD)[number])
 
     def _peak(self, blocks: Sequence[int], step: int) -> int:
         """The most that the first block, or one tied to it, holds of its own in one pass."""
@@ -198,26 +395,17 @@ class _Bounds:
         return max([self._own_peak(first, step), *peaks])
 
     def _own_peak(self, block: int, step: int) -> int:
-        tape = self.rehearsal.tape(block, step)
-        sizes = [rounded_bytes(size) for size in self.rehearsal.sizes(block, step)]
-        before = [rounded_bytes(size) for size in self.rehearsal.sizes(block, FORWARD)]
-        first = self.rehearsal.first_number(block, step)
+        tape = self.replay.tape(block, step)
+        sizes = [rounded_bytes(size) for size in self.replay.sizes(block, step)]
+        before = [rounded_bytes(size) for size in self.replay.sizes(block, FORWARD)]
+        first = self.replay.first_number(block, step)
         live = peak = self._saved(block) - self._saved_input(block) if step else 0
-        made = 0
+        number = 0
         for ref in tape.events:
             if ref is None:
-                live += sizes[made]
-                made += 1
+                live += sizes[number]
+                number += 1
             elif ref.origin == "own":
                 live -= sizes[ref.index - first] if ref.index >= first else before[ref.index]
             peak = max(peak, live)
         return peak
-
-
-def _prefix(values: Any) -> Ints:
-    return np.concatenate([[0], np.cumsum(np.asarray(values, np.int64))])
-
-
-def _between(total: Ints) -> Ints:
-    """[start, stop]: sums, from their prefix sums."""
-    return np.triu(total[None, :] - total[:, None])

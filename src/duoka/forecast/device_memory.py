@@ -71,17 +71,17 @@ class Memory(Protocol):
     def hold(self, num_bytes: int, cached: bool = False) -> Held:
         """Allocate."""
 
-    def release(self, held: Held, cached: bool = False) -> None:
+    def release(self, block: Held, cached: bool = False) -> None:
         """Free what `hold` or `run` gave, and say again whether it is cached."""
 
     def run(
         self,
         program: bytes,
         sizes: bytes,
-        given: list[Held],
+        inputs: list[Held],
         out: tuple[int, ...],
     ) -> list[Held]:
-        """Allocate and free, one after the other."""
+        """Allocate and free as a program says; what is in the slots `out` then."""
 
     def free_blocks(self) -> tuple[Hashable, Hashable]:
         """Of the small pool and of the large one: equal where these are."""
@@ -124,42 +124,44 @@ class PlainMemory:
 
     def hold(self, num_bytes: int, cached: bool = False) -> Held:
         """Allocate."""
-        asked = rounded_bytes(num_bytes)
+        requested = rounded_bytes(num_bytes)
         allocator = self._allocator
-        block = allocator.take(asked)
+        block = allocator.take(requested)
         size = block >> ADDRESS_BITS
         allocator.allocated_bytes += size
-        self.requested += asked
+        self.requested += requested
         self.cached += size * cached
         if self.requested > self.requested_peak:
             self.requested_peak = self.requested
         if allocator.allocated_bytes >= self.peak:
             self.peak = allocator.allocated_bytes
             self.cached_at_peak, self.aside_at_peak = self.cached, self.aside
-        return block & ADDRESS, size, asked
+        return block & ADDRESS, size, requested
 
-    def release(self, held: Held, cached: bool = False) -> None:
+    def release(self, block: Held, cached: bool = False) -> None:
         """Free."""
-        address, size, asked = held
+        address, size, requested = block
         self._allocator.give(size << ADDRESS_BITS | address)
         self._allocator.allocated_bytes -= size
-        self.requested -= asked
+        self.requested -= requested
         self.cached -= size * cached
 
     def run(
         self,
         program: bytes,
         sizes: bytes,
-        given: list[Held],
+        inputs: list[Held],
         out: tuple[int, ...],
     ) -> list[Held]:
-        """Allocate and free, one after the other."""
-        asked = array("q", sizes)
-        slots: dict[int, Held] = {slot: held for slot, held in enumerate(given) if held is not None}
+        """Allocate and free as a program says; what is in the slots `out` then."""
+        requests = array("q", sizes)
+        slots: dict[int, Held] = {
+            slot: block for slot, block in enumerate(inputs) if block is not None
+        }
         moves = iter(array("q", program))
         for slot, index, is_cached in zip(moves, moves, moves, strict=True):
             if index != BACK:
-                slots[slot] = self.hold(asked[index], bool(is_cached))
+                slots[slot] = self.hold(requests[index], bool(is_cached))
             elif slot in slots:
                 self.release(slots.pop(slot), bool(is_cached))
         return [slots[slot] for slot in out]

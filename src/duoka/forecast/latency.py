@@ -1,4 +1,4 @@
-"""Seconds: how long the stages of a placement take for one request, and what that adds up to.
+"""Latency: how long the stages of a placement take for one request, and what that adds up to.
 
 A roofline: each block takes the longer of its arithmetic and its memory traffic, and every kernel
 that it starts costs a launch besides. Tensors that go from one stage to the next take the link's
@@ -32,7 +32,7 @@ from duoka.hardware.fleet import Fleet
 from .alloc_events import Step
 from .profile import TRAINING_PHASES, Profile, Rule
 from .replay import Replay
-from .replay_training import STATES, Rehearsal, in_flight
+from .replay_training import STATES, TrainingReplay, in_flight
 from .schedules import Passes, pipeline_seconds
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -144,24 +144,14 @@ def crossing(
     return max(ways, key=np.sum, default=np.zeros_like(num_bytes, np.float64))
 
 
-class Times:
+class LatencyModel:
     """What the places of a chain of blocks take for one request.
 
-    Parameters
-    ----------
-    replay : Replay
-        The profile at the workload.
-    places : sequence of sequence of int
-        The blocks of each place: those that are cut apart, each with what is tied to it. A place's
-        first block is the one that a stage may begin with.
-
-    Attributes
-    ----------
-    boundary_bytes, boundary_transfers : [2, places + 1]
-        What goes to a stage that begins at each place, in prefill and in decoding; in training with
-        the gradients that come back from it.
-    num_passes : int
-        Micro-batches that follow each other through a pipeline; otherwise 1.
+    A place has the blocks that are cut apart together: first one that a stage may begin with, then
+    what is tied to it. `boundary_bytes` and `boundary_transfers`, [2, places + 1], are what goes to
+    a stage that begins at each place, in prefill and in decoding; in training with the gradients
+    that come back from it. `num_passes` is the number of micro-batches that follow each other
+    through a pipeline, otherwise 1.
     """
 
     def __init__(self, replay: Replay, places: Sequence[Sequence[int]]) -> None:
@@ -192,14 +182,14 @@ class Times:
         self.boundary_bytes: Floats = ends[:, 0].T
         self.boundary_transfers: Floats = ends[:, 1].T
 
-    def on(self, device: Device) -> Floats | None:
+    def seconds_on(self, device: Device) -> Floats | None:
         """[2, places]: seconds of each place, in prefill and in decoding; None when unknown."""
         key = (*device.speeds, device.host_bytes_per_second)
         if key not in self._known:
-            each = self._kinds_on(device)
-            if each is None:
+            by_kind = self._kinds_on(device)
+            if by_kind is None:
                 return None
-            kinds = {kind: self._weights @ seconds for kind, seconds in each.items()}
+            kinds = {kind: self._weights @ seconds for kind, seconds in by_kind.items()}
             blocks = self._profile.blocks
             self._known[key] = np.array(
                 [sum(kinds[blocks[block].kind] for block in place) for place in self._places]
@@ -237,22 +227,22 @@ class Times:
         training, moved = self._workload.training, device.memory_bytes_per_second
         if training is None:
             return np.zeros(len(self._places))
-        assert moved is not None, "`on` knows this device"
-        each = (3 + 2 * STATES[training.optimizer]) / moved
+        assert moved is not None, "`seconds_on` knows this device"
+        seconds_per_byte = (3 + 2 * STATES[training.optimizer]) / moved
         kinds, blocks = self._profile.kinds, self._profile.blocks
-        return each * np.array(
+        return seconds_per_byte * np.array(
             [
                 sum(sum(kinds[blocks[block].kind].trained_bytes) for block in place)
                 for place in self._places
             ]
         )
 
-    def of(self, stages: Sequence[tuple[str, int, int]], fleet: Fleet) -> Seconds | None:
+    def seconds_of(self, stages: Sequence[tuple[str, int, int]], fleet: Fleet) -> Seconds | None:
         """What a placement takes; None where a device's speeds are unknown."""
-        told = []
+        stage_seconds = []
         before: str | None = None
         for name, start, stop in stages:
-            times = self.on(fleet.device(name))
+            times = self.seconds_on(fleet.device(name))
             if times is None:
                 return None
             prefill, decode = times[:, start:stop].sum(axis=1)
@@ -261,7 +251,7 @@ class Times:
             if before is not None:
                 sizes, numbers = self.boundary_bytes[:, start], self.boundary_transfers[:, start]
                 ways = crossing(fleet, before, name, sizes, numbers)
-            told.append(
+            stage_seconds.append(
                 StageSeconds(
                     device=name,
                     prefill_seconds=float(prefill),
@@ -272,7 +262,7 @@ class Times:
                 )
             )
             before = name
-        return self._summed(tuple(told), self._pipeline(stages, fleet))
+        return self._summed(tuple(stage_seconds), self._pipeline(stages, fleet))
 
     def _summed(self, stages: tuple[StageSeconds, ...], pipeline: float | None) -> Seconds:
         prefill = sum(s.prefill_seconds + s.prefill_transfer_seconds for s in stages)
@@ -315,10 +305,10 @@ class Times:
             return None
         passes = []
         for at, (name, start, stop) in enumerate(stages):
-            each, blocks = self._kinds_on(fleet.device(name)), self._profile.blocks
-            assert each is not None, "`on` knows this device"
-            here = [blocks[block].kind for place in self._places[start:stop] for block in place]
-            forward, backward, later = sum((each[kind] for kind in here), np.zeros(3))
+            seconds, blocks = self._kinds_on(fleet.device(name)), self._profile.blocks
+            assert seconds is not None, "`seconds_on` knows this device"
+            kinds = [blocks[block].kind for place in self._places[start:stop] for block in place]
+            forward, backward, later = sum((seconds[kind] for kind in kinds), np.zeros(3))
             ways = np.zeros(3)
             if at:
                 ways = crossing(fleet, stages[at - 1][0], name, *self._sent[start])
@@ -344,9 +334,9 @@ class Times:
         work = np.zeros((3, len(self._steps)))
         for regime in {step.regime for step in self._steps}:
             tape = tapes[regime]
-            here = [index for index, step in enumerate(self._steps) if step.regime == regime]
+            steps = [index for index, step in enumerate(self._steps) if step.regime == regime]
             rules = [tape.flops, tape.moved_bytes, tape.launches]
-            work[:, here] = _evaluated(rules, self._values[here])
+            work[:, steps] = _evaluated(rules, self._values[steps])
         return work
 
     def _boundary(self, kind: int, before: int) -> Floats:
@@ -357,12 +347,12 @@ class Times:
         """
         sent = np.zeros((2, len(self._steps)))
         for regime in {step.regime for step in self._steps}:
-            here = [index for index, step in enumerate(self._steps) if step.regime == regime]
-            comes_back = self._steps[here[0]].phase in TRAINING_PHASES[1:]
+            steps = [index for index, step in enumerate(self._steps) if step.regime == regime]
+            comes_back = self._steps[steps[0]].phase in TRAINING_PHASES[1:]
             tape = self._profile.kinds[before if comes_back else kind].tapes[regime]
             reads = [read for read in tape.reads if not comes_back or read.ref.back < 0]
-            sizes = _evaluated([read.size for read in reads], self._values[here])
-            sent[:, here] = sizes.sum(axis=0), np.count_nonzero(sizes > 0, axis=0)
+            sizes = _evaluated([read.size for read in reads], self._values[steps])
+            sent[:, steps] = sizes.sum(axis=0), np.count_nonzero(sizes > 0, axis=0)
         return sent
 
 
@@ -376,7 +366,7 @@ def _evaluated(rules: Sequence[Rule], values: Floats) -> Floats:
 
 def _first_steps(replay: Replay) -> list[tuple[Step, float]]:
     """The steps that run over the prompt, each with how many it stands for; in training all."""
-    if isinstance(replay, Rehearsal):
+    if isinstance(replay, TrainingReplay):
         return replay.weighted_steps()
     return _sampled([replay.step_over(*chunk) for chunk in replay.workload.chunks()])
 

@@ -7,14 +7,15 @@ held against. It knows nothing of time.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 from .alloc_events import AllocEvents, Step
 from .alloc_program import StageCompiler, StageProgram
 from .allocator import OutOfCapacity, rounded_bytes, segment_bytes
 from .device_memory import Held, new_memory
 from .profile import Phase, Profile, buffer_bytes, evaluate
+from .stage_bytes import StageBytes
 from .workload import Workload
 
 T = TypeVar("T")
@@ -30,39 +31,6 @@ _SMALL_GROWTH_BYTES = 4096
 _MOST_STEPS_BETWEEN = 4096
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageBytes:
-    """Peaks of one stage on one device, in bytes.
-
-    `weights`, `kv_cache`, `activations`, `gradients` and `optimizer` add up to `allocated`, at
-    the moment of its peak; `reserved` is the peak of what the allocator takes from the device.
-    `requested` is the most that tensors ask for at a time, rounded, which is the same on any
-    device; a block that is hardly larger than what was asked for isn't split and counts whole in
-    `allocated`. It was `pressed` where cached memory had to be given back; where not, more of it
-    makes no difference.
-    """
-
-    weights: int
-    kv_cache: int
-    activations: int
-    allocated: int
-    reserved: int
-    requested: int
-    gradients: int = 0
-    optimizer: int = 0
-    pressed: bool = False
-
-
-class Run(Protocol):
-    """One replay of a stage."""
-
-    num_begun: int
-    """How many steps have been begun."""
-
-    def run(self) -> StageBytes:
-        """Replay it; `OutOfCapacity` where it doesn't fit."""
-
-
 class Replay(AllocEvents):
     """A profile at one workload, whose stages can be replayed.
 
@@ -75,6 +43,9 @@ class Replay(AllocEvents):
         super().__init__(profile, workload)
         # The steps of the last run that didn't fit, up to the one where it ended.
         self.refusing: tuple[Step, ...] = ()
+        # Whether cached memory had to be given back in the last run; where not, a larger capacity
+        # makes no difference.
+        self.was_pressed = False
 
     def run(
         self,
@@ -90,11 +61,13 @@ class Replay(AllocEvents):
         except OutOfCapacity:
             self.refusing = tuple(self.steps[: run.num_begun])
             return None
+        finally:
+            self.was_pressed = run.memory.is_pressed
 
     def _stage_run(
         self, blocks: Sequence[int], capacity: int | None, device_of: Sequence[str] | None
-    ) -> Run:
-        return _StageRun(self, blocks, capacity, device_of)
+    ) -> StageRun:
+        return _InferenceRun(self, blocks, capacity, device_of)
 
     def _step(self, phase: Phase, query: int, keys: int) -> Step:
         batch = self.workload.batch
@@ -164,46 +137,67 @@ class Replay(AllocEvents):
         )
 
 
-class _StageRun:
-    """One replay: the device, and the caches on it."""
+class StageRun:
+    """One replay of a stage on a device of its own; a subclass knows its steps."""
+
+    def __init__(self, replay: Replay, blocks: Sequence[int], capacity: int | None) -> None:
+        self.profile = replay.profile
+        self.blocks = sorted(blocks)
+        self.kinds = [self.profile.kinds[self.profile.blocks[block].kind] for block in self.blocks]
+        self.memory = new_memory(capacity)
+        self.num_begun = 0
+        """How many steps have been begun."""
+
+    def run(self) -> StageBytes:
+        """Replay it; `OutOfCapacity` where it doesn't fit."""
+        memory = self.memory
+        for kind in self.kinds:
+            for size in kind.weight_bytes:
+                memory.hold(size)
+        for size in buffer_bytes(self.profile.streamed_bytes(self.blocks)):
+            memory.hold(size)
+        weights = memory.allocated
+        caches, gradients = self.run_steps()
+        optimizer = memory.aside_at_peak
+        return StageBytes(
+            weight_bytes=weights,
+            kv_cache_bytes=caches,
+            activation_bytes=memory.peak - weights - caches - gradients - optimizer,
+            allocated_bytes=memory.peak,
+            reserved_bytes=memory.max_reserved,
+            requested_bytes=memory.requested_peak,
+            gradient_bytes=gradients,
+            optimizer_bytes=optimizer,
+        )
+
+    def run_steps(self) -> tuple[int, int]:
+        """Replay the steps; bytes of caches and of gradients at the peak."""
+        raise NotImplementedError
+
+
+class _InferenceRun(StageRun):
+    """Prefill and decode, with the caches that they leave."""
 
     def __init__(
         self,
         replay: Replay,
         blocks: Sequence[int],
         capacity: int | None,
-        device_of: Sequence[str] | None = None,
+        device_of: Sequence[str] | None,
     ) -> None:
+        super().__init__(replay, blocks, capacity)
         self.replay = replay
         self.device_of = device_of
-        self.blocks = sorted(blocks)
-        self.memory = new_memory(capacity)
         # Block by block, and how many of each.
         self.caches: list[Held] = []
         self.num_kept = (0,) * len(self.blocks)
-        self.num_begun = 0
         self._programs: dict[tuple[int, int, tuple[int, ...]], StageProgram] = {}
 
-    def run(self) -> StageBytes:
-        profile, memory = self.replay.profile, self.memory
-        for block in self.blocks:
-            for size in profile.kinds[profile.blocks[block].kind].weight_bytes:
-                memory.hold(size)
-        for size in buffer_bytes(profile.streamed_bytes(self.blocks)):
-            memory.hold(size)
-        weights = memory.allocated
+    def run_steps(self) -> tuple[int, int]:
         for step in range(len(self.replay.steps)):
             self.num_begun = step + 1
             self._run_step(step)
-        return StageBytes(
-            weights=weights,
-            kv_cache=memory.cached_at_peak,
-            activations=memory.peak - weights - memory.cached_at_peak,
-            allocated=memory.peak,
-            reserved=memory.max_reserved,
-            requested=memory.requested_peak,
-            pressed=memory.is_pressed,
-        )
+        return self.memory.cached_at_peak, 0
 
     def _run_step(self, step: int) -> None:
         call = self.replay.steps[step]

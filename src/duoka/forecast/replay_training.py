@@ -1,4 +1,4 @@
-"""Rehearsal: steps of training, run through the allocator's model stage by stage.
+"""Replay of training: its steps, run through the allocator's model stage by stage.
 
 One step is some micro-batches, each a forward pass over a stage's blocks and a backward pass over
 them in reverse, then the optimizer, which is torch's with default arguments: on a GPU it works on
@@ -6,7 +6,7 @@ lists of tensors, and AdamW makes two states for every trained parameter in its 
 temporary one in every step. Gradients are set to None at the end of a step.
 
 It knows nothing of how long anything takes, nor of copies that reach a block by way of a third
-device: a placement that isn't contiguous is rehearsed as if they came straight.
+device: a placement that isn't contiguous is replayed as if they came straight.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from .alloc_events import Step
 from .alloc_program import StageCompiler, StageProgram
 from .allocator import rounded_bytes
-from .device_memory import Held, new_memory
+from .device_memory import Held
 from .profile import TRAINING_PHASES, Key, Profile, training_monomials
-from .replay import Replay, StageBytes
+from .replay import Replay, StageRun
 from .workload import Training, Workload
 
 FORWARD, BACKWARD, ACCUMULATE = range(3)
-"""The steps of a rehearsal: passes of a micro-batch, by their place in `Rehearsal.steps`."""
+"""The steps of a replay: passes of a micro-batch, by their place in `TrainingReplay.steps`."""
 
 # Where what is free doesn't come round to what it was before, so many steps and micro-batches stand
 # for all. The optimizer's states are made in the first step, and are there from the second one on.
@@ -33,21 +33,11 @@ STATES = {"adamw": 2, "sgd": 0}
 TEMPORARIES = {"adamw": 1, "sgd": 0}
 
 
-class Rehearsal(Replay):
-    """A profile for training at one workload.
+class TrainingReplay(Replay):
+    """A profile for training at one workload, whose stages can be replayed.
 
-    Parameters
-    ----------
-    profile : Profile
-    workload : Workload
-    place : int
-        How many stages there are from this one to the end, itself included: with the schedule
-        "1f1b" that many micro-batches are in flight.
-
-    Raises
-    ------
-    UsageError
-        If the workload is larger than what the profile knows, or under other conditions.
+    `place` is how many stages there are from this one to the end, itself included: with the
+    schedule "1f1b" that many micro-batches are in flight.
     """
 
     def __init__(self, profile: Profile, workload: Workload, *, place: int = 1) -> None:
@@ -77,8 +67,8 @@ class Rehearsal(Replay):
 
     def _stage_run(
         self, blocks: Sequence[int], capacity: int | None, device_of: Sequence[str] | None
-    ) -> _StageRun:
-        return _StageRun(self, blocks, capacity)
+    ) -> StageRun:
+        return _TrainingRun(self, blocks, capacity)
 
     def _ends(self) -> Iterator[tuple[Key, int]]:
         for block in range(len(self.profile.blocks)):
@@ -105,7 +95,7 @@ def replay_of(profile: Profile, workload: Workload, *, place: int = 1) -> Replay
     """What replays a stage at a workload; in training, one at a place from the end."""
     if workload.training is None:
         return Replay(profile, workload)
-    return Rehearsal(profile, workload, place=place)
+    return TrainingReplay(profile, workload, place=place)
 
 
 def in_flight(training: Training, place: int) -> int:
@@ -114,60 +104,43 @@ def in_flight(training: Training, place: int) -> int:
     return min(most[training.schedule], training.micro_batches)
 
 
-class _StageRun:
-    """One rehearsal: the device and what is there. What is told apart are states."""
+class _TrainingRun(StageRun):
+    """Steps of training; what `Memory` tells apart as aside are the optimizer's states."""
 
-    def __init__(self, rehearsal: Rehearsal, blocks: Sequence[int], capacity: int | None) -> None:
-        self.rehearsal = rehearsal
-        self.blocks = sorted(blocks)
-        self.memory = new_memory(capacity)
-        self.num_begun = 0
+    def __init__(self, replay: TrainingReplay, blocks: Sequence[int], capacity: int | None) -> None:
+        super().__init__(replay, blocks, capacity)
+        self.replay = replay
         # Block by block, and how many of each.
         self.gradients: list[Held] = []
         self.num_gradients = (0,) * len(self.blocks)
-        self._programs: dict[tuple[int, tuple[int, ...]], StageProgram] = {}
-        profile = rehearsal.profile
-        self.kinds = [profile.kinds[profile.blocks[block].kind] for block in self.blocks]
         self.trained = [size for kind in self.kinds for size in kind.trained_bytes]
+        self._programs: dict[tuple[int, tuple[int, ...]], StageProgram] = {}
 
-    def run(self) -> StageBytes:
-        memory = self.memory
-        for kind in self.kinds:
-            for size in kind.weight_bytes:
-                memory.hold(size)
-        weights = memory.allocated
+    def run_steps(self) -> tuple[int, int]:
+        # What a step does follows from where the free blocks are: once they are where they were at
+        # the end of an earlier step, all further steps repeat what has been seen.
         ends: set[Any] = set()
         while len(ends) < _MOST_STEPS:
             self._run_micro_batches()
             self._update(is_first=not ends)
-            end = self._layout(())
+            end = self._allocator_state(())
             if end in ends:
                 break
             ends.add(end)
-        gradients, optimizer = memory.cached_at_peak, memory.aside_at_peak
-        return StageBytes(
-            weights=weights,
-            kv_cache=0,
-            activations=memory.peak - weights - gradients - optimizer,
-            allocated=memory.peak,
-            reserved=memory.max_reserved,
-            requested=memory.requested_peak,
-            gradients=gradients,
-            optimizer=optimizer,
-            pressed=memory.is_pressed,
-        )
+        return 0, self.memory.cached_at_peak
 
     def _run_micro_batches(self) -> None:
-        limit, flying = self.rehearsal.in_flight, list[list[Held]]()
+        limit, flying = self.replay.in_flight, list[list[Held]]()
         step = BACKWARD
         seen: dict[Any, int] = {}
-        left = min(self.rehearsal.training.micro_batches, limit + _MOST_ROUNDS)
+        left = min(self.replay.training.micro_batches, limit + _MOST_ROUNDS)
         while left:
             if len(flying) == limit:
                 self._pass(step, flying.pop(0))
                 step = ACCUMULATE
-                # From what is laid out as before, the same follows as before.
-                period = seen.setdefault(self._layout(flying), left) - left
+                # From the same state of the allocator the same follows: so many micro-batches
+                # later it has come round, and whole rounds more needn't be run.
+                period = seen.setdefault(self._allocator_state(flying), left) - left
                 if period:
                     left %= period
                     seen.clear()
@@ -179,7 +152,7 @@ class _StageRun:
             self._pass(step, flying.pop(0))
             step = ACCUMULATE
 
-    def _layout(self, flying: Sequence[Sequence[Held]]) -> Any:
+    def _allocator_state(self, flying: Sequence[Sequence[Held]]) -> Any:
         """What is free, and where what the micro-batches in flight have made is."""
         return self.memory.free_blocks(), *map(tuple, flying)
 
@@ -190,33 +163,33 @@ class _StageRun:
             self._programs[key] = self._compile(step)
         program = self._programs[key]
         number = sum(program.num_kept)
-        sizes = program.sizes(self.rehearsal, step)
+        sizes = program.sizes(self.replay, step)
         out = self.memory.run(program.moves, sizes, [*self.gradients, *saved], program.out)
         self.gradients, self.num_gradients = out[:number], program.num_kept
         return out[number:]
 
     def _compile(self, step: int) -> StageProgram:
-        rehearsal, blocks = self.rehearsal, range(len(self.rehearsal.profile.blocks))
+        replay, blocks = self.replay, range(len(self.profile.blocks))
         num_kept = dict(zip(self.blocks, self.num_gradients, strict=True))
         if step != FORWARD:
             # The same whatever gradients there were then.
             forward = next(known for key, known in self._programs.items() if key[0] == FORWARD)
-            compiler = StageCompiler(rehearsal, step, num_kept, alive=forward.left)
+            compiler = StageCompiler(replay, step, num_kept, alive=forward.left)
             compiler.run(blocks[::-1])
             compiler.release_all()
             return compiler.program()
-        compiler = StageCompiler(rehearsal, step, num_kept)
+        compiler = StageCompiler(replay, step, num_kept)
         compiler.run(blocks)
         inputs = {
-            rehearsal.key_of(block, read.ref, FORWARD)
+            replay.key_of(block, read.ref, FORWARD)
             for block in self.blocks
-            for number, read in enumerate(rehearsal.tape(block, FORWARD).reads)
-            if number not in rehearsal.tape(block, FORWARD).passing
+            for number, read in enumerate(replay.tape(block, FORWARD).reads)
+            if number not in replay.tape(block, FORWARD).passing
         }
         for key in list(compiler.alive):
             # What only others hold for their backward pass is gone from its own device, and so is a
             # copy that was only on its way.
-            holder = rehearsal.ended_by(key)
+            holder = replay.ended_by(key)
             ends_here = holder is None if key[0] in num_kept else key in inputs
             if not ends_here and holder not in num_kept:
                 compiler.release(key)
@@ -224,26 +197,27 @@ class _StageRun:
 
     def _update(self, *, is_first: bool) -> None:
         """What the optimizer does, and gradients set to None."""
-        optimizer, memory = self.rehearsal.training.optimizer, self.memory
+        optimizer, memory = self.replay.training.optimizer, self.memory
         if is_first:
             for size in self.trained:
                 for _ in range(STATES[optimizer]):
                     self._hold_aside(size)
         before = memory.aside
-        for held in [self._hold_aside(size) for size in self.trained * TEMPORARIES[optimizer]]:
-            memory.release(held)
+        for temporary in [self._hold_aside(size) for size in self.trained * TEMPORARIES[optimizer]]:
+            memory.release(temporary)
         memory.aside = before
-        for held in self.gradients:
-            memory.release(held, cached=True)
+        for gradient in self.gradients:
+            memory.release(gradient, cached=True)
         self.gradients, self.num_gradients = [], (0,) * len(self.blocks)
 
     def _hold_aside(self, size: int) -> Held:
         memory = self.memory
         memory.aside += rounded_bytes(size)
-        held = memory.hold(size)
-        if held[1] > held[2]:
+        block = memory.hold(size)
+        _, num_bytes, requested = block
+        if num_bytes > requested:
             # The block isn't split, and all of it counts, at the peak as well: it is taken anew.
-            memory.release(held)
-            memory.aside += held[1] - held[2]
-            held = memory.hold(size)
-        return held
+            memory.release(block)
+            memory.aside += num_bytes - requested
+            block = memory.hold(size)
+        return block

@@ -59,26 +59,26 @@ class _Stage:
                 return
 
     def _run_forward(self) -> bool:
-        each, ready = len(self.forward), 0.0
+        micro_batch, ready = len(self.forward), 0.0
         if self.before is not None:
-            if each >= len(self.before.forward):
+            if micro_batch >= len(self.before.forward):
                 return False
-            ready = self.before.forward[each] + self.passes.forward_transfer_seconds
+            ready = self.before.forward[micro_batch] + self.passes.forward_transfer_seconds
         self.free = max(self.free, ready) + self.passes.forward_seconds
         self.forward.append(self.free)
         return True
 
     def _run_backward(self) -> bool:
-        each = len(self.backward)
+        micro_batch = len(self.backward)
         if self.behind is None:
-            ready = self.forward[each]
-        elif each >= len(self.behind.backward):
+            ready = self.forward[micro_batch]
+        elif micro_batch >= len(self.behind.backward):
             return False
         else:
             way = self.behind.passes
-            ready = self.behind.backward[each]
-            ready += way.later_transfer_seconds if each else way.backward_transfer_seconds
-        took = self.passes.later_seconds if each else self.passes.backward_seconds
+            ready = self.behind.backward[micro_batch]
+            ready += way.later_transfer_seconds if micro_batch else way.backward_transfer_seconds
+        took = self.passes.later_seconds if micro_batch else self.passes.backward_seconds
         self.free = max(self.free, ready) + took
         self.backward.append(self.free)
         return True

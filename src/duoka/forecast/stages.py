@@ -1,4 +1,8 @@
-"""Chain: the run of a profile's blocks that is cut into stages, and which of its runs are alike."""
+"""Stages: the chain of blocks that is cut into them, which of them are alike, and lower bounds.
+
+A lower bound is what a stage needs at the least, for all stages at once and without a replay; the
+search goes by it until it has to know better. It knows nothing of devices.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,22 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from .allocator import rounded_bytes
-from .profile import Profile, Ref, Tape
+from .profile import Profile, Ref, Tape, buffer_bytes, evaluate
+from .replay import Replay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Wait:
     """Something that a block leaves to others, while blocks between them don't touch it.
 
-    Parameters
-    ----------
-    block, number, place : int
-        The block that makes it, the number of the allocation in its tape, and its place.
-    during : [places]
-        The places of the blocks that don't touch it while it is there.
+    It is the allocation `number` in the tape of a block, which is at a place in the chain; `during`
+    are the places of the blocks that don't touch it while it is there.
     """
 
     block: int
@@ -35,16 +37,8 @@ class Wait:
 class Chain:
     """Every block but those tied to an earlier one, which go wherever their partner goes.
 
-    Parameters
-    ----------
-    profile : Profile
-
-    Attributes
-    ----------
-    blocks : list of int
-        The blocks that are cut apart, in execution order. A stage is a half-open run of these.
-    attached : dict of int, list of int
-        To each of them the blocks that go with it.
+    A stage is a half-open run of `blocks`, which are in execution order; `attached` to each of them
+    are the blocks that go with it.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -117,12 +111,14 @@ class Chain:
         """[start, stop]: what the weights of stages take, tied blocks included."""
         profile = self.profile
         of_kind = [sum(map(rounded_bytes, kind.weight_bytes)) for kind in profile.kinds]
-        total = np.zeros(len(self) + 1, np.int64)
-        for place, index in enumerate(self.blocks):
-            together = (index, *self.attached[index])
-            total[place + 1] = sum(of_kind[profile.blocks[block].kind] for block in together)
-        total = np.cumsum(total)
-        return np.triu(total[None, :] - total[:, None])
+        return np.triu(
+            between(
+                [
+                    sum(of_kind[profile.blocks[b].kind] for b in (index, *self.attached[index]))
+                    for index in self.blocks
+                ]
+            )
+        )
 
     def likes(self, block: int, ref: Ref) -> list[int]:
         """Blocks of a block's kind, one for each kind of block that what they refer to is from."""
@@ -130,17 +126,17 @@ class Chain:
             return [block]
         kinds, key = self.profile.blocks, (self.profile.blocks[block].kind, ref.back)
         if key not in self._likes:
-            found = {kinds[index - ref.back].kind: index for index in self._of_kind[key[0]]}
-            self._likes[key] = list(found.values())
+            likes = {kinds[index - ref.back].kind: index for index in self._of_kind[key[0]]}
+            self._likes[key] = list(likes.values())
         return self._likes[key]
 
     def waits(self, regime: int) -> list[Wait]:
         """What is there for longer than from one block to the next, in steps of a regime."""
         if regime not in self._waits:
-            self._waits[regime] = [*self._found_waits(regime)]
+            self._waits[regime] = [*self._find_waits(regime)]
         return self._waits[regime]
 
-    def _found_waits(self, regime: int) -> Iterator[Wait]:
+    def _find_waits(self, regime: int) -> Iterator[Wait]:
         blocks, carried = self.profile.blocks, self.profile.regimes[regime].carried
         tapes = [kind.tapes[regime] for kind in self.profile.kinds]
         reads = [{read.ref for read in tape.reads} for tape in tapes]
@@ -173,10 +169,10 @@ class Chain:
 
     @cached_property
     def _of_kind(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+        blocks: dict[int, list[int]] = {}
         for index in self.blocks:
-            found.setdefault(self.profile.blocks[index].kind, []).append(index)
-        return found
+            blocks.setdefault(self.profile.blocks[index].kind, []).append(index)
+        return blocks
 
 
 def _left(tape: Tape) -> list[int]:
@@ -193,3 +189,161 @@ def _root(profile: Profile, index: int) -> int:
     while (partner := profile.blocks[index].tied_to) is not None:
         index = partner
     return index
+
+
+def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
+    """[start, stop]: never more than the exact bytes of stages.
+
+    A stage needs at least what is requested while some block of it is at its peak in some step.
+    Then the caches of the blocks before it have grown in this step and those behind it haven't, and
+    what earlier blocks left to later ones waits. Prefix sums of caches make that a sum for each
+    (stage, block), and a running maximum over the blocks of a stage the bound for all stages that
+    begin at one place. Left out is some of what goes by way of tied blocks.
+    """
+    num = len(chain)
+    kinds = [chain.profile.blocks[index].kind for index in chain.blocks]
+    block_of = dict(zip(kinds, chain.blocks, strict=True))
+    of_kind = {kind: [*_cache_and_peaks(chain, replay, block)] for kind, block in block_of.items()}
+    rows = {kind: row for row, kind in enumerate(of_kind)}
+    # [steps, places, numbers]
+    costs = np.array([*of_kind.values()])[[rows[kind] for kind in kinds]].swapaxes(0, 1)
+    bounds = np.zeros((num + 1, num + 1), np.int64)
+    ahead = np.triu(np.ones((num, num), np.bool_))
+    starts, places = np.arange(num)[:, None], np.arange(num)
+    for step in _largest(chain, replay, costs):
+        before, after, peaks, fuller, back = costs[step].T
+        grown = np.concatenate([[0], np.cumsum(after)])
+        to_grow = np.concatenate([[0], np.cumsum(before)])
+        busiest = np.where(starts <= places - back, fuller, peaks)
+        busiest = busiest + _waiting(chain, replay, step)
+        at_peak = np.where(ahead, grown[:-1] - to_grow[1:] + busiest, -(1 << 62))
+        most = np.maximum.accumulate(at_peak, axis=1)
+        bytes_now = most + to_grow[None, 1:] - grown[:-1, None]
+        np.maximum(bounds[:-1, 1:], np.where(ahead, bytes_now, 0), out=bounds[:-1, 1:])
+    return bounds + chain.weight_bytes + _buffers(chain)
+
+
+def between(values: ArrayLike) -> NDArray[Any]:
+    """[start, stop]: sums of values, one for each place; below the diagonal their negatives."""
+    total = np.cumsum(np.concatenate([[0], np.asarray(values)]))
+    return np.asarray(total[None, :] - total[:, None])
+
+
+def _largest(chain: Chain, replay: Replay, costs: NDArray[np.int64]) -> list[int]:
+    """The steps but those that a later one of their regime exceeds in everything."""
+    regimes = [step.regime for step in replay.steps]
+    waits = [
+        [replay.sizes(wait.block, step)[wait.number] for wait in chain.waits(regime)]
+        for step, regime in enumerate(regimes)
+    ]
+    return [
+        step
+        for step, regime in enumerate(regimes)
+        if not any(
+            regimes[later] == regime
+            # How far back a block frees something is the same in all of them.
+            and bool(np.all(costs[step] <= costs[later]))
+            and all(one <= other for one, other in zip(waits[step], waits[later], strict=True))
+            for later in range(step + 1, len(regimes))
+        )
+    ]
+
+
+def _buffers(chain: Chain) -> NDArray[np.int64]:
+    """[start, stop]: bytes of the buffers for weights that come for a call."""
+    num, profile = len(chain), chain.profile
+    buffers = np.zeros((num + 1, num + 1), np.int64)
+    if profile.offloaded:
+        for start in range(num):
+            streamed: list[int] = []
+            for stop in range(start + 1, num + 1):
+                streamed += profile.streamed_bytes([chain.blocks[stop - 1]])
+                buffers[start, stop] = sum(map(rounded_bytes, buffer_bytes(streamed)))
+    return buffers
+
+
+def _cache_and_peaks(
+    chain: Chain, replay: Replay, block: int
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """For each step the cache bytes of a block before and after it, and its peak with them.
+
+    Then its peak where the blocks before it are on its stage as well, of which it frees something
+    that it doesn't read, and how many blocks back that goes.
+    """
+    cache: list[int] = []
+    for step in range(len(replay.steps)):
+        tape = replay.tape(block, step)
+        sizes = [rounded_bytes(size) for size in replay.sizes(block, step)]
+        read = _read_bytes(chain, replay, block, step)
+        left = {
+            ref: _made_bytes(chain, replay, block, step, ref)
+            for ref in tape.events
+            if ref is not None and ref.origin == "earlier" and ref not in read
+        }
+        back = max((_back(chain, block, ref) for ref in left), default=0)
+        peak = _peak(tape, sizes, cache, read)
+        fuller = _peak(tape, sizes, cache, read | left) if left else peak
+        before = sum(cache)
+        dropped = {ref.index for ref in tape.events if ref is not None and ref.origin == "kept"}
+        cache = [size for slot, size in enumerate(cache) if slot not in dropped]
+        cache += [sizes[number] for number in sorted(tape.kept)]
+        yield before, sum(cache), peak, fuller, back
+
+
+def _peak(tape: Tape, sizes: Sequence[int], cache: Sequence[int], read: dict[Ref, int]) -> int:
+    """The most that a block has at a time, with its caches and what it reads of others."""
+    live = peak = sum(cache) + sum(read.values())
+    count = 0
+    for event in tape.events:
+        if event is None:
+            live += sizes[count]
+            peak = max(peak, live)
+            count += 1
+        elif event.origin == "kept":
+            live -= cache[event.index]
+        elif event.origin == "own":
+            live -= sizes[event.index]
+        else:
+            live -= read.get(event, 0)
+    return peak
+
+
+def _waiting(chain: Chain, replay: Replay, step: int) -> NDArray[np.int64]:
+    """[start, place]: bytes on a stage from `start` on that the block at a place doesn't touch."""
+    waiting = np.zeros((len(chain), len(chain)), np.int64)
+    for wait in chain.waits(replay.steps[step].regime):
+        size = rounded_bytes(replay.sizes(wait.block, step)[wait.number])
+        waiting[: wait.place + 1, wait.during] += size
+    return waiting
+
+
+def _back(chain: Chain, block: int, ref: Ref) -> int:
+    """How many places before a block's place in the chain something was made."""
+    maker = block - ref.back
+    return sum(maker <= index < block for index in chain.blocks) if ref.back else 0
+
+
+def _read_bytes(chain: Chain, replay: Replay, block: int, step: int) -> dict[Ref, int]:
+    """Bytes at least of what other blocks made and this one, or one of its kind, reads.
+
+    Where a stage begins it is moved in, as large as what is read; elsewhere it is still there, as
+    large as it was made.
+    """
+    sizes: dict[Ref, int] = {}
+    for read in replay.tape(block, step).reads:
+        if read.ref.origin in ("earlier", "carried"):
+            moved = rounded_bytes(evaluate(read.size, replay.steps[step].values))
+            size = min(moved, _made_bytes(chain, replay, block, step, read.ref))
+            sizes[read.ref] = min(size, sizes.get(read.ref, size))
+    return sizes
+
+
+def _made_bytes(chain: Chain, replay: Replay, block: int, step: int, ref: Ref) -> int:
+    """Bytes of what a block refers to, as small as it is for any block of its kind."""
+    sizes = []
+    for index in chain.likes(block, ref):
+        maker, number = replay.key_of(index, ref, step)
+        # What is kept counts as a cache of its maker, on whose stage this one may be.
+        is_kept = number in replay.tape(maker, step).kept
+        sizes.append(0 if is_kept else rounded_bytes(replay.sizes(maker, step)[number]))
+    return min(sizes)

@@ -302,7 +302,7 @@ def with_quantization(workload: Workload) -> tuple[Workload, ...]:
     """
     if workload.quantize != "auto":
         return (workload,)
-    return tuple(replace(workload, quantize=each) for each in AUTO_QUANTIZATIONS)
+    return tuple(replace(workload, quantize=form) for form in AUTO_QUANTIZATIONS)
 
 
 def _make_whole(data: Workload | Training, name: str, least: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from duoka.base.serialization import to_dict
 from duoka.errors import UsageError
-from duoka.forecast.forecast import DeviceForecast
+from duoka.forecast.stage_bytes import StageBytes
 
 from .plan import Plan
 
@@ -27,8 +27,8 @@ class DeviceBytes:
     """What one device holds in both plans; None in a plan that doesn't use it."""
 
     device: str
-    first: DeviceForecast | None
-    second: DeviceForecast | None
+    first: StageBytes | None
+    second: StageBytes | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from duoka.base.units import format_bytes
 from duoka.errors import InfeasibleError, UsageError
 from duoka.forecast.costs import costs_of
-from duoka.forecast.forecast import DeviceForecast, Forecast
+from duoka.forecast.forecast import Forecast
 from duoka.forecast.latency import Seconds
 from duoka.forecast.profile import Profile
-from duoka.forecast.replay import StageBytes
 from duoka.forecast.replay_training import replay_of
+from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.workload import Workload
-from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 
 from . import planner
@@ -88,15 +87,6 @@ def _given(profile: Profile, problem: PlanProblem) -> _Given:
     return _Given(profile, problem, judgement)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Need:
-    """What the blocks on one device need; no `peaks` where they don't fit it."""
-
-    device: Device
-    bytes: int
-    peaks: StageBytes | None
-
-
 class _Given:
     def __init__(self, profile: Profile, problem: PlanProblem, judgement: Judgement) -> None:
         self.profile = profile
@@ -107,37 +97,35 @@ class _Given:
 
     def plan(self, source: str) -> Plan:
         """The plan, with the largest chunk of the prompt with which the map fits."""
-        needs: list[_Need] = []
+        needs: list[StageBytes] = []
         for workload in with_chunks(self.problem.workload):
             needs = self._needs(workload)
-            if all(need.peaks is not None for need in needs):
+            if all(map(_fits, needs)):
                 return self._made(workload, needs, source)
         raise self._infeasible(needs)
 
-    def _needs(self, workload: Workload) -> list[_Need]:
+    def _needs(self, workload: Workload) -> list[StageBytes]:
         devices = self.placement.devices
         return [
             self._need(name, workload, place=len(devices) - number)
             for number, name in enumerate(devices)
         ]
 
-    def _need(self, name: str, workload: Workload, *, place: int) -> _Need:
+    def _need(self, name: str, workload: Workload, *, place: int) -> StageBytes:
         device = self.problem.fleet.device(name)
         blocks = [index for index, at in enumerate(self.device_of) if at == name]
         replay = replay_of(self.profile, workload, place=place)
         peaks = replay.run(blocks, device.budget_bytes, device_of=self.device_of)
-        unlimited = peaks or replay.run(blocks, device_of=self.device_of)
-        assert unlimited is not None, "nothing limits this run"
-        return _Need(device=device, bytes=unlimited.allocated, peaks=peaks)
+        # Where it doesn't fit, what it would need without a limit.
+        peaks = peaks or replay.run(blocks, device_of=self.device_of)
+        assert peaks is not None, "nothing limits this run"
+        return peaks.placed(device)
 
-    def _made(self, workload: Workload, needs: list[_Need], source: str) -> Plan:
+    def _made(self, workload: Workload, needs: list[StageBytes], source: str) -> Plan:
         problem, profile = self.problem, self.profile
-        forecasts = tuple(
-            DeviceForecast.of(need.device, need.peaks) for need in needs if need.peaks
-        )
         own = self._own()
         best = self._best(workload)
-        tightest = min(forecasts, key=lambda each: each.free_bytes)
+        tightest = min(needs, key=lambda each: each.free_bytes)
         free = float(tightest.free_bytes)
         return Plan(
             source=source,
@@ -146,7 +134,7 @@ class _Given:
             fleet=problem.fleet,
             workload=workload,
             placement=self.placement,
-            forecast=Forecast(devices=forecasts, seconds=self._seconds(workload)),
+            forecast=Forecast(devices=tuple(needs), seconds=self._seconds(workload)),
             objective=OBJECTIVE,
             value=free,
             bound=free if best is None else max(free, best),
@@ -179,9 +167,7 @@ class _Given:
             return (problem.fleet.budget_bytes - least) / len(devices)
         return None if best is None else best.value
 
-    def _reasons(
-        self, workload: Workload, tightest: DeviceForecast, own: Plan | None
-    ) -> Iterator[str]:
+    def _reasons(self, workload: Workload, tightest: StageBytes, own: Plan | None) -> Iterator[str]:
         crossings = _crossings(self.device_of)
         yield f"As the device map says: {_told(crossings, tightest.free_bytes)}."
         yield from (f"{note}." for note in self.notes)
@@ -202,11 +188,11 @@ class _Given:
                 stages[-1] = (name, stages[-1][1], place + 1)
             else:
                 stages.append((name, place, place + 1))
-        return costs.times.of(stages, self.problem.fleet)
+        return costs.latency.seconds_of(stages, self.problem.fleet)
 
-    def _infeasible(self, needs: list[_Need]) -> InfeasibleError:
-        over = [need for need in needs if need.peaks is None]
-        missing = [max(need.bytes - need.device.budget_bytes, 1) for need in over]
+    def _infeasible(self, needs: list[StageBytes]) -> InfeasibleError:
+        over = [need for need in needs if not _fits(need)]
+        missing = [max(need.allocated_bytes - need.budget_bytes, 1) for need in over]
         workload = self.problem.workload
         told = "; ".join(map(_shortage, over))
         return InfeasibleError(
@@ -240,11 +226,15 @@ def _told(crossings: int, free_bytes: int) -> str:
     return f"{crossed}, and at least {format_bytes(free_bytes)} stay free on each"
 
 
-def _shortage(need: _Need) -> str:
-    budget = need.device.budget_bytes
-    if need.bytes <= budget:
-        return f"on {need.device.name} its {format_bytes(budget)} are too fragmented"
+def _fits(need: StageBytes) -> bool:
+    return need.reserved_bytes <= need.budget_bytes
+
+
+def _shortage(need: StageBytes) -> str:
+    size, budget = need.allocated_bytes, need.budget_bytes
+    if size <= budget:
+        return f"on {need.device} its {format_bytes(budget)} are too fragmented"
     return (
-        f"{need.device.name} needs {format_bytes(need.bytes)} of a budget of "
-        f"{format_bytes(budget)}: {format_bytes(need.bytes - budget)} are missing"
+        f"{need.device} needs {format_bytes(size)} of a budget of "
+        f"{format_bytes(budget)}: {format_bytes(size - budget)} are missing"
     )

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from duoka.base.units import format_bytes, format_count
 from duoka.errors import InfeasibleError, UsageError
-from duoka.forecast.costs import costs_of
-from duoka.forecast.forecast import Costs, DeviceForecast, Forecast
+from duoka.forecast.costs import Costs, costs_of
+from duoka.forecast.forecast import Forecast
 from duoka.forecast.latency import Seconds
 from duoka.forecast.profile import Profile
-from duoka.forecast.replay import StageBytes
+from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 
@@ -81,7 +81,7 @@ def _conceivable(profile: Profile, ready: PlanProblem) -> bool:
 
 def _chunked(profile: Profile, problem: PlanProblem) -> list[Costs]:
     """The costs of each chunk that the prompt may run in, the largest first."""
-    return [costs_of(profile, each, problem.findings) for each in with_chunks(problem.workload)]
+    return [costs_of(profile, each, problem.replay_cache) for each in with_chunks(problem.workload)]
 
 
 def _refuse_offload(workload: Workload) -> None:
@@ -261,7 +261,7 @@ def _plan(
     profile, fleet = costs.profile, problem.fleet
     device_of = _device_of(costs, solution, fleet)
     forecasts = tuple(
-        DeviceForecast.of(fleet.devices[stage.device], peaks)
+        peaks.placed(fleet.devices[stage.device])
         for stage, peaks in zip(solution.stages, stage_peaks, strict=True)
     )
     entries = tuple(
@@ -294,7 +294,7 @@ def _plan(
 
 def _seconds(costs: Costs, solution: Solution, fleet: Fleet) -> Seconds | None:
     names = fleet.names
-    return costs.times.of(
+    return costs.latency.seconds_of(
         [(names[stage.device], stage.start, stage.stop) for stage in solution.stages], fleet
     )
 

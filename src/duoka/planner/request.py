@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from duoka.forecast.forecast import Findings
+from duoka.forecast.costs import ReplayCache
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 
@@ -62,14 +62,14 @@ class PlanProblem(PlanRequest):
         Where the modules go, if a person has decided that (`from_device_map`).
     limits : Limits, optional
         What the constraints mean for the profile; None until that is looked at.
-    findings : Findings
+    replay_cache : ReplayCache
         What one replay tells all problems that are made of this one.
     """
 
     fleet: Fleet
     device_map: DeviceMap | None = None
     limits: Limits | None = None
-    findings: Findings = field(default_factory=Findings, compare=False, repr=False)
+    replay_cache: ReplayCache = field(default_factory=ReplayCache, compare=False, repr=False)
 
     @property
     def request(self) -> PlanRequest:

@@ -15,8 +15,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from duoka.base.text import printable
 from duoka.base.units import format_bytes, format_count
-from duoka.forecast.forecast import DeviceForecast
 from duoka.forecast.layers import layer_of, main_list
+from duoka.forecast.stage_bytes import StageBytes
 from duoka.hardware.device import Device
 from duoka.planner.command_line import command
 from duoka.planner.explain import Explanation
@@ -170,7 +170,7 @@ def _links(explanation: Explanation) -> dict[int, str]:
     return dict(enumerate(told, 1))
 
 
-def _parts(forecast: DeviceForecast) -> Iterator[_Part]:
+def _parts(forecast: StageBytes) -> Iterator[_Part]:
     sizes = [*kinds_of(forecast), ("free", forecast.budget_bytes - forecast.reserved_bytes)]
     # A plan's file can say anything; what is drawn is never more than the whole.
     total = max(forecast.budget_bytes, sum(max(size, 0) for _, size in sizes), 1)

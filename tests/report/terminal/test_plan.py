@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from duoka.forecast.forecast import DeviceForecast, Forecast
+from duoka.forecast.forecast import Forecast
+from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.workload import Workload
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
@@ -19,10 +20,10 @@ from duoka.report.terminal import name_modules, render_plan
 GIB = 2**30
 
 
-def forecast(device: str, weights: float, budget: float) -> DeviceForecast:
+def forecast(device: str, weights: float, budget: float) -> StageBytes:
     sizes = [round(size * GIB) for size in (weights, 0.5, 0.25)]
     allocated = sum(sizes)
-    return DeviceForecast(
+    return StageBytes(
         device=device,
         weight_bytes=sizes[0],
         kv_cache_bytes=sizes[1],

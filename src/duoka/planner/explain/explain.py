@@ -8,8 +8,7 @@ from itertools import groupby, pairwise
 from typing import Literal
 
 from duoka.errors import FormatError, UsageError
-from duoka.forecast.costs import costs_of
-from duoka.forecast.forecast import Costs
+from duoka.forecast.costs import Costs, costs_of
 from duoka.forecast.profile import Profile
 from duoka.forecast.profile_cache import find_profile
 from duoka.hardware.fleet import Fleet
@@ -119,7 +118,7 @@ def _crossings(trial: Trial, runs: Stages) -> Iterator[Crossing]:
     seconds = trial.seconds(runs)
     is_training = trial.costs.workload.training is not None
     steps = trial.costs.workload.new_tokens - 1  # the first token comes of the prompt
-    prefill, decode = trial.costs.times.boundary_bytes
+    prefill, decode = trial.costs.latency.boundary_bytes
     for number, (before, after) in enumerate(pairwise(runs), 1):
         names = [trial.fleet.devices[stage.device].name for stage in (before, after)]
         came = None if seconds is None else seconds.stages[number]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from duoka.forecast.forecast import Costs
+from duoka.forecast.costs import Costs
 from duoka.forecast.latency import Seconds
 from duoka.hardware.fleet import Fleet
 
@@ -96,7 +96,7 @@ class Trial:
         """What each stage takes; None where speeds are unknown."""
         devices = self.fleet.devices
         named = [(devices[stage.device].name, stage.start, stage.stop) for stage in stages]
-        return self.costs.times.of(named, self.fleet)
+        return self.costs.latency.seconds_of(named, self.fleet)
 
     def is_better(self, one: float, other: float) -> bool:
         """Whether one value is better than another by more than rounding."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 
-from duoka.forecast.forecast import DeviceForecast
 from duoka.forecast.layers import layer_of, main_list
+from duoka.forecast.stage_bytes import StageBytes
 from duoka.hardware.device import Device
 from duoka.planner.plan import Plan
 
@@ -21,7 +21,7 @@ class Stage:
     """The layers from `start` up to, not with, `stop`, and what is beside them on one device."""
 
     device: Device
-    forecast: DeviceForecast
+    forecast: StageBytes
     start: int
     stop: int
 

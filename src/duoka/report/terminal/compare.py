@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from duoka.base.units import format_bytes, format_count
-from duoka.forecast.forecast import DeviceForecast
+from duoka.forecast.stage_bytes import StageBytes
 from duoka.planner.compare import Comparison, DeviceBytes
 
 from .explain import shortly
@@ -89,7 +89,7 @@ class _View:
         return table
 
 
-def _sizes(forecast: DeviceForecast | None) -> dict[str, int]:
+def _sizes(forecast: StageBytes | None) -> dict[str, int]:
     if forecast is None:
         return {}
     return {
@@ -109,7 +109,7 @@ def _told(size: int | None, other: int | None = None) -> str:
     return f"{format_bytes(size)} ({sign}{format_bytes(abs(size - other))})"
 
 
-def _full(forecast: DeviceForecast) -> str:
+def _full(forecast: StageBytes) -> str:
     return f"{format_bytes(forecast.reserved_bytes)} of {format_bytes(forecast.budget_bytes)}"
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from duoka.base.units import format_bytes
-from duoka.forecast.forecast import DeviceForecast
+from duoka.forecast.stage_bytes import StageBytes
 from duoka.hardware.device import Device
 from duoka.planner.limits import reserves
 from duoka.planner.plan import Plan
@@ -100,7 +100,7 @@ def _table(plan: Plan) -> Table:
     return table
 
 
-def _gives_back(device: DeviceForecast) -> bool:
+def _gives_back(device: StageBytes) -> bool:
     """Whether much of what is reserved is cached only: a tenth of the budget or more."""
     return 10 * (device.reserved_bytes - device.allocated_bytes) >= device.budget_bytes
 
@@ -204,7 +204,7 @@ def _kinds(plan: Plan) -> list[str]:
     return [kind for kind in _KINDS if kind not in other]
 
 
-def _parts(device: DeviceForecast) -> dict[str, int]:
+def _parts(device: StageBytes) -> dict[str, int]:
     """Bytes by kind; together they are the budget."""
     free = max(device.budget_bytes - device.reserved_bytes, 0)
     return {**dict(kinds_of(device)), "free": free}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from duoka.base.units import format_count
-from duoka.forecast.forecast import DeviceForecast
+from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.workload import Training, Workload
 from duoka.planner.plan import Plan
 
@@ -57,7 +57,7 @@ def _training(workload: Workload, training: Training) -> Iterator[str]:
         yield "master weights in float32"
 
 
-def kinds_of(forecast: DeviceForecast) -> tuple[tuple[str, int], ...]:
+def kinds_of(forecast: StageBytes) -> tuple[tuple[str, int], ...]:
     """Bytes by kind; together they are what is reserved."""
     return (
         ("weights", forecast.weight_bytes),

@@ -1,0 +1,50 @@
+"""The bytes of a stage at the peak, as one record from the replay to the report.
+
+It knows nothing of how they are forecast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from duoka.hardware.device import Device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBytes:
+    """What one device holds at its peak, in bytes.
+
+    `weight_bytes`, `kv_cache_bytes`, `activation_bytes`, `gradient_bytes` and `optimizer_bytes`
+    add up to `allocated_bytes`, at the moment of its peak; the last two are those of training.
+    `reserved_bytes` is the peak of what the allocator takes from the device, cached blocks and
+    rounding included; it never exceeds the budget, since cached memory is given back before that.
+    `requested_bytes` is the most that tensors ask for at a time, in multiples of 512, which is the
+    same on any device: a block that is hardly larger than what was asked for isn't split, and
+    counts whole as allocated. As long as a stage is on no device, `device` is empty and
+    `budget_bytes` 0.
+    """
+
+    device: str = ""
+    weight_bytes: int
+    kv_cache_bytes: int
+    activation_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    requested_bytes: int
+    budget_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Reserved and not allocated: rounding to segments, fragmentation, cached blocks."""
+        return self.reserved_bytes - self.allocated_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """What the budget leaves beside what tensors ask for at the peak."""
+        return self.budget_bytes - self.requested_bytes
+
+    def placed(self, device: Device) -> StageBytes:
+        """The same on a device."""
+        return replace(self, device=device.name, budget_bytes=device.budget_bytes)
