@@ -183,9 +183,9 @@ class Costs:
         if self._cache.fails(self.profile, signature, budget_bytes, replay.steps):
             return None
         peaks = replay.run(blocks, budget_bytes)
-        if peaks is None:
+        if peaks is None and replay.refusing:
             self._cache.add_failure(self.profile, signature, budget_bytes, replay.refusing)
-        elif not replay.was_pressed:
+        elif peaks is not None and not replay.was_pressed:
             self._unpressed[signature] = peaks
         return peaks
 

@@ -41,7 +41,7 @@ class Replay(AllocEvents):
     def __init__(self, profile: Profile, workload: Workload, *, brief: bool = False) -> None:
         self.brief = brief
         super().__init__(profile, workload)
-        # The steps of the last run that didn't fit, up to the one where it ended.
+        # The steps of the last run that didn't fit, up to the one where it ended; none in training.
         self.refusing: tuple[Step, ...] = ()
         # Whether cached memory had to be given back in the last run; where not, a larger capacity
         # makes no difference.

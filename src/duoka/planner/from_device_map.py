@@ -22,7 +22,7 @@ from .device_map import Judgement, judge
 from .placement import Placement
 from .plan import Plan
 from .planner import check_context, with_chunks
-from .reasons import chunk_reason
+from .reasons import Reason, chunk_reason, crossing_values
 from .request import PlanProblem
 from .search import UnsearchableError
 
@@ -140,7 +140,7 @@ class _Given:
             bound=free if best is None else max(free, best),
             binding_device=tightest.device,
             request=problem.request,
-            why=tuple(self._reasons(workload, tightest, own)),
+            why=tuple(reason.text for reason in self._reasons(workload, tightest, own)),
         )
 
     def _own(self) -> Plan | None:
@@ -167,15 +167,17 @@ class _Given:
             return (problem.fleet.budget_bytes - least) / len(devices)
         return None if best is None else best.value
 
-    def _reasons(self, workload: Workload, tightest: StageBytes, own: Plan | None) -> Iterator[str]:
+    def _reasons(
+        self, workload: Workload, tightest: StageBytes, own: Plan | None
+    ) -> Iterator[Reason]:
         crossings = _crossings(self.device_of)
-        yield f"As the device map says: {_told(crossings, tightest.free_bytes)}."
-        yield from (f"{note}." for note in self.notes)
+        yield Reason("device-map", crossing_values(crossings, tightest.free_bytes))
+        yield from (Reason("note", {"text": f"{note}."}) for note in self.notes)
         if own is not None and own.device_map != self.placement.device_map:
-            others = _crossings(_devices(self.profile, own.placement))
-            least = min(each.free_bytes for each in own.forecast.devices)
-            used = ", ".join(own.devices)
-            yield f"duoka's own plan for these GPUs uses {used}: {_told(others, least)}."
+            crossings = _crossings(_devices(self.profile, own.placement))
+            least = min(device.free_bytes for device in own.forecast.devices)
+            values = {"devices": ", ".join(own.devices), **crossing_values(crossings, least)}
+            yield Reason("own-plan", values)
         yield from chunk_reason(self.problem.workload, workload)
 
     def _seconds(self, workload: Workload) -> Seconds | None:
@@ -218,12 +220,6 @@ def _devices(profile: Profile, placement: Placement) -> list[str]:
 def _crossings(device_of: list[str]) -> int:
     """How often one token goes from one device to another, on its way through the blocks."""
     return sum(before != after for before, after in pairwise(device_of))
-
-
-def _told(crossings: int, free_bytes: int) -> str:
-    times = {0: "nothing crosses between devices", 1: "each token crosses between devices once"}
-    crossed = times.get(crossings, f"each token crosses between devices {crossings} times")
-    return f"{crossed}, and at least {format_bytes(free_bytes)} stay free on each"
 
 
 def _fits(need: StageBytes) -> bool:

@@ -20,6 +20,7 @@ from duoka.forecast.workload import MOST_BATCH, MOST_BATCH_TOKENS, MOST_TOKENS, 
 
 from .plan import Plan
 from .planner import attempt, conceivable
+from .reasons import Reason
 from .request import PlanProblem
 
 STEP_TOKENS = 64
@@ -41,7 +42,7 @@ def find_largest(profile: Profile, problem: PlanProblem) -> Plan | None:
     for index in reversed(range(stop)):
         if (plan := attempt(profile, asked(index))) is not None:
             reason = _reason(profile, problem, plan, is_last=index == len(numbers) - 1)
-            return replace(plan, why=(reason, *plan.why))
+            return replace(plan, why=(reason.text, *plan.why))
     return None
 
 
@@ -75,16 +76,18 @@ def _with(problem: PlanProblem, number: int) -> Workload:
     return replace(workload, prompt_tokens=number - workload.new_tokens)
 
 
-def _reason(profile: Profile, problem: PlanProblem, plan: Plan, *, is_last: bool) -> str:
+def _reason(profile: Profile, problem: PlanProblem, plan: Plan, *, is_last: bool) -> Reason:
     """That it is the largest, and what is in the way of more."""
     tokens = plan.workload.context_tokens
-    if problem.largest == "batch":
-        limit = "duoka plans for no more" if is_last else "memory is what limits it"
-        return (
-            f"The largest batch that fits {tokens} tokens each is {plan.workload.batch}: {limit}."
-        )
-    if tokens == profile.max_context_tokens:
-        return f"The longest context is {tokens} tokens: the model was made for no more."
-    step = STEP_TOKENS if tokens < COARSE_FROM_TOKENS else COARSE_STEP_TOKENS
     limit = "duoka plans for no more" if is_last else "memory is what limits it"
-    return f"The longest context that fits is {tokens} tokens, in steps of {step}: {limit}."
+    if problem.largest == "batch":
+        values: dict[str, int | str] = {
+            "tokens": tokens,
+            "batch": plan.workload.batch,
+            "limit": limit,
+        }
+        return Reason("largest-batch", values)
+    if tokens == profile.max_context_tokens:
+        return Reason("model-limit", {"tokens": tokens})
+    step = STEP_TOKENS if tokens < COARSE_FROM_TOKENS else COARSE_STEP_TOKENS
+    return Reason("longest-context", {"tokens": tokens, "step": step, "limit": limit})

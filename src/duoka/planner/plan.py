@@ -26,6 +26,7 @@ from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 
 from .placement import Placement
+from .reasons import Reason, read_reason
 from .request import PlanRequest
 
 _FORMAT = "duoka.plan"
@@ -115,6 +116,11 @@ class Plan:
     def devices(self) -> tuple[str, ...]:
         """The devices that are used, in order of first use."""
         return self.placement.devices
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """What `why` says, as data: each reason's kind, with its numbers."""
+        return tuple(map(read_reason, self.why))
 
     def to_json(self) -> str:
         """The plan as JSON text, with its format and version."""

@@ -16,19 +16,17 @@ from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 
 from . import search
-from .limits import limits_for
+from .limits import limits_for, reserves
 from .offload import candidates, lightest
 from .placement import Placement
 from .plan import Plan
-from .reasons import chunk_reason, demand_reasons, number_reason, offload_reason
+from .reasons import Reason, chunk_reason, demand_reasons, gpus_reason, offload_reason
 from .request import PlanProblem
 from .search import NO_LIMITS, Limits, NoPlacement, Objective, Solution
 
 _SMALLEST_CHUNK_TOKENS = 512
 _LARGEST_CHUNK_TOKENS = 8192
 _LEAST_TOLD = 4096
-_HOST_UNKNOWN = "Whether the host has so much memory isn't known: its GPUs were declared."
-_CPU_UNUSED = "The CPU computes nothing: it would be slow. A device map can put modules there."
 
 
 def solve(profile: Profile, problem: PlanProblem, *, source: str = "") -> Plan:
@@ -107,7 +105,7 @@ def _solve(profile: Profile, problem: PlanProblem, source: str) -> Plan | NoPlac
         found = _offloaded(profile, replace(problem, limits=ready.limits), source) or found
     if ready.fleet == problem.fleet or isinstance(found, NoPlacement):
         return found
-    return replace(found, why=(*found.why, _CPU_UNUSED))
+    return replace(found, why=(*found.why, Reason("cpu-unused", {}).text))
 
 
 def _ready(profile: Profile, problem: PlanProblem) -> PlanProblem:
@@ -140,7 +138,8 @@ def _offloaded(profile: Profile, problem: PlanProblem, source: str) -> Plan | No
         if _conceivable(streaming, problem):
             found = _best(streaming, problem, source)
             if not isinstance(found, NoPlacement):
-                return found if most else replace(found, why=(*found.why, _HOST_UNKNOWN))
+                unknown = () if most else (Reason("host-unknown", {}).text,)
+                return replace(found, why=(*found.why, *unknown))
     return None
 
 
@@ -287,7 +286,7 @@ def _plan(
         bound=float(solution.bound),
         binding_device=fleet.devices[solution.binding_device].name,
         request=problem.request,
-        why=tuple(_reasons(costs, solution, problem)),
+        why=tuple(reason.text for reason in _reasons(costs, solution, problem)),
         offloaded=profile.offloaded,
     )
 
@@ -311,19 +310,20 @@ def _copy_seconds(costs: Costs, solution: Solution, fleet: Fleet) -> float | Non
     return total or None
 
 
-def _reasons(costs: Costs, solution: Solution, problem: PlanProblem) -> Iterator[str]:
+def _reasons(costs: Costs, solution: Solution, problem: PlanProblem) -> Iterator[Reason]:
     used, given = len(solution.stages), len(problem.fleet.devices)
     if problem.constraints.strategy == "auto":
         first = problem.fleet.devices[solution.stages[0].device].name
-        yield from number_reason(used, given, first, is_limited=bool(problem.limits))
+        yield from gpus_reason(used, given, first, is_limited=bool(problem.limits))
     names = problem.fleet.names
     devices = [names[stage.device] for stage in solution.stages]
-    yield from demand_reasons(problem.constraints, problem.fleet, devices)
+    reserved = reserves(problem.constraints, problem.fleet)
+    yield from demand_reasons(problem.constraints, problem.fleet, reserved, devices)
     if costs.has_ties and used > 1:
-        yield "Tied weights are kept once: the tied module runs on its partner's GPU."
-    yield from costs.profile.notes
+        yield Reason("tied", {})
+    yield from (Reason("note", {"text": note}) for note in costs.profile.notes)
     if problem.constraints.offload:
-        yield from offload_reason(
+        yield offload_reason(
             len(costs.profile.offloaded),
             costs.streamed_bytes(0, costs.num_blocks),
             _copy_seconds(costs, solution, problem.fleet),

@@ -1,8 +1,15 @@
-"""Reasons: why a plan is as it is, as sentences that it keeps."""
+"""Why a plan is as it is: reasons as data, and the one table of the sentences that they make.
+
+A plan keeps its reasons as sentences, and `read_reason` has their kind and numbers again by the
+same table, so that nobody else needs to know a sentence. What other placements would have been
+worth is no reason of a plan: that is an explanation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from duoka.base.units import format_bytes, format_count
 from duoka.forecast.workload import Workload
@@ -10,53 +17,149 @@ from duoka.hardware.fleet import Fleet
 
 from .constraints import Constraints
 from .device_map import find_device
-from .limits import reserves
+
+_CROSSINGS = "{crossings}, and at least {free} stay free on each."
+_SENTENCES = {
+    "one-gpu": "One GPU suffices: {first} holds all of it, and nothing crosses between GPUs.",
+    "gpus": "{used} of {gpus} GPUs are needed; {fewer} the workload{condition}.",
+    "balanced": "Every GPU is used, and the fullest has as large a share free as can be.",
+    "sequential": "The GPUs are filled in the order given, each as far as it goes before the next.",
+    "pins": "As pinned: {pins}.",
+    "uncut": "As asked, nothing is cut at {modules}.",
+    "reserve": "As asked, {size} of {device} were to stay free; it isn't used.",
+    "tied": "Tied weights are kept once: the tied module runs on its partner's GPU.",
+    "nothing-offloaded": "Nothing is offloaded: all weights fit the GPUs.",
+    "offloaded": (
+        "The weights of {modules} stay in the host's memory, {size}; with less there nothing "
+        "fits. All of that goes over PCIe for each token: {time}."
+    ),
+    "host-unknown": "Whether the host has so much memory isn't known: its GPUs were declared.",
+    "cpu-unused": (
+        "The CPU computes nothing: it would be slow. A device map can put modules there."
+    ),
+    "chunks": "The prompt runs in chunks of {tokens} tokens: whole, it needs more memory.",
+    "quantized": "The weights become {form}: {tried} they don't fit.",
+    "offloaded-unquantized": "Some weights leave the GPUs: {tried} they don't fit.",
+    "largest-batch": "The largest batch that fits {tokens} tokens each is {batch}: {limit}.",
+    "longest-context": (
+        "The longest context that fits is {tokens} tokens, in steps of {step}: {limit}."
+    ),
+    "model-limit": "The longest context is {tokens} tokens: the model was made for no more.",
+    "device-map": f"As the device map says: {_CROSSINGS}",
+    "own-plan": f"duoka's own plan for these GPUs uses {{devices}}: {_CROSSINGS}",
+}
 
 
-def number_reason(used: int, given: int, first: str, *, is_limited: bool) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One reason of a plan, with the numbers and names that its sentence has.
+
+    Its kind is a key of the table, or "note": a sentence of whoever made the profile, the "text".
+    """
+
+    kind: str
+    values: Mapping[str, int | str]
+
+    @property
+    def text(self) -> str:
+        """The sentence."""
+        return _SENTENCES.get(self.kind, "{text}").format_map(self.values)
+
+
+def read_reason(sentence: str) -> Reason:
+    """The reason that a sentence was made of; what no reason makes is a note."""
+    for kind, template in _SENTENCES.items():
+        values = _read_values(template, sentence)
+        if values is not None:
+            return Reason(kind, values)
+    return Reason("note", {"text": sentence})
+
+
+def _read_values(template: str, sentence: str) -> dict[str, int | str] | None:
+    """The values with which a template makes a sentence; None where it doesn't."""
+    start, *parts = re.split(r"\{(\w+)\}", template)
+    names, ends = parts[::2], parts[1::2]
+    if not sentence.startswith(start):
+        return None
+    rest, values = sentence[len(start) :], dict[str, int | str]()
+    for name, end in zip(names, ends, strict=True):
+        is_last = name == names[-1]
+        value, between, rest = rest.rpartition(end) if is_last else rest.partition(end)
+        if not between:
+            return None
+        values[name] = int(value) if value.isascii() and value.isdecimal() else value
+    return None if rest else values
+
+
+def gpus_reason(used: int, gpus: int, first: str, *, is_limited: bool) -> Iterator[Reason]:
     """Why not all devices are used, where as few as possible were looked for.
 
     `first` is the first one that is, and `is_limited` says whether modules had demands on them.
     """
-    if used == 1 and given > 1:
-        yield f"One GPU suffices: {first} holds all of it, and nothing crosses between GPUs."
-    elif used < given:
+    if used == 1 and gpus > 1:
+        yield Reason("one-gpu", {"first": first})
+    elif used < gpus:
         fewer = "no single one holds" if used == 2 else f"no {used - 1} of them hold"
-        pinned = " with what is demanded of its modules" if is_limited else ""
-        yield f"{used} of {given} GPUs are needed; {fewer} the workload{pinned}."
+        condition = " with what is demanded of its modules" if is_limited else ""
+        values: dict[str, int | str] = {
+            "used": used,
+            "gpus": gpus,
+            "fewer": fewer,
+            "condition": condition,
+        }
+        yield Reason("gpus", values)
 
 
-def demand_reasons(constraints: Constraints, fleet: Fleet, used: Collection[str]) -> Iterator[str]:
+def demand_reasons(
+    constraints: Constraints, fleet: Fleet, reserved: Mapping[str, int], used: Collection[str]
+) -> Iterator[Reason]:
     """What was demanded, and obeyed. What stays free on devices in use stands beside them."""
-    if constraints.strategy == "balanced":
-        yield "Every GPU is used, and the fullest has as large a share free as can be."
-    if constraints.strategy == "sequential":
-        yield "The GPUs are filled in the order given, each as far as it goes before the next."
+    if constraints.strategy != "auto":
+        yield Reason(constraints.strategy, {})
     if constraints.pins:
         pins = [f"{name} on {find_device(at, fleet)}" for name, at in constraints.pins]
-        yield f"As pinned: {', '.join(pins)}."
+        yield Reason("pins", {"pins": ", ".join(pins)})
     if constraints.uncut and len(used) > 1:
-        yield f"As asked, nothing is cut at {', '.join(constraints.uncut)}."
-    for name, size in reserves(constraints, fleet).items():
+        yield Reason("uncut", {"modules": ", ".join(constraints.uncut)})
+    for name, size in reserved.items():
         if name not in used:
-            yield f"As asked, {format_bytes(size)} of {name} were to stay free; it isn't used."
+            yield Reason("reserve", {"size": format_bytes(size), "device": name})
 
 
-def offload_reason(num_modules: int, num_bytes: int, seconds: float | None) -> Iterator[str]:
+def offload_reason(num_modules: int, num_bytes: int, seconds: float | None) -> Reason:
     """What lies in the host's memory, and what that costs, where offloading was asked for."""
     if not num_modules:
-        yield "Nothing is offloaded: all weights fit the GPUs."
-    else:
-        took = f"about {seconds:.2g} s" if seconds else "how long that takes isn't known"
-        yield (
-            f"The weights of {format_count(num_modules, 'module')} stay in the host's memory, "
-            f"{format_bytes(num_bytes)}; with less there nothing fits. All of that goes over PCIe "
-            f"for each token: {took}."
-        )
+        return Reason("nothing-offloaded", {})
+    values = {
+        "modules": format_count(num_modules, "module"),
+        "size": format_bytes(num_bytes),
+        "time": f"about {seconds:.2g} s" if seconds else "how long that takes isn't known",
+    }
+    return Reason("offloaded", values)
 
 
-def chunk_reason(asked: Workload, chosen: Workload) -> Iterator[str]:
+def chunk_reason(requested: Workload, chosen: Workload) -> Iterator[Reason]:
     """Why the prompt runs in chunks, where that wasn't asked for."""
     chunk = chosen.prefill_chunk_tokens
-    if asked.prefill_chunk_tokens == "auto" and chunk is not None:
-        yield f"The prompt runs in chunks of {chunk} tokens: whole, it needs more memory."
+    if requested.prefill_chunk_tokens == "auto" and isinstance(chunk, int):
+        yield Reason("chunks", {"tokens": chunk})
+
+
+def quantization_reason(
+    chosen: Workload, tried: Sequence[str], *, is_offloaded: bool
+) -> Iterator[Reason]:
+    """Why the weights are what they are, where that was left open."""
+    forms = ["unquantized" if form == "none" else f"in {form}" for form in tried]
+    if forms and is_offloaded:
+        yield Reason("offloaded-unquantized", {"tried": " or ".join(forms)})
+    elif forms:
+        yield Reason("quantized", {"form": chosen.quantize, "tried": " or ".join(forms)})
+
+
+def crossing_values(crossings: int, free_bytes: int) -> dict[str, int | str]:
+    """What is told of a placement beside another one."""
+    times = {0: "nothing crosses between devices", 1: "each token crosses between devices once"}
+    return {
+        "crossings": times.get(crossings, f"each token crosses between devices {crossings} times"),
+        "free": format_bytes(free_bytes),
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import cast
 
@@ -15,6 +15,7 @@ from duoka.forecast.workload import Dtype, Workload, with_quantization
 from .modes import attempt, find
 from .plan import Plan
 from .planner import check_context
+from .reasons import quantization_reason
 from .request import PlanProblem, PlanRequest
 from .suggestions import ProfileFor, WaysOut
 
@@ -56,7 +57,8 @@ def answer_checkpoint(checkpoint: Checkpoint, problem: PlanProblem, find: Find) 
         profile_for=lambda other: find(workload_for(checkpoint, other)),
         request=request,
     )
-    return replace(plan, why=(*_why_quantized(plan, tried), *plan.why))
+    reasons = quantization_reason(plan.workload, tried, is_offloaded=bool(plan.offloaded))
+    return replace(plan, why=(*(reason.text for reason in reasons), *plan.why))
 
 
 def _resolved(checkpoint: Checkpoint, problem: PlanProblem) -> Iterator[PlanProblem]:
@@ -72,18 +74,6 @@ def _resolved(checkpoint: Checkpoint, problem: PlanProblem) -> Iterator[PlanProb
         yield replace(here, workload=workload)
     if problem.constraints.offload:
         yield asked
-
-
-def _why_quantized(plan: Plan, tried: Sequence[str]) -> Iterator[str]:
-    """Why the weights are what they are, where that was left open."""
-    names = ["unquantized" if each == "none" else f"in {each}" for each in tried]
-    if names:
-        became = (
-            "Some weights leave the GPUs"
-            if plan.offloaded
-            else f"The weights become {plan.workload.quantize}"
-        )
-        yield f"{became}: {' or '.join(names)} they don't fit."
 
 
 def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:

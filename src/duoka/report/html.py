@@ -260,8 +260,8 @@ def _why(plan: Plan, explanation: Explanation | None) -> Iterator[str]:
         return
     yield from explain.aim(explanation)
     yield from filter(None, (explain.fewer(explanation), explain.whole_prompt(explanation)))
-    known = ("The prompt runs in chunks", f"{len(plan.devices)} of ")
-    yield from (reason for reason in plan.why if not reason.startswith(known))
+    # The explanation has said these, with numbers.
+    yield from (reason.text for reason in plan.reasons if reason.kind not in ("gpus", "chunks"))
 
 
 def _reasons(explanation: Explanation) -> Iterator[_Reasons]:
