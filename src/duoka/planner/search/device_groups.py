@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,53 +55,57 @@ def group_devices(
     The seconds of a stage are taken to depend on the device's speeds alone. Those in `alone`
     can't be exchanged.
     """
-    members: list[list[int]] = []
-    for index, device in enumerate(fleet.devices):
-        for group in members:
-            other = fleet.devices[group[0]]
-            if (
-                index not in alone
-                and group[0] not in alone
-                and device.budget_bytes == other.budget_bytes
-                and (not timed or speeds(device) == speeds(other))
-                and (links is None or _exchangeable(links, group[0], index))
-            ):
-                group.append(index)
-                break
-        else:
-            members.append([index])
+    devices = fleet.devices
+
+    def same(one: int, other: int) -> bool:
+        return (
+            not alone & {one, other}
+            and devices[one].budget_bytes == devices[other].budget_bytes
+            and (not timed or speeds(devices[one]) == speeds(devices[other]))
+            and (links is None or _exchangeable(links, one, other))
+        )
+
     return tuple(
         Group(
             index=index,
             devices=tuple(group),
-            budget_bytes=fleet.devices[group[0]].budget_bytes,
-            seconds=costs.seconds(fleet.devices[group[0]]) if timed else None,
-            updates=costs.update_seconds(fleet.devices[group[0]]) if timed else None,
+            budget_bytes=devices[group[0]].budget_bytes,
+            seconds=costs.seconds(devices[group[0]]) if timed else None,
+            updates=costs.update_seconds(devices[group[0]]) if timed else None,
         )
-        for index, group in enumerate(members)
+        for index, group in enumerate(_alike(len(devices), same))
     )
 
 
 def exchangeable(fleet: Fleet) -> tuple[tuple[int, ...], ...]:
     """The devices that nothing but their names tells apart, by index, in the user's order."""
-    ways = {(link.source, link.target): link for link in fleet.links}
-    rates = np.zeros((2, len(fleet.devices), len(fleet.devices)))
-    for (i, one), (j, other) in itertools.product(enumerate(fleet.names), repeat=2):
-        if (link := ways.get((one, other))) is not None:
+    devices = fleet.devices
+    links = {(link.source, link.target): link for link in fleet.links}
+    rates = np.zeros((2, len(devices), len(devices)))
+    for (i, source), (j, target) in itertools.product(enumerate(fleet.names), repeat=2):
+        if (link := links.get((source, target))) is not None:
             rates[:, i, j] = link.bytes_per_second, link.latency_seconds
-    kinds: list[list[int]] = []
-    for index, device in enumerate(fleet.devices):
-        for kind in kinds:
-            other_device = fleet.devices[kind[0]]
-            if (device.budget_bytes, speeds(device)) == (
-                other_device.budget_bytes,
-                speeds(other_device),
-            ) and all(_exchangeable(rate, kind[0], index) for rate in rates):
-                kind.append(index)
-                break
+
+    def same(one: int, other: int) -> bool:
+        return (
+            devices[one].budget_bytes == devices[other].budget_bytes
+            and speeds(devices[one]) == speeds(devices[other])
+            and all(_exchangeable(rate, one, other) for rate in rates)
+        )
+
+    return tuple(map(tuple, _alike(len(devices), same)))
+
+
+def _alike(number: int, same: Callable[[int, int], bool]) -> list[list[int]]:
+    """Indices in groups, each like the first of its group."""
+    groups: list[list[int]] = []
+    for index in range(number):
+        group = next((group for group in groups if same(group[0], index)), None)
+        if group is None:
+            groups.append([index])
         else:
-            kinds.append([index])
-    return tuple(map(tuple, kinds))
+            group.append(index)
+    return groups
 
 
 def speeds(device: Device) -> tuple[float | None, ...]:

@@ -1,4 +1,4 @@
-"""Programme: the dynamic programme over cuts of a run of blocks and orders of devices.
+"""Dynamic programme: the search over cuts of a run of blocks and orders of devices.
 
 A state is the next block, how many devices of each group are used after it, and the group of the
 first of them. Identical devices are counted, not told apart. So many devices, so many stages: a
@@ -49,41 +49,25 @@ Stages: TypeAlias = tuple[Stage, ...]
 class _Layer:
     """The suffixes of so many stages, on sets of so many devices.
 
-    Parameters
-    ----------
-    useds : [sets, groups]
-        How many devices of each group are used.
-    codes : [sets]
-        A number for each set, in order.
-    firsts : [sets]
-        The first block that each may begin at.
-    costs : [sets, groups, blocks]
-        Least cost of the blocks to the end, from the first one of the set on, by the group of the
-        first stage; one for all groups where that doesn't matter.
+    `costs` are the least ones of the blocks to the end, from the first one of the set on, by the
+    group of the first stage; one for all groups where that doesn't matter.
     """
 
-    useds: Ints
-    codes: Ints
-    firsts: Ints
-    costs: Floats
+    useds: Ints  # [sets, groups]: how many devices of each group are used
+    codes: Ints  # [sets]: a number for each set, in order
+    firsts: Ints  # [sets]: the first block that each may begin at
+    costs: Floats  # [sets, groups, blocks]
 
 
 class Programme:
     """The placements of least cost, under the costs given.
 
-    Parameters
-    ----------
-    tables : sequence of sequence of [num_blocks + 1, num_blocks + 1]
-        For each place from the end, and there for each group, the cost of a stage by start and
-        stop; infinite where it can't be. The last place stands for all before it.
-    groups : sequence of tuple of int
-        The devices of each group: identical ones, in the user's order.
-    transfers : [groups, groups, num_blocks + 1], optional
-        Cost of the cut before each block, from a device of one group to one of another.
-    slowest : bool
-        A placement costs as much as its dearest part, instead of all parts together.
-    num_stages : range
-        How many stages are allowed.
+    `tables` has for each place from the end, and there for each group, the cost of a stage by start
+    and stop, [num_blocks + 1, num_blocks + 1]; infinite where it can't be. The last place stands
+    for all before it. `groups` are the devices of each group, identical ones, in the user's order.
+    `transfers`, [groups, groups, num_blocks + 1], is the cost of the cut before each block, from a
+    device of one group to one of another. With `slowest` a placement costs as much as its dearest
+    part, instead of all parts together. `num_stages` says how many stages are allowed.
     """
 
     def __init__(
@@ -101,11 +85,11 @@ class Programme:
         self._num_stages = num_stages
         self._num_blocks = tables[0][0].shape[0] - 1
         # No stage is longer.
-        self._lengths = np.array([max(map(_longest, each)) for each in zip(*tables, strict=True)])
+        self._lengths = np.array([max(map(_longest, group)) for group in zip(*tables, strict=True)])
         self._largest = np.argsort(-self._lengths, kind="stable")
-        self._num_members = np.array([len(each) for each in groups])
+        self._num_members = np.array([len(members) for members in groups])
         # What one more device of each group adds to the number of a set.
-        numbers = (len(each) + 1 for each in groups)
+        numbers = (len(members) + 1 for members in groups)
         *codes, most = itertools.accumulate(numbers, operator.mul, initial=1)
         self._codes = np.array(codes, object if most >> 63 else np.int64)
         self._known: list[list[Floats | None]] = [[None for _ in groups] for _ in tables]
@@ -125,8 +109,8 @@ class Programme:
 
     def revise(self, tables: Sequence[Sequence[Floats]]) -> None:
         """Change the costs of stages; none becomes possible that wasn't."""
-        for place, here in enumerate(tables):
-            for group, table in enumerate(here):
+        for place, of_place in enumerate(tables):
+            for group, table in enumerate(of_place):
                 if table is not self._known[place][group]:
                     self._known[place][group] = table
                     np.copyto(self._tables[place, group], table, where=self._stages)
@@ -134,22 +118,22 @@ class Programme:
     def fewest(self) -> tuple[Stages, float] | None:
         """The best placement among those of as few stages as can be, and its cost."""
         for number in self._num_stages:
-            if (found := self._best_of(number)) is not None:
-                return found
+            if (best := self._best_of(number)) is not None:
+                return best
             # Nor will there be one after a revision.
             self._num_stages = range(number + 1, self._num_stages.stop)
         return None
 
     def best(self) -> tuple[Stages, float] | None:
         """The best placement of any allowed number of stages, and its cost."""
-        most, found = self._num_stages.stop - 1, list[tuple[Stages, float]]()
+        most, optima = self._num_stages.stop - 1, list[tuple[Stages, float]]()
         self._layers = [self._first_layer]
         for number in range(1, most + 1):
             if number > 1:
                 self._extend(most)
-            if number in self._num_stages and (each := self._found(number)) is not None:
-                found.append(each)
-        return min(found, key=lambda each: each[1], default=None)
+            if number in self._num_stages and (best := self._best_now(number)) is not None:
+                optima.append(best)
+        return min(optima, key=lambda best: best[1], default=None)
 
     def _best_of(self, number: int) -> tuple[Stages, float] | None:
         """The best placement of so many stages."""
@@ -160,11 +144,11 @@ class Programme:
         self._layers = [self._first_layer]
         while len(self._layers) < number:
             self._extend(number)
-        return self._found(number)
+        return self._best_now(number)
 
-    def _found(self, number: int) -> tuple[Stages, float] | None:
-        found = self._best_set(number)
-        return None if found is None else (self._trace(found[0]), found[1])
+    def _best_now(self, number: int) -> tuple[Stages, float] | None:
+        best = self._best_set(number)
+        return None if best is None else (self._trace(best[0]), best[1])
 
     def _extend(self, number: int) -> None:
         """Put one more stage before every suffix of the last layer, towards so many at most."""
@@ -287,8 +271,8 @@ class Programme:
         """
         layer = self._layers[place - 1]
         stops = self._stops(layer, rows)
-        own = self._tables_at(place)[groups[:, None], start, stops]
-        costs = self._join(own, self._after(layer, rows, groups, stops))
+        costs_here = self._tables_at(place)[groups[:, None], start, stops]
+        costs = self._join(costs_here, self._after(layer, rows, groups, stops))
         best = costs.argmin(axis=1)
         pairs = np.arange(len(rows))
         return costs[pairs, best], stops[pairs, best]

@@ -12,14 +12,8 @@ import numpy.typing as npt
 class Limits:
     """What is demanded of a placement's cuts and devices.
 
-    Parameters
-    ----------
-    uncut : frozenset of int
-        Blocks that no stage begins with, but for the first one of all.
-    pins : tuple of (int, int)
-        Blocks, each with the fleet's device, by index, that it must be on.
-    num_devices : int, optional
-        How many are to be used.
+    No stage begins with a block of `uncut`, but for the first one of all. `pins` are blocks, each
+    with the index of the fleet's device that it must be on. `num_devices` are to be used.
     """
 
     uncut: frozenset[int] = frozenset()

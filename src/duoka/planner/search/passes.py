@@ -1,4 +1,4 @@
-"""Steps: the quickest piece of work that goes through the stages in several passes.
+"""Passes: the quickest piece of work that goes through the stages in several passes.
 
 It takes as long as one pass through all stages and transfers, for every further pass as long as the
 slowest of them, and then as long as the longest update. The programme makes a sum small, or a
@@ -50,21 +50,21 @@ class _Search:
         waiting, number = [(self._bound(box), 0, box)], 0
         while waiting and waiting[0][0] < self.value:
             box = heapq.heappop(waiting)[2]
-            found = self._solve(box.caps)
-            if found is None:
+            cheapest = self._solve(box.caps)
+            if cheapest is None:
                 continue
-            for child in self._better(replace(box, total=found[1]), found[0]):
+            for child in self._better(replace(box, total=cheapest[1]), cheapest[0]):
                 number += 1
                 heapq.heappush(waiting, (self._bound(child), number, child))
         return self.best, self.value
 
     def _solve(self, caps: Caps) -> tuple[Stages, float] | None:
-        found = self.problem.cheapest(caps, self.num_stages)
-        if found is not None:
-            value, _ = self.problem.judge(found[0])
+        cheapest = self.problem.cheapest(caps, self.num_stages)
+        if cheapest is not None:
+            value, _ = self.problem.judge(cheapest[0])
             if value < self.value:
-                self.best, self.value = found[0], value
-        return found
+                self.best, self.value = cheapest[0], value
+        return cheapest
 
     def _bound(self, box: _Box) -> float:
         """What no placement in the box can beat."""
@@ -76,14 +76,14 @@ class _Search:
         Nothing there has a smaller sum than `stages`, so it is the slowest part or the longest
         update that takes less.
         """
-        own, low = self.problem.slowest(stages), box.pass_seconds
+        slowest_parts, low = self.problem.slowest(stages), box.pass_seconds
         left = self.value - box.total
         most = (left - self.least.update_seconds) / self.more if self.more else math.inf
         caps = Caps(
             pass_seconds=min(box.caps.pass_seconds, most),
             update_seconds=min(box.caps.update_seconds, left - self.more * low),
         )
-        top = min(caps.pass_seconds, math.nextafter(own.pass_seconds, -math.inf))
+        top = min(caps.pass_seconds, math.nextafter(slowest_parts.pass_seconds, -math.inf))
         if self.more and top >= low:
             middle = (low + top) / 2
             if self.more * (top - low) < _WORTH * self.value:
@@ -92,9 +92,9 @@ class _Search:
                 upper = replace(caps, pass_seconds=top)
                 yield replace(box, caps=upper, pass_seconds=math.nextafter(middle, math.inf))
             yield replace(box, caps=replace(caps, pass_seconds=middle))
-        if self.problem.has_updates and caps.pass_seconds >= own.pass_seconds:
-            most = min(caps.update_seconds, math.nextafter(own.update_seconds, -math.inf))
-            slowest = max(low, own.pass_seconds) if self.more else low
+        if self.problem.has_updates and caps.pass_seconds >= slowest_parts.pass_seconds:
+            most = min(caps.update_seconds, math.nextafter(slowest_parts.update_seconds, -math.inf))
+            slowest = max(low, slowest_parts.pass_seconds) if self.more else low
             yield replace(box, caps=replace(caps, update_seconds=most), pass_seconds=slowest)
 
 

@@ -1,4 +1,10 @@
-"""Problem: one search, with what it knows so far; bounds are made exact until one wins."""
+"""Problem: one search, with what it knows so far.
+
+An exact answer for a stage takes a replay, so the programme first runs on lower bounds. The stages
+of its optimum are settled (made exact), the tightest first, up to one that is refused; what was
+learnt holds for all stages alike; and the programme runs again, until an optimum consists of exact
+stages only. As bounds never exceed what is exact, nothing else can be better then.
+"""
 
 from __future__ import annotations
 
@@ -47,16 +53,10 @@ NO_CAPS = Caps()
 class Shortfall:
     """How far the nearest placement is from fitting.
 
-    Parameters
-    ----------
-    shortfall_bytes : int
-        The least total, over all placements, of what the stages' lower bounds exceed their
-        devices' budgets by; a stage that is known not to fit in spite of its bound misses at
-        least one byte. No placement can miss less.
-    stages : tuple of Stage
-        A placement that attains it.
-    blocks : tuple of int
-        The blocks that fit no device, each on its own.
+    `shortfall_bytes` is the least total, over all placements, of what the stages' lower bounds
+    exceed their devices' budgets by; a stage that is known not to fit in spite of its bound misses
+    at least one byte. No placement can miss less; `stages` is one that attains it. `blocks` fit no
+    device, each on its own.
     """
 
     shortfall_bytes: int
@@ -73,35 +73,35 @@ class NoPlacement(Exception):
 
     def shortfall(self) -> Shortfall:
         """Say by how much; computed on demand, because a search for ways out fails often."""
-        found = [problem.shortfall() for problem in self._problems]
-        return min(found, key=lambda each: each.shortfall_bytes)
+        shortfalls = [problem.shortfall() for problem in self._problems]
+        return min(shortfalls, key=lambda shortfall: shortfall.shortfall_bytes)
 
     def __or__(self, other: NoPlacement) -> NoPlacement:
         """That nothing fits in either way: by how much in the nearer one."""
         return NoPlacement(*self._problems, *other._problems)
 
 
-class _Made:
+class _TableCache:
     """Tables, each made again where what it is made of isn't what it was."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[object, ...], tuple[tuple[object, ...], Floats]] = {}
+        self._tables: dict[tuple[object, ...], tuple[tuple[object, ...], Floats]] = {}
 
     def get(
-        self, name: tuple[object, ...], of: tuple[object, ...], make: Callable[[], Floats]
+        self, name: tuple[object, ...], sources: tuple[object, ...], make: Callable[[], Floats]
     ) -> Floats:
-        """The table of a name; made where one of these isn't the very same thing as before."""
-        before, table = self._made.get(name, ((), None))
-        if table is None or any(one is not other for one, other in zip(before, of, strict=True)):
+        """The table of a name; made where a source isn't the very same thing as before."""
+        before, table = self._tables.get(name, ((), None))
+        if table is None or any(a is not b for a, b in zip(before, sources, strict=True)):
             table = make()
-            self._made[name] = of, table
+            self._tables[name] = sources, table
         return table
 
 
 class Problem:
     """One search: its groups of devices, its objective, and what is known of memory so far.
 
-    With `others` bounds are the least of all these costs': what none of them can go below.
+    With `alternatives` bounds are the least of all these costs': what none of them can go below.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Problem:
         *,
         use_all: bool = False,
         limits: Limits = NO_LIMITS,
-        others: Sequence[StageCosts] = (),
+        alternatives: Sequence[StageCosts] = (),
     ) -> None:
         num_devices = len(fleet.devices)
         if use_all and num_devices > costs.num_blocks:
@@ -129,11 +129,11 @@ class Problem:
         timed = aim in ("latency", "throughput")
         links = link_seconds(costs, fleet) if timed and fleet.links else None
         self._groups = group_devices(costs, fleet, links=links, timed=timed, alone=limits.devices)
-        self._allowed = [limits.allow(costs.num_blocks, each.devices[0]) for each in self._groups]
+        self._allowed = [limits.allow(costs.num_blocks, g.devices[0]) for g in self._groups]
         self._group_of = {device: group for group in self._groups for device in group.devices}
         self._links: Floats | None = None
         self._caps = NO_CAPS
-        self._made = _Made()
+        self._table_cache = _TableCache()
         # The last optimum that is known to be the most even one as well.
         self._even: Stages = ()
         if links is not None:
@@ -141,7 +141,7 @@ class Problem:
             receivers = [group.devices[-1] for group in self._groups]
             self._links = links[np.ix_(senders, receivers)]
         budgets = [group.budget_bytes for group in self._groups]
-        self.memory = KnownBytes(costs, budgets, most, others)
+        self.memory = KnownBytes(costs, budgets, most, alternatives)
         self.places = range(1, self.memory.num_places + 1)
         self._is_limited = bool(limits) and limits.num_devices is None
 
@@ -160,18 +160,18 @@ class Problem:
         """
         self._caps, self._even = caps, ()
         programme = self._programme(num_stages)
-        if (found := programme.fewest()) is None:
+        if (optimum := programme.fewest()) is None:
             return None
         if self.aim != "latency":
             # Of equally good ones the most even is wanted in the end: one that is both.
-            even, _ = self._tie_programme(found[1], len(found[0])).fewest() or found
+            even, _ = self._tie_programme(optimum[1], len(optimum[0])).fewest() or optimum
             if self.settle(even):
                 self._even = even
-                return even, found[1]
+                return even, optimum[1]
             programme.revise(self._tables())
-        while (found := programme.fewest()) is not None and not self.settle(found[0]):
+        while (optimum := programme.fewest()) is not None and not self.settle(optimum[0]):
             programme.revise(self._tables())
-        return found
+        return optimum
 
     def keep_within(self, caps: Caps) -> None:
         """Look only at placements within the caps from now on."""
@@ -189,8 +189,8 @@ class Problem:
 
     def fewest(self) -> int | None:
         """On how few devices a placement may fit, as far as is known; None where on no number."""
-        found = self._programme().fewest()
-        return None if found is None else len(found[0])
+        optimum = self._programme().fewest()
+        return None if optimum is None else len(optimum[0])
 
     def most_even(self, stages: Stages, bound: float) -> Stages:
         """Of the placements as good as `stages`, one that leaves memory free evenly."""
@@ -200,18 +200,18 @@ class Problem:
         candidates = [stages]
         programme = self._tie_programme(bound, len(stages))
         for _ in range(_TIE_ROUNDS):
-            found = programme.fewest()
-            assert found is not None, "the optimum itself is a candidate"
-            if self.settle(found[0]):
-                return found[0]
-            candidates.append(found[0])
+            even = programme.fewest()
+            assert even is not None, "the optimum itself is a candidate"
+            if self.settle(even[0]):
+                return even[0]
+            candidates.append(even[0])
             programme.revise(self._tie_tables(bound))
         # Another may be more even still, but these are known.
         return min(
-            (each for each in candidates if self.judge(each)[0] <= bound + tolerance),
-            key=lambda each: sum(
+            (stages for stages in candidates if self.judge(stages)[0] <= bound + tolerance),
+            key=lambda stages: sum(
                 self._pressure(self._group_of[stage.device], place)[stage.start, stage.stop]
-                for place, stage in placed(each)
+                for place, stage in placed(stages)
             ),
         )
 
@@ -279,12 +279,12 @@ class Problem:
     def shortfall(self) -> Shortfall:
         """How far the nearest placement is from fitting."""
         missing = [[self._missing(group, place) for group in self._groups] for place in self.places]
-        found = self._run(missing, slowest=False, num_stages=self.num_stages).best()
-        assert found is not None, "there is always a placement that doesn't fit"
+        nearest = self._run(missing, slowest=False, num_stages=self.num_stages).best()
+        assert nearest is not None, "there is always a placement that doesn't fit"
         fits = np.any([np.diagonal(fits, 1) for fits in self.memory.fits.values()], axis=0)
         return Shortfall(
-            shortfall_bytes=int(found[1]),
-            stages=found[0],
+            shortfall_bytes=int(nearest[1]),
+            stages=nearest[0],
             blocks=tuple(int(block) for block in np.flatnonzero(~fits)),
         )
 
@@ -339,7 +339,7 @@ class Problem:
             return np.where(self._within(group), self._costs(group, place), np.inf)
 
         known = (self._caps, self.memory.bytes[key], self.memory.fits[key])
-        return self._made.get(("costs", group.index, place), known, make)
+        return self._table_cache.get(("costs", group.index, place), known, make)
 
     def _within(self, group: Group) -> npt.NDArray[np.bool_]:
         if group.seconds is None:
@@ -356,7 +356,7 @@ class Problem:
 
     def _pressure(self, group: Group, place: int) -> Floats:
         """How hard each stage presses on its budget: the more the less it leaves free."""
-        unit = max(each.budget_bytes for each in self._groups) / 1024
+        unit = max(other.budget_bytes for other in self._groups) / 1024
         needed = self.memory.bytes[self._key(group, place)]
         headroom = np.maximum(group.budget_bytes - needed, 0)
         return np.asarray(np.rint(_PRESSURE_UNITS / (1 + headroom / unit)))
@@ -399,7 +399,7 @@ class Problem:
             return self._tied(costs, bound) + self._pressure(group, place)
 
         known = (bound, costs, self.memory.bytes[self._key(group, place)])
-        return self._made.get(("ties", group.index, place), known, make)
+        return self._table_cache.get(("ties", group.index, place), known, make)
 
     def _tied(self, costs: Floats, bound: float) -> Floats:
         """What costs of parts come to among placements that attain the bound."""

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from duoka.base.choices import choose
 from duoka.errors import UsageError
 from duoka.hardware.fleet import Fleet
 
 from ..constraints import STRATEGIES, Strategy
-from .dynamic_programme import Stages
-from .filling import fill, furthest
+from .dynamic_programme import Stage, Stages
 from .limits import NO_LIMITS, Limits
 from .passes import quickest
 from .problem import OBJECTIVES, Aim, Objective, Problem
@@ -23,23 +24,12 @@ from .stage_costs import StageCosts
 class Solution:
     """A placement that is optimal for its objective.
 
-    Parameters
-    ----------
-    stages : tuple of Stage
-        In execution order.
-    objective : {"headroom", "latency", "throughput", "balance", "order"}
-        "auto" is resolved; the last two are those of the strategies balanced and sequential.
-    value : float
-        The objective's value: bytes of headroom on the fullest device; seconds; the share of the
-        budget that is free on the fullest device; or the blocks on the first device.
-    bound : float
-        What no placement with as few devices can beat: the proof that `value` is optimal.
-        Of "order" what no placement in the order of the devices can beat.
-    exact_evaluations : int
-        How many stages were computed exactly.
-    binding_device : int
-        The device that limits the value: with the least headroom, the longest time, the least
-        share free; or the first one in use.
+    Of the objective "auto" is resolved; "balance" and "order" are those of the strategies balanced
+    and sequential. `value` is bytes of headroom on the fullest device; seconds; the share of the
+    budget that is free on the fullest device; or the blocks on the first device. `bound` is what no
+    placement with as few devices can beat, of "order" none in the order of the devices: the proof
+    that `value` is optimal. `binding_device` limits the value: it has the least headroom, the
+    longest time, the least share free; or is the first one in use.
     """
 
     stages: Stages
@@ -67,40 +57,39 @@ def search(
     filled in the user's order: among the placements in this order the one with the most blocks
     on the first device, of those the one with the most on the second, and so on.
 
-    Placements that the objective can't tell apart
-    are ranked by how evenly they leave memory free (this rank is sought in a few rounds, not
-    proved), then by the user's order of devices.
+    Placements that the objective can't tell apart are ranked by how evenly they leave memory free
+    (this rank is sought in a few rounds, not proved), then by the user's order of devices.
     """
     _refuse_contradictions(strategy, objective, use_all)
     if strategy == "sequential":
-        return _filled(costs, fleet, limits)
+        return _sequential(costs, fleet, limits)
     balanced = strategy == "balanced"
     aim: Aim = "balance" if balanced else _resolve(objective, costs, fleet)
     problem = Problem(costs, fleet, aim, use_all=use_all or balanced, limits=limits)
-    found = quickest(problem)
-    if found is None:
+    optimum = quickest(problem)
+    if optimum is None:
         raise problem.none()
-    stages, bound = found
+    stages, bound = optimum
     stages = problem.most_even(stages, bound)
     value, binding = problem.judge(stages)
     return Solution(
         stages=stages,
         objective=aim,
-        value=_told(aim, value),
-        bound=_told(aim, bound),
+        value=_value_of(aim, value),
+        bound=_value_of(aim, bound),
         exact_evaluations=problem.memory.num_evaluations,
         binding_device=binding,
     )
 
 
-def _told(aim: Aim, cost: float) -> float:
-    """The value that people are told for a cost that was made small."""
+def _value_of(aim: Aim, cost: float) -> float:
+    """The objective's value, from the cost that was made small."""
     return {"headroom": -cost, "balance": 1.0 - cost}.get(aim, cost)
 
 
-def _filled(costs: StageCosts, fleet: Fleet, limits: Limits) -> Solution:
+def _sequential(costs: StageCosts, fleet: Fleet, limits: Limits) -> Solution:
     problem = Problem(costs, fleet, "headroom", limits=limits)
-    stages = fill(problem, costs.num_blocks, len(fleet.devices))
+    stages = _fill_in_order(problem, costs.num_blocks, len(fleet.devices))
     first = float(stages[0].stop if stages[0].device == 0 else 0)
     return Solution(
         stages=stages,
@@ -140,17 +129,19 @@ def conceivable(
 ) -> bool:
     """Tell whether lower bounds leave a placement possible, whichever of these costs are so."""
     use_all = use_all or strategy == "balanced"
-    one, *others = costs
-    problem = Problem(one, fleet, "headroom", use_all=use_all, limits=limits, others=others)
+    first, *alternatives = costs
+    problem = Problem(
+        first, fleet, "headroom", use_all=use_all, limits=limits, alternatives=alternatives
+    )
     if strategy == "sequential":
-        return furthest(problem, one.num_blocks, len(fleet.devices)) is not None
+        return _furthest(problem, first.num_blocks, len(fleet.devices)) is not None
     return problem.conceivable()
 
 
 def fewest(costs: Sequence[StageCosts], fleet: Fleet, *, limits: Limits = NO_LIMITS) -> int:
     """How many devices it takes at the least, by lower bounds, whichever of these costs are so."""
-    one, *others = costs
-    problem = Problem(one, fleet, "headroom", limits=limits, others=others)
+    first, *alternatives = costs
+    problem = Problem(first, fleet, "headroom", limits=limits, alternatives=alternatives)
     number = problem.fewest()
     if number is None:
         raise problem.none()
@@ -174,3 +165,49 @@ def _resolve(objective: Objective | Literal["auto"], costs: StageCosts, fleet: F
         )
     # A piece of work of many passes is quickest at once for itself and for many of them.
     return objective if costs.more_passes is None else "latency"
+
+
+def _fill_in_order(problem: Problem, num_blocks: int, num_devices: int) -> Stages:
+    """Find the placement in the order of devices whose block counts are lexicographically largest.
+
+    A device may be left out where nothing of what is left fits it. It takes as many blocks as
+    leave the rest a place, which may be fewer than it could hold.
+    """
+    while (stages := _furthest(problem, num_blocks, num_devices)) is not None:
+        if problem.settle(stages):
+            return stages
+    raise problem.none()
+
+
+def _furthest(problem: Problem, num_blocks: int, num_devices: int) -> Stages | None:
+    """The best placement as far as is known, where stages may still turn out not to fit."""
+    groups = [problem.group_of(device) for device in range(num_devices)]
+    # By device, [number of stages, block]: whether what is left from a block on has a place on it
+    # and those after it, in so many stages.
+    reach = [np.zeros((num_devices + 1, num_blocks + 1), np.bool_)]
+    reach[0][0, -1] = True
+    for group in reversed(groups):
+        before = reach[-1].copy()
+        for place in range(1, num_devices + 1):
+            fits = problem.may_be(group, place) & reach[-1][place - 1]
+            before[place] |= np.any(fits, axis=1)
+        reach.append(before)
+    reach.reverse()
+    stages, start = [], 0
+    lefts = {place for place in range(num_devices + 1) if reach[0][place, 0]}
+    if not lefts:
+        return None
+    for device, group in enumerate(groups):
+        after = reach[device + 1]
+        stops = {
+            left: np.flatnonzero(problem.may_be(group, left)[start] & after[left - 1])
+            for left in lefts - {0}
+        }
+        stop = max((int(known[-1]) for known in stops.values() if len(known)), default=start)
+        if stop > start:
+            stages.append(Stage(start=start, stop=stop, device=device))
+            lefts = {left - 1 for left, known in stops.items() if stop in known}
+            start = stop
+        else:
+            lefts = {left for left in lefts if after[left, start]}
+    return tuple(stages)

@@ -68,13 +68,9 @@ class StageCosts(Protocol):
 class KnownBytes:
     """What is known of stages' requested bytes: bounds, made exact one by one.
 
-    Attributes
-    ----------
-    num_places : int
-        How many places from the end are told apart.
-    bytes, fits : dict of (int, int)
-        By budget and place, each [num_blocks + 1, num_blocks + 1]; replaced by another array when
-        more is known.
+    `bytes` and `fits` are by budget and place, each [num_blocks + 1, num_blocks + 1], and replaced
+    by another array when more is known: so whoever made tables of them knows by identity whether
+    these still hold. A stage that is refused is refused for all that are like it.
     """
 
     def __init__(
@@ -82,7 +78,7 @@ class KnownBytes:
         costs: StageCosts,
         budgets: Sequence[int],
         num_places: int,
-        others: Sequence[StageCosts] = (),
+        alternatives: Sequence[StageCosts] = (),
     ) -> None:
         shape = (costs.num_blocks + 1, costs.num_blocks + 1)
         stages = np.triu(np.ones(shape, dtype=bool), 1)
@@ -92,7 +88,7 @@ class KnownBytes:
         self.num_evaluations = 0
         self.bytes: dict[tuple[int, int], Floats] = {}
         for place in range(1, self.num_places + 1):
-            least = np.minimum.reduce([each.bounds_at(place) for each in (costs, *others)])
+            least = np.minimum.reduce([c.bounds_at(place) for c in (costs, *alternatives)])
             bound = np.where(stages, least, np.inf)
             self.bytes |= {(budget, place): bound for budget in budgets}
         self.fits = {key: bound <= key[0] for key, bound in self.bytes.items()}
