@@ -23,7 +23,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceBytes:
+class DevicePair:
     """What one device holds in both plans; None in a plan that doesn't use it."""
 
     device: str
@@ -48,7 +48,7 @@ class Comparison:
     ----------
     differences : tuple of Difference
         Model, GPUs, workload, objective: those that differ.
-    devices : tuple of DeviceBytes
+    devices : tuple of DevicePair
         Every device that either plan uses, in order of first use.
     moves : tuple of Move
         None where the plans are for models of different modules.
@@ -57,14 +57,14 @@ class Comparison:
     """
 
     differences: tuple[Difference, ...]
-    devices: tuple[DeviceBytes, ...]
+    devices: tuple[DevicePair, ...]
     moves: tuple[Move, ...] | None
     seconds: tuple[tuple[str, float | None, float | None], ...]
 
     @property
     def same(self) -> bool:
         """Whether nothing differs, bytes, seconds and modules included."""
-        same_bytes = all(each.first == each.second for each in self.devices)
+        same_bytes = all(device.first == device.second for device in self.devices)
         same_seconds = all(first == second for _, first, second in self.seconds)
         return same_bytes and same_seconds and not self.differences and self.moves == ()
 
@@ -138,10 +138,10 @@ def _said(value: object) -> str:
     return "none" if value is None else str(value)
 
 
-def _devices(first: Plan, second: Plan) -> Iterator[DeviceBytes]:
-    both = [{each.device: each for each in plan.forecast.devices} for plan in (first, second)]
+def _devices(first: Plan, second: Plan) -> Iterator[DevicePair]:
+    both = [{device.device: device for device in plan.forecast.devices} for plan in (first, second)]
     for name in dict.fromkeys((*first.devices, *second.devices)):
-        yield DeviceBytes(device=name, first=both[0].get(name), second=both[1].get(name))
+        yield DevicePair(device=name, first=both[0].get(name), second=both[1].get(name))
 
 
 def _moves(first: Plan, second: Plan) -> tuple[Move, ...] | None:
@@ -168,6 +168,6 @@ def _seconds(first: Plan, second: Plan) -> Iterator[tuple[str, float | None, flo
     left_out = {"stages"} if known.step_seconds is None else {"stages", "total_seconds"}
     for part in fields(known):
         if part.name not in left_out:
-            values = [None if each is None else getattr(each, part.name) for each in (one, other)]
+            values = [None if s is None else getattr(s, part.name) for s in (one, other)]
             if values != [None, None]:
                 yield part.name, values[0], values[1]

@@ -1,4 +1,7 @@
-"""Alternatives: the placements that people would try, for the same workload on the same fleet."""
+"""Alternatives: the placements that people would try, for the same workload on the same fleet.
+
+Each is tried with the planner's own costs. Which of them is best isn't decided here.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,103 @@ from itertools import pairwise
 from typing import cast, get_args
 
 from duoka.errors import UsageError
+from duoka.forecast.costs import Costs
+from duoka.forecast.latency import Seconds
 from duoka.forecast.layers import layer_of, main_list
+from duoka.hardware.fleet import Fleet
 
-from ..search import NoPlacement, Objective, Stage, search
-from .data import Alternative
-from .trial import TIMED, Stages, Trial
+from ..search import Limits, NoPlacement, Objective, Stage, search
+from .data import Alternative, Share
 
+# No device has that much: what a stage needs where nothing limits it.
+_UNLIMITED = 1 << 62
+_LARGER_IS_BETTER = ("headroom", "balance", "order")
+_TIMED = ("latency", "throughput")
+
+Stages = tuple[Stage, ...]
 _NAMES = {
     "headroom": "the most headroom",
     "latency": "the shortest time",
     "throughput": "the fastest slowest stage",
 }
+
+
+class Trial:
+    """Placements in stages, held against a fleet with the planner's own costs.
+
+    It says what stages need, and what an objective, as a plan has it, makes of them.
+    """
+
+    def __init__(self, costs: Costs, fleet: Fleet, objective: str, limits: Limits) -> None:
+        self.costs = costs
+        self.fleet = fleet
+        self.limits = limits
+        self.has_speeds = all(costs.seconds(device) is not None for device in fleet.devices)
+        # A map that was given has no objective, and a file can say anything.
+        known = (*_LARGER_IS_BETTER, *(_TIMED if self.has_speeds else ()))
+        self.objective = objective if objective in known else "headroom"
+
+    def shares(self, stages: Sequence[Stage]) -> tuple[Share, ...]:
+        """What the devices of a placement have, in execution order."""
+        num = len(stages)
+        return tuple(self._share(stage, num - number) for number, stage in enumerate(stages))
+
+    def _share(self, stage: Stage, place: int) -> Share:
+        device = self.fleet.devices[stage.device]
+        start, stop, budget = stage.start, stage.stop, device.budget_bytes
+        requested = self.costs.requested_bytes(start, stop, budget, place=place)
+        if requested is None:
+            least = self.costs.requested_bytes(start, stop, _UNLIMITED, place=place)
+            assert least is not None, "nothing limits it"
+            # What fits in bytes and not for fragmentation misses one byte at least.
+            requested = max(least, budget + 1)
+        return Share(
+            device=device.name,
+            modules=self.modules(start, stop),
+            requested_bytes=requested,
+            budget_bytes=budget,
+        )
+
+    def modules(self, start: int, stop: int) -> tuple[str, ...]:
+        """The modules of a run of blocks."""
+        blocks = self.costs.profile.blocks
+        return tuple(
+            module
+            for index in self.costs.blocks_of(start, stop)
+            for module in blocks[index].modules
+        )
+
+    def allows(self, stages: Sequence[Stage]) -> bool:
+        """Whether a placement is what was demanded."""
+        num = self.costs.num_blocks
+        return all(self.limits.allow(num, s.device)[s.start, s.stop] for s in stages)
+
+    def value(self, stages: Stages) -> float | None:
+        """What the objective makes of it; None where it doesn't fit."""
+        shares = self.shares(stages)
+        free = [share.free_bytes for share in shares]
+        if min(free) < 0:
+            return None
+        if self.objective == "headroom":
+            return float(min(free))
+        if self.objective == "balance":
+            return min(share.free_bytes / share.budget_bytes for share in shares)
+        if self.objective == "order":
+            return float(sum(s.stop - s.start for s in stages if s.device == 0))
+        seconds = self.seconds(stages)
+        assert seconds is not None, "what is optimised is known"
+        return seconds.total_seconds if self.objective == "latency" else seconds.slowest_seconds
+
+    def seconds(self, stages: Sequence[Stage]) -> Seconds | None:
+        """What each stage takes; None where speeds are unknown."""
+        devices = self.fleet.devices
+        named = [(devices[stage.device].name, stage.start, stage.stop) for stage in stages]
+        return self.costs.latency.seconds_of(named, self.fleet)
+
+    def is_better(self, one: float, other: float) -> bool:
+        """Whether one value is better than another by more than rounding."""
+        gain = one - other if self.objective in _LARGER_IS_BETTER else other - one
+        return gain > 1e-9 * max(abs(one), abs(other))
 
 
 def alternatives(trial: Trial, plan_stages: Stages | None) -> Iterator[Alternative]:
@@ -56,17 +145,17 @@ def _optima(trial: Trial, plan_stages: Stages | None) -> Iterator[tuple[str, Sta
     """The optimum of each objective, and that on all devices."""
     wanted: tuple[Objective, ...] = get_args(Objective) if trial.has_speeds else ("headroom",)
     if trial.costs.more_passes is not None:
-        wanted = tuple(each for each in wanted if each != "throughput")  # latency is the same
+        wanted = tuple(name for name in wanted if name != "throughput")  # latency is the same
     for objective in wanted:
         if objective != trial.objective or plan_stages is None:
-            found = _optimum(trial, objective)
-            if found is not None:
-                yield f"{_NAMES[objective]}, on as few GPUs as hold it", found
+            stages = _optimum(trial, objective)
+            if stages is not None:
+                yield f"{_NAMES[objective]}, on as few GPUs as hold it", stages
     if plan_stages is None or len(plan_stages) < len(trial.fleet.devices):
-        everywhere = trial.objective if trial.objective in TIMED else "headroom"
-        found = _optimum(trial, cast(Objective, everywhere), use_all=True)
-        if found is not None:
-            yield f"{_NAMES[everywhere]}, on all GPUs", found
+        everywhere = trial.objective if trial.objective in _TIMED else "headroom"
+        stages = _optimum(trial, cast(Objective, everywhere), use_all=True)
+        if stages is not None:
+            yield f"{_NAMES[everywhere]}, on all GPUs", stages
 
 
 def _optimum(trial: Trial, objective: Objective, *, use_all: bool = False) -> Stages | None:
@@ -142,13 +231,13 @@ def _equal_weights(trial: Trial, devices: Sequence[int]) -> Stages:
 
 def _filled(sizes: Sequence[int], most: int, num_stages: int) -> list[int]:
     """Cuts of stages that are filled up to `most` bytes, with a block for each at least."""
-    cuts, held = [0], 0
+    cuts, filled = [0], 0
     for index, size in enumerate(sizes):
         left = num_stages - len(cuts)
-        if index > cuts[-1] and (held + size > most or len(sizes) - index == left):
+        if index > cuts[-1] and (filled + size > most or len(sizes) - index == left):
             cuts.append(index)
-            held = 0
-        held += size
+            filled = 0
+        filled += size
     return [*cuts, len(sizes)]
 
 

@@ -1,4 +1,4 @@
-"""What an explanation holds."""
+"""What an explanation holds. Bytes are those that tensors ask for, seconds those of one request."""
 
 from __future__ import annotations
 
@@ -12,16 +12,7 @@ Outcome = Literal["impossible", "forbidden", "worse", "equal", "better"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one device has of a placement.
-
-    Parameters
-    ----------
-    device : str
-    modules : tuple of str
-        In execution order.
-    requested_bytes, budget_bytes : int
-        What tensors ask for there at the peak, and what the device can give.
-    """
+    """What one device has of a placement, its modules in execution order."""
 
     device: str
     modules: tuple[str, ...]
@@ -41,19 +32,10 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One block moved over the boundary between two stages.
+    """One block moved over the boundary between two stages, and both devices as they would be then.
 
-    Parameters
-    ----------
-    giver, taker : Share
-        The devices of both stages, as they would be then.
-    modules : tuple of str
-        What moves.
-    outcome : {"impossible", "forbidden", "worse", "equal", "better"}
-        Impossible where it doesn't fit; forbidden by a pin or a module that stays uncut; otherwise
-        as the objective judges it.
-    value : float, optional
-        The objective's value then; None where it doesn't fit.
+    The outcome is impossible where it doesn't fit; forbidden by a pin or a module that stays uncut;
+    otherwise as the objective judges it, whose value is None where it doesn't fit.
     """
 
     giver: Share
@@ -65,17 +47,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """What goes from one stage to the next.
+    """What goes from one stage to the next, and how long that takes; None where it isn't known.
 
-    Parameters
-    ----------
-    source, target : str
-    per : {"token", "request", "step"}
-        One decode step, on average, over the whole batch; the whole request where it has none; in
-        training a step.
-    num_bytes : int
-    seconds : float, optional
-        How long it takes; None where speeds are unknown.
+    It is `per` token: one decode step, on average, over the whole batch; per request where it has
+    no such step; in training per step.
     """
 
     source: str
@@ -87,15 +62,7 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fewer:
-    """Why one device less doesn't do.
-
-    Parameters
-    ----------
-    devices : tuple of str
-        The largest ones, one less than the plan uses.
-    missing_bytes : int
-        What is missing on them at least, with the smallest prefill chunk.
-    """
+    """What is missing at least on one device less, the largest, with the smallest prefill chunk."""
 
     devices: tuple[str, ...]
     missing_bytes: int
@@ -103,21 +70,10 @@ class Fewer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """Another placement for the same workload.
+    """Another placement for the same workload, or the plan's own; its shares in execution order.
 
-    Parameters
-    ----------
-    name : str
-        What it is, for people.
-    shares : tuple of Share
-        In execution order.
-    fits : bool
-    value : float, optional
-        What the plan's objective makes of it; None where it doesn't fit.
-    request_seconds : float, optional
-        From the request to the last token; None where speeds are unknown, or it doesn't fit.
-    is_plan : bool
-        Whether it is the plan's own placement.
+    `value` is what the plan's objective makes of it, and `request_seconds` are from the request to
+    the last token; both are None where it doesn't fit.
     """
 
     name: str
@@ -151,11 +107,6 @@ class Explanation:
     value, bound : float
         The plan's: bytes for "headroom" and "given", the free share of a budget for "balance",
         blocks on the first device for "order", else seconds.
-    binding_device : str
-    shares : tuple of Share
-        What each device has, in order of first use.
-    crossings : tuple of Crossing
-        In execution order.
     changes : tuple of Change
         What would come of moving a block from a stage to its neighbour; none where the placement
         isn't one stage for each device.
@@ -163,7 +114,6 @@ class Explanation:
         Why one device less doesn't do; None where that wasn't asked, or where one is used.
     whole_prompt : tuple of Share
         What the stages would need if the prompt ran whole; empty where it does.
-    alternatives : tuple of Alternative
     """
 
     work: Literal["request", "step"]

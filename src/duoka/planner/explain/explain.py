@@ -17,9 +17,8 @@ from ..limits import limits_for
 from ..plan import Plan
 from ..planner import with_chunks
 from ..search import NoPlacement, Stage, search
-from .alternatives import alternatives
+from .alternatives import Stages, Trial, alternatives
 from .data import Change, Crossing, Explanation, Fewer, Outcome, Share
-from .trial import Stages, Trial
 
 
 def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
@@ -75,11 +74,10 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
 
 def _cached(plan: Plan) -> Profile:
     # What was traced for one workload alone is kept under the workload as it was asked for.
-    asked = replace(plan.request.workload, dtype=plan.workload.dtype)
-    for workload in (plan.workload, asked):
-        found = find_profile(plan.fingerprint, workload)
-        if found is not None:
-            return found
+    requested = replace(plan.request.workload, dtype=plan.workload.dtype)
+    for workload in (plan.workload, requested):
+        if (profile := find_profile(plan.fingerprint, workload)) is not None:
+            return profile
     raise UsageError(
         f"there is no profile of {plan.model} in the cache to explain the plan with",
         hint="plan the model again on this machine (duoka plan MODEL …): that traces it",
@@ -140,7 +138,7 @@ def _crossings(trial: Trial, runs: Stages) -> Iterator[Crossing]:
 
 def _changes(trial: Trial, stages: Stages) -> Iterator[Change]:
     """At each boundary, the last block before it given on, and the first behind it taken in."""
-    own = trial.value(stages)
+    current = trial.value(stages)
     for number in range(len(stages) - 1):
         before, after = stages[number : number + 2]
         for cut in (after.start - 1, after.start + 1):
@@ -155,17 +153,17 @@ def _changes(trial: Trial, stages: Stages) -> Iterator[Change]:
                 giver=giver,
                 taker=taker,
                 modules=trial.modules(min(cut, after.start), max(cut, after.start)),
-                outcome=_outcome(trial, value, own) if trial.allows(moved) else "forbidden",
+                outcome=_outcome(trial, value, current) if trial.allows(moved) else "forbidden",
                 value=value,
             )
 
 
-def _outcome(trial: Trial, value: float | None, own: float | None) -> Outcome:
+def _outcome(trial: Trial, value: float | None, current: float | None) -> Outcome:
     if value is None:
         return "impossible"
-    if own is None or trial.is_better(value, own):
+    if current is None or trial.is_better(value, current):
         return "better"
-    return "worse" if trial.is_better(own, value) else "equal"
+    return "worse" if trial.is_better(current, value) else "equal"
 
 
 def _fewer(trial: Trial, plan: Plan) -> Fewer | None:
@@ -174,8 +172,8 @@ def _fewer(trial: Trial, plan: Plan) -> Fewer | None:
     if num < 1 or plan.request.use_all or plan.request.constraints.demands:
         return None
     largest = sorted(trial.fleet.devices, key=lambda device: -device.budget_bytes)[:num]
-    asked = replace(plan.workload, prefill_chunk_tokens=plan.request.workload.prefill_chunk_tokens)
-    *_, least = with_chunks(asked)
+    chunk = plan.request.workload.prefill_chunk_tokens
+    *_, least = with_chunks(replace(plan.workload, prefill_chunk_tokens=chunk))
     try:
         search(costs_of(trial.costs.profile, least), Fleet(devices=tuple(largest)))
     except NoPlacement as none:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from duoka.base.units import format_bytes, format_count
 from duoka.forecast.stage_bytes import StageBytes
-from duoka.planner.compare import Comparison, DeviceBytes
+from duoka.planner.compare import Comparison, DevicePair
 
 from .explain import shortly
 from .names import name_modules
@@ -68,7 +68,7 @@ class _View:
             else:
                 yield self._held(device)
 
-    def _held(self, device: DeviceBytes) -> Table:
+    def _held(self, device: DevicePair) -> Table:
         table = self._table(device.device)
         sides = [_sizes(each) for each in (device.first, device.second)]
         for kind in dict.fromkeys(kind for side in sides for kind in side):
