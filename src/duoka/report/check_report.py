@@ -1,7 +1,7 @@
 """What a check found: faults, memory, transfers and synchronisations, as frozen data.
 
 A `Report` is made by `checker` from one run of a model's own code on virtual GPUs. It knows nothing
-of torch; `render` prints it, `sarif` turns it into what code hosts annotate.
+of torch; `terminal` prints it, `sarif` turns it into what code hosts annotate.
 """
 
 from __future__ import annotations
@@ -35,18 +35,9 @@ OriginKind = Literal["parameter", "buffer", "attribute", "operation", "input", "
 class Place:
     """A piece of source text: where it begins and ends.
 
-    Parameters
-    ----------
-    file : str
-        An absolute path.
-    line, end_line : int
-        From 1.
-    column, end_column : int
-        Characters (not bytes) from 0; the end is exclusive.
-    text : str
-        The piece itself; of several lines as one, blanks folded.
-    function : str
-        The qualified name of the function that it stands in.
+    The file is an absolute path. Lines count from 1, columns are characters (not bytes) from 0, and
+    the end is exclusive. `text` is the piece itself, of several lines as one, blanks folded; it
+    stands in the function of that qualified name.
     """
 
     file: str
@@ -62,13 +53,8 @@ class Place:
 class Call:
     """One step of the way from the model's top to a fault.
 
-    Parameters
-    ----------
-    place : Place
-        The line that is being run, and in it the expression.
-    module : str
-        The name of the module whose method runs, as `named_modules` has it; "" for the model
-        itself and outside of modules.
+    `place` is the line that is being run, and in it the expression; the module whose method runs is
+    named as `named_modules` has it, "" for the model itself and outside of modules.
     """
 
     place: Place
@@ -79,14 +65,9 @@ class Call:
 class Origin:
     """Where a tensor comes from.
 
-    Parameters
-    ----------
-    kind : OriginKind
-    name : str
-        Of a parameter, a buffer, or an attribute of a module that is neither: its name in the
-        model, such as "encoder.layers.1.table".
-    place : Place, optional
-        Of the result of an operation: the expression that made it.
+    The name is that of a parameter, a buffer, or an attribute of a module that is neither, in the
+    model: "encoder.layers.1.table". The place of the result of an operation is the expression that
+    made it.
     """
 
     kind: OriginKind
@@ -98,25 +79,10 @@ class Origin:
 class Operand:
     """One tensor that took part in an operation at fault.
 
-    Parameters
-    ----------
-    argument : str
-        What it is to the operation: "self", "other", "tensors[1]", "weight".
-    expression : str
-        The source text that gives it to the operation, such as "self.mlp(h)"; "" if it doesn't
-        stand there (a tensor inside a list or a partial).
-    place : Place, optional
-        Where that text stands.
-    device : str
-        Where it was, by the name that the placement uses.
-    shape : tuple of int
-    dtype : str
-        As torch prints it, without "torch.".
-    num_bytes : int
-        Of its elements.
-    moved : bool
-        It isn't where the operation runs on: going on, the check moved it, and so does a repair.
-    origin : Origin, optional
+    `argument` is what it is to the operation ("self", "tensors[1]"), `expression` the source text
+    at `place` that gives it to the operation ("self.mlp(h)"; "" if it doesn't stand there, as in a
+    list). It was on `device`, by the name that the placement uses. Where it was `moved`, it isn't
+    where the operation runs: the check moved it to go on, and so does a repair.
     """
 
     argument: str
@@ -138,7 +104,6 @@ class Fault:
 
     Parameters
     ----------
-    kind : Kind
     effect : Effect
         What CUDA does there.
     op : str
@@ -157,7 +122,7 @@ class Fault:
     phase : str
         In which step it was met first: "forward", "prefill", "decode", "loss" or "backward".
     modules : tuple of str
-        The modules in which it was met, in the order of their first time.
+        Where it was met, in the order of their first time.
     count : int
         How often it was met in one step, in the one where it was met most often.
     followups : tuple of Fault
@@ -215,24 +180,11 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakMemory:
-    """The peak of one device.
+    """The peaks of one device; they need not be at the same moment.
 
-    Parameters
-    ----------
-    device : str
-    budget_bytes : int, optional
-        None where nobody said one.
-    allocated_bytes, reserved_bytes : int
-        The peaks; they need not be at the same moment.
-    kinds : mapping of str to int
-        What `allocated_bytes` was made of at its moment: "weights", "inputs", "cache",
-        "gradients", "activations". They add up to it, with rounding as "rounding".
-    phase : str
-        The step of the peak, as in `Fault`.
-    place : Place, optional
-        The line of model code that allocated last at the peak.
-    module : str
-        The module whose code that was.
+    `kinds` is what `allocated_bytes` was made of at its moment: "weights", "inputs", "cache",
+    "gradients", "activations". They add up to it, with rounding as "rounding". The place is the
+    line of model code, of that module, that allocated last at the peak.
     """
 
     device: str
@@ -255,17 +207,7 @@ class PeakMemory:
 class Transfer:
     """What goes from one device to another in one step of a phase.
 
-    Parameters
-    ----------
-    phase : str
-    source, target : str
-        Devices; "cpu" is one.
-    hops : int
-        Copies a step.
-    num_bytes : int
-        Their bytes a step.
-    steps : int
-        The steps of that phase that were run; `hops` and `num_bytes` are of the dearest.
+    Hops are copies a step. So many steps of that phase were run; hops and bytes are of the dearest.
     """
 
     phase: str
@@ -278,16 +220,9 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sync:
-    """A place where the CPU waits for a GPU.
+    """A place where the CPU waits for a GPU, so often in one step.
 
-    Parameters
-    ----------
-    op : str
-        As it was called: "Tensor.item", "Tensor.nonzero", "Tensor.cpu".
-    place : Place
-    phase : str
-    count : int
-        How often in one step.
+    The operation is as it was called: "Tensor.item", "Tensor.nonzero", "Tensor.cpu".
     """
 
     op: str
@@ -300,15 +235,8 @@ class Sync:
 class Stop:
     """Where the model's own code could not go on, for a reason that has nothing to do with devices.
 
-    Parameters
-    ----------
-    message : str
-        The error, with its type.
-    place : Place, optional
-        The innermost line of code that is neither PyTorch's nor duoka's.
-    phase : str
-    hint : str
-        What to do; "" where nothing better is known than to look.
+    The message is the error with its type; the place is the innermost line of code that is neither
+    PyTorch's nor duoka's. The hint says what to do, if anything better is known than to look.
     """
 
     message: str
@@ -333,10 +261,6 @@ class Report:
         Where CUDA would raise an error, each once, in the order in which they were met.
     warnings : tuple of Fault
         What works, and costs memory or time, or works by luck on this placement alone.
-    memory : tuple of PeakMemory
-        One for each device.
-    transfers : tuple of Transfer
-    syncs : tuple of Sync
     notes : tuple of str
         What the check did otherwise than the model would: compiled code run eagerly, say.
     stop : Stop, optional
@@ -380,9 +304,9 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form: one key per field, without `subject`; `ok` is the verdict."""
-        own = {each.name: getattr(self, each.name) for each in fields(self)}
-        del own["subject"]
-        return {"version": VERSION, "ok": self.ok, **{k: to_dict(v) for k, v in own.items()}}
+        names = [field.name for field in fields(self) if field.name != "subject"]
+        values = {name: to_dict(getattr(self, name)) for name in names}
+        return {"version": VERSION, "ok": self.ok, **values}
 
     def to_json(self) -> str:
         """The JSON form as text."""
@@ -405,7 +329,7 @@ class Report:
 
 def _objects(**types: str) -> dict[str, Any]:
     """The schema of a list of flat objects."""
-    properties = {name: {"type": each} for name, each in types.items()}
+    properties = {name: {"type": kind} for name, kind in types.items()}
     required = list(properties)
     item = {"type": "object", "properties": properties, "required": required}
     return {"type": "array", "items": {**item, "additionalProperties": False}}

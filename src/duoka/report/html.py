@@ -24,21 +24,11 @@ from duoka.planner.plan import Plan
 
 from .terminal import explain
 from .terminal.explain import Rival
-from .terminal.names import without_prefix
-from .terminal.seconds import render_seconds
-from .terminal.summary import facts, kinds_of, title
+from .terminal.plan import facts, kinds_of, render_seconds, title
+from .terminal.words import without_prefix
 
 _GIB, _MIB = 2**30, 2**20
 _MOST_CELLS = 1200
-_CSS = {
-    "weights": "weights",
-    "KV cache": "cache",
-    "activations": "activations",
-    "gradients": "gradients",
-    "optimizer": "optimizer",
-    "overhead": "overhead",
-    "free": "free",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,22 +60,10 @@ class _Gpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    name: str
-    cells: list[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Table:
     unit: str
     heads: list[str]
-    rows: list[_Row]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Reasons:
-    name: str
-    sentences: list[str]
+    rows: list[tuple[str, list[str]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +76,7 @@ class _Page:
     table: _Table
     seconds: list[str]
     why: list[str]
-    by_gpu: list[_Reasons]
+    by_gpu: list[tuple[str, list[str]]]
     rivals: list[Rival]
     command: str | None
     footer: str
@@ -149,12 +127,12 @@ def _gpus(plan: Plan, explanation: Explanation | None) -> Iterator[_Gpu]:
     for place, forecast in enumerate(plan.forecast.devices):
         parts = list(_parts(forecast))
         full = f"{format_bytes(forecast.reserved_bytes)} of {format_bytes(forecast.budget_bytes)}"
-        told = ", ".join(f"{part.kind} {part.amount}" for part in parts if part.is_told)
+        amounts = ", ".join(f"{part.kind} {part.amount}" for part in parts if part.is_told)
         yield _Gpu(
             name=forecast.device,
             product=plan.fleet.device(forecast.device).product,
             full=full,
-            label=f"{forecast.device}, {full}: {told}",
+            label=f"{forecast.device}, {full}: {amounts}",
             width=_percent(forecast.budget_bytes, largest),
             link=links.get(place, "") if place else "",
             parts=parts,
@@ -164,10 +142,9 @@ def _gpus(plan: Plan, explanation: Explanation | None) -> Iterator[_Gpu]:
 
 def _links(explanation: Explanation) -> dict[int, str]:
     """What comes in to the GPU of each place, where the GPUs are one stage each."""
-    told = list(explain.crossings(explanation))
-    if len(told) != len(explanation.shares) - 1:
-        return {}
-    return dict(enumerate(told, 1))
+    crossings = list(explain.crossings(explanation))
+    is_chain = len(crossings) == len(explanation.shares) - 1
+    return dict(enumerate(crossings, 1)) if is_chain else {}
 
 
 def _parts(forecast: StageBytes) -> Iterator[_Part]:
@@ -177,7 +154,7 @@ def _parts(forecast: StageBytes) -> Iterator[_Part]:
     for kind, size in sizes:
         yield _Part(
             kind=kind,
-            css=_CSS[kind],
+            css=kind.rpartition(" ")[2],
             amount=format_bytes(size),
             percent=_percent(size, total),
             is_told=kind == "free" or size != 0,
@@ -217,8 +194,8 @@ def _unused(plan: Plan) -> Iterator[str]:
 
 
 def _named(device: Device) -> str:
-    told = [device.product, f"budget {format_bytes(device.budget_bytes)}"]
-    return f"{device.name} ({', '.join(filter(None, told))})"
+    details = [device.product, f"budget {format_bytes(device.budget_bytes)}"]
+    return f"{device.name} ({', '.join(filter(None, details))})"
 
 
 def _table(plan: Plan) -> _Table:
@@ -235,7 +212,7 @@ def _table(plan: Plan) -> _Table:
     for device in devices:
         sizes = [kinds_of(device)[place][1] for place in used]
         sizes += [device.allocated_bytes, device.reserved_bytes, device.budget_bytes]
-        rows.append(_Row(name=device.device, cells=[f"{size / divisor:,.2f}" for size in sizes]))
+        rows.append((device.device, [f"{size / divisor:,.2f}" for size in sizes]))
     heads = [*(kinds[place] for place in used), "allocated", "reserved", "budget"]
     return _Table(unit=unit, heads=heads, rows=rows)
 
@@ -264,7 +241,7 @@ def _why(plan: Plan, explanation: Explanation | None) -> Iterator[str]:
     yield from (reason.text for reason in plan.reasons if reason.kind not in ("gpus", "chunks"))
 
 
-def _reasons(explanation: Explanation) -> Iterator[_Reasons]:
+def _reasons(explanation: Explanation) -> Iterator[tuple[str, list[str]]]:
     for share in explanation.shares:
-        sentences = [explain.holds(share), *explain.why_not_else(explanation, share.device)]
-        yield _Reasons(name=share.device, sentences=sentences)
+        sentences = explain.why_not_else(explanation, share.device)
+        yield share.device, [explain.holds(share), *sentences]

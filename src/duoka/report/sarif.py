@@ -123,20 +123,20 @@ class _Log:
 
     def _invocation(self) -> _Json:
         """How the run went (§3.20)."""
-        found: _Json = {"executionSuccessful": self._report.stop is None}
+        invocation: _Json = {"executionSuccessful": self._report.stop is None}
         if not self._report.complete:
             text = f"The device map is incomplete: {_names(self._report.completeness)}."
-            found["toolConfigurationNotifications"] = [
+            invocation["toolConfigurationNotifications"] = [
                 {"level": "error", "message": {"text": text}}
             ]
         stop = self._report.stop
         if stop is not None:
             text = f"The model's code stopped in {stop.phase}: {stop.message}. {stop.hint}".strip()
-            told: _Json = {"level": "error", "message": {"text": text}}
+            notification: _Json = {"level": "error", "message": {"text": text}}
             if stop.place is not None:
-                told["locations"] = [self._location(stop.place)]
-            found["toolExecutionNotifications"] = [told]
-        return found
+                notification["locations"] = [self._location(stop.place)]
+            invocation["toolExecutionNotifications"] = [notification]
+        return invocation
 
     def _results(self) -> Iterator[_Json]:
         for fault in self._report.faults:
@@ -150,7 +150,7 @@ class _Log:
     def _result(self, fault: Fault, level: Literal["error", "warning"]) -> _Json:
         """One fault (§3.27)."""
         related = [*self._related(fault)]
-        found = {
+        result = {
             "ruleId": fault.kind,
             "ruleIndex": _INDEX[fault.kind],
             "level": level,
@@ -160,10 +160,10 @@ class _Log:
             "occurrenceCount": max(fault.count, 1),
         }
         if related:
-            found["relatedLocations"] = related
+            result["relatedLocations"] = related
         if fault.path:
-            found["codeFlows"] = [self._flow(fault.path)]
-        return found
+            result["codeFlows"] = [self._flow(fault.path)]
+        return result
 
     def _overflow(self, peak: PeakMemory, place: Place) -> _Json:
         budget = "" if peak.budget_bytes is None else f" of {format_bytes(peak.budget_bytes)}"
@@ -210,10 +210,12 @@ class _Log:
 
     def _location(self, place: Place) -> _Json:
         physical = {"artifactLocation": self._artifact(place.file), "region": _region(place)}
-        found: _Json = {"physicalLocation": physical}
+        location: _Json = {"physicalLocation": physical}
         if place.function:
-            found["logicalLocations"] = [{"fullyQualifiedName": place.function, "kind": "function"}]
-        return found
+            location["logicalLocations"] = [
+                {"fullyQualifiedName": place.function, "kind": "function"}
+            ]
+        return location
 
     def _artifact(self, file: str) -> _Json:
         path = Path(file).resolve()
@@ -233,10 +235,10 @@ class _Log:
 
 def _driver() -> _Json:
     """What made the log (§3.19). It has no page of its own to lead to."""
-    found: _Json = {"name": "duoka", "rules": [rule.to_dict() for rule in _RULES]}
+    driver: _Json = {"name": "duoka", "rules": [rule.to_dict() for rule in _RULES]}
     with suppress(PackageNotFoundError):  # from a checkout that isn't installed
-        found["version"] = found["semanticVersion"] = version("duoka")
-    return found
+        driver["version"] = driver["semanticVersion"] = version("duoka")
+    return driver
 
 
 def _region(place: Place) -> _Json:
@@ -254,13 +256,15 @@ def _region(place: Place) -> _Json:
 def _message(fault: Fault, related: list[_Json]) -> str:
     """Plain text; its links lead to the related locations (§3.11.6)."""
     devices = " and ".join(fault.devices)
-    tensors = dict.fromkeys(f"{_called(each)} is on {each.device}" for each in fault.operands)
+    tensors = dict.fromkeys(
+        f"{_called(operand)} is on {operand.device}" for operand in fault.operands
+    )
     text = f"{fault.op} of tensors on {devices}: {'; '.join(tensors)}."
     if fault.effect == "raises" and fault.message:
         text += f" CUDA: {fault.message}"
     elif fault.message:
         text += f" {fault.message}"
-    links = ", ".join(f"[{_unlinked(each['message']['text'])}]({each['id']})" for each in related)
+    links = ", ".join(f"[{_unlinked(to['message']['text'])}]({to['id']})" for to in related)
     return f"{text} {links}".strip()
 
 
@@ -274,12 +278,12 @@ def _unlinked(text: str) -> str:
     return text
 
 
-def _names(found: Faults) -> str:
+def _names(faults: Faults) -> str:
     lists = {
-        "no device for": found.missing,
-        "unknown names": found.unknown,
-        "two devices for": found.doubled,
-        "cut in two": found.split,
-        "no such device for": found.misplaced,
+        "no device for": faults.missing,
+        "unknown names": faults.unknown,
+        "two devices for": faults.doubled,
+        "cut in two": faults.split,
+        "no such device for": faults.misplaced,
     }
     return "; ".join(f"{what} {', '.join(names)}" for what, names in lists.items() if names)

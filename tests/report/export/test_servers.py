@@ -21,7 +21,7 @@ from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
-from duoka.report.export.caches import layer_token_bytes
+from duoka.report.export.common import layer_token_bytes
 from duoka.report.export.stages import read_pipeline
 from duoka.report.export.vllm import BLOCK_TOKENS
 

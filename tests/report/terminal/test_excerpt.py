@@ -17,8 +17,7 @@ from rich.console import Console
 
 from duoka.report.check_report import Place
 from duoka.report.terminal import plain
-from duoka.report.terminal.cells import cells, expanded, first_beyond, first_from
-from duoka.report.terminal.excerpt import Excerpt, Mark
+from duoka.report.terminal.excerpt import Excerpt, Mark, cells, expanded, first_beyond, first_from
 
 
 def shown(file: Path, source: str, text: str, *marks: str, width: int = 80) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
 
-from . import common, served
+from . import common
 from .text import Export
 
 NAME = "accelerate"
@@ -30,7 +30,7 @@ def export(plan: Plan, profile: Profile | None) -> Export:
         if device.name in plan.devices
     }
     arguments = [f"dtype=torch.{plan.workload.dtype}", "device_map=device_map"]
-    revision = served.revision_of(plan)
+    revision = common.revision_of(plan)
     if revision is not None:
         arguments.append(f"revision={revision!r}")
     imports, quantizing = _quantizing(plan)
@@ -46,7 +46,7 @@ def export(plan: Plan, profile: Profile | None) -> Export:
             "from transformers import AutoModelForCausalLM",
             "",
             "model = AutoModelForCausalLM.from_pretrained(",
-            f"    {served.name_of(plan)!r},",
+            f"    {common.name_of(plan)!r},",
             *(f"    {argument}," for argument in arguments),
             ")",
         ]
@@ -84,7 +84,7 @@ def _literal(values: Mapping[int | str, int | str]) -> str:
 
 def _notes(plan: Plan) -> Iterator[str]:
     yield from common.common_notes(plan)
-    yield from served.source_note(plan)
+    yield from common.source_note(plan)
     if plan.model.startswith("ChatGLM"):
         yield (
             f"NOTE: transformers 5 has no {plan.model}; duoka brings it. Load the plan with "

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from pathlib import PurePath
 
+from duoka.forecast.layers import layer_of
+from duoka.forecast.profile import Profile, evaluate, monomials
 from duoka.hardware.device import Device
 from duoka.planner.plan import Plan
 
@@ -48,3 +52,81 @@ def total_bytes(device: Device) -> int:
     if device.memory_bytes is not None:
         return device.memory_bytes
     return device.budget_bytes + device.reserve_bytes
+
+
+_PLACEHOLDER = "MODEL"
+# Plans keep a model of the Hub with its commit; a path looks otherwise.
+_OF_THE_HUB = re.compile(r"([^/@\s]+/[^/@\s]+)@([0-9a-f]{40})", re.ASCII)
+
+
+def name_of(plan: Plan) -> str:
+    """The directory or the repository; a placeholder where the plan knows no weights."""
+    if not plan.source or _is_config(plan):
+        return _PLACEHOLDER
+    match = _OF_THE_HUB.fullmatch(plan.source)
+    return match[1] if match else plan.source
+
+
+def revision_of(plan: Plan) -> str | None:
+    """The commit on the Hub that was planned; None for what lies on a disk."""
+    match = _OF_THE_HUB.fullmatch(plan.source)
+    return match[2] if match else None
+
+
+def source_note(plan: Plan) -> Iterator[str]:
+    """That a placeholder is one."""
+    if name_of(plan) == _PLACEHOLDER:
+        what = f"{PurePath(plan.source).name}, a config" if plan.source else "a model in memory"
+        yield (
+            f"NOTE: the plan was made from {what}; {_PLACEHOLDER} stands for the directory or the "
+            "repository with the weights."
+        )
+
+
+def bits_notes(plan: Plan, tool: str) -> Iterator[str]:
+    """What an engine has instead of the cache and the weights of fewer bits that were planned."""
+    if plan.workload.cache == "int8":
+        yield f"NOTE: the plan's cache has 8-bit integers; {tool}'s has 8-bit floats."
+    if plan.workload.quantize != "none":
+        yield (
+            f"NOTE: the plan's weights are in {plan.workload.quantize}, made while loading; {tool} "
+            "needs a checkpoint that is quantized already, or its own --quantization."
+        )
+
+
+def step_tokens(plan: Plan) -> int | None:
+    """Prompt tokens that run in one step, those of all sequences together; None for all of them."""
+    chunk = plan.workload.prefill_chunk_tokens
+    return chunk * plan.workload.batch if isinstance(chunk, int) else None
+
+
+def _is_config(plan: Plan) -> bool:
+    return plan.source.endswith(".json")
+
+
+def layer_token_bytes(plan: Plan, profile: Profile | None, pipeline: Pipeline) -> list[int] | None:
+    """Bytes of one sequence's cache in each layer, for a token of the plan's context.
+
+    None where they aren't known: without a profile, for training, and where the cache isn't the
+    plain one that grows token by token.
+    """
+    workload = plan.workload
+    if profile is None or workload.training is not None or workload.cache != "dynamic":
+        return None
+    tokens = workload.context_tokens
+    values = monomials(1, 1, tokens)
+    steps = [
+        index
+        for index, regime in enumerate(profile.regimes)
+        if regime.holds("decode", batch=1, query=1, keys=tokens)
+    ]
+    if not steps:
+        return None
+    layer_bytes = [0] * pipeline.num_layers
+    for block in profile.blocks:
+        tape = profile.kinds[block.kind].tapes[steps[0]]
+        cache_bytes = sum(evaluate(tape.sizes[number], values) for number in tape.kept)
+        at = layer_of(block.modules[0]) if block.modules else None
+        if at is not None and at[0] == pipeline.layers:
+            layer_bytes[at[1]] += cache_bytes
+    return [-(-size // tokens) for size in layer_bytes]

@@ -55,9 +55,9 @@ def export(plan: Plan, tool: str, profile: Profile | None = None) -> Export:
             hint="plan without training, or export to torch-pipelining, torchtitan or deepspeed",
         )
     if profile is None:
-        asked = replace(plan.request.workload, dtype=plan.workload.dtype)
+        requested = replace(plan.request.workload, dtype=plan.workload.dtype)
         profile = find_profile(plan.fingerprint, plan.workload) or find_profile(
-            plan.fingerprint, asked
+            plan.fingerprint, requested
         )
     return _EXPORTERS[tool](plan, profile)
 

@@ -15,8 +15,7 @@ from collections.abc import Iterator, Sequence
 from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
 
-from . import common, served
-from .caches import layer_token_bytes
+from . import common
 from .stages import Pipeline, read_pipeline
 from .text import Export, command_line
 
@@ -36,16 +35,16 @@ def export(plan: Plan, profile: Profile | None) -> Export:
     tokens = workload.batch * workload.context_tokens
     options.append(("--max-running-requests", str(workload.batch)))
     options.append(("--max-total-tokens", str(tokens)))
-    revision, chunk = served.revision_of(plan), served.step_tokens(plan)
+    revision, chunk = common.revision_of(plan), common.step_tokens(plan)
     if revision is not None:
         options.insert(0, ("--revision", revision))
     options.append(("--chunked-prefill-size", "-1" if chunk is None else str(chunk)))
     if workload.cache == "int8":
         options.append(("--kv-cache-dtype", "fp8_e4m3"))
-    sizes = layer_token_bytes(plan, profile, pipeline)
+    sizes = common.layer_token_bytes(plan, profile, pipeline)
     if sizes is not None:
         options.append(("--mem-fraction-static", f"{max(_fractions(pipeline, sizes, tokens)):.2f}"))
-    words = ["python", "-m", "sglang.launch_server", "--model-path", served.name_of(plan)]
+    words = ["python", "-m", "sglang.launch_server", "--model-path", common.name_of(plan)]
     return Export(
         tool=NAME,
         text=command_line(environment, words, options),
@@ -73,12 +72,12 @@ def _notes(
     plan: Plan, pipeline: Pipeline, sizes: Sequence[int] | None, tokens: int
 ) -> Iterator[str]:
     yield from common.common_notes(plan, pipeline)
-    yield from served.source_note(plan)
-    yield from served.bits_notes(plan, NAME)
+    yield from common.source_note(plan)
+    yield from common.bits_notes(plan, NAME)
     if sizes is None:
         yield "NOTE: --mem-fraction-static is left to SGLang, which takes one share for all GPUs."
     elif len(pipeline.stages) > 1:
-        told = ", ".join(
+        shares = ", ".join(
             f"{stage.device.name} {share:.0%}"
             for stage, share in zip(
                 pipeline.stages, _fractions(pipeline, sizes, tokens), strict=True
@@ -86,6 +85,6 @@ def _notes(
         )
         yield (
             "SGLang takes one share of memory for all GPUs, however unequal they are. Weights and "
-            f"cache need {told}; given is the largest, and --max-total-tokens keeps the caches of "
-            "the others from growing beyond the plan's context."
+            f"cache need {shares}; given is the largest, and --max-total-tokens keeps the caches "
+            "of the others from growing beyond the plan's context."
         )

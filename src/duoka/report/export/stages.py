@@ -74,7 +74,7 @@ def read_pipeline(plan: Plan, tool: str) -> Pipeline:
     if main is None:
         return _whole(plan, tool)
     at = _devices_of_layers(plan, tool, main)
-    is_layer = [(found := layer_of(name)) is not None and found[0] == main for name, _ in entries]
+    is_layer = [(number := layer_of(name)) is not None and number[0] == main for name, _ in entries]
     first, last = is_layer.index(True), len(is_layer) - is_layer[::-1].index(True)
     before, after = entries[:first], entries[last:]
     inside = zip(entries[first:last], is_layer[first:last], strict=True)
@@ -125,9 +125,9 @@ def _devices_of_layers(plan: Plan, tool: str, main: str) -> list[str]:
     """The device of each layer, by number."""
     devices: dict[int, set[str]] = {}
     for name, device in plan.placement.entries:
-        found = layer_of(name)
-        if found is not None and found[0] == main:
-            devices.setdefault(found[1], set()).add(device)
+        layer = layer_of(name)
+        if layer is not None and layer[0] == main:
+            devices.setdefault(layer[1], set()).add(device)
     cut = next((number for number, at in devices.items() if len(at) > 1), None)
     if cut is not None:
         names = " and ".join(sorted(devices[cut]))

@@ -17,8 +17,7 @@ from duoka.base.units import format_bytes
 from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
 
-from . import common, served
-from .caches import layer_token_bytes
+from . import common
 from .stages import Pipeline, Stage, read_pipeline
 from .text import Export, command_line
 
@@ -41,19 +40,19 @@ def export(plan: Plan, profile: Profile | None) -> Export:
         counts = ",".join(map(str, pipeline.counts))
         environment.append(("VLLM_PP_LAYER_PARTITION", counts))
         options.insert(0, ("--pipeline-parallel-size", str(num)))
-    revision, tokens = served.revision_of(plan), served.step_tokens(plan)
+    revision, tokens = common.revision_of(plan), common.step_tokens(plan)
     if revision is not None:
         options.insert(0, ("--revision", revision))
     if tokens is not None:
         options.append(("--max-num-batched-tokens", str(tokens)))
     if workload.cache == "int8":
         options.append(("--kv-cache-dtype", "fp8"))
-    sizes = layer_token_bytes(plan, profile, pipeline)
+    sizes = common.layer_token_bytes(plan, profile, pipeline)
     if sizes is not None and any(sizes):
         options.append(("--kv-cache-memory-bytes", str(max(cache_bytes(plan, pipeline, sizes)))))
     return Export(
         tool=NAME,
-        text=command_line(environment, ["vllm", "serve", served.name_of(plan)], options),
+        text=command_line(environment, ["vllm", "serve", common.name_of(plan)], options),
         notes=tuple(_notes(plan, pipeline, sizes)),
     )
 
@@ -70,9 +69,9 @@ def cache_bytes(plan: Plan, pipeline: Pipeline, sizes: Sequence[int]) -> list[in
 
 def _notes(plan: Plan, pipeline: Pipeline, sizes: Sequence[int] | None) -> Iterator[str]:
     yield from common.common_notes(plan, pipeline)
-    yield from served.source_note(plan)
-    yield from served.bits_notes(plan, NAME)
-    if served.step_tokens(plan) is None:
+    yield from common.source_note(plan)
+    yield from common.bits_notes(plan, NAME)
+    if common.step_tokens(plan) is None:
         yield (
             "NOTE: the plan runs whole prompts at once; vLLM takes at most 2048 tokens a step by "
             "default, of all sequences together (8192 or 16384 on the largest GPUs). That needs no "
@@ -95,24 +94,24 @@ def _notes(plan: Plan, pipeline: Pipeline, sizes: Sequence[int] | None) -> Itera
 
 def _unequal(plan: Plan, pipeline: Pipeline, sizes: Sequence[int]) -> str:
     """What becomes of unequal GPUs, with numbers."""
-    given = cache_bytes(plan, pipeline, sizes)
+    cache_sizes = cache_bytes(plan, pipeline, sizes)
     shares = ", ".join(
         f"{stage.device.name} {format_bytes(size)}"
-        for stage, size in zip(pipeline.stages, given, strict=True)
+        for stage, size in zip(pipeline.stages, cache_sizes, strict=True)
     )
     alone = [_tokens_alone(stage, sizes) for stage in pipeline.stages]
     poorest = min(range(len(alone)), key=alone.__getitem__)
     name = pipeline.stages[poorest].device.name
-    others = max(alone)
+    most_tokens = max(alone)
     return (
         f"vLLM gives all ranks equally many cache blocks. With the bytes below they take {shares}. "
         f"Left to itself, at {_UTILIZATION:.0%} of each GPU, {name} would decide: about "
-        f"{max(alone[poorest], 0)} tokens, where the roomiest rank could hold about {others}."
+        f"{max(alone[poorest], 0)} tokens, where the roomiest rank could hold about {most_tokens}."
     )
 
 
 def _tokens_alone(stage: Stage, sizes: Sequence[int]) -> int:
     """What vLLM's own share of a GPU would leave for the cache, in tokens."""
-    held = stage.forecast.weight_bytes + stage.forecast.activation_bytes
-    left = _UTILIZATION * common.total_bytes(stage.device) - held
+    planned_bytes = stage.forecast.weight_bytes + stage.forecast.activation_bytes
+    left = _UTILIZATION * common.total_bytes(stage.device) - planned_bytes
     return int(left // max(sum(sizes[stage.start : stage.stop]), 1))

@@ -2,9 +2,9 @@
 
 from .check import plain, render_report
 from .compare import render_comparison
-from .explanation import render_explanation
-from .names import name_modules
+from .explain import render_explanation
 from .plan import render_plan
+from .words import name_modules
 
 __all__ = [
     "name_modules",

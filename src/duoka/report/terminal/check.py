@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
+from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from duoka.base.units import format_bytes, format_count
 from duoka.errors import Faults
 from duoka.planner.device_map import meant, runs
 
-from ..check_report import Report, Stop
+from ..check_report import Call, Fault, Operand, PeakMemory, Place, Report, Stop
 from . import words
-from .costs import render_costs
-from .excerpt import Excerpt
-from .faults import render_fault, where
+from .excerpt import Excerpt, Mark
 
 _PLAIN_COLUMNS = 100
 _MOST_NAMES = 12
@@ -67,8 +69,8 @@ def _verdict(report: Report, *, ascii_only: bool) -> Text:
     sign, style = ("✓", "bold green") if report.ok else ("✗", "bold red")
     if ascii_only:
         sign = "ok:" if report.ok else "fails:"
-    on = f" on {words.joined(report.devices)}" if report.devices else ""
-    text = Text.assemble((f"{sign} ", style), (report.model, "bold"), f"{on}: ")
+    devices = f" on {words.joined(report.devices)}" if report.devices else ""
+    text = Text.assemble((f"{sign} ", style), (report.model, "bold"), f"{devices}: ")
     problems = [*_problems(report)]
     text.append(", ".join(problems) if problems else _all_well(report), style=style)
     if report.warnings:
@@ -93,9 +95,9 @@ def _problems(report: Report) -> Iterator[str]:
             )
 
 
-def _of_map(found: Faults) -> str:
-    others = (found.missing, found.unknown, found.doubled, found.misplaced)
-    return "the map is incomplete" if any(others) else _CUT
+def _of_map(faults: Faults) -> str:
+    names = (faults.missing, faults.unknown, faults.doubled, faults.misplaced)
+    return "the map is incomplete" if any(names) else _CUT
 
 
 def _all_well(report: Report) -> str:
@@ -107,28 +109,28 @@ def _all_well(report: Report) -> str:
 def _incomplete(report: Report) -> Iterator[RenderableType]:
     if report.complete:
         return
-    told: list[RenderableType] = []
+    lines: list[RenderableType] = []
     for what, names in _names(report.completeness):
         more = len(names) - _MOST_NAMES
         rest = [f"and {more} more, which --json shows"] if more > 0 else []
-        told.append(Text(f"{what}:", style="dim"))
-        told += [Padding(Text(name), (0, 0, 0, 2)) for name in names[:_MOST_NAMES] + rest]
+        lines.append(Text(f"{what}:", style="dim"))
+        lines += [Padding(Text(name), (0, 0, 0, 2)) for name in names[:_MOST_NAMES] + rest]
     heading = Text(_of_map(report.completeness), style="bold red")
     if heading.plain == _CUT:
-        told.append(Text("The check ran it as it stands."))
+        lines.append(Text("The check ran it as it stands."))
     elif report.completeness.completed is not None:
-        told.append(Text(_COMPLETED))
-    yield Group(heading, Padding(Group(*told), (0, 0, 0, 2)))
+        lines.append(Text(_COMPLETED))
+    yield Group(heading, Padding(Group(*lines), (0, 0, 0, 2)))
 
 
-def _names(found: Faults) -> Iterator[tuple[str, list[str]]]:
+def _names(faults: Faults) -> Iterator[tuple[str, list[str]]]:
     """What is wrong with names, and which; those that differ in a number are one."""
     for what, names in (
-        ("no device for", runs(found.missing)),
-        ("not there", meant(found)),
-        ("two devices for", runs(found.doubled)),
-        ("cut in two", runs(found.split)),
-        ("no such device, for", runs(found.misplaced)),
+        ("no device for", runs(faults.missing)),
+        ("not there", meant(faults)),
+        ("two devices for", runs(faults.doubled)),
+        ("cut in two", runs(faults.split)),
+        ("no such device, for", runs(faults.misplaced)),
     ):
         if names:
             yield what, names
@@ -169,14 +171,248 @@ def _caveats(report: Report) -> Iterator[str]:
 
 
 def _advice(report: Report) -> Iterator[RenderableType]:
-    told = []
+    hints = []
     if report.faults:
-        told.append(
+        hints.append(
             "--fix writes changes that cure these, and proves them (in Python: duoka.repair)"
         )
     if not report.fits:
-        told.append("for memory: more or larger GPUs, a shorter --context, a smaller --batch")
-    for index, text in enumerate(told):
+        hints.append("for memory: more or larger GPUs, a shorter --context, a smaller --batch")
+    for index, text in enumerate(hints):
         if not index:
             yield ""
         yield Text.assemble(("next: ", "bold"), text)
+
+
+_MOVED, _KEPT = "bold yellow", "cyan"
+_MOST_CALLS = 8
+_FIRST_CALLS, _LAST_CALLS = 2, 5
+_LONGEST_MODULE = 28
+
+
+def where(place: Place) -> Text:
+    """File, line and function."""
+    function = f" in {place.function}" if place.function else ""
+    return Text.assemble(words.linked(place), function)
+
+
+def render_fault(fault: Fault, title: str, style: str) -> RenderableType:
+    """One fault, or one warning."""
+    heading = Text.assemble((f"{title}: ", style), (words.heading(fault), "bold"))
+    inner = Group(where(fault.place), "", Excerpt(fault.place, _marks(fault)), "", _facts(fault))
+    return Group(heading, Padding(inner, (0, 0, 0, 2)))
+
+
+def _marks(fault: Fault) -> list[Mark]:
+    return [
+        Mark(place=operand.place, label=operand.device, style=_MOVED if operand.moved else _KEPT)
+        for operand in fault.operands
+        if operand.place is not None
+    ]
+
+
+def _facts(fault: Fault) -> Table:
+    """What else is known, one row each."""
+    facts = Table.grid(padding=(0, 2, 0, 0))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for name, fact in _named_facts(fault):
+        facts.add_row(name, fact)
+    return facts
+
+
+def _named_facts(fault: Fault) -> Iterator[tuple[str, RenderableType]]:
+    if fault.message:
+        yield "CUDA" if fault.effect == "raises" else "why", Text(fault.message)
+    if fault.operands:
+        yield "tensors", Group(*_operands(fault))
+    if len(fault.path) > 1:
+        yield "path", _path(fault)
+    met = f"{words.times(fault.count)} a step, first in {fault.phase}"
+    if fault.count == 1:
+        met = f"once, in {fault.phase}"
+    if any(fault.modules):
+        met += f"; in {words.modules(fault.modules)}"
+    yield "met", Text(met)
+    if fault.followups:
+        yield "causes", Group(*map(_followup, _all_followups(fault)))
+
+
+def _operands(fault: Fault) -> Iterator[RenderableType]:
+    """The tensors; neighbours in a list of which the same is to be said are one."""
+    for alike, group in groupby(fault.operands, key=_said):
+        operands = list(group)
+        _, origin, device, moved = alike
+        text = Text(_called(operands), style="bold")
+        text.append(" on ", style="not bold")
+        text.append(device, style=_MOVED if moved else _KEPT)
+        yield text.append(words.going(operands[0], fault), style="not bold")
+        tensors = list(dict.fromkeys(words.tensor(operand) for operand in operands))
+        more = f" … {tensors[-1]}" if len(tensors) > 1 else ""
+        about = f"{tensors[0]}{more}{' each' if len(operands) > len(tensors) else ''}"
+        yield Padding(Text(f"{about}; from {origin}" if origin else about), (0, 0, 0, 2))
+
+
+def _said(operand: Operand) -> tuple[str, str, str, bool]:
+    """What must be equal for tensors to be told together: they stand in one list, say."""
+    name, bracket, _ = operand.argument.partition("[")
+    alone = "" if bracket else f"{operand.argument} {operand.expression}"
+    origin = operand.origin
+    # An expression that makes its tensor itself comes from nowhere else.
+    made_here = origin is None or (origin.place is not None and origin.place == operand.place)
+    origin_text = "" if origin is None or made_here else words.origin(origin)
+    return name + alone, origin_text, operand.device, operand.moved
+
+
+def _called(operands: Sequence[Operand]) -> str:
+    names = [words.cropped(operand.expression or operand.argument) for operand in operands]
+    first, last = names[0], names[-1]
+    if len(operands) == 1:
+        return first
+    ends = f"{first} … {last}" if last != first else f"of {first}"
+    return f"{format_count(len(operands), 'tensor')} {ends}"
+
+
+def _path(fault: Fault) -> Table:
+    """The calls from the model's top; the middle of a long way is left out."""
+    path = fault.path
+    calls = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    for _ in range(2):
+        calls.add_column(no_wrap=True)
+    calls.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    cut = len(path) - _LAST_CALLS if len(path) > _MOST_CALLS else 0
+    for call in path[:_FIRST_CALLS] if cut else path:
+        calls.add_row(*_call(call, fault.file))
+    if cut:
+        calls.add_row(f"… {cut - _FIRST_CALLS} more")
+        for call in path[cut:]:
+            calls.add_row(*_call(call, fault.file))
+    return calls
+
+
+def _call(call: Call, file: str) -> tuple[Text, Text, Text]:
+    place = call.place
+    line = f"line {place.line}" if place.file == file else words.where(place, brief=True)
+    module = words.cropped(call.module or "the model", _LONGEST_MODULE)
+    return Text(module), Text(line, style="dim"), Text(place.text)
+
+
+def _all_followups(fault: Fault) -> Iterator[Fault]:
+    for followup in fault.followups:
+        yield followup
+        yield from _all_followups(followup)
+
+
+def _followup(fault: Fault) -> Text:
+    source = f": {words.cropped(fault.source)}" if fault.source else ""
+    place = words.linked(fault.place, brief=True)
+    return Text.assemble(f"{words.what(fault)} at ", place, source)
+
+
+_LINE_COLUMNS = 72  # with fewer there is a list instead of a table
+_HEADINGS = {"activations": "activ.", "gradients": "grads"}
+_MOST_SYNCS = 12
+_LONGEST_TEXT = 40
+
+
+def render_costs(report: Report) -> Iterator[RenderableType]:
+    """Memory, transfers and synchronisations, each if there are any."""
+    if report.memory:
+        yield _Memory(report.memory)
+    if report.transfers:
+        yield Group(Text("transfers, in one step", style="bold"), _transfers(report))
+    if report.syncs:
+        yield Group(Text("the CPU waits for a GPU, in one step", style="bold"), _syncs(report))
+
+
+class _Memory:
+    def __init__(self, memory: Sequence[PeakMemory]) -> None:
+        self._memory = memory
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.max_width >= _LINE_COLUMNS:
+            yield from self._table()
+        else:
+            yield Text("memory at its peak", style="bold")
+            yield from map(_listed, self._memory)
+        for peak in self._memory:
+            if peak.place is not None:
+                yield _set_by(peak)
+
+    def _table(self) -> Iterator[RenderableType]:
+        unit, divisor = _unit(max(peak.allocated_bytes for peak in self._memory))
+        kinds = list(dict.fromkeys(kind for peak in self._memory for kind in peak.kinds))
+        kinds = [kind for kind in kinds if any(peak.kinds.get(kind) for peak in self._memory)]
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column("device", no_wrap=True)
+        for kind in (*(_HEADINGS.get(kind, kind) for kind in kinds), "allocated", "reserved"):
+            table.add_column(kind, justify="right")
+        budgets = any(peak.budget_bytes is not None for peak in self._memory)
+        if budgets:
+            table.add_column("budget", justify="right")
+        for peak in self._memory:
+            sizes = [peak.kinds.get(kind, 0) for kind in kinds]
+            sizes += [peak.allocated_bytes, peak.reserved_bytes]
+            style = "bold red" if peak.overflows else ""
+            cells = [f"{size / divisor:.2f}" for size in sizes]
+            if budgets:
+                known = peak.budget_bytes
+                cells.append("" if known is None else f"{known / divisor:.2f}")
+            table.add_row(peak.device, *cells, style=style)
+        yield Text.assemble(("memory at its peak", "bold"), f", in {unit}")
+        yield table
+
+
+def _unit(largest_bytes: int) -> tuple[str, int]:
+    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+    return next((unit for unit in units.items() if largest_bytes >= unit[1]), ("KiB", 2**10))
+
+
+def _listed(peak: PeakMemory) -> Text:
+    style = "bold red" if peak.overflows else "bold"
+    budget = "" if peak.budget_bytes is None else f" of {format_bytes(peak.budget_bytes)}"
+    text = Text.assemble((peak.device, style))
+    for kind, size in peak.kinds.items():
+        text.append(f"\n  {kind}: {format_bytes(size)}")
+    text.append(f"\n  allocated: {format_bytes(peak.allocated_bytes)}")
+    return text.append(f"\n  reserved: {format_bytes(peak.reserved_bytes)}{budget}")
+
+
+def _set_by(peak: PeakMemory) -> Text:
+    assert peak.place is not None
+    if not peak.phase:
+        return Text(f"{peak.device}: set by the weights alone")
+    text = f"{peak.device}: set in {peak.phase} at {words.where(peak.place)}"
+    if peak.module:
+        text += f" in {words.module(peak.module)}"
+    if peak.place.text:
+        text += f": {words.cropped(peak.place.text, _LONGEST_TEXT)}"
+    return Text(text)
+
+
+def _transfers(report: Report) -> RenderableType:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(2):
+        table.add_column()
+    for _ in range(2):
+        table.add_column(justify="right")
+    for transfer in report.transfers:
+        hops = format_count(transfer.hops, "hop")
+        ends = f"{transfer.source} → {transfer.target}"
+        table.add_row(transfer.phase, ends, hops, format_bytes(transfer.num_bytes))
+    return Padding(table, (0, 0, 0, 2))
+
+
+def _syncs(report: Report) -> RenderableType:
+    # Two on one line are told as one.
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for sync in report.syncs:
+        counts[sync.phase, sync.op, words.where(sync.place)] += sync.count
+    lines = [
+        Text(f"{phase}: {op}, {words.times(count)}, at {where}")
+        for (phase, op, where), count in list(counts.items())[:_MOST_SYNCS]
+    ]
+    more = len(counts) - _MOST_SYNCS
+    if more > 0:
+        lines.append(Text(f"and {more} more, which --json shows"))
+    return Padding(Group(*lines), (0, 0, 0, 2))

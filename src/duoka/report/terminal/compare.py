@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich import box
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -14,8 +14,8 @@ from duoka.forecast.stage_bytes import StageBytes
 from duoka.planner.compare import Comparison, DevicePair
 
 from .explain import shortly
-from .names import name_modules
-from .summary import kinds_of
+from .plan import kinds_of
+from .words import name_modules
 
 _SECONDS = {
     "total_seconds": "a request",
@@ -28,65 +28,55 @@ _SECONDS = {
 
 def render_comparison(comparison: Comparison, names: tuple[str, str]) -> RenderableType:
     """What rich prints for two plans."""
-    return _View(comparison, names)
+    if comparison.same:
+        return Text("the plans say the same")
+    return Group(*_parts(comparison, names))
 
 
-class _View:
-    def __init__(self, comparison: Comparison, names: tuple[str, str]) -> None:
-        self._comparison = comparison
-        self._names = names
+def _parts(comparison: Comparison, names: tuple[str, str]) -> Iterator[RenderableType]:
+    if comparison.differences:
+        table = _table("differs", names)
+        for difference in comparison.differences:
+            table.add_row(difference.what, difference.first, difference.second)
+        yield table
+    for device in comparison.devices:
+        yield ""
+        if device.first == device.second:
+            assert device.first is not None, "one of the plans uses it"
+            yield Text(f"{device.device}: the same, {_full(device.first)}")
+        else:
+            yield _bytes(device, names)
+    if comparison.seconds:
+        yield ""
+        yield _pace(comparison, names)
+    yield from _moves(comparison)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        comparison = self._comparison
-        if comparison.same:
-            yield Text("the plans say the same")
-            return
-        if comparison.differences:
-            table = self._table("differs")
-            for each in comparison.differences:
-                table.add_row(each.what, each.first, each.second)
-            yield table
-        yield from self._bytes()
-        if comparison.seconds:
-            yield ""
-            yield self._pace()
-        yield from _moves(comparison)
 
-    def _table(self, head: str) -> Table:
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
-        table.add_column(head, no_wrap=True)
-        for name in self._names:
-            table.add_column(name, overflow="fold")
-        return table
+def _table(head: str, names: tuple[str, str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(head, no_wrap=True)
+    for name in names:
+        table.add_column(name, overflow="fold")
+    return table
 
-    def _bytes(self) -> Iterator[RenderableType]:
-        for device in self._comparison.devices:
-            yield ""
-            if device.first == device.second:
-                assert device.first is not None, "one of the plans uses it"
-                yield Text(f"{device.device}: the same, {_full(device.first)}")
-            else:
-                yield self._held(device)
 
-    def _held(self, device: DevicePair) -> Table:
-        table = self._table(device.device)
-        sides = [_sizes(each) for each in (device.first, device.second)]
-        for kind in dict.fromkeys(kind for side in sides for kind in side):
-            one, other = (side.get(kind) for side in sides)
-            if one or other:
-                table.add_row(kind, _told(one), _told(other, one))
-        return table
+def _bytes(device: DevicePair, names: tuple[str, str]) -> Table:
+    table = _table(device.device, names)
+    sides = [_sizes(side) for side in (device.first, device.second)]
+    for kind in dict.fromkeys(kind for side in sides for kind in side):
+        first, second = (side.get(kind) for side in sides)
+        if first or second:
+            table.add_row(kind, _size(first), _size(second, first))
+    return table
 
-    def _pace(self) -> Table:
-        table = self._table("time")
-        for name, one, other in self._comparison.seconds:
-            if name in _SECONDS:
-                times = ["unknown" if each is None else shortly(each) for each in (one, other)]
-                table.add_row(_SECONDS[name], *times)
-            else:
-                rates = ["unknown" if each is None else f"{each:,.1f}" for each in (one, other)]
-                table.add_row(name.replace("_", " "), *rates)
-        return table
+
+def _pace(comparison: Comparison, names: tuple[str, str]) -> Table:
+    table = _table("time", names)
+    for name, *values in comparison.seconds:
+        say = shortly if name in _SECONDS else "{:,.1f}".format
+        texts = ["unknown" if value is None else say(value) for value in values]
+        table.add_row(_SECONDS.get(name, name.replace("_", " ")), *texts)
+    return table
 
 
 def _sizes(forecast: StageBytes | None) -> dict[str, int]:
@@ -100,7 +90,7 @@ def _sizes(forecast: StageBytes | None) -> dict[str, int]:
     }
 
 
-def _told(size: int | None, other: int | None = None) -> str:
+def _size(size: int | None, other: int | None = None) -> str:
     if size is None:
         return "not used"
     if other is None or other == size:

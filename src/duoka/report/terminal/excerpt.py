@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,6 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 from ..check_report import Place
-from .cells import cells, expanded, first_beyond, first_from, indent
 
 _BEFORE, _AFTER = 2, 1  # lines of context
 _LONGEST = 7  # a longer expression is shown by its ends and its marked lines
@@ -79,9 +79,9 @@ class Excerpt:
         first, last = self._place.line, _last_line(self._place)
         if last - first < _LONGEST:
             return sorted(lines)
-        kept = {*range(first - _BEFORE, first + _END), *range(last - _END + 1, last + _AFTER + 1)}
-        kept |= {mark.place.line for mark in self._marks}
-        return sorted(kept & lines.keys())
+        shown = {*range(first - _BEFORE, first + _END), *range(last - _END + 1, last + _AFTER + 1)}
+        shown |= {mark.place.line for mark in self._marks}
+        return sorted(shown & lines.keys())
 
     def _spans(self, lines: Mapping[int, str]) -> dict[int, list[_Span]]:
         """By line, the cells of the place itself and of the marks; one for equal marks."""
@@ -91,22 +91,22 @@ class Excerpt:
             extent = (place.line, place.column, place.end_line, place.end_column)
             alike.setdefault(extent, []).append(mark)
         marks = [Mark(place=self._place, label="")]
-        for first, *others in alike.values():
-            label = ", ".join(dict.fromkeys(mark.label for mark in (first, *others)))
+        for first, *more in alike.values():
+            label = ", ".join(dict.fromkeys(mark.label for mark in (first, *more)))
             marks.append(Mark(place=first.place, label=label, style=first.style))
-        found: dict[int, list[_Span]] = {}
+        line_spans: dict[int, list[_Span]] = {}
         for mark in marks:
             span = _span(mark, lines[mark.place.line])
-            found.setdefault(mark.place.line, []).append(span)
-        return found
+            line_spans.setdefault(mark.place.line, []).append(span)
+        return line_spans
 
     def _under(self, spans: Iterator[_Span], room: int, *, ascii_only: bool) -> Iterator[Text]:
         """What stands under a line: arrows under its expressions, then a label for each."""
         line, stem = ("-", "|") if ascii_only else ("─", "│")
-        found = sorted(spans, key=lambda span: span.start)
-        marks = [span for span in found if span.label]
+        in_order = sorted(spans, key=lambda span: span.start)
+        marks = [span for span in in_order if span.label]
         under: dict[int, tuple[str, str]] = {}
-        for span in [span for span in found if not span.label]:
+        for span in [span for span in in_order if not span.label]:
             sign = line if self._marks else "^"
             under = dict.fromkeys(range(span.start, span.stop), (sign, "red"))
         for mark in marks:
@@ -134,7 +134,7 @@ class _Window:
         self._spans, self._room, self._dots = spans, room, dots
         written = [expanded(line) for line in lines.values() if line.strip()]
         self._left = min(map(indent, written), default=0)
-        every = [span for found in spans.values() for span in found]
+        every = [span for line_spans in spans.values() for span in line_spans]
         marked = [span for span in every if span.label] or every
         start, stop = min(span.start for span in marked), max(span.stop for span in marked)
         if stop - self._left > room:
@@ -220,3 +220,49 @@ def _numbered(margin: str, text: Text) -> Text:
     joined = Text.assemble((margin, "dim"), text)
     joined.no_wrap, joined.overflow = True, "crop"
     return joined
+
+
+_TAB = 4
+
+
+def cells(line: str) -> Iterator[int]:
+    r"""The cell in which each character begins, and at last the one behind them all.
+
+    Examples
+    --------
+    >>> list(cells("\tx = 卡"))
+    [0, 4, 5, 6, 7, 8, 10]
+    """
+    at = 0
+    for character in line:
+        yield at
+        at += _TAB - at % _TAB if character == "\t" else cell_len(_shown(character))
+    yield at
+
+
+def expanded(line: str) -> str:
+    """A line whose tabs are blanks, and whose control characters are dots."""
+    return "".join(
+        " " * (stop - start) if character == "\t" else _shown(character)
+        for character, (start, stop) in zip(line, itertools.pairwise(cells(line)), strict=True)
+    )
+
+
+def indent(line: str) -> int:
+    """How many characters a line is indented by."""
+    return len(line) - len(line.lstrip())
+
+
+def first_from(text: str, cell: int) -> int:
+    """The first character that begins in a cell or behind it."""
+    return next((index for index, start in enumerate(cells(text)) if start >= cell), len(text))
+
+
+def first_beyond(text: str, cell: int) -> int:
+    """The first character that ends behind a cell."""
+    ends = itertools.islice(cells(text), 1, None)
+    return next((index for index, stop in enumerate(ends) if stop > cell), len(text))
+
+
+def _shown(character: str) -> str:
+    return character if character.isprintable() or character == "\t" else "·"

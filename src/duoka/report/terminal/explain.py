@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
 from duoka.base.units import format_bytes, format_count
 from duoka.planner.explain import Alternative, Change, Explanation, Share
 
-from .names import count_layers, name_modules
-from .words import joined
+from .words import count_layers, joined, name_modules
 
 _AIMS = {
     "headroom": "what the tightest GPU has to spare, as large as can be",
@@ -43,22 +46,22 @@ class Rival:
 
 def aim(explanation: Explanation) -> Iterator[str]:
     """What was optimised, what was reached, and what proves that nothing is better."""
-    told = explanation.objective
+    objective = explanation.objective
     reached, bound = amount(explanation, explanation.value), amount(explanation, explanation.bound)
     binding = explanation.binding_device
-    if told not in _AIMS:
+    if objective not in _AIMS:
         yield f"Nothing was optimised, the map was given; {binding} is tightest: {reached} free."
         return
     num = len(explanation.shares)
     where = "on one GPU" if num == 1 else f"on {num} GPUs"
-    if told not in _REACHED:
-        yield f"The GPUs are taken in the order given: {_AIMS[told]}."
+    if objective not in _REACHED:
+        yield f"The GPUs are taken in the order given: {_AIMS[objective]}."
         return
-    in_steps = explanation.work == "step" and told == "latency"
-    subject, verb, beyond = _RECKONED if in_steps else _REACHED[told]
+    in_steps = explanation.work == "step" and objective == "latency"
+    subject, verb, beyond = _RECKONED if in_steps else _REACHED[objective]
     who = subject.format(binding, work=explanation.work)
-    yield f"Optimised was {told}: {_AIMS[told].format(work=explanation.work)}."
-    unit = "" if told in ("latency", "throughput") else " to spare"
+    yield f"Optimised was {objective}: {_AIMS[objective].format(work=explanation.work)}."
+    unit = "" if objective in ("latency", "throughput") else " to spare"
     proof = f"{where} no placement {beyond} {bound}, which is the bound"
     yield f"{who} {verb} {reached}{unit}; {proof}."
 
@@ -138,7 +141,7 @@ def _judged(change: Change, explanation: Explanation) -> str:
         return f": {_missing(-min(change.giver.free_bytes, change.taker.free_bytes))}."
     now = {share.device: share for share in explanation.shares}
     then = {**now, change.giver.device: change.giver, change.taker.device: change.taker}
-    least = [format_bytes(min(s.free_bytes for s in each.values())) for each in (then, now)]
+    least = [format_bytes(min(s.free_bytes for s in shares.values())) for shares in (then, now)]
     tightest = f"the tightest GPU would have {least[0]} to spare instead of {least[1]}"
     if change.outcome == "equal":
         but = f", but {tightest}" if least[0] != least[1] else ""
@@ -151,14 +154,15 @@ def _judged(change: Change, explanation: Explanation) -> str:
 
 def fewer(explanation: Explanation) -> str:
     """Why so many GPUs; empty where there is nothing to say."""
-    found = explanation.fewer
-    if found is None:
+    fewer_devices = explanation.fewer
+    if fewer_devices is None:
         return ""
-    names = joined(found.devices)
-    which = f"on the largest one, {names}," if len(found.devices) == 1 else f"on {names},"
-    largest = "" if len(found.devices) == 1 else " the largest,"
-    told = _missing(found.missing_bytes, "at least ")
-    return f"{len(explanation.shares)} GPUs and not {len(found.devices)}: {which}{largest} {told}."
+    names = joined(fewer_devices.devices)
+    which = f"on the largest one, {names}," if len(fewer_devices.devices) == 1 else f"on {names},"
+    largest = "" if len(fewer_devices.devices) == 1 else " the largest,"
+    missing = _missing(fewer_devices.missing_bytes, "at least ")
+    number = f"{len(explanation.shares)} GPUs and not {len(fewer_devices.devices)}"
+    return f"{number}: {which}{largest} {missing}."
 
 
 def _missing(num_bytes: int, least: str = "") -> str:
@@ -178,10 +182,10 @@ def whole_prompt(explanation: Explanation) -> str:
 
 def crossings(explanation: Explanation) -> Iterator[str]:
     """What goes from GPU to GPU."""
-    for each in explanation.crossings:
-        took = "" if each.seconds is None else f", {shortly(each.seconds)}"
-        what = f"{format_bytes(each.num_bytes)} a {each.per}{took}"
-        yield f"{each.source} → {each.target}: {what}"
+    for crossing in explanation.crossings:
+        took = "" if crossing.seconds is None else f", {shortly(crossing.seconds)}"
+        what = f"{format_bytes(crossing.num_bytes)} a {crossing.per}{took}"
+        yield f"{crossing.source} → {crossing.target}: {what}"
 
 
 def rivals(explanation: Explanation) -> Iterator[Rival]:
@@ -213,20 +217,24 @@ def _verdict(other: Alternative, explanation: Explanation) -> str:
     if other.value is None:
         over = [share for share in other.shares if share.free_bytes < 0]
         return f"does not fit: {_shortages(over)}"
-    told = amount(explanation, other.value)
+    verdict = amount(explanation, other.value)
     free = f"{format_bytes(other.least_free_bytes)} to spare on the tightest GPU"
     if explanation.objective in ("latency", "throughput"):
-        told += f", {free}"
+        verdict += f", {free}"
     elif other.request_seconds is not None:
-        told = f"{free}, {shortly(other.request_seconds)} for a {explanation.work}"
+        verdict = f"{free}, {shortly(other.request_seconds)} for a {explanation.work}"
     else:
-        told = free
-    used, own = len(other.shares), len(explanation.shares)
-    return told if used == own else f"{told}; {format_count(used, 'GPU')} instead of {own}"
+        verdict = free
+    used, planned = len(other.shares), len(explanation.shares)
+    return (
+        verdict
+        if used == planned
+        else f"{verdict}; {format_count(used, 'GPU')} instead of {planned}"
+    )
 
 
 def _shortages(over: Sequence[Share]) -> str:
-    told = [
+    shortages = [
         f"the memory of {share.device} would be too fragmented"
         if share.is_fragmented
         else f"{share.device} would need {format_bytes(share.requested_bytes)} of "
@@ -234,4 +242,30 @@ def _shortages(over: Sequence[Share]) -> str:
         for share in over[:_MOST_NAMED]
     ]
     more = len(over) - _MOST_NAMED
-    return joined([*told, f"{more} more lack memory"] if more > 0 else told)
+    return joined([*shortages, f"{more} more lack memory"] if more > 0 else shortages)
+
+
+def render_explanation(explanation: Explanation) -> RenderableType:
+    """What rich prints: the objective, each GPU, and the alternatives."""
+    return Group(*_parts(explanation))
+
+
+def _parts(explanation: Explanation) -> Iterator[RenderableType]:
+    yield Text("why", style="bold")
+    sentences = (*aim(explanation), fewer(explanation), whole_prompt(explanation))
+    yield from map(_indented, filter(None, sentences))
+    for share in explanation.shares:
+        yield Text.assemble((share.device, "bold"), " has ", name_modules(share.modules))
+        yield _indented(holds(share))
+        yield from map(_indented, why_not_else(explanation, share.device))
+    yield from map(Text, crossings(explanation))
+    if explanation.alternatives:
+        yield Text("alternatives", style="bold")
+    for rival in rivals(explanation):
+        yield _indented(rival.name, style="bold" if rival.is_plan else "")
+        yield _indented(rival.dealt, by=4)
+        yield _indented(rival.verdict, by=4, style="" if rival.fits else "red")
+
+
+def _indented(text: str, *, by: int = 2, style: str = "") -> RenderableType:
+    return Padding(Text(text, style=style), (0, 0, 0, by))

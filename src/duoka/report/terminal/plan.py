@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from math import floor, log10
 from typing import NamedTuple
 
 from rich import box
@@ -11,15 +13,15 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from duoka.base.units import format_bytes
+from duoka.base.units import format_bytes, format_count
+from duoka.forecast.latency import Seconds
 from duoka.forecast.stage_bytes import StageBytes
+from duoka.forecast.workload import Training, Workload
 from duoka.hardware.device import Device
 from duoka.planner.limits import reserves
 from duoka.planner.plan import Plan
 
-from .names import name_modules
-from .seconds import render_seconds
-from .summary import facts, kinds_of, title
+from .words import name_modules
 
 
 class _Kind(NamedTuple):
@@ -124,11 +126,11 @@ def _list(plan: Plan) -> Group:
 def _budgets(plan: Plan) -> Iterator[Text]:
     """What the budgets of GPUs that are there, or of cards, are made of; equal ones together."""
     alike: dict[str, list[str]] = {}
-    asked = reserves(plan.request.constraints, plan.fleet)
+    reserved = reserves(plan.request.constraints, plan.fleet)
     for name in plan.devices:
         device = plan.fleet.device(name)
         if device.reserve_bytes:
-            alike.setdefault(_made_of(device, asked.get(name, 0)), []).append(name)
+            alike.setdefault(_made_of(device, reserved.get(name, 0)), []).append(name)
     for text, names in alike.items():
         yield Text(f"{', '.join(names)}: {text}")
 
@@ -166,9 +168,13 @@ def _made_of(device: Device, asked_bytes: int) -> str:
         what = f"{device.product}{place}, {offered} free{total}"
     else:
         what = f"{device.product}, {offered} when empty" if device.product else offered
-    kept = device.reserve_bytes - asked_bytes
+    overhead_bytes = device.reserve_bytes - asked_bytes
     measured = " (measured)" if "reserve_bytes" in device.measured else ""
-    less = [f"less {format_bytes(kept)} kept for CUDA{measured}"] if kept > 0 else []
+    less = (
+        [f"less {format_bytes(overhead_bytes)} kept for CUDA{measured}"]
+        if overhead_bytes > 0
+        else []
+    )
     less += [f"less {format_bytes(asked_bytes)} left free, as asked"] if asked_bytes else []
     return ", ".join([what, *less])
 
@@ -229,3 +235,133 @@ def _modules(plan: Plan, device: str) -> str:
 def _unit(plan: Plan) -> tuple[str, int]:
     largest = max(device.budget_bytes for device in plan.forecast.devices)
     return ("GiB", _GIB) if largest >= _GIB else ("MiB", _MIB)
+
+
+_CHOSEN = {"given": "as given", "balance": "balanced", "order": "filled in order"}
+
+
+def title(plan: Plan) -> tuple[str, str]:
+    """The model, and on how many of the devices it is."""
+    kind = "devices" if "cpu" in plan.fleet.names else "GPUs"
+    return plan.model or "model", f"on {len(plan.devices)} of {len(plan.fleet.devices)} {kind}"
+
+
+def facts(plan: Plan) -> Iterator[str]:
+    """What was planned for."""
+    workload = plan.workload
+    yield workload.dtype
+    if workload.quantize != "none":
+        yield f"weights in {workload.quantize}"
+    if workload.training is None:
+        yield from _inference(workload)
+    else:
+        yield from _training(workload, workload.training)
+    yield _CHOSEN.get(plan.objective, f"for {plan.objective}")
+
+
+def _inference(workload: Workload) -> Iterator[str]:
+    new = f"({workload.prompt_tokens} + {workload.new_tokens} new)"
+    chunk = workload.prefill_chunk_tokens
+    yield f"batch {workload.batch}"
+    yield f"context {workload.context_tokens} {new}"
+    if workload.images:
+        height, width = workload.image_size
+        yield f"{format_count(workload.images, 'image')} of {width}x{height}"
+    yield "whole prompt at once" if chunk is None else f"prompt in chunks of {chunk}"
+    if workload.cache != "dynamic":
+        yield f"{workload.cache} cache"
+
+
+def _training(workload: Workload, training: Training) -> Iterator[str]:
+    lora = training.method == "lora"
+    yield f"training LoRA of rank {training.lora_rank}" if lora else "training all weights"
+    yield f"{workload.batch} x {workload.prompt_tokens} tokens"
+    if training.micro_batches > 1:
+        yield f"{training.micro_batches} micro-batches, {training.schedule}"
+    yield training.optimizer
+    if training.gradient_checkpointing:
+        yield "gradient checkpointing"
+    if training.master_weights:
+        yield "master weights in float32"
+
+
+def kinds_of(forecast: StageBytes) -> tuple[tuple[str, int], ...]:
+    """Bytes by kind; together they are what is reserved."""
+    return (
+        ("weights", forecast.weight_bytes),
+        ("KV cache", forecast.kv_cache_bytes),
+        ("activations", forecast.activation_bytes),
+        ("gradients", forecast.gradient_bytes),
+        ("optimizer", forecast.optimizer_bytes),
+        ("overhead", forecast.overhead_bytes),
+    )
+
+
+_SPEEDS = ("memory_bytes_per_second", "flops_per_second")
+
+
+def render_seconds(plan: Plan) -> Iterator[Text]:
+    """Yield how fast a plan is about, and whether that was measured; nothing where unknown."""
+    seconds = plan.forecast.seconds
+    if seconds is None:
+        return
+    yield Text(_pace(plan, seconds))
+    yield Text(_origin(plan))
+
+
+def _is_measured(device: Device) -> bool:
+    return set(_SPEEDS) <= set(device.measured)
+
+
+def roughly(number: float) -> str:
+    """Write a number with two digits that count.
+
+    Examples
+    --------
+    >>> roughly(1234.5), roughly(31.4), roughly(1.94), roughly(0.0351)
+    ('1,200', '31', '1.9', '0.035')
+    """
+    if not number:
+        return "0"
+    digits = max(1 - floor(log10(abs(number))), -15)
+    rounded = round(number, digits)
+    return f"{rounded:,.{max(digits, 0)}f}"
+
+
+def roughly_seconds(seconds: float) -> str:
+    """Write a time with two digits that count.
+
+    Examples
+    --------
+    >>> roughly_seconds(0.0314), roughly_seconds(1.94), roughly_seconds(400)
+    ('31 ms', '1.9 s', '6.7 min')
+    """
+    if seconds < 0.1:
+        return f"{roughly(seconds * 1e3)} ms"
+    return f"{roughly(seconds)} s" if seconds < 100 else f"{roughly(seconds / 60)} min"
+
+
+def _pace(plan: Plan, seconds: Seconds) -> str:
+    busy = f"{roughly(seconds.tokens_per_second)} tokens/s"
+    if seconds.step_seconds is not None:
+        return f"a step takes about {roughly_seconds(seconds.step_seconds)}: about {busy}"
+    if seconds.first_token_seconds is None:
+        return f"about {busy}"
+    pace = f"first token after about {roughly_seconds(seconds.first_token_seconds)}"
+    if seconds.token_seconds:
+        pace += f", then about {roughly(plan.workload.batch / seconds.token_seconds)} tokens/s"
+    if len(seconds.stages) > 1:
+        pace += f"; with every GPU busy, prompts included, about {busy}"
+    return pace
+
+
+def _origin(plan: Plan) -> str:
+    measured = [name for name in plan.devices if _is_measured(plan.fleet.device(name))]
+    if len(measured) == len(plan.devices):
+        pairs = pairwise(plan.devices)
+        links = [plan.fleet.link(one, other) for one, other in pairs]
+        published = any(link is None or not link.measured for link in links)
+        source = "as fast as GPUs of this kind were measured here"
+        return f"{source}, links as published" if published else source
+    stated = "as fast as published figures say (duoka bench --calibrate measures a GPU)"
+    return f"{', '.join(measured)} as measured here, the others {stated}" if measured else stated

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rich.style import Style
 from rich.text import Text
 
 from duoka.base.units import format_bytes, format_count
+from duoka.forecast.layers import layer_of, main_list
 from duoka.planner.device_map import shorten
 
 from ..check_report import Fault, Operand, Origin, Place
@@ -70,11 +71,11 @@ def where(place: Place, *, brief: bool = False) -> str:
 
 def file(path: str) -> str:
     """A file's path, from where packages are installed on, or from the working directory."""
-    given = Path(path)
-    packages = (each for each in given.parents if each.name in _PACKAGES)
+    full_path = Path(path)
+    packages = (parent for parent in full_path.parents if parent.name in _PACKAGES)
     for root in (*packages, Path.cwd()):
-        if given.is_relative_to(root):
-            return str(given.relative_to(root))
+        if full_path.is_relative_to(root):
+            return str(full_path.relative_to(root))
     return path
 
 
@@ -140,17 +141,17 @@ def tensor(operand: Operand) -> str:
     return f"{operand.dtype} [{shape}], {size}" if operand.dtype else size
 
 
-def origin(given: Origin) -> str:
+def origin(source: Origin) -> str:
     """Where a tensor comes from."""
-    named = given.name and f" {given.name}"
-    if given.place is None:
+    named = source.name and f" {source.name}"
+    if source.place is None:
         return {
             "operation": "the result of an operation",
             "attribute": f"the plain attribute{named}",
             "constant": "a constant",
-        }.get(given.kind, f"the {given.kind}{named}")
-    made = f"{cropped(given.place.text)} at {where(given.place, brief=True)}"
-    return made if given.kind == "operation" else f"the {given.kind}{named}, {made}"
+        }.get(source.kind, f"the {source.kind}{named}")
+    expression = f"{cropped(source.place.text)} at {where(source.place, brief=True)}"
+    return expression if source.kind == "operation" else f"the {source.kind}{named}, {expression}"
 
 
 def cropped(text: str, longest: int = _LONGEST) -> str:
@@ -165,3 +166,59 @@ def cropped(text: str, longest: int = _LONGEST) -> str:
         return text
     head = (longest - 1) // 2
     return f"{text[:head]}…{text[len(text) - (longest - 1 - head) :]}"
+
+
+def name_modules(names: Sequence[str]) -> str:
+    """Shorten the modules of a stage: a run of numbered ones becomes its ends.
+
+    Examples
+    --------
+    >>> name_modules(["model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2"])
+    'embed_tokens, layers.0-2'
+    """
+    short = [without_prefix(name) for name in names]
+    return ", ".join(_runs(short))
+
+
+def count_layers(parts: Sequence[Sequence[str]]) -> list[int] | None:
+    """How many of the model's layers each part has; None where the model has no list of them.
+
+    Examples
+    --------
+    >>> count_layers([["embed", "layers.0", "layers.1"], ["layers.2", "norm"]])
+    [2, 1]
+    """
+    main = main_list([name for part in parts for name in part])
+    if main is None:
+        return None
+    return [
+        len({at[1] for name in part if (at := layer_of(name)) and at[0] == main}) for part in parts
+    ]
+
+
+def without_prefix(name: str) -> str:
+    """A module's name without what most names begin with."""
+    for prefix in ("model.", "transformer.", "language_model."):
+        name = name.removeprefix(prefix)
+    return name or "everything"
+
+
+def _runs(names: Iterable[str]) -> Iterator[str]:
+    """Join neighbours that differ only in a last number that counts on."""
+    stem, first, last = "", 0, -1
+    for name in names:
+        head, _, tail = name.rpartition(".")
+        if tail.isdecimal() and head == stem and int(tail) == last + 1:
+            last += 1
+            continue
+        yield from _run(stem, first, last)
+        stem, first, last = (head, int(tail), int(tail)) if tail.isdecimal() else ("", 0, -1)
+        if not tail.isdecimal():
+            yield name
+    yield from _run(stem, first, last)
+
+
+def _run(stem: str, first: int, last: int) -> Iterator[str]:
+    if last >= first:
+        numbers = str(first) if first == last else f"{first}-{last}"
+        yield f"{stem}.{numbers}" if stem else numbers
