@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from duoka import virtual
-from duoka.checker.snapshot import borrowed
+from duoka.checker.snapshot import on_virtual_gpus
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def test_parameters_are_the_same_objects_with_other_contents() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     weight, data = model[0].weight, model[0].weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with borrowed(model, on_first(model), {}):
+    with on_virtual_gpus(model, on_first(model), {}):
         assert model[0].weight is weight is optimizer.param_groups[0]["params"][0]
         assert weight.device == torch.device("vgpu", 0)
         assert isinstance(weight, nn.Parameter)
@@ -42,7 +42,7 @@ def test_parameters_are_the_same_objects_with_other_contents() -> None:
 def test_ties_are_kept() -> None:
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight
-    with borrowed(model, on_first(model), {}):
+    with on_virtual_gpus(model, on_first(model), {}):
         assert model[1].weight is model[0].weight
     assert model[1].weight is model[0].weight
 
@@ -51,7 +51,7 @@ def test_what_somebody_holds_weakly_comes_back_too() -> None:
     model = nn.Linear(3, 3)
     weight = model.weight
     watcher = weakref.ref(weight)
-    with borrowed(model, on_first(model), {}):
+    with on_virtual_gpus(model, on_first(model), {}):
         assert model.weight.device.type == "vgpu"
     assert model.weight is weight is watcher()
     assert weight.device.type == "cpu"
@@ -61,7 +61,7 @@ def test_contents_are_safe_where_a_graph_of_the_run_is_kept() -> None:
     model = nn.Linear(3, 3)
     data = model.weight.detach().clone()
     kept = []
-    with borrowed(model, on_first(model), {}):
+    with on_virtual_gpus(model, on_first(model), {}):
         kept.append(model(torch.ones(1, 3, device="vgpu:0")))
     assert model.weight.device.type == "cpu"
     assert torch.equal(model.weight, data)
@@ -73,7 +73,7 @@ def test_it_is_put_back_after_an_error() -> None:
     model.note = ["a"]
 
     def fail() -> None:
-        with borrowed(model, on_first(model), {}):
+        with on_virtual_gpus(model, on_first(model), {}):
             model.note.append("b")
             model.extra = 1
             raise KeyError

@@ -25,22 +25,14 @@ _NEW_TOKENS = 1 + 2 * DECODE_STEPS
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Numbers:
-    """What a run computed, on the CPU.
-
-    Parameters
-    ----------
-    tensors : mapping of str to Tensor
-        What each call of the model returned, what the whole run returned, and the gradients of
-        the parameters, by name.
-    num_faults : int
-        The places where tensors had to be moved for the run to go on.
-    stop : Stop, optional
-        Why it didn't come to its end.
-    """
+    """What a run computed, on the CPU."""
 
     tensors: Mapping[str, Tensor]
+    """What each call of the model and the whole run returned, and the parameters' gradients."""
     num_faults: int
+    """The places where tensors had to be moved for the run to go on."""
     stop: Stop | None
+    """Why it didn't come to its end."""
 
 
 def is_computable(subject: Subject) -> bool:
@@ -56,7 +48,7 @@ def compute(subject: Subject, *, on_one: bool = False) -> Numbers:
     run = _Computation(subject, on_one=on_one)
     with _seeded():
         report = run.report()
-    return Numbers(tensors=run.found, num_faults=len(report.faults), stop=report.stop)
+    return Numbers(tensors=run.tensors, num_faults=len(report.faults), stop=report.stop)
 
 
 class _Computation(Run):
@@ -64,11 +56,11 @@ class _Computation(Run):
 
     def __init__(self, subject: Subject, *, on_one: bool) -> None:
         super().__init__(_smaller(subject), "cpu")
-        self.found: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
         self._num_calls = 0
         if on_one:
             # As many GPUs as before: the code may name one.
-            first = next((each for each in subject.devices if each != "cpu"), "cpu")
+            first = next((name for name in subject.devices if name != "cpu"), "cpu")
             self.subject = replace(
                 self.subject, entries=tuple((name, first) for name, _ in subject.entries)
             )
@@ -79,20 +71,20 @@ class _Computation(Run):
         stop = super()._run()
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                self._keep(f"gradient of {name}", parameter.grad)
+                self._record(f"gradient of {name}", parameter.grad)
         return stop
 
     def ended(self, result: Any) -> None:
         """Keep what the run returned."""
-        self._keep("result", result)
+        self._record("result", result)
 
     def _called(self, module: nn.Module, args: Any, output: Any) -> None:
         self._num_calls += 1
-        self._keep(f"output of call {self._num_calls}", output)
+        self._record(f"output of call {self._num_calls}", output)
 
-    def _keep(self, name: str, value: Any) -> None:
+    def _record(self, name: str, value: Any) -> None:
         for path, tensor in _named(name, value, set()):
-            self.found[path] = tensor.detach().to("cpu", copy=True)
+            self.tensors[path] = tensor.detach().to("cpu", copy=True)
 
 
 def _smaller(subject: Subject) -> Subject:
@@ -119,7 +111,7 @@ def _named(name: str, value: Any, known: set[int]) -> Iterator[tuple[str, Tensor
     elif isinstance(value, Sequence):
         parts = ((f"[{index}]", item) for index, item in enumerate(value))
     elif is_dataclass(value):
-        parts = ((f".{each.name}", getattr(value, each.name, None)) for each in fields(value))
+        parts = ((f".{one.name}", getattr(value, one.name, None)) for one in fields(value))
     else:
         parts = ((f".{key}", item) for key, item in getattr(value, "__dict__", {}).items())
     for step, item in parts:

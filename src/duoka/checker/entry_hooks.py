@@ -17,7 +17,7 @@ from duoka.runtime.dispatch.movers import Frames, Mover
 from duoka.runtime.dispatch.place import tensor_names
 
 from .execute import tensors_in
-from .mixed_call import acquit
+from .mixed_call import clear_cause
 
 Entered = Callable[[torch.device], None]
 
@@ -28,7 +28,7 @@ def watch_entries(
     """Call `entered` with the device of each placed module, or part of one, that is entered."""
     handles = []
     for module, device in placed.items():
-        region = _Region(device, entered, running)
+        region = _PlacedModule(device, entered, running)
         handles.append(module.register_forward_pre_hook(region.enter))
         handles.append(module.register_forward_hook(region.leave, always_call=True))
         for part in _parts(module, placed):
@@ -38,16 +38,16 @@ def watch_entries(
 
 def _parts(module: nn.Module, placed: Mapping[nn.Module, torch.device]) -> list[nn.Module]:
     """The modules below a placed one that hold tensors and aren't placed themselves."""
-    found = []
+    parts = []
     for child in module.children():
         if child not in placed:
             if any(True for _ in tensor_names(child)):
-                found.append(child)
-            found += _parts(child, placed)
-    return found
+                parts.append(child)
+            parts += _parts(child, placed)
+    return parts
 
 
-class _Region:
+class _PlacedModule:
     """A placed module with its parts."""
 
     def __init__(self, device: torch.device, entered: Entered, running: list[torch.device]) -> None:
@@ -57,7 +57,7 @@ class _Region:
         self._running = 0
         self._mover = Mover(device, Frames())
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Region:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _PlacedModule:
         return self  # a copy of the module, made while it runs, is in the same place
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -70,7 +70,7 @@ class _Region:
         """Forward hook of the placed module, on errors too."""
         self._running -= 1
         self._all_running.pop()
-        acquit(list(tensors_in(output)))
+        clear_cause(list(tensors_in(output)))
 
     def enter_part(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

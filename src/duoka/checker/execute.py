@@ -28,7 +28,7 @@ _TRAIN_STEPS = 2
 _CACHES = ("past_key_values", "cache_params", "presents", "kv_cache", "kv_caches", "cache")
 
 
-class Steps:
+class StepListener:
     """Hears which step begins, and which tensors are inputs, caches and gradients."""
 
     def begin(self, phase: str) -> None:
@@ -41,16 +41,16 @@ class Steps:
         """Something was done otherwise than the model's users would."""
 
 
-def run(subject: Subject, device: torch.device, steps: Steps) -> Any:
+def run(subject: Subject, device: torch.device, steps: StepListener) -> Any:
     """Run a subject whose model lies on its devices."""
-    model, given = subject.model, subject.inputs
-    if callable(given) and not isinstance(given, Mapping):
+    model, inputs = subject.model, subject.inputs
+    if callable(inputs) and not isinstance(inputs, Mapping):
         # Each call of the model is a step.
         model.register_forward_pre_hook(lambda *_: steps.begin("forward"))
         with torch.set_grad_enabled(subject.train):
-            return given(model)
-    if given is not None:
-        args, kwargs = _arguments(given, device)
+            return inputs(model)
+    if inputs is not None:
+        args, kwargs = _arguments(inputs, device)
         steps.mark("inputs", tensors_in((args, kwargs)))
         call = partial(model, *args, **kwargs)
         return _train(call, steps) if subject.train else _infer(model, call, kwargs, steps)
@@ -66,15 +66,15 @@ def run(subject: Subject, device: torch.device, steps: Steps) -> Any:
     return _generate(subject, device, steps)
 
 
-def _arguments(given: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(inputs: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments on a device; a tensor alone is the only argument."""
-    if isinstance(given, Mapping):
-        return (), _on(dict(given), device)
-    args = (given,) if isinstance(given, torch.Tensor) else tuple(given)
-    return _on(args, device), {}
+    if isinstance(inputs, Mapping):
+        return (), _to_device(dict(inputs), device)
+    args = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    return _to_device(args, device), {}
 
 
-def _train(call: Callable[[], Any], steps: Steps) -> torch.Tensor:
+def _train(call: Callable[[], Any], steps: StepListener) -> torch.Tensor:
     """Forward, loss and backward, twice: the second time what the first left behind is there."""
     with torch.enable_grad():
         for _ in range(_TRAIN_STEPS):
@@ -89,9 +89,9 @@ def loss_of(outputs: Any) -> torch.Tensor:
     """The loss in what a model returned, or, where there is none, a sum to send back."""
     if isinstance(outputs, torch.Tensor):
         return outputs if outputs.dim() == 0 else outputs.float().sum()
-    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if isinstance(found, torch.Tensor):
-        return found if found.dim() == 0 else found.float().sum()
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss if loss.dim() == 0 else loss.float().sum()
     for tensor in tensors_in(outputs):
         if tensor.requires_grad:
             return tensor if tensor.dim() == 0 else tensor.float().sum()
@@ -101,7 +101,9 @@ def loss_of(outputs: Any) -> torch.Tensor:
     )
 
 
-def _infer(model: nn.Module, call: Callable[[], Any], kwargs: dict[str, Any], steps: Steps) -> Any:
+def _infer(
+    model: nn.Module, call: Callable[[], Any], kwargs: dict[str, Any], steps: StepListener
+) -> Any:
     """One call, a second one (what is made on first use is there then), and one over the cache."""
     with torch.no_grad():
         steps.begin("forward")
@@ -114,7 +116,7 @@ def _infer(model: nn.Module, call: Callable[[], Any], kwargs: dict[str, Any], st
     return outputs
 
 
-def _try_decode(model: nn.Module, arguments: dict[str, Any], steps: Steps) -> None:
+def _try_decode(model: nn.Module, arguments: dict[str, Any], steps: StepListener) -> None:
     """A call with the cache, which nobody gave: it may not be how this model is called."""
     steps.begin("decode")
     try:
@@ -147,7 +149,7 @@ def _training_inputs(subject: Subject, device: torch.device) -> dict[str, Any]:
     work = subject.workload
     shape = (work.batch, work.prompt_tokens)
     accepted = inspect.signature(subject.model.forward).parameters
-    inputs: dict[str, Any] = {name: each.to(device) for name, each in subject.prompt.items()}
+    inputs: dict[str, Any] = {name: tensor.to(device) for name, tensor in subject.prompt.items()}
     if not inputs:
         inputs["input_ids"] = torch.ones(shape, dtype=torch.long, device=device)
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
@@ -161,7 +163,7 @@ def _training_inputs(subject: Subject, device: torch.device) -> dict[str, Any]:
     return {**inputs, **({"use_cache": False} if "use_cache" in accepted else {})}
 
 
-def _generate(subject: Subject, device: torch.device, steps: Steps) -> Any:
+def _generate(subject: Subject, device: torch.device, steps: StepListener) -> Any:
     """The prompt, the first decode steps, and the last ones at the end of the context."""
     work = subject.workload
     with torch.no_grad():
@@ -171,10 +173,10 @@ def _generate(subject: Subject, device: torch.device, steps: Steps) -> Any:
         def step(phase: str, tokens: int) -> None:
             steps.begin(phase)
             stepper.step(tokens)
-            steps.mark("cache", tensors_in(_held(stepper.cache)))
+            steps.mark("cache", tensors_in(_cache_contents(stepper.cache)))
 
         if subject.prompt:
-            inputs = {name: each.to(device) for name, each in subject.prompt.items()}
+            inputs = {name: tensor.to(device) for name, tensor in subject.prompt.items()}
             steps.mark("inputs", inputs.values())
             steps.begin("prefill")
             stepper.prefill(inputs)
@@ -188,20 +190,23 @@ def _generate(subject: Subject, device: torch.device, steps: Steps) -> Any:
         if skipped > 0:
             steps.begin(BETWEEN)
             stepper.lengthen(skipped)
-            steps.mark("cache", tensors_in(_held(stepper.cache)))
+            steps.mark("cache", tensors_in(_cache_contents(stepper.cache)))
         for _ in range(min(max(left - DECODE_STEPS, 0), DECODE_STEPS)):
             step("decode", 1)
     return None
 
 
-def _held(cache: Any) -> Any:
+def _cache_contents(cache: Any) -> Any:
     """The tensors of a cache: of its layers, or its own."""
     layers = getattr(cache, "layers", None)
     if layers is not None:
         return [vars(layer) for layer in layers]
     if not hasattr(cache, "__dict__"):
         return cache
-    return [_held(each) if hasattr(each, "layers") else each for each in vars(cache).values()]
+    return [
+        _cache_contents(value) if hasattr(value, "layers") else value
+        for value in vars(cache).values()
+    ]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -216,7 +221,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
-def _on(value: Any, device: torch.device) -> Any:
+def _to_device(value: Any, device: torch.device) -> Any:
     """The value with every tensor in it on a device."""
     if isinstance(value, torch.Tensor):
         return value.detach().to(device).requires_grad_(value.requires_grad)
@@ -224,20 +229,20 @@ def _on(value: Any, device: torch.device) -> Any:
         packed: Any = value
         return packed.to(device)  # its batch sizes stay on the CPU
     if is_dataclass(value) and not isinstance(value, (type, MutableMapping)):
-        parts = {each.name: _on(getattr(value, each.name), device) for each in fields(value)}
+        parts = {part.name: _to_device(getattr(value, part.name), device) for part in fields(value)}
         return replace(
-            value, **{each.name: parts[each.name] for each in fields(value) if each.init}
+            value, **{part.name: parts[part.name] for part in fields(value) if part.init}
         )
     if isinstance(value, MutableMapping):
         # A shallow copy keeps the class: transformers' outputs are mappings.
         moved = copy.copy(value)
         for key, item in value.items():
-            moved[key] = _on(item, device)
+            moved[key] = _to_device(item, device)
         return moved
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_on(item, device) for item in value))
+        return type(value)(*(_to_device(item, device) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(_on(item, device) for item in value)
+        return type(value)(_to_device(item, device) for item in value)
     if callable(move := getattr(value, "to", None)) and not isinstance(value, (type, nn.Module)):
         return move(device)
     return value

@@ -19,7 +19,7 @@ _NOTHING = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class OperandText:
     """The text that gave a tensor to an operation, or the module that is called and holds it."""
 
     text: str
@@ -30,14 +30,8 @@ class Written:
 class Expressions:
     """What the arguments of one call of an operation are in the source.
 
-    Parameters
-    ----------
-    frame : FrameType
-        Of model code, which is at the call.
-    direct : bool
-        The frame calls the operation itself, and not by way of a library's function or module.
-    positions : mapping of str to int, optional
-        The operation's parameters in their order.
+    A frame of model code is at the call. It is direct where that code calls the operation itself,
+    and not by way of a library's function or module. `positions` are of the operation's parameters.
     """
 
     def __init__(
@@ -49,28 +43,28 @@ class Expressions:
         self._direct = direct
         self._source = source_of(frame.f_code.co_filename)
         self._node = self._source.nodes.get(position(frame.f_code, frame.f_lasti))
-        self._given = list(self._candidates())
-        self._left = [node for _, node in self._given]
+        self._arguments = list(self._candidates())
+        self._left = [node for _, node in self._arguments]
 
     @property
     def is_comparison(self) -> bool:
         """Whether Python may have called the right side's method, with the sides exchanged."""
         return isinstance(self._node, ast.Compare)
 
-    def of(self, tensor: torch.Tensor, path: tuple[int | str, ...], receiver: bool) -> Written:
+    def of(self, tensor: torch.Tensor, path: tuple[int | str, ...], receiver: bool) -> OperandText:
         """The text of one tensor."""
-        made: Spot | None = vars(tensor).get(SPOT)
-        is_here = made is not None and made[0] is self._frame.f_code
+        maker: Spot = vars(tensor).get(SPOT, (None, 0))
+        is_here = maker[0] is self._frame.f_code
         for node in self._left:
-            if made is not None and is_here and position(*made) == span(node):
+            if is_here and position(*maker) == span(node):
                 return self._written(node, self._text(node))
             text = self._named(node, tensor)
             if text is not None:
                 return self._written(node, text)
         if self._direct:
-            found = self._by_position(path, receiver)
-            if found is not None:
-                return found
+            written = self._by_position(path, receiver)
+            if written is not None:
+                return written
         owner = self._parameter(tensor)
         if owner is not None:
             return owner
@@ -79,7 +73,7 @@ class Expressions:
                 if self._value(node) is _NOTHING or isinstance(self._value(node), torch.Tensor):
                     self._left.remove(node)
                     return self._written(node, self._text(node))
-        return Written("", None)
+        return OperandText("", None)
 
     def _candidates(self) -> Iterator[tuple[int | str, ast.expr]]:
         """The expressions that the call is made of, by position or keyword."""
@@ -103,22 +97,22 @@ class Expressions:
             yield from enumerate(node.args)
             yield from ((word.arg or "**", word.value) for word in node.keywords)
 
-    def _by_position(self, path: tuple[int | str, ...], receiver: bool) -> Written | None:
+    def _by_position(self, path: tuple[int | str, ...], receiver: bool) -> OperandText | None:
         first, rest = path[0], path[1:]
-        given = dict(self._given)
+        arguments = dict(self._arguments)
         if isinstance(self._node, ast.Call) and isinstance(first, int):
-            if receiver and -1 in given:
+            if receiver and -1 in arguments:
                 first -= 1
-            for at, node in self._given:
+            for at, node in self._arguments:
                 if isinstance(at, int) and isinstance(node, ast.Starred) and first >= at:
                     return self._written(node, f"{self._text(node.value)}[{first - at}]")
-        if isinstance(first, str) and first not in given:
+        if isinstance(first, str) and first not in arguments:
             # PyTorch's functions hand what was given by position on by name.
             first = self._positions.get(first, first)
-        found = given.get(first)
-        return None if found is None else self._inside(found, rest)
+        argument = arguments.get(first)
+        return None if argument is None else self._inside(argument, rest)
 
-    def _inside(self, node: ast.expr, path: tuple[int | str, ...]) -> Written:
+    def _inside(self, node: ast.expr, path: tuple[int | str, ...]) -> OperandText:
         """The text of an item of a list that the source spells out, or of a list's n-th item."""
         for at, step in enumerate(path):
             items = node.elts if isinstance(node, (ast.List, ast.Tuple)) else None
@@ -126,7 +120,7 @@ class Expressions:
             if items is None or not spelled or isinstance(step, str):
                 if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
                     return self._written(node, self._text(node.elt))
-                steps = "".join(f"[{each!r}]" for each in path[at:])
+                steps = "".join(f"[{step!r}]" for step in path[at:])
                 return self._written(node, self._text(node) + steps)
             node = items[step]
         return self._written(node, self._text(node))
@@ -146,7 +140,7 @@ class Expressions:
                     return f"{self._text(node)}[{key!r}]"
         return None
 
-    def _parameter(self, tensor: torch.Tensor) -> Written | None:
+    def _parameter(self, tensor: torch.Tensor) -> OperandText | None:
         """The text of a parameter or buffer of the module that is called."""
         node = self._node
         if not isinstance(node, ast.Call):
@@ -154,14 +148,14 @@ class Expressions:
         module = self._value(node.func)
         if isinstance(module, nn.Module):
             for named in (module.named_parameters(), module.named_buffers()):
-                for name, own in named:
-                    if own is tensor:
-                        found = self._written(node.func, f"{self._text(node.func)}.{name}")
-                        return replace(found, is_callees=True)
+                for name, weight in named:
+                    if weight is tensor:
+                        written = self._written(node.func, f"{self._text(node.func)}.{name}")
+                        return replace(written, is_callees=True)
         return None
 
-    def _written(self, node: ast.expr, text: str) -> Written:
-        return Written(text, self._source.place(node, self._frame.f_code.co_qualname))
+    def _written(self, node: ast.expr, text: str) -> OperandText:
+        return OperandText(text, self._source.place(node, self._frame.f_code.co_qualname))
 
     def _text(self, node: ast.expr) -> str:
         return self._source.place(node, "").text
@@ -181,12 +175,11 @@ class Expressions:
 
 def _member(value: Any, name: str) -> Any:
     """An attribute that is stored, not computed."""
-    own = getattr(value, "__dict__", {})
     if isinstance(value, nn.Module):
         for table in (value._parameters, value._buffers, value._modules):
             if name in table:
                 return table[name]
-    return own.get(name, _NOTHING)
+    return getattr(value, "__dict__", {}).get(name, _NOTHING)
 
 
 def _item(value: Any, key: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from duoka.base.units import format_bytes
 from duoka.report.check_report import Fault, Operand
 
-from .names import Names
+from .names import ReportNames
 from .source_map import Spot, assigned_to, place_of
 
 _FOREIGN = "_duoka_foreign"
@@ -25,7 +25,7 @@ _TRANSIENT = 2
 
 
 @dataclass(slots=True, eq=False)
-class _Kept:
+class _ForeignParts:
     """A tensor with parts from other devices."""
 
     tensor: weakref.ref[torch.Tensor]
@@ -34,15 +34,15 @@ class _Kept:
     foreign: Counter[torch.device]
 
 
-class Gathering:
+class GatheredCaches:
     """Remembers tensors that model code moved, or joined with such, as long as they live."""
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: ReportNames) -> None:
         self._names = names
-        self._kept: dict[Spot, list[_Kept]] = {}
+        self._copies: dict[Spot, list[_ForeignParts]] = {}
         self._worst: dict[Spot, tuple[str, torch.device, Counter[torch.device]]] = {}
 
-    def heard(self, func: Any, args: tuple[Any, ...], result: torch.Tensor, spot: Spot) -> None:
+    def observe(self, func: Any, args: tuple[Any, ...], result: torch.Tensor, spot: Spot) -> None:
         """Hear of a call of model code; those count that move a tensor, or join moved ones."""
         foreign: Counter[torch.device] = Counter()
         source = args[0] if args else None
@@ -58,25 +58,25 @@ class Gathering:
         if not _CACHE.search(f"{place_of(spot).text} {assigned_to(spot)}"):
             return
         op = getattr(func, "__name__", str(func))
-        kept = [each for each in self._kept.get(spot, []) if each.tensor() is not None]
-        kept.append(_Kept(weakref.ref(result), op, result.device, foreign))
-        self._kept[spot] = kept
-        if len(kept) > _TRANSIENT:
-            self._note(spot, kept)
+        copies = [copy for copy in self._copies.get(spot, []) if copy.tensor() is not None]
+        copies.append(_ForeignParts(weakref.ref(result), op, result.device, foreign))
+        self._copies[spot] = copies
+        if len(copies) > _TRANSIENT:
+            self._note(spot, copies)
 
     def step_ended(self) -> None:
         """What lives on after a step is kept: the caller holds the step's results now."""
-        for spot, kept in self._kept.items():
-            alive = [each for each in kept if each.tensor() is not None]
+        for spot, copies in self._copies.items():
+            alive = [copy for copy in copies if copy.tensor() is not None]
             if alive:
                 self._note(spot, alive)
-        self._kept.clear()
+        self._copies.clear()
 
-    def _note(self, spot: Spot, kept: list[_Kept]) -> None:
-        total = sum((each.foreign for each in kept), Counter[torch.device]())
+    def _note(self, spot: Spot, copies: list[_ForeignParts]) -> None:
+        total = sum((copy.foreign for copy in copies), Counter[torch.device]())
         _, _, worst = self._worst.get(spot, ("", None, Counter()))
         if total.total() >= worst.total():
-            self._worst[spot] = (kept[0].op, kept[0].target, total)
+            self._worst[spot] = (copies[0].op, copies[0].target, total)
 
     def warnings(self) -> Iterable[Fault]:
         """One warning for each place."""

@@ -33,10 +33,10 @@ def is_hard_coded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         return True
     if func is _TO:
         return len(args) > 1 and _is_cuda(args[1])
-    return any(type(each) is torch.device and each.type == "cuda" for each in args)
+    return any(type(value) is torch.device and value.type == "cuda" for value in args)
 
 
-def softened(
+def on_virtual_gpu(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], current: CurrentDevice
 ) -> tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """The device that a call names, and the call with the virtual GPU of that number.
@@ -50,7 +50,7 @@ def softened(
     device = kwargs.get("device")
     if device is not None and _is_cuda(device):
         return device, func, args, {**kwargs, "device": _virtual(device, current)}
-    at = 1 if func is _TO else next(i for i, each in enumerate(args) if _is_device(each))
+    at = 1 if func is _TO else next(i for i, value in enumerate(args) if _is_device(value))
     moved = (*args[:at], _virtual(args[at], current), *args[at + 1 :])
     return args[at], func, moved, kwargs
 
@@ -92,9 +92,9 @@ def seen_as_cuda(device: torch.device) -> torch.device:
     return _seen.setdefault(device.index, torch.device("cuda", device.index))
 
 
-def was_asked_for(device: object) -> bool:
+def is_asked_device(device: object) -> bool:
     """Whether a device is what `seen_as_cuda` gave."""
-    return any(device is each for each in _seen.values())
+    return any(device is known for known in _seen.values())
 
 
 class CurrentDevice:
@@ -142,8 +142,8 @@ def virtual_cuda(num_gpus: int) -> Iterator[CurrentDevice]:
     answers["device"] = current.scope
     with ExitStack() as stack:
         for name, answer in answers.items():
-            asked = _asked_by_people(answer, getattr(torch.cuda, name))
-            stack.enter_context(mock.patch.object(torch.cuda, name, asked))
+            function = _for_model_code(answer, getattr(torch.cuda, name))
+            stack.enter_context(mock.patch.object(torch.cuda, name, function))
         stack.enter_context(mock.patch.object(torch.autocast, "__init__", _autocast))
         yield current
 
@@ -161,7 +161,7 @@ def _of_one(answer: Callable[..., Any], current: CurrentDevice, device: Any = No
     return answer(current.number(device))
 
 
-def _asked_by_people(answer: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+def _for_model_code(answer: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
         file = sys._getframe(1).f_code.co_filename
         return (real if is_installed(file) or file.startswith("<") else answer)(*args, **kwargs)

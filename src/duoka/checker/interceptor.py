@@ -25,33 +25,33 @@ from duoka.report.check_report import Call, Kind, Operand, Origin, Place
 from duoka.virtual import MixedDevicesError, carry_over, settled_by
 
 from .expressions import Expressions
-from .gathered_cache import Gathering
+from .gathered_cache import GatheredCaches
 from .gradients import checked_gradients
 from .hardcoded import (
     CurrentDevice,
+    is_asked_device,
     is_hard_coded,
+    on_virtual_gpu,
     seen_as_cuda,
-    softened,
     virtual_cuda,
-    was_asked_for,
 )
 from .mixed_call import (
     CAUSE,
     Finding,
-    Met,
+    MixedCall,
     Path,
-    blame,
-    cause_of,
-    few,
+    cause_of_result,
+    earlier_cause,
     is_direct,
+    mark_cause,
     moved_to,
     must_move,
     op_name,
     positions_of,
-    reason_for,
+    sampled,
     tensors_of,
 )
-from .names import Names, at_hand
+from .names import ReportNames, at_hand
 from .source_map import (
     SPOT,
     Spot,
@@ -68,7 +68,7 @@ from .source_map import (
 )
 
 _HARD = "_duoka_hard_coded"
-_ASKED: Any = (
+_DEVICE_QUERIES: Any = (
     torch.Tensor.device.__get__,
     torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
 )
@@ -83,16 +83,10 @@ _TWINS = frozenset(
 )  # fmt: skip
 
 
-class Referee(TorchFunctionMode):
-    """Watches every call of PyTorch's functions, and goes on where they mix devices.
+class Interceptor(TorchFunctionMode):
+    """Watches every call of PyTorch's functions, and goes on where they mix devices."""
 
-    Parameters
-    ----------
-    names : Names
-        What the report calls devices, modules and tensors.
-    """
-
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: ReportNames) -> None:
         super().__init__()
         self.names = names
         self.phase = "forward"
@@ -103,17 +97,17 @@ class Referee(TorchFunctionMode):
         self.hard_coded: dict[Spot, tuple[str, str, int]] = {}
         self.current = CurrentDevice()
         self._calls = _Calls()
-        self._told: set[Spot | None] = set()
+        self._explained: set[Spot | None] = set()
         self._reads: dict[Place, Finding] = {}
         self._chosen: dict[tuple[Any, ...], torch.device] = {}
-        self.gathering = Gathering(names)
+        self.gathered_caches = GatheredCaches(names)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Go on after faults inside the scope."""
         with ExitStack() as stack:
             stack.enter_context(settled_by(self))
-            stack.enter_context(checked_gradients(self._misplaced))
+            stack.enter_context(checked_gradients(self._record_gradient))
             stack.enter_context(self._in_backward())
             stack.enter_context(self._in_threads())
             self.current = stack.enter_context(virtual_cuda(self.names.num_gpus))
@@ -126,11 +120,11 @@ class Referee(TorchFunctionMode):
         start, scope = threading.Thread.start, carry_over()
 
         def watched_start(thread: threading.Thread) -> None:
-            own = thread.run
+            run_alone = thread.run
 
             def run() -> None:
                 with scope(), self:
-                    own()
+                    run_alone()
 
             thread.run = run  # type: ignore[method-assign]
             start(thread)
@@ -165,21 +159,21 @@ class Referee(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         frame = sys._getframe(1)
-        if func in _ASKED and not is_installed(frame.f_code.co_filename):
+        if func in _DEVICE_QUERIES and not is_installed(frame.f_code.co_filename):
             device = seen_as_cuda(args[0].device)
-            return device if func == _ASKED[0] else device.type == "cuda"
+            return device if func == _DEVICE_QUERIES[0] else device.type == "cuda"
         if is_hard_coded(func, args, kwargs):
             named = func
-            device, func, args, kwargs = softened(func, args, kwargs, self.current)
+            device, func, args, kwargs = on_virtual_gpu(func, args, kwargs, self.current)
             self._hard_code(frame, named, device)
         self._calls.depth += 1
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
-            met = Met(error, func, args, kwargs, frame)
-            if not met.is_mix:
+            mixed = MixedCall(error, func, args, kwargs, frame)
+            if not mixed.is_mix:
                 raise
-            result = self._go_on(met)
+            result = self._go_on(mixed)
         finally:
             self._calls.depth -= 1
         self._mark(func, result, frame, args)
@@ -188,66 +182,66 @@ class Referee(TorchFunctionMode):
     def _mark(self, func: Any, result: Any, frame: FrameType, args: tuple[Any, ...]) -> None:
         """Remember on a new tensor where it was made, and which fault decided its device."""
         for tensor in result if type(result) in (tuple, list) else (result,):
-            if not isinstance(tensor, torch.Tensor) or SPOT in (own := vars(tensor)):
+            if not isinstance(tensor, torch.Tensor) or SPOT in (marks := vars(tensor)):
                 continue
             if is_own_code(frame.f_code) and args and isinstance(args[0], torch.Tensor):
                 # A mover's copy is the same thing in another place.
                 if SPOT in vars(args[0]):
-                    own[SPOT] = vars(args[0])[SPOT]
+                    marks[SPOT] = vars(args[0])[SPOT]
                 continue
             caller = model_frame(frame)
             if caller is not None:
-                own[SPOT] = spot = spot_of(caller)
-                self.gathering.heard(func, args, tensor, spot)
+                marks[SPOT] = spot = spot_of(caller)
+                self.gathered_caches.observe(func, args, tensor, spot)
                 if self.hard_coded:
-                    own[_HARD] = spot if spot in self.hard_coded else _all_hard(args)
+                    marks[_HARD] = spot if spot in self.hard_coded else _all_hard(args)
             if self.findings:
-                cause = cause_of(args, tensor.device)
+                cause = cause_of_result(args, tensor.device)
                 if cause is not None:
-                    own[CAUSE] = cause
+                    marks[CAUSE] = cause
 
     # ── faults ──
 
-    def _go_on(self, met: Met) -> Any:
-        caller = model_frame(met.frame)
+    def _go_on(self, mixed: MixedCall) -> Any:
+        caller = model_frame(mixed.frame)
         if caller is not None and is_handled(spot_of(caller)):
-            raise met.error
-        tensors = list(tensors_of((*met.args,), met.kwargs))
-        target = self._target(met, [tensor for _, tensor in tensors])
+            raise mixed.error
+        tensors = list(tensors_of((*mixed.args,), mixed.kwargs))
+        target = self._target(mixed, [tensor for _, tensor in tensors])
         moved = {id(tensor) for _, tensor in tensors if must_move(tensor, target)}
-        if met.for_cpu is not None:
-            moved &= {id(met.for_cpu)}
+        if mixed.for_cpu is not None:
+            moved &= {id(mixed.for_cpu)}
         if not moved:
             # What mixes isn't among the arguments of the call.
-            return self._settled(met)
-        finding = self._record(met, tensors, moved, target)
-        args, kwargs = moved_to((met.args, met.kwargs), moved, target)
+            return self._settled(mixed)
+        finding = self._record(mixed, tensors, moved, target)
+        args, kwargs = moved_to((mixed.args, mixed.kwargs), moved, target)
         try:
-            result = met.func(*args, **kwargs)
+            result = mixed.func(*args, **kwargs)
         except MixedDevicesError:
-            result = self._settled(Met(met.error, met.func, args, kwargs, met.frame))
-        if met.written is None:  # what is written stays where it was
-            blame(result, finding)
+            result = self._settled(MixedCall(mixed.error, mixed.func, args, kwargs, mixed.frame))
+        if mixed.written is None:  # what is written stays where it was
+            mark_cause(result, finding)
         return result
 
     def record_unsettled(self, error: MixedDevicesError, spot: Spot | None) -> None:
         """Record a fault that nobody could go on after: in a thread of the code's own, say."""
-        met = Met(error, error.func, tuple(error.tensors), {}, sys._getframe(0))
-        tensors = list(tensors_of(met.args, {}))
-        target = self._target(met, error.tensors)
+        mixed = MixedCall(error, error.func, tuple(error.tensors), {}, sys._getframe(0))
+        tensors = list(tensors_of(mixed.args, {}))
+        target = self._target(mixed, error.tensors)
         moved = {id(tensor) for tensor in error.tensors if must_move(tensor, target)}
-        finding = self._finding(met, None, tensors, (moved, self.names.device(target)))
+        finding = self._finding(mixed, None, tensors, (moved, self.names.device(target)))
         if spot is not None:
             finding.place = place_of(spot)
             finding.path = (Call(place=finding.place),)
-        finding.met(self.step, "", ())
-        self.findings[spot, met.op] = finding
+        finding.count_in(self.step, "", ())
+        self.findings[spot, mixed.op] = finding
 
-    def _settled(self, met: Met) -> Any:
+    def _settled(self, mixed: MixedCall) -> Any:
         """Call again, and settle each operation inside."""
         depth, self._calls.depth = self._calls.depth, 0
         try:
-            return met.func(*met.args, **met.kwargs)
+            return mixed.func(*mixed.args, **mixed.kwargs)
         finally:
             self._calls.depth = depth
 
@@ -257,34 +251,34 @@ class Referee(TorchFunctionMode):
         """Settle an ATen operation that no call in Python surrounds (see `virtual.settled_by`)."""
         if self._calls.depth:
             raise error
-        met = Met(error, error.func, args, kwargs, sys._getframe(1))
+        mixed = MixedCall(error, error.func, args, kwargs, sys._getframe(1))
         tensors = list(tensors_of(args, kwargs))
-        target = self._target(met, [tensor for _, tensor in tensors])
+        target = self._target(mixed, [tensor for _, tensor in tensors])
         if target.type == "cpu":
             target = next(t.device for _, t in tensors if t.device.type != "cpu")
         moved = {id(tensor) for _, tensor in tensors if must_move(tensor, target)}
-        self._record(met, tensors, moved, target)
+        self._record(mixed, tensors, moved, target)
         with settled_by(None):
             args, kwargs = moved_to((args, kwargs), moved, target)
         return args, kwargs
 
     def bring_to_cpu(self, error: TypeError, tensor: torch.Tensor) -> torch.Tensor:
         """Record a tensor whose memory was asked for, and give its copy (see `virtual`)."""
-        met = Met(error, torch.Tensor.numpy, (tensor,), {}, sys._getframe(1))
-        self._record(met, [((0,), tensor)], {id(tensor)}, torch.device("cpu"))
+        mixed = MixedCall(error, torch.Tensor.numpy, (tensor,), {}, sys._getframe(1))
+        self._record(mixed, [((0,), tensor)], {id(tensor)}, torch.device("cpu"))
         return tensor.cpu()
 
-    def _target(self, met: Met, tensors: list[torch.Tensor]) -> torch.device:
+    def _target(self, mixed: MixedCall, tensors: list[torch.Tensor]) -> torch.device:
         """Where an operation runs whose tensors are on several devices."""
-        if met.written is not None:
-            return met.written.device
-        if met.for_cpu is not None:
+        if mixed.written is not None:
+            return mixed.written.device
+        if mixed.for_cpu is not None:
             return torch.device("cpu")
-        if met.kernel in _TWINS and tensors and tensors[0].device.type != "cpu":
+        if mixed.kernel in _TWINS and tensors and tensors[0].device.type != "cpu":
             return tensors[0].device
         devices = {tensor.device for tensor in tensors}
-        caller = model_frame(met.frame)
-        if caller is not None and met.op == _GET_ITEM and is_written_back(spot_of(caller)):
+        caller = model_frame(mixed.frame)
+        if caller is not None and mixed.op == _GET_ITEM and is_written_back(spot_of(caller)):
             return tensors[0].device
         key = (spot_of(caller) if caller else None, frozenset(devices))
         if torch._C._current_graph_task_id() != -1 and key in self._chosen:
@@ -300,34 +294,34 @@ class Referee(TorchFunctionMode):
 
     def _record(
         self,
-        met: Met,
+        mixed: MixedCall,
         tensors: list[tuple[Path, torch.Tensor]],
         moved: set[int],
         target: torch.device,
     ) -> Finding:
-        caller = model_frame(met.frame) or library_frame(met.frame)
+        caller = model_frame(mixed.frame) or library_frame(mixed.frame)
         where = self.names.device(target)
         devices = frozenset(self.names.device(tensor.device) for _, tensor in tensors)
-        key = (spot_of(caller) if caller else None, met.op)
-        if met.op == _SET_ITEM and caller is not None:
+        key = (spot_of(caller) if caller else None, mixed.op)
+        if mixed.op == _SET_ITEM and caller is not None:
             # `x[i] += 1` reads the item first: that is one fault.
             read = self._reads.get(place_of(spot_of(caller)))
             if read is not None:
                 return read
         finding = self.findings.get(key)
         if finding is None:
-            finding = self.findings[key] = self._finding(met, caller, tensors, (moved, where))
+            finding = self.findings[key] = self._finding(mixed, caller, tensors, (moved, where))
             home = self.names.device(self.running[-1]) if self.running else None
-            cause = reason_for(tensors, moved, where, met.written, devices, home)
+            cause = earlier_cause(tensors, moved, where, mixed.written, devices, home)
             if cause is not None and cause is not finding:
                 finding.cause = cause
                 cause.followups.append(finding)
-        if met.op == _GET_ITEM:
+        if mixed.op == _GET_ITEM:
             self._reads[finding.place] = finding
-        finding.met(self.step, self.names.module_of(caller), at_hand(caller, target))
+        finding.count_in(self.step, self.names.module_of(caller), at_hand(caller, target))
         return finding
 
-    def _misplaced(
+    def _record_gradient(
         self, function: type, index: int, gradient: torch.Tensor, expected: torch.device
     ) -> None:
         """Record a gradient that a custom function's backward returned on a wrong device."""
@@ -359,51 +353,50 @@ class Referee(TorchFunctionMode):
                 path=(Call(place=place),),
                 phase=self.phase,
             )
-        self.findings[key].met(self.step, "", ())
+        self.findings[key].count_in(self.step, "", ())
 
     def _finding(
         self,
-        met: Met,
+        mixed: MixedCall,
         caller: FrameType | None,
         tensors: list[tuple[Path, torch.Tensor]],
         decided: tuple[set[int], str],
     ) -> Finding:
         moved, target = decided
-        operands = self._operands(met, caller, few(tensors, moved), moved)
+        operands = self._operands(mixed, caller, sampled(tensors, moved), moved)
         hard = any(id(t) in moved and vars(t).get(_HARD) is not None for _, t in tensors)
-        self._told |= {vars(tensor).get(_HARD) for _, tensor in tensors}
-        kind: Kind = "in-place" if met.written is not None else "mixed-devices"
+        self._explained |= {vars(tensor).get(_HARD) for _, tensor in tensors}
+        kind: Kind = "in-place" if mixed.written is not None else "mixed-devices"
         return Finding(
             kind="hard-coded-device" if hard else kind,
             effect="raises",
-            op=met.op,
+            op=mixed.op,
             operands=operands,
             target=target,
             place=Place(file="", line=0) if caller is None else place_of(spot_of(caller)),
-            message=self.names.renamed(str(met.error)),
+            message=self.names.renamed(str(mixed.error)),
             path=tuple(self.names.path(caller)),
             phase=self.phase,
         )
 
     def _operands(
         self,
-        met: Met,
+        mixed: MixedCall,
         caller: FrameType | None,
         tensors: list[tuple[Path, torch.Tensor]],
         moved: set[int],
     ) -> tuple[Operand, ...]:
-        direct = is_direct(met.frame)
+        direct = is_direct(mixed.frame)
         expressions = None
         if caller is not None:
-            expressions = Expressions(caller, direct=direct, positions=positions_of(met.func))
-        found = []
+            expressions = Expressions(caller, direct=direct, positions=positions_of(mixed.func))
+        operands = []
         for path, tensor in tensors:
-            written = expressions and expressions.of(tensor, path, met.is_method)
-            origin = self.origin(tensor)
+            written = expressions and expressions.of(tensor, path, mixed.is_method)
             if written and written.is_callees and id(tensor) in moved:
                 # A module can't be moved in the place of its parameter.
                 written = replace(written, place=None)
-            found.append(
+            operands.append(
                 Operand(
                     argument="".join([str(path[0]), *(f"[{step}]" for step in path[1:])]),
                     expression=written.text if written else "",
@@ -413,12 +406,12 @@ class Referee(TorchFunctionMode):
                     dtype=str(tensor.dtype).removeprefix("torch."),
                     num_bytes=tensor.numel() * tensor.element_size(),
                     moved=id(tensor) in moved,
-                    origin=origin,
+                    origin=self.origin(tensor),
                 )
             )
         if expressions is not None and expressions.is_comparison:
-            found.sort(key=lambda each: (each.place.line, each.place.column) if each.place else ())
-        return tuple(found)
+            operands.sort(key=lambda one: (one.place.line, one.place.column) if one.place else ())
+        return tuple(operands)
 
     def origin(self, tensor: torch.Tensor) -> Origin | None:
         """Where a tensor comes from, as far as that was seen."""
@@ -430,16 +423,16 @@ class Referee(TorchFunctionMode):
 
     # ── hard-coded devices ──
 
-    def lucky(self) -> Iterator[tuple[Spot, str, str, int]]:
+    def harmless_devices(self) -> Iterator[tuple[Spot, str, str, int]]:
         """Places that name a device, where no fault comes of it on this placement."""
         for spot, (op, device, count) in self.hard_coded.items():
-            if spot not in self._told:
+            if spot not in self._explained:
                 yield spot, op, device, count
 
     def _hard_code(self, frame: FrameType, func: Callable[..., Any], device: Any) -> None:
         caller = model_frame(frame)
         is_bare = not isinstance(device, int) and torch.device(device or "cuda").index is None
-        if was_asked_for(device) or (is_bare and self.current.is_set):
+        if is_asked_device(device) or (is_bare and self.current.is_set):
             return
         if caller is not None and is_named(spot_of(caller), device):
             spot = spot_of(caller)

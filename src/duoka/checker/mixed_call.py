@@ -25,7 +25,7 @@ _SAME_DEVICE = "same device"
 _DEVICE = re.compile(r"\bvgpu:\d+\b|\bcpu\b")
 
 
-class Met:
+class MixedCall:
     """A call that mixes devices."""
 
     def __init__(
@@ -122,7 +122,7 @@ class Finding:
     _step: int = -1
     _in_step: int = 0
 
-    def met(self, step: int, module: str, at_hand: Iterable[str]) -> None:
+    def count_in(self, step: int, module: str, at_hand: Iterable[str]) -> None:
         """Count one more time in a step; only what is at hand each time is at hand."""
         self._in_step = self._in_step + 1 if step == self._step else 1
         self._step, self.count = step, max(self.count, self._in_step)
@@ -150,7 +150,7 @@ class Finding:
             phase=self.phase,
             modules=tuple(self.modules),
             count=self.count,
-            followups=tuple(each.fault() for each in self.followups),
+            followups=tuple(followup.fault() for followup in self.followups),
             at_hand=self.at_hand or (),
         )
 
@@ -191,37 +191,37 @@ def moved_to(value: Any, moved: set[int], target: torch.device) -> Any:
     return value
 
 
-def few(
+def sampled(
     tensors: list[tuple[Path, torch.Tensor]], moved: set[int]
 ) -> list[tuple[Path, torch.Tensor]]:
     """Not forty caches: the first of those that move, and of those that stay."""
     if len(tensors) <= _MOST_OPERANDS:
         return tensors
     half = _MOST_OPERANDS // 2
-    go = [each for each in tensors if id(each[1]) in moved][:half]
-    stay = [each for each in tensors if id(each[1]) not in moved][:half]
+    go = [pair for pair in tensors if id(pair[1]) in moved][:half]
+    stay = [pair for pair in tensors if id(pair[1]) not in moved][:half]
     chosen = {id(tensor) for _, tensor in (*go, *stay)}
-    return [each for each in tensors if id(each[1]) in chosen]
+    return [pair for pair in tensors if id(pair[1]) in chosen]
 
 
 # ── which fault decided a tensor's device ──
 
 
-def cause_of(args: Any, device: torch.device) -> Finding | None:
+def cause_of_result(args: Any, device: torch.device) -> Finding | None:
     """The fault that brought an argument to the device that it shares with the result."""
     for value in args:
         if isinstance(value, torch.Tensor):
-            found: Finding | None = vars(value).get(CAUSE)
-            if found is not None and value.device == device:
-                return found
+            cause: Finding | None = vars(value).get(CAUSE)
+            if cause is not None and value.device == device:
+                return cause
         elif isinstance(value, (list, tuple)):
-            found = cause_of(value, device)
-            if found is not None:
-                return found
+            cause = cause_of_result(value, device)
+            if cause is not None:
+                return cause
     return None
 
 
-def reason_for(
+def earlier_cause(
     tensors: list[tuple[Path, torch.Tensor]],
     moved: set[int],
     target: str,
@@ -247,14 +247,14 @@ def reason_for(
     return None
 
 
-def blame(result: Any, finding: Finding) -> None:
+def mark_cause(result: Any, finding: Finding) -> None:
     """Remember that a fault decided where a result is."""
     for tensor in result if isinstance(result, (tuple, list)) else (result,):
         if isinstance(tensor, torch.Tensor):
             vars(tensor)[CAUSE] = finding
 
 
-def acquit(value: Any) -> None:
+def clear_cause(value: Any) -> None:
     """Forget which fault decided the device of a placed module's results: the module did."""
     for tensor in value if isinstance(value, (tuple, list)) else (value,):
         if isinstance(tensor, torch.Tensor):

@@ -14,16 +14,10 @@ from duoka.report.check_report import Call, Origin, OriginKind
 from .source_map import is_model_code, locals_of, place_of, spot_of
 
 
-class Names:
-    """What the report calls devices, modules and tensors.
+class ReportNames:
+    """What the report calls devices, modules (by identity) and tensors.
 
-    Parameters
-    ----------
-    devices : mapping of torch.device to str
-    modules : mapping of int to str
-        By identity.
-    num_gpus : int
-        How many GPUs the placement speaks of.
+    The placement speaks of `num_gpus` GPUs.
     """
 
     def __init__(
@@ -53,10 +47,10 @@ class Names:
 
     def tensor(self, tensor: torch.Tensor) -> Origin | None:
         """A parameter, buffer or attribute by its name."""
-        found = self._tensors.get(id(tensor))
-        if found is None or found[2] is not tensor:
+        entry = self._tensors.get(id(tensor))
+        if entry is None or entry[2] is not tensor:
             return None
-        return Origin(kind=found[0], name=found[1])
+        return Origin(kind=entry[0], name=entry[1])
 
     def module_of(self, frame: FrameType | None) -> str:
         """The innermost module whose method is running."""
@@ -73,13 +67,13 @@ class Names:
         while frame is not None:
             frames.append(frame)
             frame = frame.f_back
-        tops = [at for at, each in enumerate(frames) if self._module(each) is not None]
+        tops = [at for at, outer in enumerate(frames) if self._module(outer) is not None]
         module = ""
-        for each in reversed(frames[: max(tops, default=0) + 1]):
-            own = self._module(each)
-            module = module if own is None else own
-            if is_model_code(each.f_code) and not _passes_on(each):
-                yield Call(place=place_of(spot_of(each)), module=module)
+        for caller in reversed(frames[: max(tops, default=0) + 1]):
+            running = self._module(caller)
+            module = module if running is None else running
+            if is_model_code(caller.f_code) and not _passes_on(caller):
+                yield Call(place=place_of(spot_of(caller)), module=module)
 
     def _module(self, frame: FrameType) -> str | None:
         if not frame.f_code.co_varnames or frame.f_code.co_argcount == 0:

@@ -14,7 +14,7 @@ from duoka.report.check_report import PeakMemory, Sync, Transfer
 from duoka.virtual import Gpu, VirtualTensor
 
 from .execute import BETWEEN
-from .names import Names
+from .names import ReportNames
 from .source_map import Spot, model_frame, place_of, spot_of
 
 _aten = torch.ops.aten
@@ -47,7 +47,7 @@ class _Peak:
 
 
 @dataclass(slots=True)
-class _Step:
+class _StepCounts:
     """What one step did."""
 
     phase: str
@@ -56,19 +56,19 @@ class _Step:
     syncs: Counter[tuple[str, Spot]] = field(default_factory=Counter)
 
 
-class Watch:
+class Observer:
     """A listener of virtual GPUs (see `virtual.observe`)."""
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: ReportNames) -> None:
         self.names = names
-        self.steps: list[_Step] = []
+        self.steps: list[_StepCounts] = []
         self._live: dict[Gpu, dict[int, int]] = {}
         self._peaks: dict[Gpu, _Peak] = {}
         self._kinds: dict[int, str] = {}
 
     def begin(self, phase: str) -> None:
         """Start a step."""
-        self.steps.append(_Step(phase))
+        self.steps.append(_StepCounts(phase))
 
     @property
     def phase(self) -> str:
@@ -114,8 +114,8 @@ class Watch:
         elif func in _SYNCS:
             self._waited(_SYNCS[func])
         elif func in _INDEXING and any(
-            isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8)
-            for each in args[1]
+            isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+            for index in args[1]
         ):
             self._waited("index with a mask")
 
@@ -163,13 +163,13 @@ class Watch:
 
     def transfers(self) -> tuple[Transfer, ...]:
         """What goes over each link in the dearest step of each phase."""
-        found: dict[tuple[str, str, str], Transfer] = {}
+        dearest: dict[tuple[str, str, str], Transfer] = {}
         num_steps = Counter(step.phase for step in self.steps)
         for step in self.steps:
             for link, num_bytes in step.transfers.items():
                 key = (step.phase, *link)
-                if key not in found or found[key].num_bytes < num_bytes:
-                    found[key] = Transfer(
+                if key not in dearest or dearest[key].num_bytes < num_bytes:
+                    dearest[key] = Transfer(
                         phase=step.phase,
                         source=link[0],
                         target=link[1],
@@ -177,7 +177,7 @@ class Watch:
                         num_bytes=num_bytes,
                         steps=num_steps[step.phase],
                     )
-        return tuple(found.values())
+        return tuple(dearest.values())
 
     def syncs(self) -> tuple[Sync, ...]:
         """Where the CPU waits, in the step of each phase that waits most often there."""

@@ -55,14 +55,14 @@ def _prove_training(plan: Plan, model: PreTrainedModel) -> tuple[Measured, ...]:
     assert workload.training is not None, "the plan is for training"
     make_trainable(model, workload.training, getattr(torch, workload.dtype))
     flying = [in_flight(workload.training, len(names) - stage) for stage in range(len(names))]
-    found: dict[str, Measured] = {}
+    by_device: dict[str, Measured] = {}
     for limit in sorted(set(flying)):
         copied = copy.deepcopy(model)
         stages = [name for name, number in zip(names, flying, strict=True) if number == limit]
         learner = Learner(copied, workload, torch.device("vgpu:0"))
         measured = _measured(plan, copied, partial(learner.run, in_flight=limit), stages)
-        found |= {each.device: each for each in measured}
-    return tuple(found[name] for name in names)
+        by_device |= {peak.device: peak for peak in measured}
+    return tuple(by_device[name] for name in names)
 
 
 def _measured(

@@ -22,11 +22,11 @@ from duoka.report.check_report import Fault, PeakMemory, Place, Report, Stop
 from duoka.runtime.dispatch.install import moving_modules
 
 from .entry_hooks import watch_entries
-from .execute import Steps, eager, run
-from .interceptor import Referee
-from .names import Names
-from .observer import Watch
-from .snapshot import borrowed, kept_as_before
+from .execute import StepListener, eager, run
+from .interceptor import Interceptor
+from .names import ReportNames
+from .observer import Observer
+from .snapshot import globals_restored, on_virtual_gpus
 from .source_map import Spot, forget_sources, is_model_code, place_of
 from .subject import Subject, module_names, named_tensors, placed_modules, tensor_devices
 
@@ -89,22 +89,15 @@ def random_state_kept() -> Iterator[None]:
 
 def num_bytes(model: nn.Module) -> int:
     """The bytes of a model's parameters."""
-    return sum(each.numel() * each.element_size() for each in model.parameters())
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 class _FirstFound(BaseException):
     """The first placed module was entered. No code of a model's catches it."""
 
 
-class Run(Steps):
-    """One run.
-
-    Parameters
-    ----------
-    subject : Subject
-    data : str
-        What holds the numbers: "meta" or "cpu".
-    """
+class Run(StepListener):
+    """One run; `data` says what holds the numbers: "meta" or "cpu"."""
 
     def __init__(self, subject: Subject, data: str) -> None:
         self.subject = subject
@@ -118,30 +111,30 @@ class Run(Steps):
             subject.budgets.get(f"{self._prefix}:{index}") for index in range(self._num_gpus)
         ]
         self._first: torch.device | None = None
-        self._told: list[str] = []
+        self._noted: list[str] = []
 
     def report(self) -> Report:
         """Run, and say what was found."""
         self._first = self._find_first()
         model = self.subject.model
-        with kept_as_before(model), virtual.gpus(self._capacities, data=self.data) as world:
+        with globals_restored(model), virtual.gpus(self._capacities, data=self.data) as world:
             for gpu in world.gpus:
                 gpu.refuses = False
             names = self._names()
-            self.watch = Watch(names)
-            with virtual.observe(self.watch), self._on_devices():
+            self.observer = Observer(names)
+            with virtual.observe(self.observer), self._on_devices():
                 # Now, since buffers are other objects than before.
                 names.learn(named_tensors(model))
-                weights = (*model.parameters(), *model.buffers())
-                self.watch.mark("weights", [p for each in weights for p in parts(each).values()])
-                self.referee = Referee(names)
+                for tensor in (*model.parameters(), *model.buffers()):
+                    self.observer.mark("weights", parts(tensor).values())
+                self.interceptor = Interceptor(names)
                 stop = self._run()
                 memory = tuple(self._memory(world))
         return self._assembled(stop, memory)
 
     def _assembled(self, stop: Stop | None, memory: tuple[PeakMemory, ...]) -> Report:
-        findings = list(self.referee.findings.values())
-        faults = tuple(each.fault() for each in findings if each.cause is None)
+        findings = list(self.interceptor.findings.values())
+        faults = tuple(finding.fault() for finding in findings if finding.cause is None)
         return Report(
             model=self.subject.name,
             devices=self.subject.devices,
@@ -149,19 +142,19 @@ class Run(Steps):
             faults=faults,
             warnings=tuple(self._warnings()),
             memory=memory,
-            transfers=self.watch.transfers(),
-            syncs=self.watch.syncs(),
+            transfers=self.observer.transfers(),
+            syncs=self.observer.syncs(),
             notes=tuple(self._notes()),
             stop=stop,
             train=self.subject.train,
         )
 
-    def _names(self) -> Names:
+    def _names(self) -> ReportNames:
         devices = {
             torch.device("vgpu", index): f"{self._prefix}:{index}"
             for index in range(self._num_gpus)
         }
-        return Names(devices, module_names(self.subject.model), self._num_placed)
+        return ReportNames(devices, module_names(self.subject.model), self._num_placed)
 
     def _device(self, name: str) -> torch.device:
         return torch.device("cpu") if name == "cpu" else torch.device("vgpu", _number(name))
@@ -170,7 +163,8 @@ class Run(Steps):
     def _on_devices(self) -> Iterator[None]:
         devices = {name: self._device(device) for name, device in self._tensor_devices()}
         subject = self.subject
-        with borrowed(subject.model, devices, self._placed(), subject.offloaded) as self._borrowing:
+        placed, offloaded = self._placed(), subject.offloaded
+        with on_virtual_gpus(subject.model, devices, placed, offloaded) as self._snapshot:
             yield
 
     def _placed(self) -> dict[nn.Module, torch.device]:
@@ -187,84 +181,84 @@ class Run(Steps):
 
     def _find_first(self) -> torch.device:
         """The device of the module that runs first, where the inputs start."""
-        found: list[torch.device] = []
+        entered: list[torch.device] = []
         subject = self.subject
         first = self._device(subject.devices[0]) if subject.devices else torch.device("cpu")
 
         def enter(device: torch.device) -> None:
-            found.append(device)
+            entered.append(device)
             raise _FirstFound
 
         world = virtual.gpus([None] * self._num_gpus, data=self.data)
-        with kept_as_before(subject.model), world, self._on_devices():
+        with globals_restored(subject.model), world, self._on_devices():
             placed = self._placed()
             placed.pop(subject.model, None)
             watch_entries(placed, enter, [])
             # Whatever goes wrong before is told by the run that counts.
-            with suppress(_FirstFound, Exception), eager(), Referee(self._names()).watching():
-                run(subject, first, Steps())
-        return found[0] if found else first
+            with suppress(_FirstFound, Exception), eager(), Interceptor(self._names()).watching():
+                run(subject, first, StepListener())
+        return entered[0] if entered else first
 
     def _run(self) -> Stop | None:
-        subject, referee = self.subject, self.referee
+        subject, interceptor = self.subject, self.interceptor
         # The hooks go with the model's attributes, which are put back.
-        watch_entries(self._placed(), self._entered, self.referee.running)
+        watch_entries(self._placed(), self._entered, self.interceptor.running)
         try:
-            with eager(), referee.watching():
+            with eager(), interceptor.watching():
                 assert self._first is not None
                 result = run(subject, self._first, self)
-                referee.gathering.step_ended()
+                interceptor.gathered_caches.step_ended()
                 self.ended(result)
         except DuokaError as error:
             if not isinstance(error, virtual.UnknownValueError):
                 raise
             return self._stop(error)
         except virtual.MixedDevicesError as error:
-            referee.record_unsettled(error, _raised_in(error))
+            interceptor.record_unsettled(error, _raised_in(error))
             return self._stop(error)
         except Exception as error:  # whatever the model's own code raises
             return self._stop(error)
         return None
 
     def _entered(self, device: torch.device) -> None:
-        self.referee.stage = device
+        self.interceptor.stage = device
 
     # ── what a run says of its steps ──
 
     def begin(self, phase: str) -> None:
         """A step begins."""
-        self.referee.phase = phase
-        self.referee.step += 1
-        self.referee.gathering.step_ended()
-        self.watch.begin(phase)
+        self.interceptor.phase = phase
+        self.interceptor.step += 1
+        self.interceptor.gathered_caches.step_ended()
+        self.observer.begin(phase)
 
     def ended(self, result: Any) -> None:
         """The run came to its end."""
 
     def note(self, text: str) -> None:
         """Something was done otherwise than the model's users would."""
-        self._told.append(text)
+        self._noted.append(text)
 
     def mark(self, kind: str, tensors: Any) -> None:
         """Some tensors are of this kind."""
-        self.watch.mark(kind, tensors)
+        self.observer.mark(kind, tensors)
 
     # ── what it comes to ──
 
     def _memory(self, world: virtual.World) -> Iterator[PeakMemory]:
-        gradients = (each.grad for each in self.subject.model.parameters())
-        self.watch.mark("gradients", [each for each in gradients if each is not None])
+        gradients = [parameter.grad for parameter in self.subject.model.parameters()]
+        self.observer.mark("gradients", gradients)  # those that are there
         for name in self.subject.devices:
             if name != "cpu":
                 gpu = world.gpu(_number(name))
-                yield self.watch.memory(gpu, name, self.subject.budgets.get(name))
+                yield self.observer.memory(gpu, name, self.subject.budgets.get(name))
 
     def _stop(self, error: Exception) -> Stop:
         spot = _raised_in(error)
         stop = Stop(
-            message=self.referee.names.renamed(f"{type(error).__name__}: {error}"),
+            message=self.interceptor.names.renamed(f"{type(error).__name__}: {error}"),
             place=None if spot is None else place_of(spot),
-            phase=self.watch.phase,
+            phase=self.observer.phase,
             hint=getattr(error, "hint", None) or "",
         )
         # What the frames of the error hold would keep the run's graphs alive.
@@ -275,19 +269,19 @@ class Run(Steps):
         return stop
 
     def _warnings(self) -> Iterator[Fault]:
-        for spot, op, device, count in self.referee.lucky():
+        for spot, op, device, count in self.interceptor.harmless_devices():
             yield _hard_coded(place_of(spot), op, device, count)
-        yield from self.referee.gathering.warnings()
+        yield from self.interceptor.gathered_caches.warnings()
 
     def _notes(self) -> Iterator[str]:
-        if self._borrowing.num_replaced:
+        if self._snapshot.num_replaced:
             yield (
                 "a graph that the model's code left alive holds parameters: "
-                f"{self._borrowing.num_replaced} of the model's are other objects now, with the "
+                f"{self._snapshot.num_replaced} of the model's are other objects now, with the "
                 "same contents; make its optimizers anew"
             )
         yield from self.subject.notes
-        yield from self._told
+        yield from self._noted
         names = list(_compiled(self.subject.model))
         if names:
             yield f"compiled code was run eagerly: {', '.join(names)}"
@@ -318,10 +312,10 @@ def _compiled(model: nn.Module) -> Iterator[str]:
 
 def _raised_in(error: BaseException) -> Spot | None:
     """The innermost place in model code that an error went through."""
-    found: Spot | None = None
+    spot: Spot | None = None
     trace = error.__traceback__
     while trace is not None:
         if is_model_code(trace.tb_frame.f_code):
-            found = (trace.tb_frame.f_code, trace.tb_lasti)
+            spot = (trace.tb_frame.f_code, trace.tb_lasti)
         trace = trace.tb_next
-    return found
+    return spot

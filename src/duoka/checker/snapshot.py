@@ -32,57 +32,77 @@ from duoka.virtual import VirtualTensor
 from .source_map import is_installed
 
 _SCALE = 0.02
+_LruCache = type(cache(len))
+
+_MOST_DEPTH = 6
+"""How far down containers are followed."""
+_DEPTH_IN_LIBRARIES = 1
+"""As far in a library's: its registries are deep, and hold no tensors of a model's."""
+_MOST_ITEMS = 10_000
+_CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
+"""Those that are copied and filled again; others may do more than hold."""
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.dtype)
+_NO_HOLDERS = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module, Enum)
+
+
+# ── a model's tensors and attributes ──
 
 
 @contextmanager
-def borrowed(
+def on_virtual_gpus(
     model: nn.Module,
     devices: Mapping[str, torch.device],
     placed: Mapping[nn.Module, torch.device],
     offloaded: Sequence[str] = (),
-) -> Iterator[Borrowing]:
+) -> Iterator[Snapshot]:
     """Put a model on virtual GPUs inside the scope."""
-    before = Borrowing(model)
+    snapshot = Snapshot(model)
     hosts = on_host(model, devices, offloaded)
     try:
-        before.move({name: device for name, device in devices.items() if name not in hosts})
+        snapshot.move({name: device for name, device in devices.items() if name not in hosts})
         installed = install_on(model, placed)
         streamers = stream(model, offloaded, devices)
         try:
-            yield before
+            yield snapshot
         finally:
             for streamer in streamers:
                 streamer.remove()
             installed.remove()
     finally:
-        before.restore()
+        snapshot.restore()
 
 
-class Borrowing:
+class Snapshot:
     """What a model holds: its parameters' contents, and every module's attributes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tensors = dict(tensor_names(model))
         self._attributes = [(module, _copied(vars(module))) for module in model.modules()]
         # Not what modules hold themselves, which is put back in any case.
-        self._contents = Contents()
+        self._containers = ContainerSnapshot()
         for _, attributes in self._attributes:
             for value, content in attributes.values():
-                for item in (value,) if content is None else _values(content):
-                    self._contents.note(item)
+                for item in (value,) if content is None else _items(content):
+                    self._containers.add(item)
         self._swapped: list[tuple[Tensor, Tensor]] = []
-        self._slots = _slots(model)
+        self._slots: list[tuple[dict[str, Any], str, Tensor]] = [
+            (table, key, tensor)
+            for module in model.modules()
+            for table in (module._parameters, module._buffers)
+            for key, tensor in table.items()
+            if tensor is not None
+        ]
 
     def move(self, devices: Mapping[str, torch.device]) -> None:
         """Put every parameter and buffer on its device."""
-        moved: dict[int, Tensor] = {}
+        moved_by_id: dict[int, Tensor] = {}
         for name, device in devices.items():
             tensor = self._tensors[name]
-            if id(tensor) not in moved and tensor.device != device:
-                moved[id(tensor)] = self._moved(tensor, device)
+            if id(tensor) not in moved_by_id and tensor.device != device:
+                moved_by_id[id(tensor)] = self._moved(tensor, device)
         for table, key, tensor in self._slots:
-            if id(tensor) in moved:
-                table[key] = moved[id(tensor)]
+            if id(tensor) in moved_by_id:
+                table[key] = moved_by_id[id(tensor)]
 
     def _moved(self, tensor: Tensor, device: torch.device) -> Tensor:
         with torch.no_grad():
@@ -103,9 +123,9 @@ class Borrowing:
 
     def restore(self) -> None:
         """Make the model what it was."""
-        self._contents.put_back()
+        self._containers.restore()
         for module, attributes in self._attributes:
-            _put_back(vars(module), attributes)
+            _restore_attributes(vars(module), attributes)
         for tensor, _ in self._swapped:
             tensor.grad = None
         self._swap_back()
@@ -114,8 +134,8 @@ class Borrowing:
             self._swap_back()
         for tensor, parameter in self._swapped:
             # A graph of the run's lives on: the contents are safe in another object.
-            for table, key, held in self._slots:
-                if held is tensor:
+            for table, key, original in self._slots:
+                if original is tensor:
                     table[key] = parameter
 
     def _swap_back(self) -> None:
@@ -133,21 +153,12 @@ class Borrowing:
         return len(self._swapped)
 
 
-def _slots(model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
-    tables = (
-        table for module in model.modules() for table in (module._parameters, module._buffers)
-    )
-    return [
-        (table, key, held) for table in tables for key, held in table.items() if held is not None
-    ]
-
-
 def _data_on(tensor: Tensor, device: torch.device) -> Tensor:
     if is_composed(tensor) and tensor.is_meta:
-        made = empty_weight(tensor, device)
-        for part in parts(made).values():
+        empty = empty_weight(tensor, device)
+        for part in parts(empty).values():
             _fill(part)
-        return made
+        return empty
     if is_composed(tensor):
         return moved(tensor.detach(), device)
     if not tensor.is_meta:
@@ -167,138 +178,49 @@ def _fill(data: Tensor) -> Tensor:
 def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
     """Attributes, with the content of their containers as it is now."""
     return {
-        name: (value, value.copy() if type(value) in CONTAINERS else None)
+        name: (value, value.copy() if type(value) in _CONTAINERS else None)
         for name, value in attributes.items()
     }
 
 
-def _values(content: Any) -> Any:
-    return list(content.values()) if isinstance(content, dict) else list(content)
-
-
-def _put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
+def _restore_attributes(attributes: dict[str, Any], before: dict[str, Any]) -> None:
     for name in attributes.keys() - before.keys():
         del attributes[name]
     for name, (value, content) in before.items():
         attributes[name] = value
         if content is not None:
-            refill(value, content)
+            _refill(value, content)
 
 
-_OF_LIBRARIES = 1
-_LruCache = type(cache(len))
+# ── containers ──
 
 
-@contextmanager
-def kept_as_before(model: nn.Module) -> Iterator[None]:
-    """Put back what the code of a model keeps when the scope ends."""
-    namespaces: list[Any] = [*_own_modules(model), *_own_classes(model)]
-    before = [(each, dict(vars(each))) for each in namespaces]
-    contents = Contents()
-    for namespace, noted in before:
-        for value in noted.values():
-            contents.note(value, depth=_depth(namespace))
-    try:
-        yield
-    finally:
-        contents.put_back()
-        for namespace, noted in before:
-            _put_namespace_back(namespace, noted)
-        for namespace in namespaces:
-            for value in list(vars(namespace).values()):
-                function = getattr(value, "__func__", value)  # of a static method
-                if isinstance(function, _LruCache):
-                    function.cache_clear()
-
-
-def _depth(namespace: Any) -> int:
-    """How far to follow: a library's registries are deep, and hold no tensors of a model's."""
-    module = sys.modules.get(getattr(namespace, "__module__", namespace.__name__))
-    return _OF_LIBRARIES if is_installed(getattr(module, "__file__", None)) else MOST_DEPTH
-
-
-def _own_classes(model: nn.Module) -> Iterator[type]:
-    """The classes of a model's modules, but for PyTorch's."""
-    found: dict[type, None] = {}
-    for module in model.modules():
-        found.update(dict.fromkeys(type(module).__mro__))
-    for cls in found:
-        if not cls.__module__.startswith(("torch.", "builtins", "abc", "typing")):
-            yield cls
-
-
-def _own_modules(model: nn.Module) -> Iterator[ModuleType]:
-    """The files of these classes, and the files of the same people that they import."""
-    names = {cls.__module__ for cls in _own_classes(model)}
-    found = {name: sys.modules[name] for name in names if name in sys.modules}
-    for module in list(found.values()):
-        for value in list(vars(module).values()):
-            other = _home(value)
-            if other is not None and not is_installed(vars(other).get("__file__")):
-                found[other.__name__] = other
-    yield from found.values()
-
-
-def _home(value: Any) -> ModuleType | None:
-    """The module that a global is, or was defined in; nothing else is asked, for it may answer."""
-    if isinstance(value, ModuleType):
-        return value
-    if isinstance(value, (FunctionType, type)):
-        return sys.modules.get(value.__module__)
-    return None
-
-
-def _put_namespace_back(namespace: Any, noted: dict[str, Any]) -> None:
-    """Put back what holds tensors of virtual GPUs now; the rest is the code's own affair."""
-    for name, value in list(vars(namespace).items()):
-        if not holds_virtual(value, depth=_depth(namespace)):
-            continue
-        if name not in noted:
-            delattr(namespace, name)
-        elif noted[name] is not value:
-            setattr(namespace, name, noted[name])
-
-
-MOST_DEPTH = 6
-"""How far down containers are followed."""
-
-CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
-"""Those that are copied and filled again; others may do more than hold."""
-
-_MOST_ITEMS = 10_000
-_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.dtype)
-_NO_HOLDERS = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module, Enum)
-
-
-class Contents:
+class ContainerSnapshot:
     """The containers that can be reached from some values, with what they hold now."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, Any]] = {}
+        self._copies: dict[int, tuple[Any, Any]] = {}
 
-    def note(self, value: Any, *, depth: int = MOST_DEPTH) -> None:
+    def add(self, value: Any, depth: int = _MOST_DEPTH) -> None:
         """Take down what a value holds, and what that holds; modules have an order of their own."""
-        self._note(value, MOST_DEPTH - depth)
-
-    def _note(self, value: Any, depth: int) -> None:
-        if isinstance(value, _PLAIN) or depth >= MOST_DEPTH:
+        if isinstance(value, _PLAIN) or depth <= 0:
             return
         container = _container(value)
         if container is not None:
-            if id(container) in self._known or len(container) > _MOST_ITEMS:
+            if id(container) in self._copies or len(container) > _MOST_ITEMS:
                 return
-            self._known[id(container)] = (container, container.copy())
+            self._copies[id(container)] = (container, container.copy())
         for item in _items(value if container is None else container):
-            self._note(item, depth + 1)
+            self.add(item, depth - 1)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Let every container that holds a virtual tensor now hold what it held."""
-        for container, copy in self._known.values():
+        for container, copy in self._copies.values():
             if any(_is_virtual(item) for item in _items(container)):
-                refill(container, copy)
+                _refill(container, copy)
 
 
-def refill(container: Any, content: Any) -> None:
+def _refill(container: Any, content: Any) -> None:
     """Let a list, dict or set hold what it held; it stays the same object."""
     if isinstance(container, list):
         container[:] = content
@@ -309,18 +231,17 @@ def refill(container: Any, content: Any) -> None:
 
 def _container(value: Any) -> Any:
     """What can be put back: the value itself, or the attributes of a plain object."""
-    if type(value) in CONTAINERS:
+    if type(value) in _CONTAINERS:
         return value
     if isinstance(value, (*_NO_HOLDERS, dict, list, set)):
         return None
     return getattr(value, "__dict__", None)
 
 
-def _items(value: Any) -> Iterator[Any]:
+def _items(value: Any) -> list[Any]:
     if isinstance(value, dict):
-        yield from list(dict.values(value))
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from list(value)
+        return list(dict.values(value))
+    return list(value) if isinstance(value, (list, tuple, set, frozenset)) else []
 
 
 def _is_virtual(value: Any) -> bool:
@@ -330,19 +251,91 @@ def _is_virtual(value: Any) -> bool:
     return isinstance(value, VirtualTensor)
 
 
-def holds_virtual(value: Any, *, depth: int = MOST_DEPTH) -> bool:
-    """Whether a value is a virtual tensor, or a container that leads to one."""
-    return _leads_to_virtual(value, depth, set())
-
-
 def _leads_to_virtual(value: Any, depth: int, seen: set[int]) -> bool:
+    """Whether a value is a virtual tensor, or a container that leads to one."""
     if _is_virtual(value):
         return True
     if isinstance(value, _PLAIN) or depth == 0 or id(value) in seen:
         return False
     seen.add(id(value))
     container = _container(value)
-    held = value if container is None else container
-    if isinstance(held, (dict, list, set)) and len(held) > _MOST_ITEMS:
-        return False
-    return any(_leads_to_virtual(item, depth - 1, seen) for item in _items(held))
+    items = _items(value if container is None else container)
+    return len(items) <= _MOST_ITEMS and any(
+        _leads_to_virtual(item, depth - 1, seen) for item in items
+    )
+
+
+# ── globals and class attributes ──
+
+
+@contextmanager
+def globals_restored(model: nn.Module) -> Iterator[None]:
+    """Put back what the code of a model keeps outside of its modules when the scope ends.
+
+    A table that is made on first use and kept in a global would be one of a virtual GPU's after a
+    check. So what the model's own files and classes keep is put back, and their caches are emptied.
+    """
+    namespaces: list[Any] = [*_own_modules(model), *_own_classes(model)]
+    before = [(namespace, dict(vars(namespace))) for namespace in namespaces]
+    containers = ContainerSnapshot()
+    for namespace, attributes in before:
+        for value in attributes.values():
+            containers.add(value, _depth(namespace))
+    try:
+        yield
+    finally:
+        containers.restore()
+        for namespace, attributes in before:
+            _restore_namespace(namespace, attributes)
+        for namespace in namespaces:
+            for value in list(vars(namespace).values()):
+                function = getattr(value, "__func__", value)  # of a static method
+                if isinstance(function, _LruCache):
+                    function.cache_clear()
+
+
+def _restore_namespace(namespace: Any, before: dict[str, Any]) -> None:
+    """Put back what holds tensors of virtual GPUs now; the rest is the code's own affair."""
+    for name, value in list(vars(namespace).items()):
+        if not _leads_to_virtual(value, _depth(namespace), set()):
+            continue
+        if name not in before:
+            delattr(namespace, name)
+        elif before[name] is not value:
+            setattr(namespace, name, before[name])
+
+
+def _depth(namespace: Any) -> int:
+    module = sys.modules.get(getattr(namespace, "__module__", namespace.__name__))
+    is_library = is_installed(getattr(module, "__file__", None))
+    return _DEPTH_IN_LIBRARIES if is_library else _MOST_DEPTH
+
+
+def _own_classes(model: nn.Module) -> list[type]:
+    """The classes of a model's modules, but for PyTorch's."""
+    classes: dict[type, None] = {}
+    for module in model.modules():
+        classes.update(dict.fromkeys(type(module).__mro__))
+    foreign = ("torch.", "builtins", "abc", "typing")
+    return [cls for cls in classes if not cls.__module__.startswith(foreign)]
+
+
+def _own_modules(model: nn.Module) -> Iterator[ModuleType]:
+    """The files of these classes, and the files of the same people that they import."""
+    names = {cls.__module__ for cls in _own_classes(model)}
+    modules = {name: sys.modules[name] for name in names if name in sys.modules}
+    for module in list(modules.values()):
+        for value in list(vars(module).values()):
+            other = _home(value)
+            if other is not None and not is_installed(vars(other).get("__file__")):
+                modules[other.__name__] = other
+    yield from modules.values()
+
+
+def _home(value: Any) -> ModuleType | None:
+    """The module that a global is, or was defined in; nothing else is asked, for it may answer."""
+    if isinstance(value, ModuleType):
+        return value
+    if isinstance(value, (FunctionType, type)):
+        return sys.modules.get(value.__module__)
+    return None

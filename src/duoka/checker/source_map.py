@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import linecache
 import sysconfig
+import warnings
 from collections.abc import Iterator
 from dis import opname
 from functools import cache
@@ -79,12 +80,12 @@ def library_frame(frame: FrameType | None) -> FrameType | None:
 
 def locals_of(frame: FrameType) -> dict[str, Any]:
     """The local names of a frame, and what they mean now."""
-    found = frame.f_locals
-    if type(found) is not dict or not frame.f_code.co_flags & CO_OPTIMIZED:
-        return dict(found)
+    live_names = frame.f_locals
+    if type(live_names) is not dict or not frame.f_code.co_flags & CO_OPTIMIZED:
+        return dict(live_names)
     # Before Python 3.13 the frame keeps this dict, and with it every tensor, as long as it runs.
-    names = found.copy()
-    found.clear()
+    names = live_names.copy()
+    live_names.clear()
     return names
 
 
@@ -114,13 +115,20 @@ def place_of(spot: Spot) -> Place:
 
 def position(code: CodeType, offset: int) -> tuple[int, int, int, int]:
     """First and last line, and columns in bytes, of what an instruction belongs to."""
-    found = next(islice(code.co_positions(), offset // 2, None), (None, None, None, None))
-    line, end_line, column, end_column = found
+    positions = islice(code.co_positions(), offset // 2, None)
+    line, end_line, column, end_column = next(positions, (None, None, None, None))
     line = line or code.co_firstlineno
     return line, end_line or line, column or 0, end_column or 0
 
 
-class Source:
+def parse_quietly(text: str) -> ast.Module:
+    """The syntax tree of a text; what Python would warn of is its author's affair."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(text.removeprefix("\ufeff"))
+
+
+class SourceFile:
     """A file's lines, and its syntax tree by position."""
 
     def __init__(self, file: str) -> None:
@@ -129,7 +137,7 @@ class Source:
         self.parents: dict[ast.AST, ast.AST] = {}
         self.nodes: dict[tuple[int, int, int, int], ast.AST] = {}
         try:
-            tree = ast.parse("".join(self.lines))
+            tree = parse_quietly("".join(self.lines))
         except (SyntaxError, ValueError):
             return  # made at run time, or changed since: then only the line is known
         for node in ast.walk(tree):
@@ -152,7 +160,7 @@ class Source:
         """The definition of a function; its code begins at its first decorator."""
         for node in self.nodes.values():
             if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
-                first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
                 if first == code.co_firstlineno:
                     return node
         return None
@@ -198,9 +206,9 @@ class Source:
 
 
 @cache
-def source_of(file: str) -> Source:
+def source_of(file: str) -> SourceFile:
     """A file's source, as it is now."""
-    return Source(file)
+    return SourceFile(file)
 
 
 def is_written_back(spot: Spot) -> bool:
@@ -219,15 +227,15 @@ def is_handled(spot: Spot) -> bool:
         inner, node = node, source.parents.get(node)
         if isinstance(node, ast.Try) and inner in node.body:
             for handler in node.handlers:
-                names = {each.id for each in _caught(handler)}
+                names = {name.id for name in _caught(handler)}
                 if not handler.type or names.intersection(_CATCH_ALL):
-                    return not any(isinstance(each, ast.Raise) for each in ast.walk(handler))
+                    return not any(isinstance(part, ast.Raise) for part in ast.walk(handler))
     return False
 
 
 def _caught(handler: ast.ExceptHandler) -> Iterator[ast.Name]:
     kinds = [] if handler.type is None else ast.walk(handler.type)
-    return (each for each in kinds if isinstance(each, ast.Name))
+    return (node for node in kinds if isinstance(node, ast.Name))
 
 
 def assigned_to(spot: Spot) -> str:
@@ -246,7 +254,7 @@ def assigned_to(spot: Spot) -> str:
     return ""
 
 
-def _assigned_item(source: Source, values: ast.Tuple, item: ast.AST) -> str:
+def _assigned_item(source: SourceFile, values: ast.Tuple, item: ast.AST) -> str:
     """Of `a, b = x, y` the text for x or y."""
     outer = source.parents.get(values)
     if isinstance(outer, ast.Assign) and isinstance(outer.targets[0], ast.Tuple):
@@ -260,24 +268,24 @@ def is_named(spot: Spot, device: object) -> bool:
     node = source_of(spot[0].co_filename).nodes.get(position(*spot))
     if not isinstance(node, ast.Call):
         return True
-    given = next((word.value for word in node.keywords if word.arg == "device"), None)
-    if given is None and isinstance(node.func, ast.Attribute) and node.args:
-        given = node.args[0]
-    if given is None:
+    argument = next((word.value for word in node.keywords if word.arg == "device"), None)
+    if argument is None and isinstance(node.func, ast.Attribute) and node.args:
+        argument = node.args[0]
+    if argument is None:
         return True
-    if isinstance(device, int) and not isinstance(given, ast.Constant):
+    if isinstance(device, int) and not isinstance(argument, ast.Constant):
         return False
     source = source_of(spot[0].co_filename)
-    meant = [given, *source.meanings(given, spot[0])]
-    return not any(_asks_for_device(each) for each in meant)
+    meanings = [argument, *source.meanings(argument, spot[0])]
+    return not any(map(_asks_for_device, meanings))
 
 
 def _asks_for_device(node: ast.AST) -> bool:
     return any(
-        isinstance(each, ast.Attribute)
-        and each.attr in ("device", "get_device", "index")
-        and ast.unparse(each) != "torch.device"
-        for each in ast.walk(node)
+        isinstance(part, ast.Attribute)
+        and part.attr in ("device", "get_device", "index")
+        and ast.unparse(part) != "torch.device"
+        for part in ast.walk(node)
     )
 
 
@@ -286,10 +294,10 @@ def returned(code: CodeType, index: int) -> Place:
     source = source_of(code.co_filename)
     function = source.function(code)
     inside = [] if function is None else list(ast.walk(function))
-    found = next((node for node in inside if isinstance(node, ast.Return)), None)
-    if found is None or found.value is None:
+    statement = next((node for node in inside if isinstance(node, ast.Return)), None)
+    if statement is None or statement.value is None:
         return Place(file=code.co_filename, line=code.co_firstlineno, function=code.co_qualname)
-    value: ast.expr = found.value
+    value: ast.expr = statement.value
     if isinstance(value, ast.Tuple) and index < len(value.elts):
         value = value.elts[index]
     return source.place(value, code.co_qualname)

@@ -33,8 +33,10 @@ def splits(model: nn.Module, num_stages: int) -> list[Split]:
     if len(parts) < num_stages:
         return []
     sizes = [part.num_bytes for part in parts]
-    found = [_dealt(model, parts, _cut(each, num_stages)) for each in (sizes, [1] * len(parts))]
-    return [split for index, split in enumerate(found) if split not in found[:index]]
+    by_bytes, by_number = (
+        _dealt(model, parts, _cut(weights, num_stages)) for weights in (sizes, [1] * len(parts))
+    )
+    return [by_bytes] if by_bytes == by_number else [by_bytes, by_number]
 
 
 class _Part:
@@ -45,8 +47,8 @@ class _Part:
         self.module = module
         self.is_element = is_element
         tensors = [] if module is None else [tensor for _, tensor in tensor_names(module)]
-        self.num_bytes = sum({id(each): each.nbytes for each in tensors}.values())
-        self.tensors = {id(each) for each in tensors}
+        self.num_bytes = sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
+        self.tensors = {id(tensor) for tensor in tensors}
 
     def children(self) -> list[_Part]:
         """What takes the part's place when it is opened."""
@@ -106,7 +108,7 @@ def _dealt(model: nn.Module, parts: Sequence[_Part], stages: Sequence[int]) -> S
     stage_of: dict[int, int] = {}
     split: Split = {}
     for part, stage in zip(parts, stages, strict=True):
-        tied = [stage_of[each] for each in part.tensors if each in stage_of]
+        tied = [stage_of[tensor] for tensor in part.tensors if tensor in stage_of]
         split[part.name] = tied[0] if tied else stage
         stage_of |= dict.fromkeys(part.tensors, split[part.name])
     for name, tensor in tensor_names(model):  # those of modules that were opened

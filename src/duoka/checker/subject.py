@@ -34,51 +34,34 @@ _DEVICE = re.compile(r"cpu|(?:cuda|vgpu):\d{1,3}")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Subject:
-    """A model on a placement.
-
-    Parameters
-    ----------
-    model : nn.Module
-    name : str
-        What the report calls it.
-    entries : tuple of (str, str)
-        Modules (or single tensors) and their devices; a longer name overrides a shorter one.
-    budgets : mapping of str to int
-        Bytes by device, where somebody said them.
-    completeness : Faults
-        What is wrong with the map that the entries come from.
-    inputs : mapping, tuple or callable, optional
-        The arguments of one call, or what runs the model: called with it. Without, the model is
-        one that generates, and does the workload.
-    workload : Workload
-    prompt : mapping of str to torch.Tensor
-        The arguments of `forward` for the prompt, where it isn't text alone.
-    train : bool
-        Run the loss and backward instead of generating.
-    hint : str
-        What to do where the model's code stops for a reason of its own.
-    is_dispatched : bool
-        Arguments move where `duoka.dispatch` moves them, instead of to the modules that the
-        entries name: a container of entries is entered where its first part is.
-    notes : tuple of str
-        What was decided on the way here that the report should say.
-    offloaded : tuple of str
-        Modules whose weights stay in the host's memory, and come to their devices for a call.
-    """
+    """A model on a placement, and what it is to do there."""
 
     model: nn.Module
     name: str
+    """What the report calls it."""
     entries: Entries
+    """Modules (or single tensors) and their devices; a longer name overrides a shorter one."""
     budgets: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by device, where somebody said them."""
     completeness: Faults = field(default_factory=Faults)
+    """What is wrong with the map that the entries come from."""
     inputs: Mapping[str, Any] | tuple[Any, ...] | Callable[[nn.Module], Any] | None = None
+    """The arguments of one call, or what runs the model: called with it. Without, the model is one
+    that generates, and does the workload."""
     workload: Workload = field(default_factory=Workload)
     prompt: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The arguments of `forward` for the prompt, where it isn't text alone."""
     train: bool = False
+    """Run the loss and backward instead of generating."""
     hint: str = ""
+    """What to do where the model's code stops for a reason of its own."""
     is_dispatched: bool = False
+    """Arguments move where `duoka.dispatch` moves them, instead of to the modules that the entries
+    name: a container of entries is entered where its first part is."""
     notes: tuple[str, ...] = ()
+    """What was decided on the way here that the report should say."""
     offloaded: tuple[str, ...] = ()
+    """Modules whose weights stay in the host's memory, and come to their devices for a call."""
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -119,17 +102,17 @@ def complete(model: nn.Module, entries: Entries) -> tuple[Entries, Faults]:
     modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
     known = {*names, *modules}
     unknown = tuple(entry for entry, _ in entries if entry not in known)
-    given = {entry: device for entry, device in entries if entry in known}
-    missing = tuple(name for name in names if device_of(name, given) is None)
-    doubled = tuple(_contradicted(model, given))
-    completed = dict(given)
-    last = next(iter(given.values()), "cuda:0")
+    devices = {entry: device for entry, device in entries if entry in known}
+    missing = tuple(name for name in names if device_of(name, devices) is None)
+    doubled = tuple(_contradicted(model, devices))
+    completed = dict(devices)
+    last = next(iter(devices.values()), "cuda:0")
     for name in names:
-        found = device_of(name, given)
-        if found is None:
+        device = device_of(name, devices)
+        if device is None:
             completed[name] = last
         else:
-            last = found
+            last = device
     if not (missing or unknown or doubled):
         return entries, Faults()
     near = {name: tuple(get_close_matches(name, modules, n=_NEAREST)) for name in unknown}
@@ -137,17 +120,17 @@ def complete(model: nn.Module, entries: Entries) -> tuple[Entries, Faults]:
         missing=missing,
         unknown=unknown,
         doubled=doubled,
-        nearest={name: found for name, found in near.items() if found},
+        nearest={name: names for name, names in near.items() if names},
         completed=completed,
     )
     return tuple(completed.items()), faults
 
 
-def _contradicted(model: nn.Module, given: Mapping[str, str]) -> Iterator[str]:
+def _contradicted(model: nn.Module, devices: Mapping[str, str]) -> Iterator[str]:
     """Tied tensors whose names have several devices."""
     by_tensor: dict[int, dict[str, str | None]] = {}
     for name, tensor in tensor_names(model):
-        by_tensor.setdefault(id(tensor), {})[name] = device_of(name, given)
+        by_tensor.setdefault(id(tensor), {})[name] = device_of(name, devices)
     for named in by_tensor.values():
         if len({device for device in named.values() if device is not None}) > 1:
             yield from named
@@ -165,37 +148,37 @@ def device_of(name: str, entries: Mapping[str, str]) -> str | None:
 
 def tensor_devices(model: nn.Module, entries: Entries) -> dict[str, str]:
     """The device of every parameter and buffer, entry by entry of the map."""
-    given = dict(entries)
-    ranks = {entry: rank for rank, entry in enumerate(given)}
-    found = []
+    devices = dict(entries)
+    ranks = {entry: rank for rank, entry in enumerate(devices)}
+    ranked = []
     for name, _ in tensor_names(model):
         entry = name
-        while entry not in given:
+        while entry not in devices:
             entry = entry.rpartition(".")[0]
-        found.append((ranks[entry], name, given[entry]))
-    return {name: device for _, name, device in sorted(found, key=lambda each: each[0])}
+        ranked.append((ranks[entry], name, devices[entry]))
+    return {name: device for _, name, device in sorted(ranked, key=lambda entry: entry[0])}
 
 
 def placed_modules(model: nn.Module, entries: Entries) -> dict[nn.Module, str]:
     """The modules that a map places: those that it names, or, of a mere container, its parts."""
-    given = dict(entries)
+    devices = dict(entries)
     modules = dict(model.named_modules(remove_duplicate=False))
     placed: dict[nn.Module, str] = {}
-    for name, device in given.items():
+    for name, device in devices.items():
         if name in modules:
-            for module in _called(modules[name], name, given):
+            for module in _called(modules[name], name, devices):
                 placed.setdefault(module, device)
     return placed
 
 
-def _called(module: nn.Module, name: str, given: Mapping[str, str]) -> Iterator[nn.Module]:
+def _called(module: nn.Module, name: str, devices: Mapping[str, str]) -> Iterator[nn.Module]:
     if is_callable(module):
         yield module
         return
     for child_name, child in module.named_children():
         inner = f"{name}.{child_name}" if name else child_name
-        if inner not in given:
-            yield from _called(child, inner, given)
+        if inner not in devices:
+            yield from _called(child, inner, devices)
 
 
 def module_names(model: nn.Module) -> dict[int, str]:
@@ -205,19 +188,19 @@ def module_names(model: nn.Module) -> dict[int, str]:
 
 def named_tensors(model: nn.Module) -> dict[int, tuple[OriginKind, str, torch.Tensor]]:
     """Parameters, buffers and tensors kept as plain attributes: kind, name and tensor, by id."""
-    found: dict[int, tuple[OriginKind, str, torch.Tensor]] = {}
+    by_id: dict[int, tuple[OriginKind, str, torch.Tensor]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), ("parameter", name, parameter))
+        by_id.setdefault(id(parameter), ("parameter", name, parameter))
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        found.setdefault(id(buffer), ("buffer", name, buffer))
+        by_id.setdefault(id(buffer), ("buffer", name, buffer))
     for prefix, module in model.named_modules():
         for attribute, value in vars(module).items():
             if attribute in ("_parameters", "_buffers", "_modules"):
                 continue
             for suffix, tensor in _tensors_of(value):
                 name = ".".join(filter(None, (prefix, attribute))) + suffix
-                found.setdefault(id(tensor), ("attribute", name, tensor))
-    return found
+                by_id.setdefault(id(tensor), ("attribute", name, tensor))
+    return by_id
 
 
 def _tensors_of(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -269,9 +252,9 @@ def native_hint(checkpoint: Checkpoint) -> str:
 
 def _last_line(checkpoint: Checkpoint, error: BaseException) -> Place | None:
     """The innermost line of the checkpoint's code that an error went through."""
-    own = {str((checkpoint.path / file.name).absolute()) for file in checkpoint.code}
+    own_files = {str((checkpoint.path / file.name).absolute()) for file in checkpoint.code}
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if str(Path(frame.filename).absolute()) in own:
+        if str(Path(frame.filename).absolute()) in own_files:
             return Place(
                 file=frame.filename,
                 line=frame.lineno or 1,

@@ -1,4 +1,4 @@
-"""Repairs of operands of calls, closures and custom functions."""
+"""Repairs of operands of calls and closures, and calls that none is known for."""
 
 from __future__ import annotations
 
@@ -9,26 +9,14 @@ from repairing import Shape, changed, repair_shape
 
 SHAPES = [
     Shape(
-        name="module-whose-parameters-are-placed",
-        body="""
-        h = self.b(self.a(x))
-        return self.head(h)
-        """,
-        init="""
-        self.head = nn.Linear(4, 4)
-        """,
-        device_map={"a": 0, "b": 1, "head.weight": 0, "head.bias": 0},
-        lines=[
-            "return self.head(h.to(self.head.weight.device))",
-        ],
-    ),
-    Shape(
         name="call-call",
         body="""
         return self.a(x) + self.b(x)
         """,
         lines=[
-            "return self.a(x).to(self.b.weight.device) + self.b(x)",
+            "a_output = self.a(x)",
+            "b_output = self.b(x)",
+            "return a_output.to(b_output.device) + b_output",
         ],
     ),
     Shape(
@@ -37,9 +25,7 @@ SHAPES = [
         h = self.a(x)
         return h + self.b(self.b(h))
         """,
-        lines=[
-            "return h.to(self.b.weight.device) + self.b(self.b(h))",
-        ],
+        lines=["b_output = self.b(self.b(h))", "return h.to(b_output.device) + b_output"],
     ),
     Shape(
         name="helper-call-anchor",
@@ -54,67 +40,6 @@ SHAPES = [
         lines=[
             "step_output = self.step(h)",
             "return h.to(step_output.device) * step_output",
-        ],
-    ),
-    Shape(
-        name="partial-kw",
-        body="""
-        h = self.b(self.a(x))
-        f = functools.partial(torch.add, other=x)
-        return f(h)
-        """,
-        top="""
-        import functools
-        """,
-        lines=[
-            "f = functools.partial(torch.add, other=x.to(h.device))",
-        ],
-    ),
-    Shape(
-        name="partial-pos",
-        body="""
-        h = self.b(self.a(x))
-        f = functools.partial(torch.add, x)
-        return f(h)
-        """,
-        top="""
-        import functools
-        """,
-        lines=[
-            "f = functools.partial(torch.add, x.to(h.device))",
-        ],
-    ),
-    Shape(
-        name="partial-self",
-        body="""
-        h = self.b(self.a(x))
-        return self.f(h)
-        """,
-        init="""
-        self.t = torch.ones(4)
-        self.f = functools.partial(torch.add, self.t)
-        """,
-        top="""
-        import functools
-        """,
-        lines=[
-            "return self.f.func(self.f.args[0].to(h.device), h)",
-        ],
-    ),
-    Shape(
-        name="partial-self-kw",
-        body="""
-        h = self.b(self.a(x))
-        return self.f(h)
-        """,
-        init="""
-        self.f = functools.partial(torch.mul, other=torch.ones(4))
-        """,
-        top="""
-        import functools
-        """,
-        lines=[
-            'return self.f(h, other=self.f.keywords["other"].to(h.device))',
         ],
     ),
     Shape(
@@ -254,9 +179,7 @@ SHAPES = [
         if h.shape[0]: return x + self.b(h)
         return self.b(h)
         """,
-        lines=[
-            "if h.shape[0]: return x.to(self.b.weight.device) + self.b(h)",
-        ],
+        lines=["if h.shape[0]: return x.to(h.device) + self.b(h)"],
     ),
     Shape(
         name="checkpoint",
@@ -293,54 +216,6 @@ SHAPES = [
         ],
     ),
     Shape(
-        name="autograd-fn",
-        body="""
-        h = self.a(x)
-        g = self.b(h)
-        return Mix.apply(h, g)
-        """,
-        top="""
-        class Mix(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, h, g):
-                ctx.save_for_backward(h, g)
-                return h.to(g.device) * g
-
-            @staticmethod
-            def backward(ctx, grad):
-                h, g = ctx.saved_tensors
-                return grad * g, grad * h.to(grad.device)
-        """,
-        train=True,
-        lines=[
-            "return (grad * g).to(h.device), grad * h.to(grad.device)",
-        ],
-    ),
-    Shape(
-        name="autograd-fn-mix",
-        body="""
-        h = self.a(x)
-        g = self.b(h)
-        return Mix.apply(h, g)
-        """,
-        top="""
-        class Mix(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, h, g):
-                ctx.save_for_backward(h, g)
-                return h * g
-
-            @staticmethod
-            def backward(ctx, grad):
-                h, g = ctx.saved_tensors
-                return grad * g, grad * h
-        """,
-        train=True,
-        lines=[
-            "return Mix.apply(h.to(g.device), g)",
-        ],
-    ),
-    Shape(
         name="nested-mod-anchor",
         body="""
         h = x
@@ -348,9 +223,7 @@ SHAPES = [
             h = h + blk(h)
         return h
         """,
-        lines=[
-            "h = h.to(blk.weight.device) + blk(h)",
-        ],
+        lines=["blk_output = blk(h)", "h = h.to(blk_output.device) + blk_output"],
     ),
     Shape(
         name="return-tuple",
@@ -411,3 +284,75 @@ def test_a_fault_is_cured_and_the_cure_proved(shape: Shape, tmp_path: Path) -> N
     assert [patch.reason for patch in repairs] == [""]
     assert repairs.proved
     assert changed(repairs) == shape.lines
+
+
+REFUSED = [
+    Shape(
+        name="module-whose-parameters-are-placed",
+        body="""
+        h = self.b(self.a(x))
+        return self.head(h)
+        """,
+        init="""
+        self.head = nn.Linear(4, 4)
+        """,
+        device_map={"a": 0, "b": 1, "head.weight": 0, "head.bias": 0},
+        lines=[],
+    ),
+    Shape(
+        name="partial",
+        body="""
+        h = self.b(self.a(x))
+        return functools.partial(torch.add, other=x)(h)
+        """,
+        top="""
+        import functools
+        """,
+        lines=[],
+    ),
+    Shape(
+        name="map",
+        body="""
+        products = map(torch.mul, [self.a(x)], [self.b(x)])
+        return torch.stack(list(products))
+        """,
+        lines=[],
+    ),
+    Shape(
+        name="sum",
+        body="""
+        parts = [self.a(x), self.b(x)]
+        return sum(parts)
+        """,
+        lines=[],
+    ),
+    Shape(
+        name="custom-function",
+        body="""
+        h = self.a(x)
+        return Mix.apply(h, self.b(h))
+        """,
+        top="""
+        class Mix(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, h, g):
+                ctx.save_for_backward(h, g)
+                return h.to(g.device) * g
+
+            @staticmethod
+            def backward(ctx, grad):
+                h, g = ctx.saved_tensors
+                return grad * g, grad * h.to(grad.device)
+        """,
+        train=True,
+        lines=[],
+    ),
+]
+
+
+@pytest.mark.parametrize("shape", REFUSED, ids=lambda shape: shape.name)
+def test_what_has_no_cure_is_refused_in_words(shape: Shape, tmp_path: Path) -> None:
+    repairs = repair_shape(shape, tmp_path)
+    assert not repairs.patches
+    assert repairs.uncured
+    assert all(reason for _, reason in repairs.uncured)

@@ -9,31 +9,6 @@ from repairing import Shape, changed, repair_shape
 
 SHAPES = [
     Shape(
-        name="map",
-        body="""
-        products = map(torch.mul, [self.a(x)], [self.b(x)])
-        return torch.stack(list(products))
-        """,
-        lines=[
-            "products = map(lambda each, each1: torch.mul(each.to(each1.device), each1), "
-            "[self.a(x)], [self.b(x)])",
-        ],
-    ),
-    Shape(
-        name="accumulate",
-        body="""
-        ps = [self.a(x), self.b(x)]
-        return list(itertools.accumulate(ps, torch.add))[-1]
-        """,
-        top="""
-        import itertools
-        """,
-        lines=[
-            "return list(itertools.accumulate((each.to(ps[-1].device) for each in ps), "
-            "torch.add))[-1]",
-        ],
-    ),
-    Shape(
         name="cat-lit",
         body="""
         h = self.a(x)
@@ -51,9 +26,7 @@ SHAPES = [
         g = self.b(x)
         return torch.cat([g, *rest], dim=-1)
         """,
-        lines=[
-            "return torch.cat([g, *(each.to(g.device) for each in rest)], dim=-1)",
-        ],
+        lines=["return torch.cat([g, *[each.to(g.device) for each in rest]], dim=-1)"],
     ),
     Shape(
         name="cat-comp",
@@ -71,7 +44,7 @@ SHAPES = [
         return torch.cat(tuple(f(x) for f in (self.a, self.b)), dim=-1)
         """,
         lines=[
-            "parts = [f(x) for f in (self.a, self.b)]",
+            "parts = tuple(f(x) for f in (self.a, self.b))",
             "return torch.cat([each.to(parts[-1].device) for each in parts], dim=-1)",
         ],
     ),
@@ -120,39 +93,6 @@ SHAPES = [
         lines=[
             "parts = [x] + ps",
             "return torch.cat([each.to(parts[-1].device) for each in parts], dim=0)",
-        ],
-    ),
-    Shape(
-        name="sum-builtin",
-        body="""
-        ps = [self.a(x), self.b(x)]
-        return sum(ps)
-        """,
-        lines=[
-            "return sum(each.to(ps[-1].device) for each in ps)",
-        ],
-    ),
-    Shape(
-        name="sum-gen",
-        body="""
-        return sum(f(x) for f in (self.a, self.b))
-        """,
-        lines=[
-            "parts = [f(x) for f in (self.a, self.b)]",
-            "return sum(each.to(parts[-1].device) for each in parts)",
-        ],
-    ),
-    Shape(
-        name="reduce",
-        body="""
-        ps = [self.a(x), self.b(x)]
-        return functools.reduce(torch.add, ps)
-        """,
-        top="""
-        import functools
-        """,
-        lines=[
-            "return functools.reduce(torch.add, (each.to(ps[-1].device) for each in ps))",
         ],
     ),
     Shape(

@@ -54,10 +54,7 @@ SHAPES = [
         h = self.b(h)
         return h + pos
         """,
-        lines=[
-            "pos = torch.arange(x.shape[-1], device=self.a.weight.device)",
-            "return h + pos.to(h.device)",
-        ],
+        lines=["pos = torch.arange(x.shape[-1], device=x.device)", "return h + pos.to(h.device)"],
     ),
     Shape(
         name="factory-inline",
@@ -82,9 +79,7 @@ SHAPES = [
             n = h.shape[-1]
             return torch.ones(n)
         """,
-        lines=[
-            "return torch.ones(n, device=h.device)",
-        ],
+        lines=["return h + causal(h).to(h.device)"],
     ),
     Shape(
         name="factory-helper-notensor",
@@ -197,9 +192,7 @@ SHAPES = [
         init="""
         self.t = torch.ones(4)
         """,
-        lines=[
-            "return self.b(x) + self.t.to(self.b.weight.device)",
-        ],
+        lines=["b_output = self.b(x)", "return b_output + self.t.to(b_output.device)"],
     ),
     Shape(
         name="table-list",
@@ -209,9 +202,7 @@ SHAPES = [
         init="""
         self.t = [torch.ones(4)]
         """,
-        lines=[
-            "return self.b(x) + self.t[0].to(self.b.weight.device)",
-        ],
+        lines=["b_output = self.b(x)", "return b_output + self.t[0].to(b_output.device)"],
     ),
     Shape(
         name="func-param",

@@ -1,14 +1,10 @@
-"""Faults recognised in changed code, and operands found by the text of their call."""
+"""Faults recognised in changed code."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from duoka.checker.fix.operands import completed
-from duoka.checker.fix.search import Lines, is_same
-from duoka.checker.fix.syntax import Tree
+from duoka.checker.fix.search import LineMap, is_same
 from duoka.report.check_report import Fault, Operand, Place
 
 BEFORE = "a = 1\nb = f(a) + g(a)\nc = 3\n"
@@ -28,7 +24,7 @@ def fault(line: int, moved: str, *, op: str = "Tensor.add") -> Fault:
 
 
 def test_lines_after_an_inserted_one() -> None:
-    lines = Lines(BEFORE, AFTER)
+    lines = LineMap(BEFORE, AFTER)
     assert [lines.after(line) for line in (1, 2, 3)] == [1, 3, 4]
 
 
@@ -43,26 +39,4 @@ def test_lines_after_an_inserted_one() -> None:
     ],
 )
 def test_a_fault_that_is_still_there(after: Fault, same: bool) -> None:
-    assert is_same(fault(2, "f( a )"), after, Lines(BEFORE, AFTER)) is same
-
-
-@pytest.mark.parametrize(
-    ("text", "op", "arguments", "wanted"),
-    [
-        ("x.add_(y)", "Tensor.add_", ("0", "1"), ("x", "y")),
-        ("x.lerp_(0, i, to=s)", "Tensor.lerp_", ("0", "2", "to"), ("x", "i", "s")),
-        ("torch.add(x, other=y)", "torch.add", ("0", "other"), ("x", "y")),
-        ("torch.cat([x, y])", "torch.cat", ("0[0]", "0[1]"), ("[x, y][0]", "[x, y][1]")),
-        ("x[0] + (y)", "Tensor.add", ("0", "1"), ("x[0]", "y")),
-        ("helper(x, y)", "Tensor.add", ("0", "1"), ("", "")),
-        ("torch.add(*xs, y)", "torch.add", ("0", "1"), ("", "")),
-    ],
-)  # fmt: skip
-def test_operands_by_the_text_of_the_call(
-    text: str, op: str, arguments: tuple[str, ...], wanted: tuple[str, ...]
-) -> None:
-    place = Place(file="m.py", line=1, column=4, end_line=1, end_column=4 + len(text), text=text)
-    operands = tuple(Operand(argument=each, device="cpu") for each in arguments)
-    given = replace(fault(1, "", op=op), place=place, operands=operands)
-    tree = Tree("m.py", f"z = {text}\n")
-    assert tuple(each.expression for each in completed(tree, given).operands) == wanted
+    assert is_same(fault(2, "f( a )"), after, LineMap(BEFORE, AFTER)) is same

@@ -14,47 +14,38 @@ from torch import nn
 
 from duoka.report.check_report import Operand
 
-from ..subject import Subject, device_of
-from .sources import SourceError, Sources
-from .syntax import Edit, Tree, function_of
+from ..subject import device_of
+from .sources import Site, SourceError, Sources
+from .syntax import Edit, Tree
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """An attribute that becomes a buffer in all modules of a class.
-
-    Parameters
-    ----------
-    owner : type
-        The class whose `__init__` assigns it.
-    attribute : str
-    """
+class NewBuffer:
+    """An attribute that becomes a buffer in all modules of the class whose `__init__` sets it."""
 
     owner: type[nn.Module]
     attribute: str
 
 
-def as_buffer(
-    operand: Operand, sources: Sources, subject: Subject | None
-) -> Iterator[tuple[tuple[Edit, ...], tuple[Table, ...]]]:
-    """Let `__init__` register a buffer in place of assigning an attribute."""
-    origin = operand.origin
+def as_buffer(site: Site, operand: Operand) -> tuple[Edit, NewBuffer] | None:
+    """Let `__init__` register a buffer in place of assigning an attribute, where that cures."""
+    origin, subject = operand.origin, site.subject
     if origin is None or origin.kind != "attribute" or subject is None:
-        return
+        return None
     if device_of(origin.name, dict(subject.entries)) is None:
-        return  # the map would miss the buffer
+        return None  # the map would miss the buffer
     module_name, _, attribute = origin.name.rpartition(".")
     try:
         module = subject.model.get_submodule(module_name)
     except AttributeError:
-        return
+        return None
     if not isinstance(vars(module).get(attribute), torch.Tensor):
-        return
+        return None
     for owner in type(module).__mro__:
-        found = _assignment(owner, attribute, sources)
-        if found is not None:
-            yield (_registered(*found, attribute),), (Table(owner, attribute),)
-            return
+        assignment = _assignment(owner, attribute, site.sources)
+        if assignment is not None:
+            return _registration(*assignment, attribute), NewBuffer(owner, attribute)
+    return None
 
 
 def _assignment(
@@ -69,29 +60,23 @@ def _assignment(
         tree = sources.tree(code.co_filename)
     except SourceError:
         return None
-    for function in tree.inside(tree.module, cst.FunctionDef):
-        first, _, last, _ = tree.span(function)
-        if (
-            function.name.value == "__init__"
-            and first <= code.co_firstlineno + len(function.decorators) <= last
-            and code.co_firstlineno <= first
-        ):
-            found = [
-                each
-                for each in tree.inside(function, cst.Assign, cst.AnnAssign)
-                if function_of(tree, each) is function and _assigns(tree, each, attribute)
-            ]
-            return (tree, found[0]) if len(found) == 1 else None
-    return None
+    assignments = []
+    for node in tree.inside(tree.module, cst.Assign, cst.AnnAssign):
+        function = tree.function_of(node)
+        if isinstance(function, cst.FunctionDef) and _assigns(tree, node, attribute):
+            first, _, last, _ = tree.span(function)
+            # The code begins at the first decorator.
+            if first <= code.co_firstlineno + len(function.decorators) <= last:
+                assignments.append(node)
+    return (tree, assignments[0]) if len(assignments) == 1 else None
 
 
 def _assigns(tree: Tree, node: cst.Assign | cst.AnnAssign, attribute: str) -> bool:
-    if isinstance(node, cst.AnnAssign):
-        return node.value is not None and tree.code(node.target) == f"self.{attribute}"
-    return len(node.targets) == 1 and tree.code(node.targets[0].target) == f"self.{attribute}"
+    targets = [node.target] if isinstance(node, cst.AnnAssign) else [t.target for t in node.targets]
+    return node.value is not None and list(map(tree.code, targets)) == [f"self.{attribute}"]
 
 
-def _registered(tree: Tree, node: cst.Assign | cst.AnnAssign, attribute: str) -> Edit:
+def _registration(tree: Tree, node: cst.Assign | cst.AnnAssign, attribute: str) -> Edit:
     def change(updated: Any) -> cst.Expr:
         call = cst.parse_expression(
             f'self.register_buffer("{attribute}", _, persistent=False)',
@@ -106,28 +91,28 @@ def _registered(tree: Tree, node: cst.Assign | cst.AnnAssign, attribute: str) ->
 
 
 @contextmanager
-def registered(model: nn.Module, tables: Sequence[Table]) -> Iterator[None]:
+def registered(model: nn.Module, buffers: Sequence[NewBuffer]) -> Iterator[None]:
     """Let live modules hold buffers, as they would had their `__init__` been repaired."""
     before: list[tuple[nn.Module, dict[str, Any], list[str]]] = []
     try:
         for module in model.modules():
             attributes = dict(vars(module))
             names = [
-                table.attribute
-                for table in tables
-                if isinstance(module, table.owner)
-                and isinstance(attributes.get(table.attribute), torch.Tensor)
+                buffer.attribute
+                for buffer in buffers
+                if isinstance(module, buffer.owner)
+                and isinstance(attributes.get(buffer.attribute), torch.Tensor)
             ]
-            before.append((module, attributes, names))
+            if names:
+                before.append((module, attributes, names))
             for name in names:
                 del vars(module)[name]
                 module.register_buffer(name, attributes[name], persistent=False)
         yield
     finally:
         for module, attributes, names in before:
-            if names:
-                for name in names:
-                    module._buffers.pop(name, None)
-                    module._non_persistent_buffers_set.discard(name)
-                vars(module).clear()
-                vars(module).update(attributes)
+            for name in names:
+                module._buffers.pop(name, None)
+                module._non_persistent_buffers_set.discard(name)
+            vars(module).clear()
+            vars(module).update(attributes)

@@ -1,4 +1,4 @@
-"""Operands that come in a list: each of its tensors is moved."""
+"""Operands that come in a list, tuple or mapping: each of its tensors is moved."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from duoka.report.check_report import Fault, Operand
+from duoka.report.check_report import Operand
 
-from ..subject import Subject
-from .device_exprs import anchors, lucky
+from .device_exprs import lucky_devices, target_devices
 from .edits import (
     calls_before,
     can_precede,
+    free_name,
     insert_before,
     move,
     move_each,
@@ -23,170 +23,108 @@ from .edits import (
     on_a_line,
     replace,
 )
-from .syntax import Edit, Tree, all_names, folded, free_name, is_container, is_plain, statement_of
+from .sources import Site
+from .syntax import Edit, Tree, folded, is_plain, last_name
 
 _LOOPS = (cst.ListComp, cst.GeneratorExp, cst.SetComp)
-_FOLDING = {"sum": 0, "reduce": 1, "accumulate": 0}
-"""Which argument these add up."""
 _ONE_PASS = frozenset({"values", "map", "filter", "reversed", "zip", "chain", "items"})
 
 
 @dataclass(frozen=True, slots=True)
-class Items:
-    """What holds several tensors.
+class Container:
+    """What holds several tensors: a list, or the loop that makes it."""
 
-    Parameters
-    ----------
-    tree : Tree
-    node : libcst.BaseExpression
-        The list, or the loop that makes it.
-    element : libcst.BaseExpression, optional
-        What each of them is in a loop.
-    is_lazy : bool
-        It is only run through: a generator will do.
-    whole : libcst.BaseExpression, optional
-        The call of `list` or `tuple` around it.
-    is_summed : bool
-        It is what `sum` adds up, one after the other.
-    key : str
-        It is a mapping, and this the text of the key of what moves.
-    """
-
-    tree: Tree
     node: cst.BaseExpression
     element: cst.BaseExpression | None = None
-    is_lazy: bool = False
-    whole: cst.BaseExpression | None = None
-    is_summed: bool = False
+    """What each of them is in a loop."""
     key: str = ""
+    """It is a mapping, and this the text of the key of what moves."""
 
 
-def items_of(tree: Tree, node: cst.CSTNode, operand: Operand) -> Items | None:
+def container_of(tree: Tree, node: cst.CSTNode, operand: Operand) -> Container | None:
     """What holds an operand among others, if the expression at its place does."""
-    if isinstance(node, cst.AugAssign):
-        return None
     starred = isinstance(node, (cst.Arg, cst.StarredElement))
     written = node.value if isinstance(node, (cst.Arg, cst.StarredElement)) else node
-    assert isinstance(written, cst.BaseExpression)
-    inner, whole = written, None
-    while isinstance(inner, cst.Call) and is_container(inner):
-        inner, whole = inner.args[0].value, written
-    lazy = starred or whole is not None
-    if isinstance(inner, _LOOPS):
-        return Items(tree, inner, inner.elt, lazy, whole)
+    if not isinstance(written, cst.BaseExpression):
+        return None
+    if isinstance(written, _LOOPS):
+        return Container(written, written.elt)
     text, expression = folded(tree.code(written)), folded(operand.expression)
     is_item = expression.startswith(f"{text}[")
+    index = expression.removeprefix(text)
     if is_item and isinstance(written, (cst.List, cst.Tuple)):
-        return _spelled_out(tree, written, expression.removeprefix(text))
-    key = re.fullmatch(r"\[(['\"]\w+['\"])\]", expression.removeprefix(text))
+        return _element_of(written, index)
+    key = re.fullmatch(r"\[(['\"]\w+['\"])\]", index)
     if is_item and key is not None:
-        return Items(tree, inner, key=key[1])
-    return Items(tree, inner, None, lazy, whole) if starred or is_item else None
+        return Container(written, key=key[1])
+    return Container(written) if starred or is_item else None
 
 
-def _spelled_out(tree: Tree, listed: cst.List | cst.Tuple, item: str) -> Items | None:
+def _element_of(listed: cst.List | cst.Tuple, item: str) -> Container | None:
     """The part of ``[a, *rest]`` that gives an item, such as "[2]"."""
     index = re.match(r"\[(\d+)\]", item)
-    if index is None:
-        return None
-    number = int(index[1])
-    for at, element in enumerate(listed.elements):
+    for at, element in enumerate(listed.elements if index else ()):
         if isinstance(element, cst.StarredElement):
-            return Items(tree, element.value, None, True)
-        if at == number:
-            return Items(tree, element.value, element.value)
+            return Container(element.value)
+        if index is not None and at == int(index[1]):
+            return Container(element.value, element.value)
     return None
 
 
-def folded_items(tree: Tree, fault: Fault) -> Items | None:
-    """What `sum` or `reduce` adds up, if that is the call at fault."""
-    call = tree.find(fault.place)
-    while isinstance(call, cst.Call) and is_container(call):
-        call = call.args[0].value  # `list(accumulate(…))`: only the list runs through it
-    node = _folded(call) if isinstance(call, cst.Call) else None
-    if node is None:
-        return None
-    if isinstance(node, _LOOPS):
-        return Items(tree, node, node.elt, True, None, True)
-    return Items(tree, node, None, True, None, True)
-
-
-def _folded(call: cst.Call) -> cst.BaseExpression | None:
-    named = call.func.attr if isinstance(call.func, cst.Attribute) else call.func
-    at = _FOLDING.get(named.value) if isinstance(named, cst.Name) else None
-    if at is None or len(call.args) <= at or any(each.star for each in call.args):
-        return None
-    return call.args[at].value
-
-
-def each_of(items: Items, fault: Fault, subject: Subject | None) -> Iterator[tuple[Edit, ...]]:
+def move_contents(site: Site, container: Container) -> Iterator[tuple[Edit, ...]]:
     """Move each of several tensors: to one of them, or to what is at hand."""
-    tree, node = items.tree, items.node
-    own = _own_index(items, fault)
-    for anchor in anchors(tree, node, fault, subject):
-        yield (_each(items, anchor),)
-    if own is not None and items.element is None and is_plain(node) and not items.key:
-        yield (_each(items, f"{tree.code(node)}[{own}].device"),)
-    if not is_plain(node):
-        yield from _named_first(items, own)
-    for anchor in lucky(tree, node, fault):
-        yield (_each(items, anchor),)
+    tree, node = site.tree, container.node
+    for device in target_devices(site, node):
+        yield (_move_in(tree, container, device),)
+    staying = _staying_index(site, container)
+    if staying is not None and container.element is not node and not container.key:
+        if container.element is None and is_plain(node):
+            yield (move_each(tree, node, f"{tree.code(node)}[{staying}].device"),)
+        elif not is_plain(node):
+            yield from _named_first(tree, node, staying)
+    for device in lucky_devices(site, node):
+        yield (_move_in(tree, container, device),)
 
 
-def _each(items: Items, device: str) -> Edit:
-    if items.key:
-        return move_item(items.tree, items.node, items.key, device)
-    if items.element is not None:
-        return move(items.tree, items.element, device)
-    return move_each(items.tree, items.node, device, lazily=items.is_lazy)
+def _move_in(tree: Tree, container: Container, device: str) -> Edit:
+    if container.key:
+        return move_item(tree, container.node, container.key, device)
+    if container.element is not None:
+        return move(tree, container.element, device)
+    return move_each(tree, container.node, device)
 
 
-def _own_index(items: Items, fault: Fault) -> int | None:
+def _staying_index(site: Site, container: Container) -> int | None:
     """Which of the tensors is on the target: from the end where it is the last."""
-    held = [
+    operands = [
         operand
-        for operand in fault.operands
-        if (found := items.tree.find(operand.place)) is not None
-        and (other := items_of(items.tree, found, operand)) is not None
-        and other.node is items.node
+        for operand in site.fault.operands
+        if (node := site.tree.find(operand.place)) is not None
+        and (other := container_of(site.tree, node, operand)) is not None
+        and other.node is container.node
     ]
-    if items.is_summed:
-        return -1  # only two of them meet at a time; all go where the last one is
-    fitting = [at for at, operand in enumerate(held) if not operand.moved]
-    if not fitting:
+    staying = [at for at, operand in enumerate(operands) if not operand.moved]
+    if not staying:
         return None
-    return -1 if fitting[-1] == len(held) - 1 else fitting[0]
+    return -1 if staying[-1] == len(operands) - 1 else staying[0]
 
 
-def _named_first(items: Items, own: int | None) -> Iterator[tuple[Edit, ...]]:
+def _named_first(tree: Tree, node: cst.BaseExpression, staying: int) -> Iterator[tuple[Edit, ...]]:
     """Give a list that is made on the spot a name, then move each of it."""
-    tree, node = items.tree, items.whole or items.node
-    statement = statement_of(tree, node)
-    if own is None or statement is None or node is items.element or items.key:
+    statement = tree.statement_of(node)
+    if statement is None or not can_precede(tree, statement, node):
         return
-    if not can_precede(tree, statement, node) or calls_before(tree, statement, [node], node):
+    if calls_before(tree, statement, [node], node):
         return
-    name = "parts" if items.whole is not None else name_for(node, "parts")
-    name = free_name(name, all_names(tree, node))
-    lazily = items.is_lazy and items.whole is None
-    yield (
-        insert_before(tree, statement, f"{name} = {_as_list(tree, node)}"),
-        replace(tree, node, name),
-        move_each(tree, node, f"{name}[{own}].device", lazily=lazily),
-    )
-
-
-def _as_list(tree: Tree, node: cst.BaseExpression) -> str:
-    """The text of something that can be indexed."""
-    bare = node.with_changes(lpar=[], rpar=[])
-    text = on_a_line(tree, bare)
+    text = on_a_line(tree, node.with_changes(lpar=[], rpar=[]))
     if isinstance(node, cst.GeneratorExp):
-        return f"[{tree.code(bare)}]"
-    if isinstance(node, cst.Call) and is_container(node):
-        inner = node.args[0].value
-        return _as_list(tree, inner) if isinstance(inner, _LOOPS) else text
-    if isinstance(node, cst.Call):
-        called = node.func.attr if isinstance(node.func, cst.Attribute) else node.func
-        if isinstance(called, cst.Name) and called.value in _ONE_PASS:
-            return f"list({text})"
-    return text
+        text = f"[{text}]"
+    elif isinstance(node, cst.Call) and last_name(node.func) in _ONE_PASS:
+        text = f"list({text})"
+    name = "parts" if text.startswith(("list(", "tuple(")) else name_for(node, "parts")
+    name = free_name(name, tree.all_names(node))
+    yield (
+        insert_before(tree, statement, f"{name} = {text}"),
+        replace(tree, node, name),
+        move_each(tree, node, f"{name}[{staying}].device"),
+    )

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import libcst as cst
 
-from .syntax import Edit, Tree, all_names, free_name, is_plain, statement_of
+from .syntax import Edit, Tree, is_plain
 
 _CLOSED = (
-    cst.Name,
-    cst.Attribute,
-    cst.Subscript,
-    cst.Call,
-    cst.List,
-    cst.Set,
-    cst.Dict,
-    cst.ListComp,
-    cst.SetComp,
-    cst.DictComp,
-    cst.BaseString,
-)
-_EACH = ("each", "part", "item", "tensor", "each_one")
+    cst.Name, cst.Attribute, cst.Subscript, cst.Call, cst.List, cst.Set, cst.Dict, cst.ListComp,
+    cst.SetComp, cst.DictComp, cst.BaseString,
+)  # fmt: skip
+_ITEM_NAMES = ("each", "part", "item", "tensor", "each_one")
 _SPACE = cst.SimpleWhitespace(" ")
+# What stands in one of these may be evaluated several times, or not at all: an `elif`, whose
+# question is asked only when all before it was false; `if x: return y`.
+_UNMOVABLE = (
+    cst.Lambda, cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp, cst.IfExp,
+    cst.BooleanOperation, cst.Await, cst.Decorator, cst.Param, cst.If, cst.SimpleStatementSuite,
+)  # fmt: skip
 
 
 def move(tree: Tree, node: cst.BaseExpression, device: str) -> Edit:
@@ -34,13 +30,49 @@ def move(tree: Tree, node: cst.BaseExpression, device: str) -> Edit:
     ``device`` is source text, such as "logits.device".
     """
     if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-        held = node.func.value
-        if node.func.attr.value in ("cuda", "cpu") and tree.code(held) == device[:-7]:
+        name, owner = node.func.attr.value, tree.code(node.func.value)
+        if name in ("cuda", "cpu") and f"{owner}.device" == device:
             # It was there, and went away.
-            return Edit(
-                tree, node, f"not {node.func.attr.value}", lambda updated: updated.func.value
+            return Edit(tree, node, f"not {name}", lambda updated: updated.func.value)
+    return Edit(tree, node, f"to({device})", lambda updated: _moved(updated, device))
+
+
+def _moved(node: cst.BaseExpression, device: str) -> cst.BaseExpression:
+    where = cst.parse_expression(device)
+    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+        method, args = node.func.attr.value, node.args
+        if method in ("cuda", "cpu") and len(args) <= 1:
+            return node.with_changes(
+                func=node.func.with_changes(attr=cst.Name("to")), args=[cst.Arg(where)]
             )
-    return Edit(tree, node, f"to({device})", lambda updated: moved(updated, device))
+        if method == "to" and args and _gives_device(args[0]):
+            return node.with_changes(args=[args[0].with_changes(value=where), *args[1:]])
+    return cst.Call(cst.Attribute(closed(node), cst.Name("to")), [cst.Arg(where)])
+
+
+def _gives_device(argument: cst.Arg) -> bool:
+    """Whether an argument of ``.to`` surely is a device: "cuda:0", x.device, device."""
+    if argument.star or argument.keyword is not None:
+        return not argument.star and is_device_keyword(argument)
+    value = argument.value
+    if isinstance(value, cst.Attribute):
+        return value.attr.value == "device"
+    return is_literal_device(value) or (isinstance(value, cst.Name) and value.value == "device")
+
+
+def is_device_keyword(argument: cst.Arg) -> bool:
+    """Whether this is ``device=…``."""
+    return argument.keyword is not None and argument.keyword.value == "device"
+
+
+def is_literal_device(value: cst.BaseExpression) -> bool:
+    """Whether an expression is a device that somebody wrote into the code: "cuda:0", 0."""
+    if isinstance(value, (cst.SimpleString, cst.FormattedString, cst.Integer)):
+        return True
+    if isinstance(value, cst.Call) and isinstance(value.func, (cst.Name, cst.Attribute)):
+        name = value.func.attr if isinstance(value.func, cst.Attribute) else value.func
+        return name.value == "device" and all(is_literal_device(arg.value) for arg in value.args)
+    return False
 
 
 def to_cpu(tree: Tree, node: cst.BaseExpression) -> Edit:
@@ -57,24 +89,15 @@ def replace(tree: Tree, node: cst.BaseExpression, text: str) -> Edit:
     return Edit(tree, node, text, lambda updated: cst.parse_expression(text), rewrites=True)
 
 
-def move_each(tree: Tree, node: cst.BaseExpression, device: str, *, lazily: bool = False) -> Edit:
-    """Put ``[each.to(device) for each in node]`` in the place of what holds several tensors.
-
-    Lazily, it is a generator and not a list.
-    """
-    taken = {name.value for name in tree.inside(node, cst.Name)} | set(re.findall(r"\w+", device))
-    each = next(name for name in _EACH if name not in taken)
-    call = tree.enclosing(node, cst.Call)
-    alone = call is not None and [(each.value, each.star) for each in call.args] == [(node, "")]
+def move_each(tree: Tree, node: cst.BaseExpression, device: str) -> Edit:
+    """Put ``[each.to(device) for each in node]`` in the place of what holds several tensors."""
+    taken = tree.names_in(node) | set(re.findall(r"\w+", device))
+    item = next(name for name in _ITEM_NAMES if name not in taken)
 
     def change(updated: cst.BaseExpression) -> cst.BaseExpression:
-        listed = cst.parse_expression(f"[{each}.to({device}) for {each} in _]")
+        listed = cst.parse_expression(f"[{item}.to({device}) for {item} in _]")
         assert isinstance(listed, cst.ListComp)
         loop = listed.for_in.with_changes(iter=closed(updated, loop=True))
-        if lazily and alone:
-            return cst.GeneratorExp(listed.elt, loop, lpar=[], rpar=[])
-        if lazily:
-            return cst.GeneratorExp(listed.elt, loop)
         return listed.with_changes(for_in=loop)
 
     return Edit(tree, node, f"each to({device})", change)
@@ -83,8 +106,8 @@ def move_each(tree: Tree, node: cst.BaseExpression, device: str, *, lazily: bool
 def move_item(tree: Tree, node: cst.BaseExpression, key: str, device: str) -> Edit:
     """Put ``{**node, key: node[key].to(device)}`` in the place of a mapping."""
     text = tree.code(node)
-    moved_one = f"{{**{text}, {key}: {text}[{key}].to({device})}}"
-    return Edit(tree, node, moved_one, lambda updated: cst.parse_expression(moved_one))
+    mapping = f"{{**{text}, {key}: {text}[{key}].to({device})}}"
+    return Edit(tree, node, mapping, lambda updated: cst.parse_expression(mapping))
 
 
 def insert_before(tree: Tree, statement: cst.BaseStatement, line: str) -> Edit:
@@ -107,7 +130,7 @@ def set_device(tree: Tree, call: cst.Call, device: str) -> Edit:
     def change(updated: cst.Call) -> cst.Call:
         value = cst.parse_expression(device)
         for at, argument in enumerate(updated.args):
-            if argument.keyword is not None and argument.keyword.value == "device":
+            if is_device_keyword(argument):
                 args = [*updated.args]
                 args[at] = argument.with_changes(value=value)
                 return updated.with_changes(args=args)
@@ -118,80 +141,27 @@ def set_device(tree: Tree, call: cst.Call, device: str) -> Edit:
 
 def _with_keyword(args: Sequence[cst.Arg], value: cst.BaseExpression) -> list[cst.Arg]:
     """Arguments and ``device=value``, with commas and line breaks as they are there."""
-    new = cst.Arg(
-        keyword=cst.Name("device"),
-        value=value,
-        equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")),
-    )
+    tight = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+    new = cst.Arg(keyword=cst.Name("device"), value=value, equal=tight)
     if not args:
         return [new]
     *before, last = args
     new = new.with_changes(whitespace_after_arg=last.whitespace_after_arg)
     last = last.with_changes(whitespace_after_arg=cst.SimpleWhitespace(""))
-    if not isinstance(last.comma, cst.Comma):
+    ending = last.comma
+    if not isinstance(ending, cst.Comma) or not isinstance(
+        ending.whitespace_after, cst.ParenthesizedWhitespace
+    ):
         one_a_line = isinstance(new.whitespace_after_arg, cst.ParenthesizedWhitespace) and before
         between = before[-1].comma if one_a_line else cst.Comma(whitespace_after=_SPACE)
         return [*before, last.with_changes(comma=between), new]
-    after = last.comma.whitespace_after
-    if not isinstance(after, cst.ParenthesizedWhitespace):
-        return [*before, last.with_changes(comma=cst.Comma(whitespace_after=_SPACE)), new]
     # One argument a line, each with a comma: the comment behind the last one stays with it.
-    own_line = after.with_changes(
-        first_line=cst.TrailingWhitespace(newline=after.first_line.newline)
-    )
-    indented = before[-1].comma if before else None
-    inside = getattr(indented, "whitespace_after", None)
-    wide = cst.SimpleWhitespace(after.last_line.value + " " * 4)
-    if isinstance(inside, cst.ParenthesizedWhitespace):
-        wide = inside.last_line
-    to_new = after.with_changes(empty_lines=[], last_line=wide)
-    return [
-        *before,
-        last.with_changes(comma=cst.Comma(whitespace_after=to_new)),
-        new.with_changes(comma=cst.Comma(whitespace_after=own_line)),
-    ]
-
-
-def moved(node: cst.BaseExpression, device: str) -> cst.BaseExpression:
-    """An expression that ends in ``.to(device)``."""
-    where = cst.parse_expression(device)
-    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-        method, args = node.func.attr.value, node.args
-        if method in ("cuda", "cpu") and len(args) <= 1:
-            return node.with_changes(
-                func=node.func.with_changes(attr=cst.Name("to")), args=[cst.Arg(where)]
-            )
-        if method == "to" and args and _is_device(args[0]):
-            return node.with_changes(args=[args[0].with_changes(value=where), *args[1:]])
-    return cst.Call(cst.Attribute(closed(node), cst.Name("to")), [cst.Arg(where)])
-
-
-def _is_device(argument: cst.Arg) -> bool:
-    """Whether an argument of ``.to`` surely is a device."""
-    if argument.star or (argument.keyword is not None and argument.keyword.value != "device"):
-        return False
-    if argument.keyword is not None:
-        return True
-    return is_device(argument.value)
-
-
-def is_device(value: cst.BaseExpression) -> bool:
-    """Whether an expression surely is a device: "cuda:0", 0, torch.device(…), x.device, device."""
-    if isinstance(value, cst.Attribute):
-        return value.attr.value == "device"
-    if isinstance(value, cst.Name):
-        return value.value == "device"
-    return is_written_out(value)
-
-
-def is_written_out(value: cst.BaseExpression) -> bool:
-    """Whether an expression is a device that somebody wrote into the code."""
-    if isinstance(value, (cst.SimpleString, cst.FormattedString, cst.Integer)):
-        return True
-    if isinstance(value, cst.Call) and isinstance(value.func, (cst.Name, cst.Attribute)):
-        named = value.func.attr if isinstance(value.func, cst.Attribute) else value.func
-        return named.value == "device" and all(is_written_out(each.value) for each in value.args)
-    return False
+    after = ending.whitespace_after
+    indent = cst.SimpleWhitespace(after.last_line.value + " " * 4)
+    bare_end = cst.TrailingWhitespace(newline=after.first_line.newline)
+    to_new = cst.Comma(whitespace_after=after.with_changes(empty_lines=[], last_line=indent))
+    closing = cst.Comma(whitespace_after=after.with_changes(first_line=bare_end))
+    return [*before, last.with_changes(comma=to_new), new.with_changes(comma=closing)]
 
 
 def closed(node: cst.BaseExpression, *, loop: bool = False) -> cst.BaseExpression:
@@ -206,61 +176,36 @@ def closed(node: cst.BaseExpression, *, loop: bool = False) -> cst.BaseExpressio
     return node.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
 
 
-_UNMOVABLE = (
-    cst.Lambda,
-    cst.ListComp,
-    cst.SetComp,
-    cst.DictComp,
-    cst.GeneratorExp,
-    cst.IfExp,
-    cst.BooleanOperation,
-    cst.Await,
-    cst.Decorator,
-    cst.Param,
-    # An `elif`, whose question is asked only when all before it was false; `if x: return y`.
-    cst.If,
-    cst.SimpleStatementSuite,
-)
+# ── results that get a name on a line before, so that what is costly is written once ──
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A device by the name that something on it has been given.
+def name_first(
+    tree: Tree, nodes: Iterable[cst.BaseExpression], target: cst.BaseExpression
+) -> tuple[str, list[Edit]] | None:
+    """Give what isn't plain a name on a line before, in the order of evaluation.
 
-    Parameters
-    ----------
-    device : str
-        Source text, such as "mlp_output.device".
-    edits : tuple of Edit
-        What gives the name.
+    The device of `target` by that name, and the edits; None where the order would change.
     """
-
-    device: str
-    edits: tuple[Edit, ...]
-
-
-def named(tree: Tree, nodes: list[cst.BaseExpression], target: cst.BaseExpression) -> Named | None:
-    """Give what isn't plain a name on a line before, in the order of evaluation."""
-    statement = statement_of(tree, target)
+    statement = tree.statement_of(target)
     if statement is None or not can_precede(tree, statement, target):
         return None
     end = tree.span(target)[2:]
-    given = dict.fromkeys(nodes)
-    first = [node for node in given if tree.span(node)[2:] <= end and not is_plain(node)]
+    unique = dict.fromkeys(nodes)
+    first = [node for node in unique if tree.span(node)[2:] <= end and not is_plain(node)]
     if calls_before(tree, statement, first, target):
         return None
     edits: list[Edit] = []
-    taken = all_names(tree, target)
-    text = ""
+    taken = tree.all_names(target)
+    name = ""
     for node in sorted(first, key=tree.span):
         value = node.with_changes(lpar=[], rpar=[])
-        text = free_name(name_for(node), taken)
+        name = free_name(name_for(node), taken)
         if isinstance(value, cst.NamedExpr):
-            text, value = tree.code(value.target), value.value
-        taken.add(text)
-        edits.append(insert_before(tree, statement, f"{text} = {on_a_line(tree, value)}"))
-        edits.append(replace(tree, node, text))
-    return Named(f"{text}.device", tuple(edits)) if text else None
+            name, value = tree.code(value.target), value.value
+        taken.add(name)
+        edits.append(insert_before(tree, statement, f"{name} = {on_a_line(tree, value)}"))
+        edits.append(replace(tree, node, name))
+    return (f"{name}.device", edits) if name else None
 
 
 def can_precede(tree: Tree, statement: cst.BaseStatement, node: cst.BaseExpression) -> bool:
@@ -282,7 +227,7 @@ def calls_before(
     """Whether a statement calls something else before the last of what gets a name."""
     kinds = (cst.Call, cst.Await, cst.Yield, cst.NamedExpr)
     end = tree.span(last)[2:]
-    before = [each for each in tree.inside(statement, *kinds) if tree.span(each)[2:] <= end]
+    before = [call for call in tree.inside(statement, *kinds) if tree.span(call)[2:] <= end]
     known = {id(call) for node in named_first for call in tree.inside(node, *kinds)}
     return any(id(call) not in known for call in before)
 
@@ -297,6 +242,12 @@ def name_for(node: cst.BaseExpression, plain: str = "result") -> str:
     if isinstance(called, cst.Attribute):
         called = called.attr
     return f"{called.value.strip('_')}_output" if isinstance(called, cst.Name) else plain
+
+
+def free_name(name: str, taken: set[str]) -> str:
+    """A name, with a number where it is taken."""
+    numbered = (f"{name}{number or ''}" for number in range(len(taken) + 1))
+    return next(candidate for candidate in numbered if candidate not in taken)
 
 
 def on_a_line(tree: Tree, node: cst.BaseExpression) -> str:

@@ -1,4 +1,4 @@
-"""Tensors that are made on the wrong device: the call that makes them is told the right one."""
+"""Tensors that are made on the wrong device: the call that makes them gets the right one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from duoka.report.check_report import Fault, Operand
+from duoka.report.check_report import Operand
 
-from ..subject import Subject
-from .device_exprs import anchors, lucky
-from .edits import is_written_out, move, set_device
-from .sources import SourceError, Sources
-from .syntax import Edit, Tree, bound_before, evident_tensors, function_of
+from .device_exprs import lucky_devices, target_devices
+from .edits import is_device_keyword, is_literal_device, move, set_device
+from .sources import Site
+from .syntax import Edit, Tree, last_name
 
 _FACTORIES = frozenset(
     {
@@ -29,101 +28,62 @@ _LIKE = frozenset(
         "zeros_like",
     }
 )  # fmt: skip
-_MOVES = frozenset({"cuda", "cpu", "to"})
+_TORCH = ("torch", "th", "nn")
 
 
-def at_factory(
-    tree: Tree, fault: Fault, operand: Operand, sources: Sources, subject: Subject | None
-) -> Iterator[tuple[Edit, ...]]:
-    """Make a tensor where it is needed, if it comes from a call that makes it out of nothing."""
-    origin = operand.origin
+def make_on_target(site: Site, operand: Operand) -> Iterator[tuple[Edit, ...]]:
+    """Make a tensor where it is needed, if the same function makes it out of nothing.
+
+    Where another function makes it, nobody knows which tensor it should follow.
+    """
+    tree, origin = site.tree, operand.origin
     if origin is None or origin.kind != "operation" or origin.place is None:
         return
-    try:
-        maker = sources.tree(origin.place.file)
-    except SourceError:
-        return  # what can't be read can't be changed: the tensor is moved where it is used
-    node = maker.find(origin.place)
-    if not isinstance(node, cst.Call) or not isinstance(node.func, (cst.Attribute, cst.Name)):
+    used, node = tree.find(site.fault.place), tree.find(origin.place)
+    if origin.place.file != tree.file or used is None or not isinstance(node, cst.Call):
         return
-    for device in _devices(tree, maker, node, fault, subject):
-        edit = _told(maker, node, device)
+    function = tree.function_of(used)
+    if function is None or function is not tree.function_of(node):
+        return
+    known = tree.names_before(node)
+    near = known & tree.names_in(node)
+    devices = [text for text in target_devices(site, node) if _root(text) in known]
+    devices += [text for text in lucky_devices(site, node) if _root(text) in near]
+    for device in devices:
+        edit = _made_on(tree, node, device)
         if edit is not None:
             yield (edit,)
-
-
-def _devices(
-    tree: Tree, maker: Tree, node: cst.Call, fault: Fault, subject: Subject | None
-) -> Iterator[str]:
-    """Texts that name the right device where the call stands."""
-    here = tree.find(fault.place)
-    if here is None or maker is not tree or not _same_function(tree, here, node):
-        for name in evident_tensors(maker, node)[:2]:
-            yield f"{name}.device"
-        return
-    bound = bound_before(maker, node)
-    read = {name.value for name in tree.inside(node, cst.Name)}
-    for anchor in anchors(tree, node, fault, subject):
-        if _root(anchor) in bound:
-            yield anchor
-    for anchor in lucky(tree, node, fault):
-        # Which other tensor it should follow nobody knows; where it is used that is plain.
-        if _root(anchor) in bound & read:
-            yield anchor
 
 
 def _root(text: str) -> str:
     return re.split(r"\W", text, maxsplit=1)[0]
 
 
-def _same_function(tree: Tree, here: cst.CSTNode, node: cst.CSTNode) -> bool:
-    function = function_of(tree, here)
-    return function is not None and function is function_of(tree, node)
-
-
-def _told(maker: Tree, node: cst.Call, device: str) -> Edit | None:
+def _made_on(tree: Tree, node: cst.Call, device: str) -> Edit | None:
     """The edit that makes a call's result be on `device`."""
-    assert isinstance(node.func, (cst.Attribute, cst.Name))
-    name = node.func.attr.value if isinstance(node.func, cst.Attribute) else node.func.value
-    if name in _MOVES:
-        return _moved_there(maker, node, name, device)
-    if isinstance(node.func, cst.Name) or not _is_torch(node.func.value):
+    name = last_name(node.func)
+    if name in ("cuda", "cpu") or (name == "to" and any(map(_is_literal_target, node.args))):
+        return move(tree, node, device)  # a `.to` that follows a tensor stays
+    if not isinstance(node.func, cst.Attribute) or not _is_torch(node.func.value):
         return None
-    given = next(
-        (each for each in node.args if each.keyword and each.keyword.value == "device"), None
-    )
-    if given is not None and not is_written_out(given.value):
+    asked_for = next((arg for arg in node.args if is_device_keyword(arg)), None)
+    if asked_for is not None and not is_literal_device(asked_for.value):
         return None  # it follows another tensor on purpose
-    if name in _FACTORIES or (name in _LIKE and given is not None):
-        return set_device(maker, node, device)
-    if _is_layer(node.func):
-        return set_device(maker, node, device)
+    is_layer = name[:1].isupper() and last_name(node.func.value) == "nn"
+    if name in _FACTORIES or (name in _LIKE and asked_for is not None) or is_layer:
+        return set_device(tree, node, device)
     if name == "from_numpy" or name.endswith("Tensor"):
-        return move(maker, node, device)
+        return move(tree, node, device)
     return None
 
 
-def _is_layer(called: cst.BaseExpression) -> bool:
-    """Whether a module of PyTorch's is made, such as ``nn.LayerNorm(width)``."""
-    if not isinstance(called, cst.Attribute) or not called.attr.value[:1].isupper():
-        return False
-    held = called.value.attr if isinstance(called.value, cst.Attribute) else called.value
-    return isinstance(held, cst.Name) and held.value == "nn"
-
-
-def _moved_there(maker: Tree, node: cst.Call, name: str, device: str) -> Edit | None:
-    """For ``.cuda()`` and ``.to("cuda")``; a ``.to`` that follows a tensor stays."""
-    if name == "to" and not any(
-        is_written_out(each.value)
-        for each in node.args
-        if each.keyword is None or each.keyword.value == "device"
-    ):
-        return None
-    return move(maker, node, device)
+def _is_literal_target(argument: cst.Arg) -> bool:
+    by_name = argument.keyword is None or is_device_keyword(argument)
+    return by_name and is_literal_device(argument.value)
 
 
 def _is_torch(node: cst.BaseExpression) -> bool:
     """``torch``, or ``torch.cuda`` for its old types."""
-    if isinstance(node, cst.Attribute):
-        return _is_torch(node.value)
-    return isinstance(node, cst.Name) and node.value in ("torch", "th", "nn")
+    while isinstance(node, cst.Attribute):
+        node = node.value
+    return isinstance(node, cst.Name) and node.value in _TORCH

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 from torch import nn
 
-from duoka.report.check_report import Fault, Report
+from duoka.report.check_report import Report, Stop
 
 from ..run import check_subject
 from ..subject import Subject
 from .buffers import registered
-from .live_code import SwapError, live_functions, swapped
+from .live_code import ClosureError, SwapError, live_functions, swapped
 from .patch import Patch, Repairs, unified_diff
-from .search import Draft, Outcome, guess, settle
+from .search import Draft, Outcome, guess, search
 from .sources import Sources
 from .verify import Proof, prove
 
@@ -54,23 +55,29 @@ def repair(report: Report) -> Repairs:
     def patched(draft: Draft, model: nn.Module) -> Iterator[None]:
         before = {file: sources.text(file) for file in draft.texts}
         # A twin is younger than the model, and so may be its closures.
-        own = live if model is subject.model else live_functions()
-        with swapped(own, before, draft.texts), registered(model, draft.tables):
+        functions = live if model is subject.model else live_functions()
+        with swapped(functions, before, draft.texts), registered(model, draft.buffers):
             yield
 
     def check(draft: Draft) -> Report:
-        with patched(draft, subject.model):
-            return check_subject(subject)
+        try:
+            with patched(draft, subject.model):
+                return check_subject(subject)
+        except ClosureError as error:
+            # A change that a live function can't take is like one that breaks its code.
+            return replace(
+                report, faults=(), stop=Stop(message=str(error), place=error.place, phase="")
+            )
 
     try:
-        outcome = settle(report, sources, subject, check)
-        proof = _left(outcome) or prove(report, subject, partial(patched, outcome.draft))
+        outcome = search(report, sources, subject, check)
+        proof = _left_over(outcome) or prove(report, subject, partial(patched, outcome.draft))
     except SwapError as error:
         outcome, proof = guess(report, sources), Proof(False, str(error))
     return _assembled(outcome, sources, proof)
 
 
-def _left(outcome: Outcome) -> Proof | None:
+def _left_over(outcome: Outcome) -> Proof | None:
     """What the last check of the patched code still found, if anything."""
     report = outcome.report
     if report is None:
@@ -78,31 +85,23 @@ def _left(outcome: Outcome) -> Proof | None:
     if report.stop is not None:
         return Proof(False, f"the patched code doesn't run to its end: {report.stop.message}")
     if report.faults:
-        lines = ", ".join(f"{each.op} in {each.function}" for each in report.faults)
+        lines = ", ".join(f"{fault.op} in {fault.function}" for fault in report.faults)
         return Proof(False, f"checked again there are faults left: {lines}")
     return None
 
 
 def _assembled(outcome: Outcome, sources: Sources, proof: Proof) -> Repairs:
-    patches = []
-    for file, after in outcome.draft.texts.items():
-        before = sources.text(file)
-        if before != after:
-            patches.append(
-                Patch(
-                    file=file,
-                    before=before,
-                    after=after,
-                    diff=unified_diff(file, before, after),
-                    faults=tuple(_cured(outcome, file)),
-                    proved=proof.holds,
-                    reason=proof.reason,
-                )
-            )
-    return Repairs(patches=tuple(patches), uncured=tuple(outcome.left))
-
-
-def _cured(outcome: Outcome, file: str) -> Iterator[Fault]:
-    for choice in outcome.choices:
-        if file in choice.files:
-            yield choice.fault
+    patches = tuple(
+        Patch(
+            file=file,
+            before=before,
+            after=after,
+            diff=unified_diff(file, before, after),
+            faults=tuple(choice.fault for choice in outcome.choices if file in choice.files),
+            proved=proof.holds,
+            reason=proof.reason,
+        )
+        for file, after in outcome.draft.texts.items()
+        if (before := sources.text(file)) != after
+    )
+    return Repairs(patches=patches, uncured=tuple(outcome.uncured))

@@ -2,7 +2,9 @@
 
 A live model is proved as it is: its methods, hooks, closures and partials stay the very objects,
 and only what they run is exchanged, by qualified name. Functions and lambdas inside of others come
-with the code of those. Afterwards everything is as before.
+with the code of those. Afterwards everything is as before. (A process of its own would need the
+model there, and no closure, hook or set of weights travels; a fresh import of the changed text
+would leave closures and hooks that exist already on their old code.)
 """
 
 from __future__ import annotations
@@ -14,57 +16,62 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType, FunctionType
+from typing import Any
 
-from .sources import parse_quietly
+from duoka.report.check_report import Place
+
+from ..source_map import parse_quietly
 
 _COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
 _REWRITTEN = "@pytest_ar"
 """A name in functions whose assertions pytest has rewritten: their code isn't the file's."""
 
+LiveFunctions = Mapping[str, Sequence[FunctionType]]
+"""Functions by the file that their code is from."""
+_CodePair = tuple[CodeType, CodeType]
+
 
 class SwapError(Exception):
-    """A live function can't run the changed code; its text says why.
-
-    Parameters
-    ----------
-    message : str
-    file, function : str
-        Which one: where its code stands, and its qualified name; "" for none in particular.
-    """
-
-    def __init__(self, message: str, file: str, function: str = "") -> None:
-        super().__init__(message)
-        self.file = file
-        self.function = function
+    """Live functions can't run the changed code; its text says why."""
 
 
-Live = Mapping[str, Sequence[FunctionType]]
-"""Functions by the file that their code is from."""
+class ClosureError(SwapError):
+    """The changed code of one live function, at a place, is over other names than the function."""
+
+    def __init__(self, old: CodeType, new: CodeType) -> None:
+        old_names, new_names = (", ".join(code.co_freevars) or "nothing" for code in (old, new))
+        super().__init__(
+            f"{old.co_qualname} is a live closure over {old_names}; the patched one is over "
+            f"{new_names}"
+        )
+        self.place = Place(file=old.co_filename, line=old.co_firstlineno, function=old.co_qualname)
 
 
-def live_functions() -> Live:
+def live_functions() -> LiveFunctions:
     """Every function of this process that isn't a comprehension.
 
     Looking for them takes a tenth of a second: once will do for all that is tried on one model.
     """
-    found: dict[str, list[FunctionType]] = defaultdict(list)
-    for each in gc.get_objects():
-        if type(each) is FunctionType and each.__code__.co_name not in _COMPREHENSIONS:
-            found[each.__code__.co_filename].append(each)
-    return found
+    by_file: dict[str, list[FunctionType]] = defaultdict(list)
+    for value in gc.get_objects():
+        if type(value) is FunctionType and value.__code__.co_name not in _COMPREHENSIONS:
+            by_file[value.__code__.co_filename].append(value)
+    return by_file
 
 
 @contextmanager
-def swapped(live: Live, before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[None]:
+def swapped(
+    live: LiveFunctions, before: Mapping[str, str], after: Mapping[str, str]
+) -> Iterator[None]:
     """Let every live function of some files run what a changed text says, inside the scope."""
     files = [file for file in after if after[file] != before[file]]
-    plan: list[tuple[FunctionType, CodeType]] = []
+    exchanges: list[tuple[FunctionType, CodeType]] = []
     for file in files:
-        plan += _planned(file, before[file], after[file], live.get(file, ()))
-    olds = [(function, function.__code__) for function, _ in plan]
-    lines = {file: linecache.cache.get(file) for file in files}
+        exchanges += _exchanges(file, before[file], after[file], live.get(file, ()))
+    old_codes = [(function, function.__code__) for function, _ in exchanges]
+    old_lines = {file: linecache.cache.get(file) for file in files}
     try:
-        for function, code in plan:
+        for function, code in exchanges:
             function.__code__ = code
         for file in files:
             text = after[file]
@@ -72,51 +79,47 @@ def swapped(live: Live, before: Mapping[str, str], after: Mapping[str, str]) -> 
             linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
         yield
     finally:
-        for function, code in olds:
+        for function, code in old_codes:
             function.__code__ = code
-        for file, entry in lines.items():
-            if entry is None:
+        for file, lines in old_lines.items():
+            if lines is None:
                 linecache.cache.pop(file, None)
             else:
-                linecache.cache[file] = entry
+                linecache.cache[file] = lines
 
 
-def _planned(
+def _exchanges(
     file: str, before: str, after: str, live: Sequence[FunctionType]
 ) -> Iterator[tuple[FunctionType, CodeType]]:
     """Which live functions of a file run what, all together or not at all."""
     old, new = _codes(before, file), _codes(after, file)
     names = {code.co_qualname for code in old}
     # What is new inside of a function comes with the code of that function.
-    new = [each for each in new if each.co_qualname in names or "<locals>" not in each.co_qualname]
+    new = [code for code in new if code.co_qualname in names or "<locals>" not in code.co_qualname]
     if [code.co_qualname for code in old] != [code.co_qualname for code in new]:
-        raise SwapError(f"the functions of the patched {file} are others", file)
-    pairs: dict[str, list[tuple[CodeType, CodeType]]] = defaultdict(list)
-    for was, now in zip(old, new, strict=True):
-        pairs[was.co_qualname].append((was, now))
-    met, strange = set(), set()
+        raise SwapError(f"the functions of the patched {file} are others")
+    pairs: dict[str, list[_CodePair]] = defaultdict(list)
+    for pair in zip(old, new, strict=True):
+        pairs[pair[0].co_qualname].append(pair)
+    matched, strange = set(), set()
     for function in live:
         name = function.__code__.co_qualname
-        pair = _pair_of(function.__code__, pairs[name])
-        if pair is None:
+        match = _pair_of(function.__code__, pairs[name])
+        if match is None:
             strange.add(name)
             continue
-        met.add(name)
-        _refuse_other_closure(*pair)
-        if pair[0] != pair[1]:
-            yield function, pair[1]
-    changed = {was.co_qualname for was, now in zip(old, new, strict=True) if _differ(was, now)}
-    for name in sorted(strange - met):
-        # A function that nobody uses any more may be of an earlier text.
-        if name in changed:
-            raise SwapError(
-                f"{name} isn't what {file} says: the file has changed since its import", file, name
-            )
+        matched.add(name)
+        if match[0].co_freevars != match[1].co_freevars:
+            raise ClosureError(*match)
+        if match[0] != match[1]:
+            yield function, match[1]
+    # A function that nobody uses any more may be of an earlier text.
+    for name in sorted(strange - matched):
+        if any(_behaviour(one) != _behaviour(other) for one, other in pairs[name]):
+            raise SwapError(f"{name} isn't what {file} says: the file has changed since its import")
 
 
-def _pair_of(
-    code: CodeType, pairs: list[tuple[CodeType, CodeType]]
-) -> tuple[CodeType, CodeType] | None:
+def _pair_of(code: CodeType, pairs: Sequence[_CodePair]) -> _CodePair | None:
     """The old and the new code of a live function, by its place in the text."""
     alike = [
         pair
@@ -124,37 +127,21 @@ def _pair_of(
         if pair[0].co_firstlineno == code.co_firstlineno and _is_same(code, pair[0])
     ]
     # Of lambdas on one line, the one that is equal in its constants and columns as well.
-    alike = [pair for pair in alike if pair[0] == code] or alike
-    return alike[0] if alike else None
+    exact = [pair for pair in alike if pair[0] == code]
+    return next(iter(exact or alike), None)
 
 
-def _refuse_other_closure(was: CodeType, now: CodeType) -> None:
-    if was.co_freevars != now.co_freevars:
-        raise SwapError(
-            f"{was.co_qualname} is a live closure over {_listed(was.co_freevars)}; "
-            f"the patched one is over {_listed(now.co_freevars)}",
-            was.co_filename,
-            was.co_qualname,
-        )
+def _is_same(live: CodeType, compiled: CodeType) -> bool:
+    """Whether a live function's code is what the text gives."""
+    if _REWRITTEN in live.co_names:
+        return live.co_freevars == compiled.co_freevars
+    return live.co_code == compiled.co_code and live.co_names == compiled.co_names
 
 
-def _listed(names: tuple[str, ...]) -> str:
-    return ", ".join(names) or "nothing"
-
-
-def _differ(was: CodeType, now: CodeType) -> bool:
-    """Whether two codes do something else, wherever they stand."""
-    if (was.co_code, was.co_names, was.co_varnames, was.co_freevars) != (
-        (now.co_code, now.co_names, now.co_varnames, now.co_freevars)
-    ):
-        return True
-    pairs = list(zip(was.co_consts, now.co_consts, strict=False))
-    return len(was.co_consts) != len(now.co_consts) or any(
-        _differ(one, other)
-        if isinstance(one, CodeType) and isinstance(other, CodeType)
-        else one != other
-        for one, other in pairs
-    )
+def _behaviour(code: CodeType) -> tuple[Any, ...]:
+    """What a code does, wherever it stands."""
+    constants = [_behaviour(one) if isinstance(one, CodeType) else one for one in code.co_consts]
+    return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
 
 
 def _codes(text: str, file: str) -> list[CodeType]:
@@ -170,10 +157,3 @@ def _inside(code: CodeType) -> Iterator[CodeType]:
         if isinstance(constant, CodeType):
             yield constant
             yield from _inside(constant)
-
-
-def _is_same(live: CodeType, compiled: CodeType) -> bool:
-    """Whether a live function's code is what the text gives."""
-    if _REWRITTEN in live.co_names:
-        return live.co_freevars == compiled.co_freevars
-    return live.co_code == compiled.co_code and live.co_names == compiled.co_names

@@ -82,8 +82,8 @@ class Repairs(Sequence[Patch]):
 def unified_diff(file: str, before: str, after: str) -> str:
     """A unified diff; paths are relative to the working directory where the file lies in it."""
     path = Path(file)
-    here = Path.cwd()
-    name = path.relative_to(here).as_posix() if path.is_relative_to(here) else path.as_posix()
+    folder = Path.cwd()
+    name = path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.as_posix()
     name = name.lstrip("/")
     lines = difflib.unified_diff(
         _lines(before), _lines(after), fromfile=f"a/{name}", tofile=f"b/{name}"

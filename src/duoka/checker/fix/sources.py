@@ -1,37 +1,34 @@
-"""The source files that a repair reads, each once."""
+"""The source files that a repair reads, each once, and a fault where it stands in them."""
 
 from __future__ import annotations
 
-import ast
 import linecache
-import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import libcst as cst
 import torch
 
 from duoka.base.files import read_bytes, why
+from duoka.report.check_report import Fault
 
+from ..subject import Subject
 from .syntax import Tree
 
 _MOST_BYTES = 8 << 20
 _TORCH = str(Path(torch.__file__).parent) + "/"
-_CELL = "<ipython-input"
+_NOTEBOOK_CELL = "<ipython-input"
 
 
 class SourceError(Exception):
-    """A file whose source can't be read or understood."""
+    """Source that can't be read, understood or changed; its text says why."""
 
 
 class Sources:
-    """The texts of files, and their trees; a text that is given takes the place of the file's.
+    """The texts of files, and their trees; `texts` take the place of the files'."""
 
-    Parameters
-    ----------
-    texts : mapping of str to str, optional
-    """
-
-    def __init__(self, texts: dict[str, str] | None = None) -> None:
+    def __init__(self, texts: Mapping[str, str] | None = None) -> None:
         self.texts = dict(texts or {})
         self._trees: dict[str, Tree] = {}
 
@@ -41,7 +38,7 @@ class Sources:
             raise SourceError(
                 "it stands in PyTorch's own code: the map must keep that module on one device"
             )
-        if file.startswith("<") and not file.startswith(_CELL):
+        if file.startswith("<") and not file.startswith(_NOTEBOOK_CELL):
             raise SourceError("it stands in code that was generated, and in no file")
         if file not in self.texts:
             try:
@@ -69,17 +66,19 @@ class Sources:
         return self._trees[file]
 
 
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A fault, the tree of its file, the other files, and what was checked, if it is at hand."""
+
+    fault: Fault
+    tree: Tree
+    sources: Sources
+    subject: Subject | None
+
+
 def read_source(path: Path) -> str:
     """The text of a file, line ends as they are."""
     try:
         return read_bytes(path, most_bytes=_MOST_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
         raise SourceError(f"{path} can't be read: {why(error)}") from error
-
-
-def parse_quietly(text: str) -> ast.Module:
-    """The syntax tree of a text; what Python would warn of is its author's affair."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        # As bytes, so that it may begin with a mark, as files do.
-        return ast.parse(text.encode())

@@ -18,45 +18,28 @@ from duoka.report.check_report import Place
 
 Change = Callable[[Any], Any]
 Span = tuple[int, int, int, int]
-_MARK = "\ufeff"
-_FOUND = (cst.BaseExpression, cst.AugAssign)
+Function = cst.FunctionDef | cst.Lambda
+
+_BYTE_ORDER_MARK = "\ufeff"
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One change of one node.
-
-    Parameters
-    ----------
-    tree : Tree
-        What the node belongs to.
-    node : libcst.CSTNode
-    what : str
-        Two edits of one node that say the same are the same.
-    change : callable
-        Takes the node, whose parts may have been changed already, and gives what takes its place.
-    rewrites : bool
-        What changes inside of the node is lost.
-    adds_line : bool
-        The node itself stays, and gets a line before it.
-    """
+    """One change of one node; two edits of one node with the same `description` are the same."""
 
     tree: Tree
     node: cst.CSTNode
-    what: str
+    description: str
     change: Change = field(compare=False)
+    """Takes the node, whose parts may have been changed already, and gives what replaces it."""
     rewrites: bool = field(default=False, compare=False)
+    """What changes inside of the node is lost."""
     adds_line: bool = field(default=False, compare=False)
+    """The node itself stays, and gets a line before it."""
 
 
 class Tree:
-    """The syntax tree of a file.
-
-    Parameters
-    ----------
-    file : str
-    text : str
-        With the line ends that it has in the file.
+    """The syntax tree of a file; the text has the line ends that it has in the file.
 
     Raises
     ------
@@ -66,18 +49,19 @@ class Tree:
 
     def __init__(self, file: str, text: str) -> None:
         self.file = file
-        self.text = text
-        self._mark = _MARK if text.startswith(_MARK) else ""
-        self._lines = re.split(r"\r\n|\r|\n", text.removeprefix(_MARK))
-        module = cst.parse_module(text.removeprefix(_MARK))
-        wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
+        self._mark = _BYTE_ORDER_MARK if text.startswith(_BYTE_ORDER_MARK) else ""
+        text = text.removeprefix(_BYTE_ORDER_MARK)
+        self._lines = re.split(r"\r\n|\r|\n", text)
+        wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
         self.module = wrapper.module
         self._positions = wrapper.resolve(PositionProvider)
         self._parents = wrapper.resolve(ParentNodeProvider)
         self._nodes: dict[Span, cst.CSTNode] = {}
-        # A node is told its position after its parts are: of equal ones the last is the outermost.
+        # A node comes after its parts here: of those with one span the last is the outermost.
         for node in self._positions:
-            if isinstance(node, _FOUND) or (isinstance(node, cst.Arg) and node.star):
+            if isinstance(node, (cst.BaseExpression, cst.AugAssign)) or (
+                isinstance(node, cst.Arg) and node.star
+            ):
                 self._nodes[self.span(node)] = node
             if isinstance(node, cst.GeneratorExp) and not node.lpar:
                 # Alone in a call; Python counts the call's parentheses to it.
@@ -86,8 +70,10 @@ class Tree:
 
     def span(self, node: cst.CSTNode) -> Span:
         """First line from 1, first column in characters from 0, last line, column after the end."""
-        found = self._positions[node]
-        return found.start.line, found.start.column, found.end.line, found.end.column
+        position = self._positions[node]
+        return (
+            position.start.line, position.start.column, position.end.line, position.end.column,
+        )  # fmt: skip
 
     def code(self, node: cst.CSTNode) -> str:
         """The text of a node."""
@@ -98,9 +84,9 @@ class Tree:
         if place is None:
             return None
         span = (place.line, place.column, place.end_line, place.end_column)
-        found = self._nodes.get(span)
-        if found is not None and self._between(span) == folded(place.text):
-            return found
+        node = self._nodes.get(span)
+        if node is not None and self._between(span) == folded(place.text):
+            return node
         return self._by_text(place)
 
     def _between(self, span: Span) -> str:
@@ -116,12 +102,11 @@ class Tree:
         wanted = folded(place.text)
         lines = range(place.line, max(place.end_line, place.line) + 1)
         alike = [
-            node
+            (abs(span[1] - place.column), node)
             for span, node in self._nodes.items()
             if wanted and span[0] in lines and folded(self.code(node)) == wanted
         ]
-        alike.sort(key=lambda node: abs(self.span(node)[1] - place.column))
-        return alike[0] if alike else None
+        return min(alike, key=lambda pair: pair[0])[1] if alike else None
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
         """What a node is a part of."""
@@ -136,7 +121,7 @@ class Tree:
 
     def enclosing(self, node: cst.CSTNode, *kinds: Any) -> Any:
         """The innermost node of some kinds that a node is a part of."""
-        return next((each for each in self.around(node) if isinstance(each, kinds)), None)
+        return next((outer for outer in self.around(node) if isinstance(outer, kinds)), None)
 
     def inside(self, node: cst.CSTNode, *kinds: Any) -> Iterator[Any]:
         """Parts of a node, itself included, in the order of the text."""
@@ -145,6 +130,10 @@ class Tree:
         for child in node.children:
             yield from self.inside(child, *kinds)
 
+    def names_in(self, node: cst.CSTNode) -> set[str]:
+        """Every name in a node."""
+        return {name.value for name in self.inside(node, cst.Name)}
+
     def apply(self, edits: Iterable[Edit]) -> str:
         """The text after all edits that belong to this tree."""
         changes: dict[cst.CSTNode, list[Change]] = {}
@@ -152,11 +141,11 @@ class Tree:
             if edit.tree is self:
                 changes.setdefault(edit.node, []).append(edit.change)
         # Only the statements that change are gone through: a file may have thousands of lines.
-        passing = _Pass(changes)
+        transformer = _Changes(changes)
         body: list[Any] = []
         touched = {self._top_level(node) for node in changes}
         for statement in self.module.body:
-            changed = statement.visit(passing) if statement in touched else statement
+            changed = statement.visit(transformer) if statement in touched else statement
             body += changed if isinstance(changed, cst.FlattenSentinel) else [changed]
         return self._mark + self.module.with_changes(body=body).code
 
@@ -168,8 +157,36 @@ class Tree:
             node = outer
         return node
 
+    # ── functions, statements and their names ──
 
-class _Pass(cst.CSTTransformer):
+    def function_of(self, node: cst.CSTNode) -> Function | None:
+        """The function or lambda whose body a node stands in."""
+        function = self.enclosing(node, cst.FunctionDef, cst.Lambda)
+        assert function is None or isinstance(function, Function)
+        return function
+
+    def statement_of(self, node: cst.CSTNode) -> cst.BaseStatement | None:
+        """The statement of a block that a node stands in: nothing fits before the others."""
+        inner: cst.CSTNode = node
+        for outer in self.around(node):
+            if isinstance(outer, (cst.IndentedBlock, cst.Module)):
+                return inner if isinstance(inner, cst.BaseStatement) else None
+            inner = outer
+        return None
+
+    def all_names(self, node: cst.CSTNode) -> set[str]:
+        """Every name in the function around a node, or in the file."""
+        return self.names_in(self.function_of(node) or self.module)
+
+    def names_before(self, node: cst.CSTNode) -> set[str]:
+        """The names that occur in the function around a node before its statement."""
+        function = self.function_of(node)
+        start = self.span(self.statement_of(node) or node)[:2]
+        names = () if function is None else self.inside(function, cst.Name)
+        return {name.value for name in names if self.span(name)[:2] < start}
+
+
+class _Changes(cst.CSTTransformer):
     """One pass over a tree that makes all changes."""
 
     def __init__(self, changes: dict[cst.CSTNode, list[Change]]) -> None:
@@ -187,74 +204,11 @@ def folded(text: str) -> str:
     return "".join(text.split())
 
 
-Function = cst.FunctionDef | cst.Lambda
-_BINDING = (
-    cst.AssignTarget,
-    cst.AnnAssign,
-    cst.NamedExpr,
-    cst.For,
-    cst.AsName,
-)
-_OF_TENSORS = frozenset({"shape", "size", "dtype", "device", "dim", "ndim", "numel", "new_zeros"})
-_OF_TENSORS |= {"new_ones", "new_full", "new_empty", "new_tensor", "requires_grad"}
-
-
-def function_of(tree: Tree, node: cst.CSTNode) -> Function | None:
-    """The function or lambda whose body a node stands in."""
-    found = tree.enclosing(node, cst.FunctionDef, cst.Lambda)
-    assert found is None or isinstance(found, Function)
-    return found
-
-
-def parameters(function: Function) -> Iterator[str]:
-    """The names of the parameters, but for those with stars."""
-    given = function.params
-    for parameter in (*given.posonly_params, *given.params, *given.kwonly_params):
-        yield parameter.name.value
-
-
-def all_names(tree: Tree, node: cst.CSTNode) -> set[str]:
-    """Every name in the function around a node, or in the file."""
-    function = function_of(tree, node)
-    within = tree.module if function is None else function
-    return {name.value for name in tree.inside(within, cst.Name)}
-
-
-def free_name(name: str, taken: set[str]) -> str:
-    """A name, with a number where it is taken."""
-    numbered = (f"{name}{number or ''}" for number in range(len(taken) + 1))
-    return next(each for each in numbered if each not in taken)
-
-
-def bound_before(tree: Tree, node: cst.CSTNode) -> set[str]:
-    """The names that the function around a node surely or maybe has bound before its statement."""
-    function = function_of(tree, node)
-    if function is None:
-        return set()
-    bound = set(parameters(function))
-    start = tree.span(statement_of(tree, node) or node)[:2]
-    for target in tree.inside(function, *_BINDING):
-        if tree.span(target)[:2] < start and function_of(tree, target) is function:
-            written = getattr(target, "name" if isinstance(target, cst.AsName) else "target")
-            bound |= {name.value for name in tree.inside(written, cst.Name)}
-    return bound
-
-
-def statement_of(tree: Tree, node: cst.CSTNode) -> cst.BaseStatement | None:
-    """The statement of a block that a node stands in: nothing fits before the others."""
-    inner: cst.CSTNode = node
-    for outer in tree.around(node):
-        if isinstance(outer, (cst.IndentedBlock, cst.Module)):
-            return inner if isinstance(inner, cst.BaseStatement) else None
-        inner = outer
-    return None
-
-
-def root(expression: cst.BaseExpression) -> str | None:
-    """The name that attributes and items begin with: "self" of ``self.layers[0].weight``."""
-    while isinstance(expression, (cst.Attribute, cst.Subscript)):
-        expression = expression.value
-    return expression.value if isinstance(expression, cst.Name) else None
+def last_name(called: cst.BaseExpression) -> str:
+    """The last name of what is called: "stack" of ``torch.stack``; "" where it has none."""
+    if isinstance(called, cst.Attribute):
+        called = called.attr
+    return called.value if isinstance(called, cst.Name) else ""
 
 
 def is_plain(expression: cst.CSTNode) -> bool:
@@ -271,31 +225,7 @@ def is_plain(expression: cst.CSTNode) -> bool:
     )
 
 
-def is_container(call: cst.Call) -> bool:
-    """Whether this is `list` or `tuple` of something."""
-    named = isinstance(call.func, cst.Name) and call.func.value in ("list", "tuple")
-    return named and len(call.args) == 1
-
-
 def _is_fixed(index: cst.BaseExpression) -> bool:
     if isinstance(index, cst.UnaryOperation):
         index = index.expression
     return isinstance(index, (cst.Integer, cst.SimpleString, cst.Name))
-
-
-def evident_tensors(tree: Tree, node: cst.CSTNode) -> list[str]:
-    """Names bound before `node` that its function treats as tensors (``x.shape``).
-
-    Those that `node` itself reads come first.
-    """
-    function = function_of(tree, node)
-    if function is None:
-        return []
-    bound = bound_before(tree, node)
-    found: dict[str, None] = {}
-    for within in (node, function):
-        for attribute in tree.inside(within, cst.Attribute):
-            held = attribute.value
-            if attribute.attr.value in _OF_TENSORS and isinstance(held, cst.Name):
-                found.setdefault(held.value)
-    return [name for name in found if name in bound and name not in ("self", "cls")]

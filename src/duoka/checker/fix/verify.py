@@ -22,23 +22,26 @@ from duoka.errors import Faults
 from duoka.report.check_report import Report
 
 from ..compute import Numbers, compute, is_computable
-from ..run import check_subject
+from ..run import check_subject, num_bytes
 from ..subject import Subject, complete, device_of
 
 Patched = Callable[[nn.Module], AbstractContextManager[None]]
 """Gives a scope in which a model runs the patched code."""
 
+# A twin has the widths of attention of its model, but no more than this of what only costs.
+_MOST = {
+    "vocab_size": 512,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}
+_TOKENS = 8
+_MOST_BYTES = 4 << 30
+
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Whether a repair is proved.
-
-    Parameters
-    ----------
-    holds : bool
-    reason : str
-        Why not; or on what, where that isn't the model itself.
-    """
+    """Whether a repair is proved; why not, or on what where that isn't the model itself."""
 
     holds: bool
     reason: str = ""
@@ -47,29 +50,28 @@ class Proof:
 def prove(report: Report, subject: Subject, patched: Patched) -> Proof:
     """Hold patched code on several devices against the original on one."""
     if is_computable(subject):
-        return _result(why_not_equal(subject, patched))
+        difference = why_not_equal(subject, patched)
+        return Proof(not difference, difference)
     twin = twin_of(subject)
     if twin is None:
-        weights = sum(each.numel() * each.element_size() for each in subject.model.parameters())
+        weights = sum(
+            weight.numel() * weight.element_size() for weight in subject.model.parameters()
+        )
         return Proof(
             False,
             f"checked again it is clean, but {format_bytes(weights)} of weights are too much to "
             "compute with real numbers here",
         )
-    told = f"on a twin with {format_count(twin.num_layers, 'layer')} of the same code"
+    place = f"on a twin with {format_count(twin.num_layers, 'layer')} of the same code"
     missing = _places(report) - _places(check_subject(twin.subject))
     if missing:
-        return Proof(False, f"{told} there is no fault at line {min(missing)[1]}")
+        return Proof(False, f"{place} there is no fault at line {min(missing)[1]}")
     with patched(twin.subject.model):
         again = check_subject(twin.subject)
     if again.faults or again.stop is not None:
-        return Proof(False, f"{told} the patched code isn't clean")
+        return Proof(False, f"{place} the patched code isn't clean")
     difference = why_not_equal(twin.subject, patched)
-    return Proof(not difference, f"{told}: {difference}" if difference else told)
-
-
-def _result(reason: str) -> Proof:
-    return Proof(not reason, reason)
+    return Proof(not difference, f"{place}: {difference}" if difference else place)
 
 
 def _places(report: Report) -> set[tuple[str, int, str]]:
@@ -100,13 +102,13 @@ def _difference(original: Numbers, repaired: Numbers) -> str:
     for name, tensor in original.tensors.items():
         if tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().all()):
             return f"{name} is not a number in the original: there is nothing to compare"
-        difference = _apart(tensor, repaired.tensors[name])
+        difference = _tensor_difference(tensor, repaired.tensors[name])
         if difference:
             return f"{name} isn't the original's: {difference}"
     return ""
 
 
-def _apart(one: Tensor, other: Tensor) -> str:
+def _tensor_difference(one: Tensor, other: Tensor) -> str:
     """How two tensors differ beyond rounding; bit by bit they are equal where the kernels are."""
     try:
         torch.testing.assert_close(other, one, equal_nan=True)
@@ -115,26 +117,12 @@ def _apart(one: Tensor, other: Tensor) -> str:
     return ""
 
 
-_MOST = {
-    "vocab_size": 512,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 128,
-    "shared_expert_intermediate_size": 128,
-}
-_TOKENS = 8
-_MOST_BYTES = 4 << 30
+# ── twins ──
 
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """A small twin on a placement like its model's.
-
-    Parameters
-    ----------
-    subject : Subject
-    num_layers : int
-        So many layers it has.
-    """
+    """A small twin, with so many layers, on a placement like its model's."""
 
     subject: Subject
     num_layers: int
@@ -143,12 +131,12 @@ class Twin:
 def twin_of(subject: Subject) -> Twin | None:
     """A twin that can be computed; None where none can be made.
 
-    Only of models of transformers that run a workload: for inputs that were given, the words and
-    widths must be the model's own.
+    Only of models of transformers that run a workload: for inputs of one's own, the words and
+    widths must be the model's.
     """
     model = subject.model
-    given = subject.inputs is not None or subject.prompt
-    if given or not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
+    has_inputs = subject.inputs is not None or subject.prompt
+    if has_inputs or not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
         return None
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
@@ -160,32 +148,32 @@ def twin_of(subject: Subject) -> Twin | None:
     ]
     if not stacks:
         return None
-    kept = _kept_layers(subject, stacks, num_layers)
+    layers = _distinct_layers(subject, stacks, num_layers)
     try:
-        _shrink(text, kept, num_layers)
+        _shrink(text, layers, num_layers)
         small = type(model)(config).train(model.training)
     except Exception:  # whatever a family's own code says of sizes that depend on each other
         return None
     entries = tuple(
         (name, device)
         for entry, device in subject.entries
-        if (name := _renamed(entry, stacks, kept)) is not None
+        if (name := _renamed(entry, stacks, layers)) is not None
     )
+    if complete(small, entries)[1] or num_bytes(small) > _MOST_BYTES:
+        return None
+    workload = replace(subject.workload, prompt_tokens=_TOKENS, new_tokens=_TOKENS)
     twin = replace(
         subject,
         model=small,
         entries=entries,
         budgets={},
         completeness=Faults(),
-        workload=replace(subject.workload, prompt_tokens=_TOKENS, new_tokens=_TOKENS),
+        workload=workload,
     )
-    num_bytes = sum(each.numel() * each.element_size() for each in small.parameters())
-    if complete(small, entries)[1] or num_bytes > _MOST_BYTES:
-        return None
-    return Twin(twin, len(kept))
+    return Twin(twin, len(layers))
 
 
-def _kept_layers(subject: Subject, stacks: Sequence[str], num_layers: int) -> list[int]:
+def _distinct_layers(subject: Subject, stacks: Sequence[str], num_layers: int) -> list[int]:
     """The first of each run of layers that are placed alike, and the last of all."""
     entries = dict(subject.entries)
     placed = [
@@ -203,25 +191,25 @@ def _kept_layers(subject: Subject, stacks: Sequence[str], num_layers: int) -> li
     ]
 
 
-def _shrink(text: Any, kept: Sequence[int], num_layers: int) -> None:
+def _shrink(text: Any, layers: Sequence[int], num_layers: int) -> None:
     """Make a configuration smaller: fewer layers, words, and neurons between them."""
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == num_layers:
-            setattr(text, name, [value[layer] for layer in kept])
+            setattr(text, name, [value[layer] for layer in layers])
         elif name in _MOST and isinstance(value, int):
             setattr(text, name, min(value, _MOST[name]))
         elif name.endswith("_token_id") and value is not None:
             setattr(text, name, None if name == "pad_token_id" else 1)
-    text.num_hidden_layers = len(kept)
+    text.num_hidden_layers = len(layers)
 
 
-def _renamed(entry: str, stacks: Sequence[str], kept: Sequence[int]) -> str | None:
+def _renamed(entry: str, stacks: Sequence[str], layers: Sequence[int]) -> str | None:
     """An entry as the twin calls it; None for one of a layer that it doesn't have."""
     for stack in stacks:
-        found = re.match(rf"{re.escape(stack)}\.(\d+)(?=\.|$)", entry)
-        if found is not None:
-            layer = int(found[1])
-            if layer not in kept:
+        match = re.match(rf"{re.escape(stack)}\.(\d+)(?=\.|$)", entry)
+        if match is not None:
+            layer = int(match[1])
+            if layer not in layers:
                 return None
-            return f"{stack}.{kept.index(layer)}{entry[found.end() :]}"
+            return f"{stack}.{layers.index(layer)}{entry[match.end() :]}"
     return entry

@@ -93,9 +93,9 @@ def apply_in_place(patches: Iterable[Patch]) -> tuple[Path, ...]:
 def _kept_paths(files: list[Path]) -> list[Path]:
     """Where copies lie below the directory of copies."""
     bases = [_in_packages(file) or _working_directory(file) for file in files]
-    others = [file.parent for file, base in zip(files, bases, strict=True) if base is None]
-    common = Path(os.path.commonpath(others)) if others else Path()
-    if all(other == common for other in others):
+    folders = [file.parent for file, base in zip(files, bases, strict=True) if base is None]
+    common = Path(os.path.commonpath(folders)) if folders else Path()
+    if all(folder == common for folder in folders):
         common = common.parent
     return [file.relative_to(base or common) for file, base in zip(files, bases, strict=True)]
 
@@ -108,7 +108,7 @@ def _working_directory(file: Path) -> Path | None:
 def _in_packages(file: Path) -> Path | None:
     """The `site-packages` directory that a file lies in."""
     names = ("site-packages", "dist-packages")
-    return next((each for each in file.parents if each.name in names), None)
+    return next((folder for folder in file.parents if folder.name in names), None)
 
 
 def _text_now(path: Path) -> str | None:
