@@ -12,12 +12,12 @@ import pytest
 from duoka.forecast import replay
 from duoka.forecast.alloc_events import DROP, KEEP, MALLOC, RELEASE
 from duoka.forecast.allocator import OutOfCapacity, rounded_bytes, segment_bytes
-from duoka.forecast.device_memory import CompiledMemory, Memory, PlainMemory
+from duoka.forecast.device_memory import CompiledMemory, PlainMemory
 from duoka.forecast.profile import Key, buffer_bytes, evaluate
 from duoka.forecast.replay import Replay
 
 MIB = 2**20
-NewMemory = Callable[[int | None], Memory]
+NewMemory = Callable[[int | None], PlainMemory]
 only_compiled = pytest.mark.skipif(CompiledMemory is None, reason="no C compiler was there")
 MEMORIES = [
     pytest.param(PlainMemory, id="plain"),

@@ -23,7 +23,6 @@ from duoka.forecast.device_memory import (
     BACK,
     CompiledMemory,
     Held,
-    Memory,
     PlainMemory,
     new_memory,
     sizes_of,
@@ -53,7 +52,7 @@ def test_it_is_compiled_where_it_can_be() -> None:
     assert all(path.stat().st_mtime <= built.stat().st_mtime for path in sources), hint
 
 
-def state(memory: Memory) -> dict[str, Any]:
+def state(memory: PlainMemory) -> dict[str, Any]:
     return {name: getattr(memory, name) for name in ATTRIBUTES}
 
 
@@ -85,7 +84,7 @@ class Trio:
     """
 
     capacity: int | None
-    memories: list[Memory] = field(init=False)
+    memories: list[PlainMemory] = field(init=False)
     plain: PlainAllocator = field(init=False)
     live: list[tuple[Held, bool, Piece]] = field(default_factory=list)
 
@@ -144,7 +143,7 @@ class Trio:
             self.live.append((held, is_cached[slot], slots[slot]))
         return fits
 
-    def both(self, do: Callable[[Memory], Any]) -> Any:
+    def both(self, do: Callable[[PlainMemory], Any]) -> Any:
         """What both give; None where both refuse with the same numbers."""
         found = []
         for memory in self.memories:
@@ -246,7 +245,7 @@ def test_numbers_of_any_size(new: NewMemory) -> None:
             new(capacity).hold(1)
 
 
-def snapshot(memory: Memory) -> tuple[Any, ...]:
+def snapshot(memory: PlainMemory) -> tuple[Any, ...]:
     return state(memory), memory.free_blocks()
 
 
@@ -368,7 +367,7 @@ def test_only_what_is_set_from_outside_can_be() -> None:
 class Meddler:
     """An integer, and no `int`: what reads it as one runs code of ours meanwhile."""
 
-    def __init__(self, memory: Memory, given: list[Any]) -> None:
+    def __init__(self, memory: PlainMemory, given: list[Any]) -> None:
         self.memory, self.given = memory, given
 
     def __index__(self) -> int:

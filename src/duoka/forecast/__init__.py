@@ -1,1 +1,12 @@
-"""Forecast: a profile and a workload become bytes and seconds."""
+"""Forecast: a profile and a workload become bytes and seconds. It knows neither torch nor plans.
+
+- `workload`: what a model will be asked to do
+- `profile`, `profile_cache`, `tensor_names`: what a model allocates and computes, block by block
+- `alloc_events`, `alloc_program`: the allocations of one workload; those of a stage, compiled
+- `allocator`, `device_memory`: CUDA's caching allocator; a device's memory, in Python and in C
+- `replay`, `replay_training`: a stage's steps, run through that memory
+- `stage_bytes`: what comes of it
+- `latency`, `schedules`: how long stages take; how the passes of a pipeline interleave
+- `stages`, `costs`: the chain that is cut and its lower bounds; what the search asks of stages
+- `forecast`: bytes and seconds of a placement
+"""

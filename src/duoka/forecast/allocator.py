@@ -75,10 +75,8 @@ ADDRESS = END_OF_ADDRESSES - 1
 class Pool:
     """The segments of one size class, and their free blocks.
 
-    Attributes
-    ----------
-    free : list of Block
-        The free ones, each as large as can be, in order. Nothing else decides what comes next.
+    `free` has the free ones, each as large as can be, in order. Nothing else decides what comes
+    next: two allocators with equal free blocks go on alike.
     """
 
     __slots__ = ("_ends", "_least_rest", "_segments", "_starts", "free")
@@ -164,23 +162,12 @@ class Allocation:
 
 
 class CachingAllocator:
-    """One device's allocator.
+    """One device's allocator; without a capacity nothing is refused below `END_OF_ADDRESSES`.
 
-    Parameters
-    ----------
-    capacity_bytes : int, optional
-        The most that may be reserved. Without it nothing is refused below `END_OF_ADDRESSES`.
-
-    Attributes
-    ----------
-    allocated_bytes, reserved_bytes : int
-        In use by tensors, and taken from the device. Reserved includes what is cached.
-    max_allocated_bytes, max_reserved_bytes : int
-        The peaks since the start or the last `reset_peak`.
-    is_pressed : bool
-        Whether the capacity was ever reached, and cached segments were given back.
-    small, large : Pool
-        Requests up to `SMALL_REQUEST_BYTES` are served from the one, others from the other.
+    `allocated_bytes` are in use by tensors; `reserved_bytes`, taken from the device, include what
+    is cached. The maxima are peaks since the start or the last `reset_peak`. It `is_pressed` once
+    the capacity was reached and cached segments were given back. Requests up to
+    `SMALL_REQUEST_BYTES` are served from the `small` pool, others from the `large` one.
 
     Examples
     --------

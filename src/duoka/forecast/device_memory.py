@@ -1,18 +1,18 @@
 """Memory: one device's, as the allocator gives it out, with what is in use there and its peaks.
 
 Two do the same: `PlainMemory`, and one that is compiled (`_memory.c`), for planning takes as long
-as this does. The latter is there where a C compiler was when duoka was installed.
+as this does. The latter is there where a C compiler was when duoka was installed; for the types of
+Python it is a `PlainMemory`, which it equals method for method.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol
 
 from .allocator import ADDRESS, ADDRESS_BITS, CachingAllocator, rounded_bytes
 
-CompiledMemory: Callable[[int | None], Memory] | None
+CompiledMemory: Callable[[int | None], PlainMemory] | None
 try:
     from ._memory import Memory as CompiledMemory
 except ImportError:  # no C compiler was there
@@ -24,70 +24,7 @@ Held = tuple[int, int, int]
 BACK = -1
 
 
-class Memory(Protocol):
-    """One device's memory.
-
-    All numbers are bytes; `aside` is what whoever holds it tells apart, and sets.
-    """
-
-    aside: int
-
-    @property
-    def allocated(self) -> int:
-        """In blocks that are in use."""
-
-    @property
-    def requested(self) -> int:
-        """What was asked for of that, rounded, without what blocks have left unsplit."""
-
-    @property
-    def cached(self) -> int:
-        """Those of the blocks that are caches or gradients."""
-
-    @property
-    def peak(self) -> int:
-        """The most that was allocated."""
-
-    @property
-    def cached_at_peak(self) -> int:
-        """What was cached then."""
-
-    @property
-    def aside_at_peak(self) -> int:
-        """What was aside then."""
-
-    @property
-    def requested_peak(self) -> int:
-        """The most that was requested."""
-
-    @property
-    def max_reserved(self) -> int:
-        """The most that was taken from the device."""
-
-    @property
-    def is_pressed(self) -> bool:
-        """Whether the capacity was ever reached, and cached segments were given back."""
-
-    def hold(self, num_bytes: int, cached: bool = False) -> Held:
-        """Allocate."""
-
-    def release(self, block: Held, cached: bool = False) -> None:
-        """Free what `hold` or `run` gave, and say again whether it is cached."""
-
-    def run(
-        self,
-        program: bytes,
-        sizes: bytes,
-        inputs: list[Held],
-        out: tuple[int, ...],
-    ) -> list[Held]:
-        """Allocate and free as a program says; what is in the slots `out` then."""
-
-    def free_blocks(self) -> tuple[Hashable, Hashable]:
-        """Of the small pool and of the large one: equal where these are."""
-
-
-def new_memory(capacity_bytes: int | None) -> Memory:
+def new_memory(capacity_bytes: int | None) -> PlainMemory:
     """The memory of a device; without a capacity nothing is refused."""
     if CompiledMemory is None:
         return PlainMemory(capacity_bytes)
@@ -95,12 +32,18 @@ def new_memory(capacity_bytes: int | None) -> Memory:
 
 
 def sizes_of(sizes: Sequence[int]) -> bytes:
-    """The bytes of each request of a program, for `Memory.run`."""
+    """The bytes of each request of a program, for `run`."""
     return array("q", sizes).tobytes()
 
 
 class PlainMemory:
-    """The same as the compiled one, in Python."""
+    """One device's memory; all numbers are bytes.
+
+    Of what is `allocated`, in blocks that are in use, tensors `requested` so much, rounded, without
+    what blocks have left unsplit; `cached` blocks are caches or gradients; and what is `aside`
+    whoever holds it tells apart, and sets. At the `peak` of what was allocated `cached_at_peak` and
+    `aside_at_peak` were that; `requested_peak` is the most that was requested.
+    """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self._allocator = CachingAllocator(capacity_bytes)
@@ -119,7 +62,7 @@ class PlainMemory:
 
     @property
     def is_pressed(self) -> bool:
-        """Whether the capacity was ever reached."""
+        """Whether the capacity was ever reached, and cached segments were given back."""
         return self._allocator.is_pressed
 
     def hold(self, num_bytes: int, cached: bool = False) -> Held:
@@ -139,7 +82,7 @@ class PlainMemory:
         return block & ADDRESS, size, requested
 
     def release(self, block: Held, cached: bool = False) -> None:
-        """Free."""
+        """Free what `hold` or `run` gave, and say again whether it is cached."""
         address, size, requested = block
         self._allocator.give(size << ADDRESS_BITS | address)
         self._allocator.allocated_bytes -= size
@@ -167,5 +110,9 @@ class PlainMemory:
         return [slots[slot] for slot in out]
 
     def free_blocks(self) -> tuple[Hashable, Hashable]:
-        """Of the small pool and of the large one."""
+        """Of the small pool and of the large one: equal where these are.
+
+        Nothing else decides which block a request is given, so from equal free blocks (and equal
+        blocks in use) equal requests lead to equal ones again.
+        """
         return tuple(self._allocator.small.free), tuple(self._allocator.large.free)

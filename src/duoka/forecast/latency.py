@@ -69,30 +69,18 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
-    """How long a placement takes.
+    """How long a placement takes, its stages in execution order.
 
-    Parameters
-    ----------
-    stages : tuple of StageSeconds
-        In execution order; a device comes twice where it has two stages.
-    total_seconds : float
-        From the request to the last token of the answer, nothing else running: what the objective
-        "latency" makes small. In training one step of the optimizer, which "throughput" makes small
-        as well; with several stages in a pipeline an estimate of `step_seconds`.
-    slowest_seconds : float
-        Of the stage or transfer that takes longest for one request: what the objective "throughput"
-        makes small, since with all stages busy a request comes out each time it is through. In
-        training that takes longest for all micro-batches.
-    first_token_seconds : float, optional
-        From the request to the first token. None in training.
-    token_seconds : float, optional
-        From one token to the next, on average. None where there is one token at most.
-    tokens_per_second : float
-        With all stages busy: generated tokens of all sequences, or in training tokens learnt from,
-        as the schedule has it.
-    step_seconds : float, optional
-        In training one step of the optimizer as the schedule has it: all passes one after another,
-        or a pipeline, pass by pass; and the longest update, since devices update at the same time.
+    `total_seconds` is from the request to the last token of the answer, nothing else running: what
+    the objective "latency" makes small. `slowest_seconds` is what the stage or transfer that takes
+    longest needs for one request: what "throughput" makes small, since with all stages busy a
+    request comes out each time it is through. `token_seconds` is from one token to the next, on
+    average. `tokens_per_second` counts the generated tokens of all sequences, with all stages busy.
+
+    In training the total is one step of the optimizer, which "throughput" makes small as well, and
+    the slowest is for all micro-batches. `step_seconds` is the same step as the schedule has it, of
+    which the total is an estimate where several stages are in a pipeline: all passes, and the
+    longest update, since devices update at the same time. Tokens are those learnt from.
     """
 
     stages: tuple[StageSeconds, ...]

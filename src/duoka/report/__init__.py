@@ -1,1 +1,7 @@
-"""Report: what people and tools read: pages, tables, SARIF, exports."""
+"""Report: what people and tools read. It computes nothing that isn't shown.
+
+- `terminal`: plans, explanations, comparisons and checks, printed
+- `html`: a plan as one page
+- `export`: a plan in the words of other tools
+- `check_report`, `sarif`: what a check found, as data and for code hosts
+"""

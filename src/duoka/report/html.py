@@ -23,7 +23,6 @@ from duoka.planner.explain import Explanation
 from duoka.planner.plan import Plan
 
 from .terminal import explain
-from .terminal.explain import Rival
 from .terminal.plan import facts, kinds_of, render_seconds, title
 from .terminal.words import without_prefix
 
@@ -66,25 +65,9 @@ class _Table:
     rows: list[tuple[str, list[str]]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Page:
-    title: str
-    subtitle: str
-    facts: list[str]
-    gpus: list[_Gpu]
-    unused: list[str]
-    table: _Table
-    seconds: list[str]
-    why: list[str]
-    by_gpu: list[tuple[str, list[str]]]
-    rivals: list[Rival]
-    command: str | None
-    footer: str
-
-
 def render_page(plan: Plan, explanation: Explanation | None = None) -> str:
     """The page as HTML."""
-    page = _Page(
+    return _template().render(
         title=" ".join(title(plan)),
         subtitle=plan.source,
         facts=list(facts(plan)),
@@ -99,7 +82,6 @@ def render_page(plan: Plan, explanation: Explanation | None = None) -> str:
         footer=f"A plan of duoka {version('duoka')}, for the model with the fingerprint "
         f"{plan.fingerprint}.",
     )
-    return _template().render(page=page)
 
 
 @cache

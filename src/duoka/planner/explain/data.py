@@ -96,24 +96,14 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Why a plan is as it is.
+    """Why a plan is as it is. `work` says what seconds are of: a request, or in training a step.
 
-    Parameters
-    ----------
-    work : {"request", "step"}
-        What seconds are of: a request, or in training a step.
-    objective : str
-        The plan's; "given" where a person wrote the map.
-    value, bound : float
-        The plan's: bytes for "headroom" and "given", the free share of a budget for "balance",
-        blocks on the first device for "order", else seconds.
-    changes : tuple of Change
-        What would come of moving a block from a stage to its neighbour; none where the placement
-        isn't one stage for each device.
-    fewer : Fewer, optional
-        Why one device less doesn't do; None where that wasn't asked, or where one is used.
-    whole_prompt : tuple of Share
-        What the stages would need if the prompt ran whole; empty where it does.
+    The objective is the plan's, "given" where a person wrote the map; `value` and `bound` are bytes
+    for "headroom" and "given", the free share of a budget for "balance", blocks on the first device
+    for "order", else seconds. `changes` say what would come of moving a block from a stage to its
+    neighbour; there are none where the placement isn't one stage for each device. `fewer` is None
+    where it wasn't asked, or where one device is used. `whole_prompt` are the shares that the
+    stages would need if the prompt ran whole; empty where it does.
     """
 
     work: Literal["request", "step"]

@@ -33,20 +33,12 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """A plan in stages of whole layers.
+    """A plan in stages of whole layers, in execution order.
 
-    Parameters
-    ----------
-    layers : str
-        The name of the model's list of layers; empty where the plan names none, on one device.
-    stages : tuple of Stage
-        In execution order; every one has a layer.
-    before, after : tuple of str
-        Modules that run before the first layer, all on the first stage's device, and after the
-        last one.
-    returning : tuple of str
-        Those of `after` that are on the first stage's device and not on the last one's: a head
-        that is tied to the embedding.
+    `layers` is the name of the model's list of layers, empty where the plan names none, on one
+    device. The modules `before` the first layer are all on the first stage's device; those `after`
+    the last one on the last stage's, but for those `returning` to the first: a head that is tied to
+    the embedding.
     """
 
     layers: str

@@ -17,13 +17,8 @@ _COLUMNS = 96
 class Export:
     """A plan for one tool.
 
-    Parameters
-    ----------
-    tool : str
-    text : str
-        What the tool takes: a command line, a program or a piece of configuration.
-    notes : tuple of str
-        What will differ from the plan.
+    The text is what the tool takes: a command line, a program or a piece of configuration. The
+    notes say what will differ from the plan.
     """
 
     tool: str

@@ -1,4 +1,9 @@
-"""What people read: a plan, and the report of a check. It computes nothing that isn't shown."""
+"""What people read at a terminal.
+
+- `plan`, `explain`, `compare`: a plan, why it is so, and two beside each other
+- `check`, `excerpt`: the report of a check, with lines of source
+- `words`: modules, places and devices in words
+"""
 
 from .check import plain, render_report
 from .compare import render_comparison
