@@ -140,7 +140,7 @@ class StageCompiler:
         return slot
 
     def _move_in(self, block: int) -> None:
-        for key, size, detour in self._coming(block):
+        for key, size, detour in self._read_from_elsewhere(block):
             if detour:
                 copies = self._detoured.setdefault(key, {})
                 if detour not in copies:
@@ -152,7 +152,7 @@ class StageCompiler:
         self._moved.append(size)
         return self._take(self._num_sizes + len(self._moved) - 1)
 
-    def _coming(self, block: int) -> list[tuple[Key, Rule, tuple[str, ...]]]:
+    def _read_from_elsewhere(self, block: int) -> list[tuple[Key, Rule, tuple[str, ...]]]:
         """What a block reads that isn't made on its device, and the devices that it comes over."""
         if self.events.steps[self.step].large_at_tokens:
             return []  # one token of each sequence

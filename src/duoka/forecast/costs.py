@@ -160,7 +160,7 @@ class Costs:
             enough = self._unpressed.get(signature)
             if enough is not None and enough.reserved_bytes <= budget_bytes:
                 return enough
-            self._peaks[key] = self._replayed(blocks, signature, budget_bytes, place)
+            self._peaks[key] = self._replay_stage(blocks, signature, budget_bytes, place)
         return self._peaks[key]
 
     def stage_bytes_where(
@@ -176,15 +176,15 @@ class Costs:
             self._peaks[self._signature(blocks, 1), budget_bytes] = None
         return peaks
 
-    def _replayed(
+    def _replay_stage(
         self, blocks: Sequence[int], signature: tuple[int, ...], budget_bytes: int, place: int
     ) -> StageBytes | None:
         replay = self._full_at(place)
         if self._cache.fails(self.profile, signature, budget_bytes, replay.steps):
             return None
         peaks = replay.run(blocks, budget_bytes)
-        if peaks is None and replay.refusing:
-            self._cache.add_failure(self.profile, signature, budget_bytes, replay.refusing)
+        if peaks is None and replay.failed_steps:
+            self._cache.add_failure(self.profile, signature, budget_bytes, replay.failed_steps)
         elif peaks is not None and not replay.was_pressed:
             self._unpressed[signature] = peaks
         return peaks
@@ -309,9 +309,9 @@ class _TrainingBounds:
     def table(self) -> Ints:
         """[start, stop]."""
         places = [self.costs.blocks_of(place, place + 1) for place in range(self.num)]
-        weights = self._summed(places, lambda kind: kind.weight_bytes)
-        trained = self._summed(places, lambda kind: kind.trained_bytes)
-        saved = np.array([self._saved(blocks[0]) for blocks in places], np.int64)
+        weights = self._tensor_sums(places, lambda kind: kind.weight_bytes)
+        trained = self._tensor_sums(places, lambda kind: kind.trained_bytes)
+        saved = np.array([self._saved_bytes(blocks[0]) for blocks in places], np.int64)
         forward, backward, accumulate = (
             self._most(saved, np.array([self._peak(blocks, step) for blocks in places], np.int64))
             for step in (FORWARD, BACKWARD, ACCUMULATE)
@@ -333,7 +333,7 @@ class _TrainingBounds:
         needed = weights + STATES[optimizer] * trained + np.maximum.reduce(phases)
         return np.triu(needed, 1)
 
-    def _summed(
+    def _tensor_sums(
         self, places: Sequence[Sequence[int]], sizes: Callable[[Kind], Sequence[int]]
     ) -> Ints:
         """[start, stop]: what tensors of a stage take together."""
@@ -359,7 +359,7 @@ class _TrainingBounds:
         table[:-1, 1:] = np.maximum.accumulate(at_peak, axis=1) - saved_before[:, None]
         return np.triu(table, 1)
 
-    def _saved(self, block: int) -> int:
+    def _saved_bytes(self, block: int) -> int:
         """Bytes that a block's backward pass takes from its own forward pass."""
         number = len(self.replay.tape(block, FORWARD).sizes)
         sizes = self.replay.sizes(block, FORWARD)
@@ -368,9 +368,9 @@ class _TrainingBounds:
             for ref in self.replay.tape(block, BACKWARD).events
             if ref is not None and ref.origin == "own" and ref.index < number
         )
-        return outputs + self._saved_input(block)
+        return outputs + self._saved_input_bytes(block)
 
-    def _saved_input(self, block: int) -> int:
+    def _saved_input_bytes(self, block: int) -> int:
         """The same of what the block before it gave: there, or copied, on the stage of this one."""
         values = self.replay.steps[FORWARD].values
         inputs = {
@@ -391,7 +391,7 @@ class _TrainingBounds:
     def _peak(self, blocks: Sequence[int], step: int) -> int:
         """The most that the first block, or one tied to it, holds of its own in one pass."""
         first, *tied = blocks
-        peaks = [self._saved(first) + self._own_peak(block, step) for block in tied]
+        peaks = [self._saved_bytes(first) + self._own_peak(block, step) for block in tied]
         return max([self._own_peak(first, step), *peaks])
 
     def _own_peak(self, block: int, step: int) -> int:
@@ -399,7 +399,7 @@ class _TrainingBounds:
         sizes = [rounded_bytes(size) for size in self.replay.sizes(block, step)]
         before = [rounded_bytes(size) for size in self.replay.sizes(block, FORWARD)]
         first = self.replay.first_number(block, step)
-        live = peak = self._saved(block) - self._saved_input(block) if step else 0
+        live = peak = self._saved_bytes(block) - self._saved_input_bytes(block) if step else 0
         number = 0
         for ref in tape.events:
             if ref is None:

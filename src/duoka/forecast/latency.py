@@ -152,7 +152,7 @@ class LatencyModel:
         self.num_passes = training.micro_batches if training is not None and is_pipeline else 1
         lengths = range(workload.prompt_tokens, workload.context_tokens - 1)
         chosen = [(step, weight, 0.0) for step, weight in _first_steps(replay)]
-        chosen += [(replay.step_over(1, past), 0.0, weight) for past, weight in _sampled(lengths)]
+        chosen += [(replay.step_over(1, past), 0.0, weight) for past, weight in _sample(lengths)]
         self._num_decodes = len(lengths)
         self._steps: list[Step] = [step for step, _, _ in chosen]
         self._weights = np.array([weights for _, *weights in chosen]).T  # [2, steps]
@@ -250,9 +250,9 @@ class LatencyModel:
                 )
             )
             before = name
-        return self._summed(tuple(stage_seconds), self._pipeline(stages, fleet))
+        return self._sum_up(tuple(stage_seconds), self._pipeline(stages, fleet))
 
-    def _summed(self, stages: tuple[StageSeconds, ...], pipeline: float | None) -> Seconds:
+    def _sum_up(self, stages: tuple[StageSeconds, ...], pipeline: float | None) -> Seconds:
         prefill = sum(s.prefill_seconds + s.prefill_transfer_seconds for s in stages)
         decode = sum(s.decode_seconds + s.decode_transfer_seconds for s in stages)
         slowest = max(
@@ -324,7 +324,7 @@ class LatencyModel:
             tape = tapes[regime]
             steps = [index for index, step in enumerate(self._steps) if step.regime == regime]
             rules = [tape.flops, tape.moved_bytes, tape.launches]
-            work[:, steps] = _evaluated(rules, self._values[steps])
+            work[:, steps] = _evaluate_at(rules, self._values[steps])
         return work
 
     def _boundary(self, kind: int, before: int) -> Floats:
@@ -339,12 +339,12 @@ class LatencyModel:
             comes_back = self._steps[steps[0]].phase in TRAINING_PHASES[1:]
             tape = self._profile.kinds[before if comes_back else kind].tapes[regime]
             reads = [read for read in tape.reads if not comes_back or read.ref.back < 0]
-            sizes = _evaluated([read.size for read in reads], self._values[steps])
+            sizes = _evaluate_at([read.size for read in reads], self._values[steps])
             sent[:, steps] = sizes.sum(axis=0), np.count_nonzero(sizes > 0, axis=0)
         return sent
 
 
-def _evaluated(rules: Sequence[Rule], values: Floats) -> Floats:
+def _evaluate_at(rules: Sequence[Rule], values: Floats) -> Floats:
     """[rules, …]: each rule at values […, monomials]."""
     table = np.zeros((len(rules), values.shape[-1]))
     for row, rule in zip(table, rules, strict=True):
@@ -356,10 +356,10 @@ def _first_steps(replay: Replay) -> list[tuple[Step, float]]:
     """The steps that run over the prompt, each with how many it stands for; in training all."""
     if isinstance(replay, TrainingReplay):
         return replay.weighted_steps()
-    return _sampled([replay.step_over(*chunk) for chunk in replay.workload.chunks()])
+    return _sample([replay.step_over(*chunk) for chunk in replay.workload.chunks()])
 
 
-def _sampled(items: Sequence[Item]) -> list[tuple[Item, float]]:
+def _sample(items: Sequence[Item]) -> list[tuple[Item, float]]:
     """Some of the items, evenly, each with how many it stands for."""
     number = min(len(items), _MOST_STEPS)
     ends = [len(items) * index // number for index in range(number + 1)] if number else []

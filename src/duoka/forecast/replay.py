@@ -42,7 +42,7 @@ class Replay(AllocEvents):
         self.brief = brief
         super().__init__(profile, workload)
         # The steps of the last run that didn't fit, up to the one where it ended; none in training.
-        self.refusing: tuple[Step, ...] = ()
+        self.failed_steps: tuple[Step, ...] = ()
         # Whether cached memory had to be given back in the last run; where not, a larger capacity
         # makes no difference.
         self.was_pressed = False
@@ -59,7 +59,7 @@ class Replay(AllocEvents):
         try:
             return run.run()
         except OutOfCapacity:
-            self.refusing = tuple(self.steps[: run.num_begun])
+            self.failed_steps = tuple(self.steps[: run.num_begun])
             return None
         finally:
             self.was_pressed = run.memory.is_pressed

@@ -99,13 +99,13 @@ def pipeline_seconds(stages: Sequence[Passes], number: int) -> float:
     33.0
     """
     if number <= _MOST_SIMULATED:
-        return _simulated(stages, number)
+        return _simulate(stages, number)
     half = _MOST_SIMULATED // 2
-    less, all_ = _simulated(stages, half), _simulated(stages, _MOST_SIMULATED)
+    less, all_ = _simulate(stages, half), _simulate(stages, _MOST_SIMULATED)
     return all_ + (number - _MOST_SIMULATED) * (all_ - less) / half
 
 
-def _simulated(stages: Sequence[Passes], number: int) -> float:
+def _simulate(stages: Sequence[Passes], number: int) -> float:
     line = [_Stage(passes) for passes in stages]
     for one, other in pairwise(line):
         one.behind, other.before = other, one

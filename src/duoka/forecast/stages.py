@@ -21,8 +21,8 @@ from .replay import Replay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Wait:
-    """Something that a block leaves to others, while blocks between them don't touch it.
+class Skip:
+    """A skip connection: what a block leaves to later ones, while those between don't touch it.
 
     It is the allocation `number` in the tape of a block, which is at a place in the chain; `during`
     are the places of the blocks that don't touch it while it is there.
@@ -49,7 +49,7 @@ class Chain:
         for index, block in enumerate(blocks):
             if block.tied_to is not None:
                 self.attached[_root(profile, index)].append(index)
-        self._waits: dict[int, list[Wait]] = {}
+        self._skips: dict[int, list[Skip]] = {}
         self._likes: dict[tuple[int, int], list[int]] = {}
 
     def __len__(self) -> int:
@@ -130,17 +130,17 @@ class Chain:
             self._likes[key] = list(likes.values())
         return self._likes[key]
 
-    def waits(self, regime: int) -> list[Wait]:
+    def skips(self, regime: int) -> list[Skip]:
         """What is there for longer than from one block to the next, in steps of a regime."""
-        if regime not in self._waits:
-            self._waits[regime] = [*self._find_waits(regime)]
-        return self._waits[regime]
+        if regime not in self._skips:
+            self._skips[regime] = [*self._find_skips(regime)]
+        return self._skips[regime]
 
-    def _find_waits(self, regime: int) -> Iterator[Wait]:
+    def _find_skips(self, regime: int) -> Iterator[Skip]:
         blocks, carried = self.profile.blocks, self.profile.regimes[regime].carried
         tapes = [kind.tapes[regime] for kind in self.profile.kinds]
         reads = [{read.ref for read in tape.reads} for tape in tapes]
-        left = [_left(tape) for tape in tapes]
+        left = [_left_numbers(tape) for tape in tapes]
         ended = {
             self.profile.key_of(index, ref, regime): index
             for index, block in reversed([*enumerate(blocks)])
@@ -165,7 +165,7 @@ class Chain:
                     during &= ~((kinds == kind) & touched)
                 if during.any():
                     during_places = np.flatnonzero(during)
-                    yield Wait(block=block, number=number, place=place, during=during_places)
+                    yield Skip(block=block, number=number, place=place, during=during_places)
 
     @cached_property
     def _of_kind(self) -> dict[int, list[int]]:
@@ -175,7 +175,7 @@ class Chain:
         return blocks
 
 
-def _left(tape: Tape) -> list[int]:
+def _left_numbers(tape: Tape) -> list[int]:
     """The numbers of what a block leaves to others in its step."""
     gone = {ref.index for ref in tape.events if ref is not None and ref.origin == "own"}
     return [
@@ -196,7 +196,7 @@ def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
 
     A stage needs at least what is requested while some block of it is at its peak in some step.
     Then the caches of the blocks before it have grown in this step and those behind it haven't, and
-    what earlier blocks left to later ones waits. Prefix sums of caches make that a sum for each
+    what earlier blocks left to later ones is there. Prefix sums of caches make that a sum for each
     (stage, block), and a running maximum over the blocks of a stage the bound for all stages that
     begin at one place. Left out is some of what goes by way of tied blocks.
     """
@@ -215,7 +215,7 @@ def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
         grown = np.concatenate([[0], np.cumsum(after)])
         to_grow = np.concatenate([[0], np.cumsum(before)])
         busiest = np.where(starts <= places - back, fuller, peaks)
-        busiest = busiest + _waiting(chain, replay, step)
+        busiest = busiest + _skipped_bytes(chain, replay, step)
         at_peak = np.where(ahead, grown[:-1] - to_grow[1:] + busiest, -(1 << 62))
         most = np.maximum.accumulate(at_peak, axis=1)
         bytes_now = most + to_grow[None, 1:] - grown[:-1, None]
@@ -232,8 +232,8 @@ def between(values: ArrayLike) -> NDArray[Any]:
 def _largest(chain: Chain, replay: Replay, costs: NDArray[np.int64]) -> list[int]:
     """The steps but those that a later one of their regime exceeds in everything."""
     regimes = [step.regime for step in replay.steps]
-    waits = [
-        [replay.sizes(wait.block, step)[wait.number] for wait in chain.waits(regime)]
+    skips = [
+        [replay.sizes(skip.block, step)[skip.number] for skip in chain.skips(regime)]
         for step, regime in enumerate(regimes)
     ]
     return [
@@ -243,7 +243,7 @@ def _largest(chain: Chain, replay: Replay, costs: NDArray[np.int64]) -> list[int
             regimes[later] == regime
             # How far back a block frees something is the same in all of them.
             and bool(np.all(costs[step] <= costs[later]))
-            and all(one <= other for one, other in zip(waits[step], waits[later], strict=True))
+            and all(one <= other for one, other in zip(skips[step], skips[later], strict=True))
             for later in range(step + 1, len(regimes))
         )
     ]
@@ -308,13 +308,13 @@ def _peak(tape: Tape, sizes: Sequence[int], cache: Sequence[int], read: dict[Ref
     return peak
 
 
-def _waiting(chain: Chain, replay: Replay, step: int) -> NDArray[np.int64]:
+def _skipped_bytes(chain: Chain, replay: Replay, step: int) -> NDArray[np.int64]:
     """[start, place]: bytes on a stage from `start` on that the block at a place doesn't touch."""
-    waiting = np.zeros((len(chain), len(chain)), np.int64)
-    for wait in chain.waits(replay.steps[step].regime):
-        size = rounded_bytes(replay.sizes(wait.block, step)[wait.number])
-        waiting[: wait.place + 1, wait.during] += size
-    return waiting
+    skipped = np.zeros((len(chain), len(chain)), np.int64)
+    for skip in chain.skips(replay.steps[step].regime):
+        size = rounded_bytes(replay.sizes(skip.block, step)[skip.number])
+        skipped[: skip.place + 1, skip.during] += size
+    return skipped
 
 
 def _back(chain: Chain, block: int, ref: Ref) -> int:

@@ -130,11 +130,11 @@ def _fleet(plan: Plan) -> str:
 
 def _workloads(first: Plan, second: Plan) -> Iterator[tuple[str, str, str]]:
     for part in fields(first.workload):
-        one, other = (_said(getattr(plan.workload, part.name)) for plan in (first, second))
+        one, other = (_text(getattr(plan.workload, part.name)) for plan in (first, second))
         yield part.name.replace("_", " "), one, other
 
 
-def _said(value: object) -> str:
+def _text(value: object) -> str:
     return "none" if value is None else str(value)
 
 

@@ -90,7 +90,7 @@ def _template() -> Template:
         loader=PackageLoader(__package__, "."),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=_shown,
+        finalize=_printable,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -98,7 +98,7 @@ def _template() -> Template:
     return environment.get_template("plan.html.jinja")
 
 
-def _shown(value: object) -> object:
+def _printable(value: object) -> object:
     return printable(value) if type(value) is str else value
 
 
@@ -172,10 +172,10 @@ def _unused(plan: Plan) -> Iterator[str]:
         )
     left = [device for device in plan.fleet.devices if device.name not in plan.devices]
     if left:
-        yield f"Not used: {', '.join(map(_named, left))}."
+        yield f"Not used: {', '.join(map(_gpu_name, left))}."
 
 
-def _named(device: Device) -> str:
+def _gpu_name(device: Device) -> str:
     details = [device.product, f"budget {format_bytes(device.budget_bytes)}"]
     return f"{device.name} ({', '.join(filter(None, details))})"
 

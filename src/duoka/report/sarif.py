@@ -149,7 +149,7 @@ class _Log:
 
     def _result(self, fault: Fault, level: Literal["error", "warning"]) -> _Json:
         """One fault (§3.27)."""
-        related = [*self._related(fault)]
+        related = [*self._related_locations(fault)]
         result = {
             "ruleId": fault.kind,
             "ruleIndex": _INDEX[fault.kind],
@@ -182,13 +182,13 @@ class _Log:
             },
         }
 
-    def _related(self, fault: Fault) -> Iterator[_Json]:
+    def _related_locations(self, fault: Fault) -> Iterator[_Json]:
         """Where the tensors come from, and what follows from the fault (§3.27.22)."""
         places: dict[Place, str] = {}
         for operand in fault.operands:
             origin = operand.origin
             if origin is not None and origin.place is not None:
-                said = f"{_called(operand)} on {operand.device} comes from here"
+                said = f"{_tensor_name(operand)} on {operand.device} comes from here"
                 places.setdefault(origin.place, said)
         for followup in fault.followups:
             places.setdefault(followup.place, f"{followup.op} fails too, because of this")
@@ -257,22 +257,22 @@ def _message(fault: Fault, related: list[_Json]) -> str:
     """Plain text; its links lead to the related locations (§3.11.6)."""
     devices = " and ".join(fault.devices)
     tensors = dict.fromkeys(
-        f"{_called(operand)} is on {operand.device}" for operand in fault.operands
+        f"{_tensor_name(operand)} is on {operand.device}" for operand in fault.operands
     )
     text = f"{fault.op} of tensors on {devices}: {'; '.join(tensors)}."
     if fault.effect == "raises" and fault.message:
         text += f" CUDA: {fault.message}"
     elif fault.message:
         text += f" {fault.message}"
-    links = ", ".join(f"[{_unlinked(to['message']['text'])}]({to['id']})" for to in related)
+    links = ", ".join(f"[{_escape_links(to['message']['text'])}]({to['id']})" for to in related)
     return f"{text} {links}".strip()
 
 
-def _called(operand: Operand) -> str:
+def _tensor_name(operand: Operand) -> str:
     return operand.expression or operand.argument
 
 
-def _unlinked(text: str) -> str:
+def _escape_links(text: str) -> str:
     for sign in "\\[]":
         text = text.replace(sign, f"\\{sign}")
     return text

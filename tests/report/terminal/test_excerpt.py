@@ -17,7 +17,7 @@ from rich.console import Console
 
 from duoka.report.check_report import Place
 from duoka.report.terminal import plain
-from duoka.report.terminal.excerpt import Excerpt, Mark, cells, expanded, first_beyond, first_from
+from duoka.report.terminal.excerpt import Excerpt, Mark, cells, expand, first_beyond, first_from
 
 
 def shown(file: Path, source: str, text: str, *marks: str, width: int = 80) -> list[str]:
@@ -138,7 +138,7 @@ def test_colours_change_no_text(file: Path) -> None:
 
 
 def test_cells() -> None:
-    assert expanded("\ta\tb") == "    a   b"
+    assert expand("\ta\tb") == "    a   b"
     assert (first_from("a多b", 2), first_from("a多b", 99)) == (2, 3)
     assert (first_beyond("a多b", 2), first_beyond("a多b", 3)) == (1, 2)
 

@@ -132,7 +132,7 @@ def _placements(trial: Trial, plan_stages: Stages | None) -> Iterator[tuple[str,
     if plan_stages is not None and len(plan_stages) > 1:
         used = [stage.device for stage in plan_stages]
         yield "equal numbers of layers, in the best order", _best_equal(trial, used)
-        yield "the GPUs in reverse order", _reversed(plan_stages)
+        yield "the GPUs in reverse order", _reverse(plan_stages)
     everything = list(range(min(len(trial.fleet.devices), trial.costs.num_blocks)))
     if len(everything) > 1:
         if plan_stages is None or len(plan_stages) != len(everything):
@@ -167,7 +167,7 @@ def _optimum(trial: Trial, objective: Objective, *, use_all: bool = False) -> St
         return None  # nothing fits; or there are more devices than blocks, or too many kinds
 
 
-def _staged(cuts: Sequence[int], devices: Sequence[int]) -> Stages:
+def _to_stages(cuts: Sequence[int], devices: Sequence[int]) -> Stages:
     return tuple(
         Stage(start=start, stop=stop, device=device)
         for (start, stop), device in zip(pairwise(cuts), devices, strict=True)
@@ -180,11 +180,11 @@ def _best_equal(trial: Trial, devices: Sequence[int]) -> Stages:
     No other order of the devices leaves more free on the tightest one.
     """
     cuts = _equal_cuts(trial, len(devices))
-    needs = [share.requested_bytes for share in trial.shares(_staged(cuts, devices))]
+    needs = [share.requested_bytes for share in trial.shares(_to_stages(cuts, devices))]
     hungriest = sorted(range(len(needs)), key=lambda place: -needs[place])
     largest = sorted(devices, key=lambda device: -trial.fleet.devices[device].budget_bytes)
     at = dict(zip(hungriest, largest, strict=True))
-    return _staged(cuts, [at[place] for place in range(len(needs))])
+    return _to_stages(cuts, [at[place] for place in range(len(needs))])
 
 
 def _equal_cuts(trial: Trial, num_stages: int) -> list[int]:
@@ -207,13 +207,13 @@ def _layer_places(trial: Trial) -> list[int]:
     ]
 
 
-def _reversed(stages: Stages) -> Stages:
+def _reverse(stages: Stages) -> Stages:
     """The devices in reverse order, each with as many blocks as it had."""
     lengths = [stage.stop - stage.start for stage in reversed(stages)]
     cuts = [0]
     for length in lengths:
         cuts.append(cuts[-1] + length)
-    return _staged(cuts, [stage.device for stage in reversed(stages)])
+    return _to_stages(cuts, [stage.device for stage in reversed(stages)])
 
 
 def _equal_weights(trial: Trial, devices: Sequence[int]) -> Stages:
@@ -222,14 +222,14 @@ def _equal_weights(trial: Trial, devices: Sequence[int]) -> Stages:
     low, high = max(sizes), sum(sizes)
     while low < high:
         middle = (low + high) // 2
-        if len(_filled(sizes, middle, len(devices))) - 1 <= len(devices):
+        if len(_fill(sizes, middle, len(devices))) - 1 <= len(devices):
             high = middle
         else:
             low = middle + 1
-    return _staged(_filled(sizes, low, len(devices)), devices)
+    return _to_stages(_fill(sizes, low, len(devices)), devices)
 
 
-def _filled(sizes: Sequence[int], most: int, num_stages: int) -> list[int]:
+def _fill(sizes: Sequence[int], most: int, num_stages: int) -> list[int]:
     """Cuts of stages that are filled up to `most` bytes, with a block for each at least."""
     cuts, filled = [0], 0
     for index, size in enumerate(sizes):

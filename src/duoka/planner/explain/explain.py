@@ -43,7 +43,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
     >>> explanation.changes[0].outcome  # doctest: +SKIP
     'impossible'
     """
-    profile = profile or _cached(plan)
+    profile = profile or _cached_profile(plan)
     plan.refuse_other(profile.fingerprint, plan.source or profile.model)
     if plan.offloaded:
         streams = [
@@ -72,7 +72,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
     )
 
 
-def _cached(plan: Plan) -> Profile:
+def _cached_profile(plan: Plan) -> Profile:
     # What was traced for one workload alone is kept under the workload as it was asked for.
     requested = replace(plan.request.workload, dtype=plan.workload.dtype)
     for workload in (plan.workload, requested):

@@ -152,6 +152,9 @@ class Programme:
 
     def _extend(self, number: int) -> None:
         """Put one more stage before every suffix of the last layer, towards so many at most."""
+        # Every (suffix, group of the new stage) is a pair, and every pair goes into the set of
+        # devices that it uses then. Pairs are gone through in batches that fit the cache, each
+        # compared over all starts and stops at once.
         last = self._layers[-1]
         _refuse_too_many(self._groups, len(self._layers))
         rows, groups = np.nonzero(last.useds < self._num_members)

@@ -278,7 +278,9 @@ class Problem:
 
     def shortfall(self) -> Shortfall:
         """How far the nearest placement is from fitting."""
-        missing = [[self._missing(group, place) for group in self._groups] for place in self.places]
+        missing = [
+            [self._missing_bytes(group, place) for group in self._groups] for place in self.places
+        ]
         nearest = self._run(missing, slowest=False, num_stages=self.num_stages).best()
         assert nearest is not None, "there is always a placement that doesn't fit"
         fits = np.any([np.diagonal(fits, 1) for fits in self.memory.fits.values()], axis=0)
@@ -347,7 +349,7 @@ class Problem:
         quick = group.seconds <= self._caps.pass_seconds
         return quick & (self._updates(group) <= self._caps.update_seconds)
 
-    def _missing(self, group: Group, place: int) -> Floats:
+    def _missing_bytes(self, group: Group, place: int) -> Floats:
         """What each stage's lower bound exceeds the budget by; a byte where it fits in spite."""
         key = self._key(group, place)
         over = self.memory.bytes[key] - group.budget_bytes
@@ -378,7 +380,7 @@ class Problem:
         """The pressure as the cost, among the placements that attain the bound."""
         links = self._transfers()
         if links is not None:
-            links = self._tied(links, bound)
+            links = self._tie_costs(links, bound)
         return self._run(
             self._tie_tables(bound),
             transfers=links,
@@ -396,12 +398,12 @@ class Problem:
         costs = self._table(group, place)
 
         def make() -> Floats:
-            return self._tied(costs, bound) + self._pressure(group, place)
+            return self._tie_costs(costs, bound) + self._pressure(group, place)
 
         known = (bound, costs, self.memory.bytes[self._key(group, place)])
         return self._table_cache.get(("ties", group.index, place), known, make)
 
-    def _tied(self, costs: Floats, bound: float) -> Floats:
+    def _tie_costs(self, costs: Floats, bound: float) -> Floats:
         """What costs of parts come to among placements that attain the bound."""
         if self.aim == "latency":
             # Small enough that all pressures together stay within the tolerance.

@@ -103,6 +103,9 @@ class KnownBytes:
 
         Returns whether all were what they were thought to be.
         """
+        # All stages of an optimum in one batch, and not one after the other with a search between:
+        # mostly they are all needed. But what is tightest is likeliest to be refused, and then the
+        # next optimum has other stages: the rest isn't worth its replays.
         as_thought = True
         for start, stop, key in sorted(
             stages, key=lambda stage: stage[2][0] - self.bytes[stage[2]][stage[:2]]

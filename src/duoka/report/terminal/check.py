@@ -240,10 +240,10 @@ def _named_facts(fault: Fault) -> Iterator[tuple[str, RenderableType]]:
 
 def _operands(fault: Fault) -> Iterator[RenderableType]:
     """The tensors; neighbours in a list of which the same is to be said are one."""
-    for alike, group in groupby(fault.operands, key=_said):
+    for alike, group in groupby(fault.operands, key=_what_is_told):
         operands = list(group)
         _, origin, device, moved = alike
-        text = Text(_called(operands), style="bold")
+        text = Text(_tensor_names(operands), style="bold")
         text.append(" on ", style="not bold")
         text.append(device, style=_MOVED if moved else _KEPT)
         yield text.append(words.going(operands[0], fault), style="not bold")
@@ -253,7 +253,7 @@ def _operands(fault: Fault) -> Iterator[RenderableType]:
         yield Padding(Text(f"{about}; from {origin}" if origin else about), (0, 0, 0, 2))
 
 
-def _said(operand: Operand) -> tuple[str, str, str, bool]:
+def _what_is_told(operand: Operand) -> tuple[str, str, str, bool]:
     """What must be equal for tensors to be told together: they stand in one list, say."""
     name, bracket, _ = operand.argument.partition("[")
     alone = "" if bracket else f"{operand.argument} {operand.expression}"
@@ -264,7 +264,7 @@ def _said(operand: Operand) -> tuple[str, str, str, bool]:
     return name + alone, origin_text, operand.device, operand.moved
 
 
-def _called(operands: Sequence[Operand]) -> str:
+def _tensor_names(operands: Sequence[Operand]) -> str:
     names = [words.cropped(operand.expression or operand.argument) for operand in operands]
     first, last = names[0], names[-1]
     if len(operands) == 1:
@@ -334,7 +334,7 @@ class _Memory:
             yield from self._table()
         else:
             yield Text("memory at its peak", style="bold")
-            yield from map(_listed, self._memory)
+            yield from map(_list_peak, self._memory)
         for peak in self._memory:
             if peak.place is not None:
                 yield _set_by(peak)
@@ -368,7 +368,7 @@ def _unit(largest_bytes: int) -> tuple[str, int]:
     return next((unit for unit in units.items() if largest_bytes >= unit[1]), ("KiB", 2**10))
 
 
-def _listed(peak: PeakMemory) -> Text:
+def _list_peak(peak: PeakMemory) -> Text:
     style = "bold red" if peak.overflows else "bold"
     budget = "" if peak.budget_bytes is None else f" of {format_bytes(peak.budget_bytes)}"
     text = Text.assemble((peak.device, style))

@@ -71,9 +71,9 @@ class Excerpt:
             if number != before + 1:
                 yield Text(f"{gap:>{digits}} {bar}", style="dim")
             before = number
-            yield _numbered(f"{number:>{digits}} {bar} ", window.line(texts[number]))
+            yield _with_margin(f"{number:>{digits}} {bar} ", window.line(texts[number]))
             for under in self._under(window.spans(number), room, ascii_only=options.ascii_only):
-                yield _numbered(f"{'':{digits}} {bar} ", under)
+                yield _with_margin(f"{'':{digits}} {bar} ", under)
 
     def _numbers(self, lines: Mapping[int, str]) -> list[int]:
         first, last = self._place.line, _last_line(self._place)
@@ -132,7 +132,7 @@ class _Window:
         dots: str,
     ) -> None:
         self._spans, self._room, self._dots = spans, room, dots
-        written = [expanded(line) for line in lines.values() if line.strip()]
+        written = [expand(line) for line in lines.values() if line.strip()]
         self._left = min(map(indent, written), default=0)
         every = [span for line_spans in spans.values() for span in line_spans]
         marked = [span for span in every if span.label] or every
@@ -169,14 +169,14 @@ def _read(place: Place) -> dict[int, str]:
     first, last = place.line, _last_line(place)
     if not 1 <= first <= last <= len(every):
         return {}
-    if _folded(place.text) not in _folded("".join(every[first - 1 : last])):
+    if _without_blanks(place.text) not in _without_blanks("".join(every[first - 1 : last])):
         return {}
     start = max(first - _BEFORE, 1)
     shown = every[start - 1 : last + _AFTER]
     return {number: line.rstrip("\r\n") for number, line in enumerate(shown, start)}
 
 
-def _folded(text: str) -> str:
+def _without_blanks(text: str) -> str:
     return "".join(text.split())
 
 
@@ -201,7 +201,7 @@ def _span(mark: Mark, line: str) -> _Span:
 
 
 def _texts(lines: Mapping[int, str], *, coloured: bool) -> dict[int, Text]:
-    plain = {number: expanded(line) for number, line in lines.items()}
+    plain = {number: expand(line) for number, line in lines.items()}
     texts = {number: Text(line) for number, line in plain.items()}
     if coloured:
         code = Syntax("", "python", theme=_THEME, background_color="default")
@@ -216,7 +216,7 @@ def _row(signs: Mapping[int, tuple[str, str]]) -> Text:
     return Text.assemble(*(signs.get(cell, " ") for cell in range(max(signs) + 1)))
 
 
-def _numbered(margin: str, text: Text) -> Text:
+def _with_margin(margin: str, text: Text) -> Text:
     joined = Text.assemble((margin, "dim"), text)
     joined.no_wrap, joined.overflow = True, "crop"
     return joined
@@ -236,14 +236,14 @@ def cells(line: str) -> Iterator[int]:
     at = 0
     for character in line:
         yield at
-        at += _TAB - at % _TAB if character == "\t" else cell_len(_shown(character))
+        at += _TAB - at % _TAB if character == "\t" else cell_len(_visible(character))
     yield at
 
 
-def expanded(line: str) -> str:
+def expand(line: str) -> str:
     """A line whose tabs are blanks, and whose control characters are dots."""
     return "".join(
-        " " * (stop - start) if character == "\t" else _shown(character)
+        " " * (stop - start) if character == "\t" else _visible(character)
         for character, (start, stop) in zip(line, itertools.pairwise(cells(line)), strict=True)
     )
 
@@ -264,5 +264,5 @@ def first_beyond(text: str, cell: int) -> int:
     return next((index for index, stop in enumerate(ends) if stop > cell), len(text))
 
 
-def _shown(character: str) -> str:
+def _visible(character: str) -> str:
     return character if character.isprintable() or character == "\t" else "·"

@@ -103,10 +103,10 @@ def why_not_else(explanation: Explanation, device: str) -> Iterator[str]:
     now = {share.device: share for share in explanation.shares}
     for change in explanation.changes:
         if change.giver.device == device:
-            yield f"No less: {_less(change, now)}{_judged(change, explanation)}"
+            yield f"No less: {_less(change, now)}{_judgement(change, explanation)}"
     for change in explanation.changes:
         if change.taker.device == device:
-            yield f"No more: {_more(change)}{_judged(change, explanation)}"
+            yield f"No more: {_more(change)}{_judgement(change, explanation)}"
 
 
 def _less(change: Change, now: dict[str, Share]) -> str:
@@ -131,7 +131,7 @@ def _more(change: Change) -> str:
     )
 
 
-def _judged(change: Change, explanation: Explanation) -> str:
+def _judgement(change: Change, explanation: Explanation) -> str:
     """What becomes of the objective, as the end of a sentence."""
     if change.outcome == "forbidden":
         return ": the pins and uncut modules forbid it."
@@ -253,19 +253,19 @@ def render_explanation(explanation: Explanation) -> RenderableType:
 def _parts(explanation: Explanation) -> Iterator[RenderableType]:
     yield Text("why", style="bold")
     sentences = (*aim(explanation), fewer(explanation), whole_prompt(explanation))
-    yield from map(_indented, filter(None, sentences))
+    yield from map(_indent, filter(None, sentences))
     for share in explanation.shares:
         yield Text.assemble((share.device, "bold"), " has ", name_modules(share.modules))
-        yield _indented(holds(share))
-        yield from map(_indented, why_not_else(explanation, share.device))
+        yield _indent(holds(share))
+        yield from map(_indent, why_not_else(explanation, share.device))
     yield from map(Text, crossings(explanation))
     if explanation.alternatives:
         yield Text("alternatives", style="bold")
     for rival in rivals(explanation):
-        yield _indented(rival.name, style="bold" if rival.is_plan else "")
-        yield _indented(rival.dealt, by=4)
-        yield _indented(rival.verdict, by=4, style="" if rival.fits else "red")
+        yield _indent(rival.name, style="bold" if rival.is_plan else "")
+        yield _indent(rival.dealt, by=4)
+        yield _indent(rival.verdict, by=4, style="" if rival.fits else "red")
 
 
-def _indented(text: str, *, by: int = 2, style: str = "") -> RenderableType:
+def _indent(text: str, *, by: int = 2, style: str = "") -> RenderableType:
     return Padding(Text(text, style=style), (0, 0, 0, by))

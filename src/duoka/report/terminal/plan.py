@@ -62,7 +62,7 @@ class _View:
         yield ""
         yield _table(self._plan) if wide else _list(self._plan)
         yield from _budgets(self._plan)
-        yield from _emulated(self._plan)
+        yield from _emulation(self._plan)
         yield from _offloaded(self._plan)
         yield ""
         yield _bars(self._plan, options.max_width, ascii_only=options.ascii_only)
@@ -130,7 +130,7 @@ def _budgets(plan: Plan) -> Iterator[Text]:
     for name in plan.devices:
         device = plan.fleet.device(name)
         if device.reserve_bytes:
-            alike.setdefault(_made_of(device, reserved.get(name, 0)), []).append(name)
+            alike.setdefault(_budget_parts(device, reserved.get(name, 0)), []).append(name)
     for text, names in alike.items():
         yield Text(f"{', '.join(names)}: {text}")
 
@@ -147,7 +147,7 @@ def _offloaded(plan: Plan) -> Iterator[Text]:
         )
 
 
-def _emulated(plan: Plan) -> Iterator[Text]:
+def _emulation(plan: Plan) -> Iterator[Text]:
     """Which of the GPUs that are used lack the plan's dtype."""
     if plan.workload.dtype != "bfloat16":
         return
@@ -160,7 +160,7 @@ def _emulated(plan: Plan) -> Iterator[Text]:
         )
 
 
-def _made_of(device: Device, asked_bytes: int) -> str:
+def _budget_parts(device: Device, asked_bytes: int) -> str:
     offered = format_bytes(device.budget_bytes + device.reserve_bytes)
     if device.uuid:
         total = "" if device.memory_bytes is None else f" of {format_bytes(device.memory_bytes)}"
