@@ -16,7 +16,7 @@ from sarif_form import SCHEMA, Json
 
 from duoka.errors import Faults
 from duoka.report import sarif
-from duoka.report.check_report import Fault, Kind, Place, Report
+from duoka.report.check_report import Fault, FaultKind, Place, Report
 
 
 def log_of(report: Report, root: Path) -> Json:
@@ -62,7 +62,7 @@ def test_nothing_wrong_is_no_result(tmp_path: Path) -> None:
 def test_every_kind_of_fault_has_a_rule(tmp_path: Path) -> None:
     fault = table_fault(write_model(tmp_path))
     rules = run_of(good_report(tmp_path), tmp_path)["tool"]["driver"]["rules"]
-    for kind in get_args(Kind):
+    for kind in get_args(FaultKind):
         result = result_of(replace(fault, kind=kind), tmp_path)
         assert result["ruleId"] == kind == rules[result["ruleIndex"]]["id"]
 

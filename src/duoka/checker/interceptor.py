@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from duoka.report.check_report import Call, Kind, Operand, Origin, Place
+from duoka.report.check_report import Call, FaultKind, Operand, Origin, Place
 from duoka.virtual import MixedDevicesError, carry_over, settled_by
 
 from .expressions import Expressions
@@ -366,7 +366,7 @@ class Interceptor(TorchFunctionMode):
         operands = self._operands(mixed, caller, sampled(tensors, moved), moved)
         hard = any(id(t) in moved and vars(t).get(_HARD) is not None for _, t in tensors)
         self._explained |= {vars(tensor).get(_HARD) for _, tensor in tensors}
-        kind: Kind = "in-place" if mixed.written is not None else "mixed-devices"
+        kind: FaultKind = "in-place" if mixed.written is not None else "mixed-devices"
         return Finding(
             kind="hard-coded-device" if hard else kind,
             effect="raises",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import resolve_name
 
-from duoka.report.check_report import Call, Effect, Fault, Kind, Operand, Place
+from duoka.report.check_report import Call, Effect, Fault, FaultKind, Operand, Place
 from duoka.virtual import MixedDevicesError, VirtualTensor
 
 from .source_map import is_model_code
@@ -105,7 +105,7 @@ _MOST_OPERANDS = 8
 class Finding:
     """A fault in the making: the same place in forty layers is met forty times."""
 
-    kind: Kind
+    kind: FaultKind
     effect: Effect
     op: str
     operands: tuple[Operand, ...]

@@ -20,7 +20,7 @@ VERSION = 1
 Effect = Literal["raises", "copies", "syncs", "nothing"]
 """What CUDA does: raises an error, copies silently, waits for the GPU, or none of these."""
 
-Kind = Literal[
+FaultKind = Literal[
     "mixed-devices",  # an operation on tensors of several GPUs, or of a GPU and the CPU
     "in-place",  # a write into a tensor on another device
     "gradient",  # a gradient that comes back on another device than its tensor's
@@ -132,7 +132,7 @@ class Fault:
         tensor on `target` whenever `place` is reached, such as "hidden_states", "self.weight".
     """
 
-    kind: Kind
+    kind: FaultKind
     effect: Effect
     op: str
     operands: tuple[Operand, ...]

@@ -8,7 +8,7 @@ from typing import Any
 
 import libcst as cst
 
-from .syntax import Edit, Tree, is_plain
+from .syntax import Edit, Tree, is_plain, last_name
 
 _CLOSED = (
     cst.Name, cst.Attribute, cst.Subscript, cst.Call, cst.List, cst.Set, cst.Dict, cst.ListComp,
@@ -53,11 +53,8 @@ def _moved(node: cst.BaseExpression, device: str) -> cst.BaseExpression:
 def _gives_device(argument: cst.Arg) -> bool:
     """Whether an argument of ``.to`` surely is a device: "cuda:0", x.device, device."""
     if argument.star or argument.keyword is not None:
-        return not argument.star and is_device_keyword(argument)
-    value = argument.value
-    if isinstance(value, cst.Attribute):
-        return value.attr.value == "device"
-    return is_literal_device(value) or (isinstance(value, cst.Name) and value.value == "device")
+        return is_device_keyword(argument)
+    return is_literal_device(argument.value) or last_name(argument.value) == "device"
 
 
 def is_device_keyword(argument: cst.Arg) -> bool:
@@ -67,12 +64,9 @@ def is_device_keyword(argument: cst.Arg) -> bool:
 
 def is_literal_device(value: cst.BaseExpression) -> bool:
     """Whether an expression is a device that somebody wrote into the code: "cuda:0", 0."""
-    if isinstance(value, (cst.SimpleString, cst.FormattedString, cst.Integer)):
-        return True
-    if isinstance(value, cst.Call) and isinstance(value.func, (cst.Name, cst.Attribute)):
-        name = value.func.attr if isinstance(value.func, cst.Attribute) else value.func
-        return name.value == "device" and all(is_literal_device(arg.value) for arg in value.args)
-    return False
+    if isinstance(value, cst.Call) and last_name(value.func) == "device":
+        return all(is_literal_device(argument.value) for argument in value.args)
+    return isinstance(value, (cst.SimpleString, cst.FormattedString, cst.Integer))
 
 
 def to_cpu(tree: Tree, node: cst.BaseExpression) -> Edit:
@@ -234,14 +228,11 @@ def calls_before(
 
 def name_for(node: cst.BaseExpression, plain: str = "result") -> str:
     """A name for the result of an expression: of what is called, where something is."""
-    if not isinstance(node, cst.Call):
-        return plain
-    called = node.func
+    called = node.func if isinstance(node, cst.Call) else node
     while isinstance(called, cst.Subscript):
         called = called.value
-    if isinstance(called, cst.Attribute):
-        called = called.attr
-    return f"{called.value.strip('_')}_output" if isinstance(called, cst.Name) else plain
+    name = last_name(called) if isinstance(node, cst.Call) else ""
+    return f"{name.strip('_')}_output" if name else plain
 
 
 def free_name(name: str, taken: set[str]) -> str:
