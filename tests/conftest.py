@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import chatglm_files
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -26,13 +27,21 @@ _DEFAULT_SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The published configs, tokenizers and reference outputs, which the project doesn't contain.
+    """The published tokenizers, which the project doesn't contain.
 
     They lie beside the checkout, or where DUOKA_SHARED says.
     """
     root = Path(os.environ.get("DUOKA_SHARED", _DEFAULT_SHARED))
     if not root.is_dir():
         pytest.skip(f"no reference data at {root}; set DUOKA_SHARED to its directory")
+    return root
+
+
+@pytest.fixture(scope="session")
+def published_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Published configs and indices, and tiny models with what the original code computes."""
+    root = tmp_path_factory.mktemp("published")
+    chatglm_files.write_all(root)
     return root
 
 

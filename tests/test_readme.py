@@ -96,14 +96,14 @@ def is_shown(shown: str, printed: str) -> bool:
 
 
 @pytest.fixture
-def workplace(shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(published_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, index in (
         ("chatglm3-6b", "pytorch_model.bin.index.json"),
         ("glm-4-9b-chat", "model.safetensors.index.json"),
     ):
         (tmp_path / name).mkdir()
-        shutil.copy(shared_data / "configs" / f"{name}.json", tmp_path / name / "config.json")
-        shutil.copy(shared_data / "indices" / f"{name}.{index}", tmp_path / name / index)
+        shutil.copy(published_data / "configs" / f"{name}.json", tmp_path / name / "config.json")
+        shutil.copy(published_data / "indices" / f"{name}.{index}", tmp_path / name / index)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("COLUMNS", "96")
@@ -161,11 +161,11 @@ def table_rows(page: str) -> list[tuple[str, int, str, list[float], int | None]]
 
 
 @pytest.mark.slow
-def test_the_table_is_what_is_planned(shared_data: Path) -> None:
+def test_the_table_is_what_is_planned(published_data: Path) -> None:
     rows = table_rows("README.md")
     assert len(rows) > 5
     for model, context, budgets, sizes, chunk in rows:
-        config = shared_data / "configs" / f"{model.lower()}.json"
+        config = published_data / "configs" / f"{model.lower()}.json"
         workload = duoka.Workload(prompt_tokens=context - 256, new_tokens=256)
         if not sizes:
             # Without what would fit instead, which takes long at such a context.

@@ -102,10 +102,10 @@ def test_sharded_bin_has_the_names_of_its_index(directory: Path) -> None:
     ],
 )
 def test_published_config_and_index_without_weights(
-    shared_data: Path, tmp_path: Path, config: str, index: str, num_tensors: int
+    published_data: Path, tmp_path: Path, config: str, index: str, num_tensors: int
 ) -> None:
-    shutil.copy(shared_data / "configs" / config, tmp_path / "config.json")
-    shutil.copy(shared_data / "indices" / index, tmp_path / index.partition(".")[2])
+    shutil.copy(published_data / "configs" / config, tmp_path / "config.json")
+    shutil.copy(published_data / "indices" / index, tmp_path / index.partition(".")[2])
     checkpoint = Checkpoint.open(tmp_path)
     assert (checkpoint.format, checkpoint.has_weights, checkpoint.files) == ("none", False, ())
     assert checkpoint.tensors is not None
@@ -116,8 +116,8 @@ def test_published_config_and_index_without_weights(
 
 
 @pytest.mark.parametrize("name", ["chatglm3-6b", "chatglm3-6b-128k", "glm-4-9b"])
-def test_reference_checkpoints(shared_data: Path, name: str) -> None:
-    checkpoint = Checkpoint.open(shared_data / "reference" / f"{name}-tiny")
+def test_reference_checkpoints(published_data: Path, name: str) -> None:
+    checkpoint = Checkpoint.open(published_data / "reference" / f"{name}-tiny")
     assert [file.name for file in checkpoint.files] == ["model.safetensors"]
     assert checkpoint.tensors is not None
     assert "transformer.embedding.word_embeddings.weight" in checkpoint.tensors

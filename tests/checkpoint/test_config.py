@@ -78,8 +78,8 @@ def test_strange_numbers_that_models_have(config: dict[str, Any]) -> None:
     configs.check_config(config, num_tensors=3, source="config.json")
 
 
-def test_published_configs(shared_data: Path) -> None:
-    for path in sorted((shared_data / "configs").glob("*.json")):
+def test_published_configs(published_data: Path) -> None:
+    for path in sorted((published_data / "configs").glob("*.json")):
         config = json.loads(path.read_text())
         configs.check_config(config, num_tensors=None, source=path.name)
 

@@ -25,8 +25,8 @@ class Reference:
 
 
 @pytest.fixture(params=["chatglm3-6b", "chatglm3-6b-128k", "glm-4-9b"])
-def reference(request: pytest.FixtureRequest, shared_data: Path) -> Reference:
-    directory = shared_data / "reference" / f"{request.param}-tiny"
+def reference(request: pytest.FixtureRequest, published_data: Path) -> Reference:
+    directory = published_data / "reference" / f"{request.param}-tiny"
     return Reference(
         directory=directory,
         config=json.loads((directory / "config.json").read_text()),

@@ -53,8 +53,8 @@ def test_ties_are_kept() -> None:
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def test_full_size_is_quick(shared_data: Path) -> None:
-    config = json.loads((shared_data / "configs" / "glm-4-9b-chat.json").read_text())
+def test_full_size_is_quick(published_data: Path) -> None:
+    config = json.loads((published_data / "configs" / "glm-4-9b-chat.json").read_text())
     build(config)  # imports, once
     start = time.perf_counter()
     model = build(config)

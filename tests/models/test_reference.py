@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import close
 from safetensors.torch import load_file
 
 import duoka
@@ -19,11 +20,11 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture
-def loaded(shared_data: Path) -> Callable[[str, int], tuple[Any, dict[str, Any]]]:
+def loaded(published_data: Path) -> Callable[[str, int], tuple[Any, dict[str, Any]]]:
     """A reference model on so many virtual GPUs, and what the original code computes on it."""
 
     def load(name: str, num_gpus: int) -> tuple[Any, dict[str, Any]]:
-        directory = shared_data / "reference" / name
+        directory = published_data / "reference" / name
         workload = duoka.Workload(prompt_tokens=480, new_tokens=24, dtype="float32")
         plan = duoka.plan(directory, BUDGETS[num_gpus], workload, use_all=True)
         assert len(plan.devices) == num_gpus
@@ -33,10 +34,6 @@ def loaded(shared_data: Path) -> Callable[[str, int], tuple[Any, dict[str, Any]]
         return model, {**expected, **json.loads((directory / "reference.json").read_text())}
 
     return load
-
-
-def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.allclose(found.cpu(), expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("num_gpus", BUDGETS)

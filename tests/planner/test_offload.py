@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from closeness import HALF_TOLERANCE, close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import MIB
@@ -238,7 +239,7 @@ def test_what_is_loaded_computes_the_same(checkpoint: Path) -> None:
     plan = plan_model(checkpoint, "virtual:44MiB", work, constraints=OFFLOAD)
     assert len(plan.offloaded) > 2
     model = load(plan)
-    assert torch.equal(logits(model), expected)
+    assert close(logits(model), expected, HALF_TOLERANCE)
     on_host = {name for name, tensor in model.named_parameters() if tensor.device.type == "cpu"}
     assert {".".join(name.split(".")[:3]) for name in on_host} == set(plan.offloaded)
 

@@ -214,4 +214,4 @@ def test_a_map_spreads_a_family_as_one_device_computes(name: str) -> None:
     }
     spread = duoka.dispatch(model, plan)
     found = families.measure(spread, plan.devices[0])
-    assert not families.differences(expected, found, tolerance=1e-6)
+    assert not families.differences(expected, found)

@@ -46,14 +46,14 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def chatglm3(shared_data: Path) -> PreTrainedTokenizerBase:
-    config = json.loads((shared_data / "configs" / "chatglm3-6b.json").read_text())
+def chatglm3(shared_data: Path, published_data: Path) -> PreTrainedTokenizerBase:
+    config = json.loads((published_data / "configs" / "chatglm3-6b.json").read_text())
     return load_tokenizer(shared_data / "tokenizers" / "chatglm3-6b", config)
 
 
 @pytest.fixture(scope="module")
-def glm4(shared_data: Path) -> PreTrainedTokenizerBase:
-    config = json.loads((shared_data / "configs" / "glm-4-9b-chat.json").read_text())
+def glm4(shared_data: Path, published_data: Path) -> PreTrainedTokenizerBase:
+    config = json.loads((published_data / "configs" / "glm-4-9b-chat.json").read_text())
     return load_tokenizer(shared_data / "tokenizers" / "glm-4-9b-chat", config)
 
 

@@ -65,4 +65,4 @@ def check(name: str) -> None:
         assert used == {"vgpu:0", "vgpu:1"}, "nothing was cut"
         first = "vgpu:0" if placement is made else "vgpu:1"
         found = families.measure(spread, first)
-        assert not families.differences(expected, found, tolerance=1e-6)
+        assert not families.differences(expected, found)
