@@ -10,24 +10,31 @@ JOBS ?= 2
 PYTHON ?=
 CANDIDATES := $(if $(PYTHON),$(PYTHON),python3.11 python3.12 python3.13 python3 python)
 
-.PHONY: demo test fuzz sweep check schema clean
+.PHONY: demo test test-all fuzz sweep check schema clean
 
 demo: $(STAMP)
 	$(BIN)/duoka demo
 
-# One thread per worker: the workers are the parallelism, and sums stay reproducible.
+# One thread per worker: the workers are the parallelism. A worker that has nothing left to do takes
+# over tests of another, so that no large file keeps one busy at the end.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+# Every promise once, in minutes.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(PYTEST) -m "not slow and not sweep" --hypothesis-profile quick
+
+# Everything: what is slow, more random input, and every family of transformers.
+test-all: $(STAMP)
+	$(PYTEST) -m "" --durations 60 --durations-min 2
 
 # The tests that feed random and damaged input, with many more inputs.
 FUZZ_EXAMPLES ?= 10000
 fuzz: $(STAMP)
-	OMP_NUM_THREADS=1 DUOKA_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) \
-	  $(BIN)/python -m pytest -m fuzz -n $(JOBS) --timeout 3600 --durations 0
+	DUOKA_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(PYTEST) -m fuzz --timeout 3600 --durations 0
 
-# Every family of transformers that a test knows, where `make test` takes a sample.
+# The families of transformers of which `make test` takes a sample.
 sweep: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sweep -n $(JOBS)
+	$(PYTEST) -m sweep
 
 check: $(STAMP)
 	$(BIN)/ruff check .

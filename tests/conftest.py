@@ -16,13 +16,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# Time limits per example say more about the machine's load than about the code.
+# Time limits per example say more about the machine's load than about the code. `make test` takes
+# the quick profile; a test that says how many examples it wants says it with `fuzzing.examples`.
 settings.register_profile(
-    "duoka", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    "full", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
-settings.load_profile("duoka")
+settings.register_profile("quick", settings.get_profile("full"), max_examples=20)
+settings.load_profile("full")
 
 _DEFAULT_SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Mark those that start programs with the fixture for it."""
+    for item in items:
+        if "process" in getattr(item, "fixturenames", ()):
+            item.add_marker("process")
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ in wherever it has a field of that name; what no rule can know stands in `_SPECI
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import io
@@ -39,7 +40,7 @@ _SAMPLED = 8
 
 
 def sample(names: Iterable[str]) -> list[Any]:
-    """Parameters for families beyond `FAST`: every eighth in each test run, all in `make sweep`."""
+    """Parameters of which every eighth is in each test run, and all in `make test-all`."""
     return [
         pytest.param(name, marks=pytest.mark.sweep if index % _SAMPLED else ())
         for index, name in enumerate(names)
@@ -155,6 +156,12 @@ def all_names() -> list[str]:
 def causal_names() -> list[str]:
     """Name every family that transformers has a causal class for."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+@functools.cache
+def on_the_cpu(name: str) -> Results:
+    """What a family's tiny model computes on the CPU: what all the tests of it are held against."""
+    return measure(build(name))
 
 
 def build(name: str, *, seed: int = 0) -> PreTrainedModel:

@@ -42,6 +42,7 @@ def terminal(tiny: Path, environment: dict[str, str]) -> Iterator[Terminal]:
     started.close()
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_answer_and_not_the_program(terminal: Terminal) -> None:
     assert "\x1b[?25l" not in terminal.wait_for("> ")[-20:]
     terminal.send("What is NVLink?\n")
@@ -56,6 +57,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal: Terminal) -> None
     assert terminal.process.wait(timeout=30) == 0
 
 
+@pytest.mark.slow
 def test_ctrl_d_leaves(terminal: Terminal) -> None:
     terminal.wait_for("> ")
     terminal.send("\x04")

@@ -6,6 +6,8 @@ import json
 import shlex
 from pathlib import Path
 
+import pytest
+
 from duoka import Plan
 from duoka.planner.command_line import command
 
@@ -83,6 +85,7 @@ def test_two_plans_are_compared(tiny: Path, program: Program, tmp_path: Path) ->
     assert program("compare", one, tmp_path / "none").returncode == 10
 
 
+@pytest.mark.slow
 def test_the_command_of_a_plan_makes_it_again(tiny: Path, program: Program) -> None:
     for options in (
         ("--use-all", "--batch", "2", "--cache", "static", "--prefill-chunk", "32"),
@@ -95,6 +98,7 @@ def test_the_command_of_a_plan_makes_it_again(tiny: Path, program: Program) -> N
         assert Plan.from_json(again.stdout) == made
 
 
+@pytest.mark.slow
 def test_the_command_of_a_training_plan_makes_it_again(tiny: Path, program: Program) -> None:
     options = ("--train", "lora", "--lora-rank", "4", "--optimizer", "sgd", "--context", "32")
     more = ("--micro-batches", "2", "--schedule", "gpipe", "--gradient-checkpointing")

@@ -98,6 +98,7 @@ def test_a_config_alone_cannot_answer(tiny: Path, program: Program, tmp_path: Pa
     assert "no weights" in done.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_program_in_order(tiny: Path, environment: dict[str, str]) -> None:
     command = [*PROGRAM, "generate", str(tiny), *GPUS, "--new-tokens", "900", "-p", "hello"]
     process = subprocess.Popen(

@@ -61,6 +61,7 @@ def test_a_plan_for_another_checkpoint_is_refused(
     assert saved.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_replan_asks_again_what_was_asked(saved: Path, program: Program, tmp_path: Path) -> None:
     first = Plan.load(saved)
     other = make_another(tmp_path / "other")

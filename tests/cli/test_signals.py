@@ -14,6 +14,8 @@ import pytest
 from .conftest import GPUS, MAIN, PROGRAM, SIZES
 from .terminals import Terminal
 
+pytestmark = pytest.mark.process
+
 # What a small program does with the signals after `signals.install()`.
 FRAME = """
 import gc, os, signal, sys, threading, time, _thread
@@ -173,6 +175,7 @@ def test_at_any_moment(
     assert "kept" not in left or "config.json" in left
 
 
+@pytest.mark.slow
 def test_a_terminal_is_left_in_order(environment: dict[str, str]) -> None:
     terminal = Terminal(["demo"], environment)
     try:

@@ -16,6 +16,8 @@ from duoka.cli.main import run
 
 from .conftest import GPUS, MAIN, PROGRAM, SIZES
 
+pytestmark = pytest.mark.process
+
 PLAN = ("plan", *GPUS, *SIZES)
 CHECK = ("check", *PLAN[1:])
 GENERATE = ("generate", *GPUS, *SIZES, "-p", "hi")
@@ -132,6 +134,7 @@ def test_colours_in_a_pipe(
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 
 
+@pytest.mark.slow
 @FULL
 @pytest.mark.parametrize("command", [PLAN, (*PLAN, "--json"), CHECK], ids=str)
 def test_a_full_disk(command: tuple[str, ...], tiny: Path, environment: dict[str, str]) -> None:
@@ -202,6 +205,7 @@ def test_a_cache_that_cannot_be_written_costs_time_alone(
     assert b"vgpu:0" in done.stdout
 
 
+@pytest.mark.slow
 def test_warnings_of_libraries_do_not_come_between(tiny: Path, environment: dict[str, str]) -> None:
     done = start(tiny, environment, GENERATE, python=("-W", "always"))
     quiet = look(tiny, environment, GENERATE)

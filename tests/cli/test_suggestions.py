@@ -170,6 +170,7 @@ def test_every_way_is_what_its_command_makes(
         assert each["free_bytes"] == min(d.free_bytes for d in plan.forecast.devices), line
 
 
+@pytest.mark.slow
 def test_offload_on_the_command_line(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", str(tiny), "--gpus", "virtual:64MiB", "--offload", "--context", "96"]) == 0
     assert "CPU's memory" not in capsys.readouterr().out

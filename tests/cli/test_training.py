@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 import duoka
 
 from .conftest import GPUS, Program
@@ -12,6 +14,7 @@ from .conftest import GPUS, Program
 SEQUENCE = ("--context", "96", "--dtype", "bf16")
 
 
+@pytest.mark.slow
 def test_a_plan_for_training_is_shown_and_kept(
     tiny: Path, program: Program, tmp_path: Path
 ) -> None:
@@ -40,6 +43,7 @@ def test_a_plan_for_training_is_shown_and_kept(
     assert "the plan is for training" in refused.stderr
 
 
+@pytest.mark.slow
 def test_adapters(tiny: Path, program: Program) -> None:
     said = ("--train", "lora", "--lora-rank", "4", "--lora-target", "q_proj", "--optimizer", "sgd")
     done = program("plan", tiny, *GPUS, *SEQUENCE, *said, "--json")

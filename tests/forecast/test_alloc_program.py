@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import rehearsing
 import tiny
+from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replaying import MEMORIES, NewMemory, Peaks, only_compiled, plain_run, replays_on
@@ -71,7 +72,7 @@ def check(profile: Profile, workload: Workload, data: st.DataObject) -> None:
 
 
 @on_both
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(profile=st.sampled_from(MADE_UP), workload=workloads, data=st.data())
 def test_stages_are_played_as_the_oracle_plays_them(
     new_memory: NewMemory, profile: Profile, workload: Workload, data: st.DataObject
@@ -82,7 +83,7 @@ def test_stages_are_played_as_the_oracle_plays_them(
 
 @on_both
 @pytest.mark.parametrize("name", ["llama", "tied"])
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=examples(2), deadline=None)
 @given(workload=workloads, data=st.data())
 def test_models_are_played_as_the_oracle_plays_them(
     new_memory: NewMemory, name: str, workload: Workload, data: st.DataObject

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import rehearsing
+from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rehearsing import Layer, load
@@ -42,7 +43,7 @@ trainings = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(layers, min_size=1, max_size=5), trainings)
 def test_a_bound_is_never_more_than_the_exact_bytes(
     made: list[Layer], training: dict[str, Any]
@@ -110,7 +111,7 @@ def best_by_hand(
     return next(((-number, best[number]) for number in sorted(best)), None)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(layers, min_size=1, max_size=5),
     trainings,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replaying import MEMORIES, MIB, NewMemory, Piece, PlainAllocator, only_compiled
@@ -193,7 +194,7 @@ steps = st.one_of(st.integers(0, MIB), release_steps, release_steps, hold_steps,
 capacities = st.one_of(st.none(), st.integers(-1, 2 * MIB), st.integers(20 * MIB, 200 * MIB))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(st.lists(steps, min_size=20, max_size=60), capacities)
 def test_all_do_the_same_step_for_step(
     history: list[Hold | Release | Run | int], capacity: int | None

@@ -14,6 +14,7 @@ import pytest
 import tiny
 import torch
 import towers
+from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import MIB
@@ -216,7 +217,7 @@ def stages(costs: Costs) -> list[tuple[int, int]]:
     return list(itertools.combinations(range(costs.num_blocks + 1), 2))
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(workload=workloads, profile=st.sampled_from(PROFILES))
 def test_bounds_never_exceed_what_is_needed(workload: Workload, profile: Profile) -> None:
     costs = Costs(profile, workload)
@@ -227,7 +228,7 @@ def test_bounds_never_exceed_what_is_needed(workload: Workload, profile: Profile
 
 
 @pytest.mark.parametrize("name", ["tied", "window"])
-@settings(max_examples=4)
+@settings(max_examples=examples(4))
 @given(workload=workloads, data=st.data())
 def test_bounds_never_exceed_what_models_need(
     name: str, workload: Workload, data: st.DataObject
@@ -248,7 +249,7 @@ def test_a_bound_is_no_empty_word(profile: Profile) -> None:
         assert costs.lower_bound_bytes[start, stop] >= peaks.weight_bytes
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(workload=workloads, profile=st.sampled_from(PROFILES))
 def test_stages_of_equal_number_cost_the_same(workload: Workload, profile: Profile) -> None:
     costs = Costs(profile, workload)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tiny
+from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import MIB
@@ -112,7 +113,7 @@ def test_the_short_replay_keeps_the_ends() -> None:
     assert [s.keys for s in short] == [10, 20, 90, 100, 101, 102, 198, 199]
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     prompt=st.integers(1, 3000),
     new=st.integers(20, 400),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import rehearsing
+from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rehearsing import Layer, load
@@ -116,7 +117,7 @@ def test_a_profile_for_training_answers_for_nothing_else() -> None:
         TrainingReplay(PROFILE, load(1, method="lora"))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.lists(
         st.builds(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+pytestmark = pytest.mark.slow
 MACHINES = ["8 + 12 + 24", "3 x 12", "1 x 24", "24 + 12"]
 
 

@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from closeness import HALF_TOLERANCE, close
+from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import MIB
@@ -97,7 +98,7 @@ def test_the_buffers_are_for_what_is_on_the_same_gpu() -> None:
         assert device.weight_bytes == sum(sizes[n] for n in resident) + sum(buffers)
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     budgets=st.lists(st.integers(40, 200), min_size=1, max_size=2),
     weights=st.lists(st.integers(1, 60), min_size=3, max_size=7),

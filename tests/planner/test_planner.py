@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tiny
+from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import MIB
@@ -50,7 +51,7 @@ def headrooms(profile: Profile, problem: PlanProblem) -> Iterator[tuple[int, flo
                     yield count, min(free)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     budgets=st.lists(st.integers(60, 300), min_size=1, max_size=3),
     weights=st.lists(st.integers(1, 60), min_size=3, max_size=6),

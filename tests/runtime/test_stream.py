@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
@@ -40,7 +41,7 @@ def test_pieces_are_whole_characters_and_make_up_the_text(generator: Generator, 
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(text=st.text(max_size=40))
 def test_any_text_comes_through(generator: Generator, text: str) -> None:
     ids = encode(generator.tokenizer, text)

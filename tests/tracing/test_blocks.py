@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -323,7 +324,7 @@ def programs(draw: st.DrawFn, depth: int = 2) -> nn.Module:
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(model=programs())
 def test_a_cut_between_any_two_blocks_works(model: nn.Module) -> None:
     x = torch.randn(3, WIDTH)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 
 import pytest
+from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,7 +44,7 @@ def fitted(found: list[Sample]) -> Tape:
 coefficients = st.lists(st.integers(0, 10**6), min_size=5, max_size=5)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     phase=st.sampled_from(["prefill", "extend", "decode"]), many=st.booleans(), numbers=coefficients
 )

@@ -70,6 +70,7 @@ def test_a_profile_answers_any_workload() -> None:
         assert Replay(profile, load, brief=True).steps
 
 
+@pytest.mark.slow
 def test_windows_divide_the_regimes() -> None:
     profile = tiny.regular("window")
     ranges = {(regime.past, regime.keys) for regime in profile.regimes if not regime.many}

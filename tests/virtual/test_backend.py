@@ -12,6 +12,8 @@ import torch
 from duoka import virtual
 from duoka.errors import VirtualDeviceError
 
+pytestmark = pytest.mark.process
+
 
 def run_python(code: str) -> str:
     done = subprocess.run(
@@ -29,6 +31,7 @@ def test_importing_registers_nothing() -> None:
     assert run_python(code) == "privateuseone False"
 
 
+@pytest.mark.slow
 def test_another_backend_in_the_place_is_named() -> None:
     code = """
     import torch, duoka.virtual

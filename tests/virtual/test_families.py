@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
+import families
 import pytest
 import torch
 
 from duoka import virtual
 
-
-def _load_families() -> ModuleType:
-    """Import `tests/families.py`, which is in no package."""
-    path = Path(__file__).resolve().parents[1] / "families.py"
-    spec = importlib.util.spec_from_file_location("families", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules.setdefault("families", importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(module)
-    return module
-
-
-families = _load_families()
 UNBUILT = {name for names in families.UNBUILT.values() for name in names}
 SLOW = [name for name in families.all_names() if name not in UNBUILT and name not in families.FAST]
 
 
 def check(name: str) -> None:
-    model = families.build(name)
-    expected = families.measure(model)
     virtual.set_gpus([None])
-    model.to("vgpu:0")
+    model = families.build(name).to("vgpu:0")
     assert {parameter.device for parameter in model.parameters()} == {torch.device("vgpu:0")}
-    assert families.differences(expected, families.measure(model, "vgpu:0")) == []
+    found = families.measure(model, "vgpu:0")
+    assert families.differences(families.on_the_cpu(name), found) == []
 
 
 @pytest.mark.filterwarnings("ignore")

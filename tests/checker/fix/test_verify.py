@@ -39,6 +39,7 @@ def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("duoka.checker.fix.verify.is_computable", lambda subject: False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_small")
 @pytest.mark.parametrize("train", [False, True])
 def test_a_big_model_is_proved_on_its_twin(train: bool) -> None:

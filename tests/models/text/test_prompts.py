@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fuzzing import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
@@ -211,7 +212,7 @@ def test_injection(name: str, attack: str, request: pytest.FixtureRequest) -> No
     assert_same_special_tokens(chat, attack)
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=examples(100), suppress_health_check=list(HealthCheck))
 @given(
     parts=st.lists(st.sampled_from([*INJECTIONS, "a", " ", "\n", "<|", "|>", "user"]), max_size=6)
 )

@@ -15,6 +15,8 @@ from duoka.errors import CheckpointError, UsageError
 from duoka.models.text import template_process
 from duoka.models.text.template_process import MOST_TEMPLATE_CHARACTERS, render
 
+pytestmark = pytest.mark.process
+
 CHAT = [
     {"role": "system", "content": "be <brief> & 'kind'"},
     {"role": "user", "content": '你好\n"quoted" {{ 7 * 7 }} {% raw %}'},

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import sentencepiece
 import tiktoken
+from fuzzing import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -108,7 +109,7 @@ def test_glm4_equals_tiktoken(
         assert glm4.decode(ids) == text
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=examples(200), suppress_health_check=list(HealthCheck))
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 def test_any_text_round_trips(
     chatglm3: PreTrainedTokenizerBase,

@@ -144,7 +144,7 @@ def test_a_pair_without_a_link_is_as_slow_as_the_slowest() -> None:
     assert (found.value, found.binding_device) == (6, found.stages[0].device)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.lists(st.integers(1, 20), min_size=1, max_size=6),
     st.lists(st.integers(1, 20), min_size=1, max_size=3),

@@ -11,6 +11,7 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
+from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from staged import GIB, WORKLOAD, staged
@@ -186,7 +187,7 @@ def dealt(tensor_split: str, gpu_layers: int, num_layers: int) -> list[int]:
     return [int(place) for place in np.searchsorted(shares, places, side="right")]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=8))
 def test_llama_cpp_deals_just_the_planned_layers(counts: list[int]) -> None:
     gpus = ",".join(["64GiB"] * len(counts))

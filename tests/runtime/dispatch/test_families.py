@@ -1,4 +1,4 @@
-"""Families of transformers, planned for two virtual GPUs and dispatched, give what one GPU gives.
+"""Families of transformers, planned for two virtual GPUs and dispatched, give what the CPU gives.
 
 Each is run twice: as planned, and with the roles of the two GPUs exchanged.
 """
@@ -34,7 +34,7 @@ FLEET = "virtual:2x1GiB"
 EXCHANGED = {"vgpu:0": "vgpu:1", "vgpu:1": "vgpu:0"}
 
 
-@pytest.mark.parametrize("name", families.FAST)
+@pytest.mark.parametrize("name", families.sample(families.FAST))
 def test_two_gpus_are_one(name: str) -> None:
     check(name)
 
@@ -56,8 +56,6 @@ def check(name: str) -> None:
     model = families.build(name)
     made = plan(model)
     virtual.set_gpus([None, None])
-    whole = duoka.dispatch(copy.deepcopy(model), {"": "vgpu:0"})
-    expected = families.measure(whole, "vgpu:0")
     reversed_map = {module: EXCHANGED[device] for module, device in made.device_map.items()}
     for placement in (made, reversed_map):
         spread = duoka.dispatch(copy.deepcopy(model), placement)
@@ -65,4 +63,4 @@ def check(name: str) -> None:
         assert used == {"vgpu:0", "vgpu:1"}, "nothing was cut"
         first = "vgpu:0" if placement is made else "vgpu:1"
         found = families.measure(spread, first)
-        assert not families.differences(expected, found)
+        assert not families.differences(families.on_the_cpu(name), found)

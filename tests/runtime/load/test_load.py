@@ -424,6 +424,7 @@ print(peak - before, anonymous() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
 def test_the_host_holds_no_copy(form: str, tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def test_a_failure_leaves_nothing_behind(path: Path, tmp_path: Path) -> None:
         assert any(is_composed(each) for each in model.parameters())
 
 
+@pytest.mark.slow
 def test_the_front_door_loads_what_was_planned(path: Path) -> None:
     work = Workload(prompt_tokens=20, new_tokens=4, quantize="int8")
     plan = duoka.plan(path, "virtual:2x96MiB", work)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -45,7 +46,7 @@ def write(path: Path, shapes: dict[str, tuple[int, ...]], kinds: str) -> dict[st
     return tensors
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), min_size=1, max_size=6),
     kinds=st.text("uhfb", min_size=6, max_size=6),

@@ -42,6 +42,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.mark.slow
 def test_virtual_gpus_rehearse_and_keep_nothing(
     cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,6 +55,7 @@ def test_every_token_is_scored_once(context: int, stride: int, num_tokens: int) 
     assert all(first - start >= context - stride for start, first, _ in windows[1:])
 
 
+@pytest.mark.slow
 def test_perplexity_is_that_of_the_whole_text(model: Path, text: Path) -> None:
     checkpoint = Checkpoint.open(model)
     whole = Windows(context_tokens=250, stride_tokens=200)
@@ -76,6 +77,7 @@ def test_perplexity_is_that_of_the_whole_text(model: Path, text: Path) -> None:
     assert found.scores[1].weight_bytes < found.scores[0].weight_bytes
 
 
+@pytest.mark.slow
 def test_a_cache_in_8_bit_is_read_back(model: Path, text: Path) -> None:
     checkpoint = Checkpoint.open(model)
     cached = replace(QUESTION, workload=Workload(cache="int8"))
@@ -92,6 +94,7 @@ def test_windows_are_no_longer_than_the_model(model: Path) -> None:
     assert windows_for(Checkpoint.open(model)) == Windows(context_tokens=256, stride_tokens=128)
 
 
+@pytest.mark.slow
 def test_the_program_prints_a_table_and_json(
     model: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
