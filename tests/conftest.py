@@ -10,8 +10,10 @@ import chatglm_files
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Before torch is imported anywhere: the test workers are the parallelism, and a fixed number of
-# threads keeps the order of additions, so that runs compare bit for bit.
+# What a person has set for programs is none of the tests' business.
+for _name in ("PYTHONUNBUFFERED", "PYTHONWARNINGS", "FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES"):
+    os.environ.pop(_name, None)
+# Before torch is imported anywhere: the test workers are the parallelism.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

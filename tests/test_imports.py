@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from importlinter.cli import lint_imports
 
-pytestmark = pytest.mark.process
-
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "duoka"
 FIRST_DISTRICT_WITH_TORCH = "virtual"

@@ -161,9 +161,9 @@ def test_a_doubled_key_at_the_end_of_many(tmp_path: Path) -> None:
     many = ",".join(f'"{number}":0' for number in range(300_000))
     text = f'{{{many},"299999":0}}'.encode()
     (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
-    start = time.monotonic()
+    start = time.process_time()
     assert "the key '299999' stands twice" in str(refused(tmp_path / "x.safetensors"))
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_a_length_takes_no_memory(tmp_path: Path) -> None:

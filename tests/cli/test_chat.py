@@ -54,11 +54,11 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal: Terminal) -> None
     terminal.send("/clear\n")
     terminal.wait_for(r"forgotten\s[^>]*> ")
     terminal.send("/exit\n")
-    assert terminal.process.wait(timeout=30) == 0
+    assert terminal.process.wait(timeout=120) == 0
 
 
 @pytest.mark.slow
 def test_ctrl_d_leaves(terminal: Terminal) -> None:
     terminal.wait_for("> ")
     terminal.send("\x04")
-    assert terminal.process.wait(timeout=30) == 0
+    assert terminal.process.wait(timeout=120) == 0

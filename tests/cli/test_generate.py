@@ -107,6 +107,6 @@ def test_ctrl_c_ends_the_program_in_order(tiny: Path, environment: dict[str, str
     assert process.stderr is not None
     assert process.stderr.readline().startswith(b"ChatGLM")
     os.kill(process.pid, signal.SIGINT)
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate(timeout=240)
     assert process.returncode == 130
     assert told.decode() == "stopped\n"

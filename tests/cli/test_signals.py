@@ -33,7 +33,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", FRAME + code],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 
@@ -110,7 +110,7 @@ def test_signals_that_the_parent_ignored_stay_ignored() -> None:
     ignoring = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{code}\n"
     ignoring += "os.kill(os.getpid(), signal.SIGHUP); time.sleep(0.2); say('still')"
     done = subprocess.run(
-        [sys.executable, "-c", ignoring], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", ignoring], capture_output=True, text=True, timeout=240, check=False
     )
     assert (done.stdout, done.stderr, done.returncode) == ("on\nstill\n", "", 0)
 
@@ -136,7 +136,7 @@ def stopped(
     if again:
         time.sleep(0.1)
         process.send_signal(signum)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     return process.returncode, out, err
 
 
@@ -167,6 +167,10 @@ def test_at_any_moment(
     assert not [name for name in left if name.endswith(".partial")]
     if code == 0:  # it was faster
         return
+    if code == -signum:  # the machine is slow: the program hadn't begun
+        assert err == ""
+        assert not left & {"saved", "kept"}
+        return
     assert code == 128 + signum, err
     assert err.splitlines()[-1] == "stopped"
     assert "Traceback" not in err
@@ -183,7 +187,7 @@ def test_a_terminal_is_left_in_order(environment: dict[str, str]) -> None:
         time.sleep(0.5)
         terminal.send("\x03")
         seen = terminal.rest()
-        assert terminal.process.wait(timeout=30) == 130
+        assert terminal.process.wait(timeout=120) == 130
         assert seen.rstrip().endswith("stopped")
         assert seen.rfind("\x1b[?25h") > seen.rfind("\x1b[?25l")  # the cursor is shown
         assert "Traceback" not in seen
@@ -197,6 +201,6 @@ def test_a_terminal_that_goes_away(tiny: Path, environment: dict[str, str]) -> N
     try:
         terminal.wait_for("> ")
         terminal.hang_up()
-        assert terminal.process.wait(timeout=30) == 129
+        assert terminal.process.wait(timeout=120) == 129
     finally:
         terminal.close()

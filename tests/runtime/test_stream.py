@@ -122,5 +122,5 @@ def test_a_stream_that_nobody_holds_ends(generator: Generator) -> None:
     thread = stream._thread
     assert thread.is_alive()
     del stream
-    thread.join(timeout=30)
+    thread.join(timeout=120)
     assert not thread.is_alive()

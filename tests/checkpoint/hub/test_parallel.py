@@ -28,5 +28,5 @@ def test_after_an_error_nothing_more_is_begun() -> None:
 
 
 def test_they_run_at_once() -> None:
-    together = threading.Barrier(4, timeout=10)
+    together = threading.Barrier(4, timeout=60)
     assert len(at_once(lambda name: together.wait(), list("abcd"), most=4)) == 4

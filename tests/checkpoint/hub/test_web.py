@@ -88,7 +88,7 @@ def test_nothing_is_told_of_a_file(
     message, _ = refused(open_it)
     late.set()
     assert message == f"{hub.url} sent nothing of config.json of {NAME}@{COMMIT} for 0.2 seconds"
-    assert time.monotonic() - before < 10
+    assert time.monotonic() - before < 60
     assert sum(waits) < 30
 
 
