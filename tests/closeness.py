@@ -14,12 +14,12 @@ FLOOR = 0.01  # numbers that cancel to nearly nothing are as exact as what they 
 HALF_TOLERANCE = 0.02  # bfloat16 and float16, which carry 8 and 11 bits
 
 
-def close(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> bool:
+def close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> bool:
     """Whether shapes are the same, and no number is further off than the tolerance says."""
-    if found.shape != expected.shape:
+    if actual.shape != expected.shape:
         return False
-    found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
+    actual, expected = actual.detach().cpu().double(), expected.detach().cpu().double()
     if not expected.numel():
         return True
     scale = max(FLOOR, expected.abs().max().item())
-    return (found - expected).abs().max().item() <= tolerance * scale
+    return (actual - expected).abs().max().item() <= tolerance * scale

@@ -44,7 +44,7 @@ def functions(tree: ast.AST) -> Iterator[Function]:
 @functools.cache
 def public_functions() -> frozenset[tuple[str, int]]:
     """File and line of every public function, and of the methods of public classes."""
-    found = set()
+    places = set()
     for name in duoka.__all__:
         value = getattr(duoka, name)
         members = vars(value).values() if inspect.isclass(value) else [value]
@@ -52,8 +52,8 @@ def public_functions() -> frozenset[tuple[str, int]]:
             function = inspect.unwrap(getattr(member, "__func__", member))
             if inspect.isfunction(function):
                 code = function.__code__
-                found.add((code.co_filename, code.co_firstlineno))
-    return frozenset(found)
+                places.add((code.co_filename, code.co_firstlineno))
+    return frozenset(places)
 
 
 def is_public(path: Path, function: Function) -> bool:

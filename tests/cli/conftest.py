@@ -85,7 +85,7 @@ def process(environment: dict[str, str]) -> Program:
             text=True,
             encoding="utf-8",
             env=environment,
-            timeout=240,
+            timeout=1200,
             check=False,
         )
 

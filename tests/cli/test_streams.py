@@ -41,7 +41,7 @@ def start(
         capture_output=True,
         stdin=subprocess.DEVNULL,
         env={key: value for key, value in inside.items() if value is not None},
-        timeout=240,
+        timeout=1200,
         check=False,
     )
 

@@ -51,7 +51,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 
 # Training is most of it: about a minute of one core, and more where cores are shared.
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 def test_it_answers_three_questions_rightly(done: Done) -> None:
