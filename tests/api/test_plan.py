@@ -118,6 +118,7 @@ def test_the_models_context_is_a_limit(checkpoint: Path) -> None:
         duoka.plan(checkpoint, TWO, Workload(prompt_tokens=512, new_tokens=1))
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused(checkpoint: Path) -> None:
     with pytest.raises(InfeasibleError) as caught:
         duoka.plan(checkpoint, "virtual:2x2MiB", LOAD)

@@ -33,7 +33,18 @@ def without_versions(row: Row) -> Row:
     return replace(row, message=re.sub(r"(transformers) [\w.]+", r"\1 …", row.message))
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row.command)
+# What would fit instead takes a search, and training a profile of its own.
+SLOW = ("--gpus virtual:1MiB --context 96", "--offload --train lora")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=pytest.mark.slow if row.command.endswith(SLOW) else ())
+        for row in rows()
+    ],
+    ids=lambda row: row.command,
+)
 def test_what_the_user_sees(row: Row) -> None:
     seen, out, err = look(row.command)
     assert without_versions(seen) == without_versions(row)

@@ -17,6 +17,7 @@ import towers
 from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import one_of_each
 from tiny import MIB
 
 from duoka import Fleet, Workload, models
@@ -82,7 +83,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("name", "fleet", "workload"),
-    CASES,
+    one_of_each(CASES, lambda case: case[0]),
     ids=[
         f"{name}-{fleet.removeprefix('virtual:')}-{w.prompt_tokens}+{w.new_tokens}x{w.batch}-{w.cache}"
         for name, fleet, w in CASES

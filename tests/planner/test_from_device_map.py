@@ -237,7 +237,7 @@ print([name for name in ("torch", "transformers") if name in sys.modules])
 # The forecast of a map is what virtual GPUs measure, wherever its blocks are.
 
 
-@pytest.mark.parametrize("load", [SHORT, CHUNKED])
+@pytest.mark.parametrize("load", [SHORT, pytest.param(CHUNKED, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", tiny.CONFIGS)
 def test_scattered_blocks_are_forecast_exactly(name: str, load: Workload) -> None:
     if name == "pair" and load is CHUNKED:
