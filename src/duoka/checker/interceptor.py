@@ -138,12 +138,8 @@ class Interceptor(TorchFunctionMode):
         engine = vars(torch.autograd)["_engine_run_backward"]
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            depth, self._calls.depth = self._calls.depth, 0
-            try:
-                with self:
-                    return engine(*args, **kwargs)
-            finally:
-                self._calls.depth = depth
+            with self._calls.outside(), self:
+                return engine(*args, **kwargs)
 
         with mock.patch.object(torch.autograd, "_engine_run_backward", run):
             yield
@@ -239,11 +235,8 @@ class Interceptor(TorchFunctionMode):
 
     def _settled(self, mixed: MixedCall) -> Any:
         """Call again, and settle each operation inside."""
-        depth, self._calls.depth = self._calls.depth, 0
-        try:
+        with self._calls.outside():
             return mixed.func(*mixed.args, **mixed.kwargs)
-        finally:
-            self._calls.depth = depth
 
     def settle(
         self, error: MixedDevicesError, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -445,6 +438,15 @@ class _Calls(threading.local):
     """How many calls of PyTorch's functions are in progress in a thread."""
 
     depth: int = 0
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """As if none were in progress, inside the scope."""
+        depth, self.depth = self.depth, 0
+        try:
+            yield
+        finally:
+            self.depth = depth
 
 
 def _all_hard(args: tuple[Any, ...]) -> Spot | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,7 @@ from duoka import virtual
 from duoka.errors import DuokaError, ModelError
 from duoka.models.quantization import parts
 from duoka.planner.placement import Placement
-from duoka.report.check_report import Fault, PeakMemory, Place, Report, Stop
+from duoka.report.check_report import Fault, PeakMemory, Report, Stop
 from duoka.runtime.dispatch.install import moving_modules
 
 from .entry_hooks import watch_entries
@@ -161,23 +161,23 @@ class Run(StepListener):
 
     @contextmanager
     def _on_devices(self) -> Iterator[None]:
-        devices = {name: self._device(device) for name, device in self._tensor_devices()}
-        subject = self.subject
-        placed, offloaded = self._placed(), subject.offloaded
-        with on_virtual_gpus(subject.model, devices, placed, offloaded) as self._snapshot:
+        devices, placed = self._tensor_devices(), self._placed()
+        model, offloaded = self.subject.model, self.subject.offloaded
+        with on_virtual_gpus(model, devices, placed, offloaded) as self._snapshot:
             yield
 
     def _placed(self) -> dict[nn.Module, torch.device]:
         subject = self.subject
         if subject.is_dispatched:
             entries = tuple((name, str(self._device(device))) for name, device in subject.entries)
-            by_name = {name: self._device(device) for name, device in self._tensor_devices()}
-            return moving_modules(subject.model, Placement(entries=entries), by_name)
+            placement = Placement(entries=entries)
+            return moving_modules(subject.model, placement, self._tensor_devices())
         placed = placed_modules(subject.model, subject.entries)
         return {module: self._device(device) for module, device in placed.items()}
 
-    def _tensor_devices(self) -> Iterable[tuple[str, str]]:
-        return tensor_devices(self.subject.model, self.subject.entries).items()
+    def _tensor_devices(self) -> dict[str, torch.device]:
+        names = tensor_devices(self.subject.model, self.subject.entries)
+        return {name: self._device(device) for name, device in names.items()}
 
     def _find_first(self) -> torch.device:
         """The device of the module that runs first, where the inputs start."""
@@ -270,7 +270,16 @@ class Run(StepListener):
 
     def _warnings(self) -> Iterator[Fault]:
         for spot, op, device, count in self.interceptor.harmless_devices():
-            yield _hard_coded(place_of(spot), op, device, count)
+            yield Fault(
+                kind="hard-coded-device",
+                effect="nothing",
+                op=op,
+                operands=(),
+                target=device,
+                place=place_of(spot),
+                message=f"{device} is named in the code; it is right on this placement alone",
+                count=count,
+            )
         yield from self.interceptor.gathered_caches.warnings()
 
     def _notes(self) -> Iterator[str]:
@@ -285,19 +294,6 @@ class Run(StepListener):
         names = list(_compiled(self.subject.model))
         if names:
             yield f"compiled code was run eagerly: {', '.join(names)}"
-
-
-def _hard_coded(place: Place, op: str, device: str, count: int) -> Fault:
-    return Fault(
-        kind="hard-coded-device",
-        effect="nothing",
-        op=op,
-        operands=(),
-        target=device,
-        place=place,
-        message=f"{device} is named in the code; it is right on this placement alone",
-        count=count,
-    )
 
 
 def _number(name: str) -> int:
