@@ -22,6 +22,15 @@ from .source_map import is_installed
 
 _TO = torch.Tensor.to
 _CUDA = torch.Tensor.cuda
+_OF_ALL = ("empty_cache", "is_bf16_supported")
+_OF_ONE = (
+    "get_device_capability", "get_device_name", "max_memory_allocated", "max_memory_reserved",
+    "mem_get_info", "memory_allocated", "memory_reserved", "reset_peak_memory_stats",
+    "synchronize",
+)  # fmt: skip
+
+# One object for each, so that a device which code asked a tensor for is told from one it names.
+_seen: dict[int, torch.device] = {}
 
 
 def is_hard_coded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -71,18 +80,6 @@ def _virtual(device: Any, current: CurrentDevice) -> torch.device:
     index = current.number(device)
     active_world().gpu(index)  # fails as CUDA does if there is no such GPU
     return torch.device("vgpu", index)
-
-
-_OF_ALL = ("empty_cache", "is_bf16_supported")
-_OF_ONE = (
-    "get_device_capability", "get_device_name", "max_memory_allocated", "max_memory_reserved",
-    "mem_get_info", "memory_allocated", "memory_reserved", "reset_peak_memory_stats",
-    "synchronize",
-)  # fmt: skip
-
-
-# One object for each, so that a device which code asked a tensor for is told from one it names.
-_seen: dict[int, torch.device] = {}
 
 
 def seen_as_cuda(device: torch.device) -> torch.device:

@@ -74,8 +74,8 @@ _DEVICE_QUERIES: Any = (
 )
 _GET_ITEM, _SET_ITEM = "Tensor.__getitem__", "Tensor.__setitem__"
 
-# Out-of-place twins of writes: the result is the first operand with something put into it.
-_TWINS = frozenset(
+# Writes into a copy: the result is the first operand with something put into it.
+_COPYING_WRITES = frozenset(
     {
         "masked_scatter", "masked_fill", "index_put", "index_add", "index_copy", "index_fill",
         "scatter", "scatter_add", "scatter_reduce", "slice_scatter", "select_scatter", "copy",
@@ -267,7 +267,7 @@ class Interceptor(TorchFunctionMode):
             return mixed.written.device
         if mixed.for_cpu is not None:
             return torch.device("cpu")
-        if mixed.kernel in _TWINS and tensors and tensors[0].device.type != "cpu":
+        if mixed.kernel in _COPYING_WRITES and tensors and tensors[0].device.type != "cpu":
             return tensors[0].device
         devices = {tensor.device for tensor in tensors}
         caller = model_frame(mixed.frame)

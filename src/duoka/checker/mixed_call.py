@@ -20,6 +20,13 @@ from duoka.virtual import MixedDevicesError, VirtualTensor
 
 from .source_map import is_model_code
 
+CAUSE = "_duoka_cause"
+"""The attribute of a tensor that names the fault which decided its device."""
+
+Path = tuple[int | str, ...]
+"""A tensor's place in a call: a position or a keyword, then positions in lists."""
+
+_MOST_OPERANDS = 8
 _METHOD = "torch.Tensor."
 _SAME_DEVICE = "same device"
 _DEVICE = re.compile(r"\bvgpu:\d+\b|\bcpu\b")
@@ -90,15 +97,6 @@ def is_direct(frame: FrameType) -> bool:
     if inner is not None and inner.f_code.co_name == "handle_torch_function":
         inner = inner.f_back and inner.f_back.f_back
     return inner is not None and is_model_code(inner.f_code)
-
-
-CAUSE = "_duoka_cause"
-"""The attribute of a tensor that names the fault which decided its device."""
-
-Path = tuple[int | str, ...]
-"""A tensor's place in a call: a position or a keyword, then positions in lists."""
-
-_MOST_OPERANDS = 8
 
 
 @dataclass(slots=True, eq=False)
