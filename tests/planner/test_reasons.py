@@ -36,6 +36,13 @@ def test_what_was_tried_is_told() -> None:
     assert not [*quantization_reason(chosen, [], is_offloaded=True)]
 
 
+@pytest.mark.parametrize("number", ["007", "9" * 5000, "-1", "²", "1_000"])
+def test_what_is_no_number_stays_text(number: str) -> None:
+    sentence = f"The prompt runs in chunks of {number} tokens: whole, it needs more memory."
+    assert read_reason(sentence) == Reason("chunks", {"tokens": number})
+    assert read_reason(sentence).text == sentence
+
+
 @given(st.text())
 def test_any_sentence_keeps_its_text(sentence: str) -> None:
     assert read_reason(sentence).text == sentence

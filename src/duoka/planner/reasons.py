@@ -49,6 +49,8 @@ _SENTENCES = {
     "own-plan": f"duoka's own plan for these GPUs uses {{devices}}: {_CROSSINGS}",
 }
 
+_NUMBER = re.compile("0|[1-9][0-9]{0,17}")  # not what int() would write otherwise
+
 
 @dataclass(frozen=True, slots=True)
 class Reason:
@@ -87,7 +89,7 @@ def _read_values(template: str, sentence: str) -> dict[str, int | str] | None:
         value, between, rest = rest.rpartition(end) if is_last else rest.partition(end)
         if not between:
             return None
-        values[name] = int(value) if value.isascii() and value.isdecimal() else value
+        values[name] = int(value) if _NUMBER.fullmatch(value) else value
     return None if rest else values
 
 
@@ -101,13 +103,8 @@ def gpus_reason(used: int, gpus: int, first: str, *, is_limited: bool) -> Iterat
     elif used < gpus:
         fewer = "no single one holds" if used == 2 else f"no {used - 1} of them hold"
         condition = " with what is demanded of its modules" if is_limited else ""
-        values: dict[str, int | str] = {
-            "used": used,
-            "gpus": gpus,
-            "fewer": fewer,
-            "condition": condition,
-        }
-        yield Reason("gpus", values)
+        words = {"fewer": fewer, "condition": condition}
+        yield Reason("gpus", {"used": used, "gpus": gpus, **words})
 
 
 def demand_reasons(

@@ -14,6 +14,10 @@ from duoka.planner.plan import Plan
 from .stages import Pipeline
 from .text import refusal
 
+_PLACEHOLDER = "MODEL"
+# Plans keep a model of the Hub with its commit; a path looks otherwise.
+_OF_THE_HUB = re.compile(r"([^/@\s]+/[^/@\s]+)@([0-9a-f]{40})", re.ASCII)
+
 
 def visible(tool: str, devices: Sequence[Device]) -> list[tuple[str, str]]:
     """Environment in which CUDA's first device is the first of these, and so on.
@@ -52,11 +56,6 @@ def total_bytes(device: Device) -> int:
     if device.memory_bytes is not None:
         return device.memory_bytes
     return device.budget_bytes + device.reserve_bytes
-
-
-_PLACEHOLDER = "MODEL"
-# Plans keep a model of the Hub with its commit; a path looks otherwise.
-_OF_THE_HUB = re.compile(r"([^/@\s]+/[^/@\s]+)@([0-9a-f]{40})", re.ASCII)
 
 
 def name_of(plan: Plan) -> str:

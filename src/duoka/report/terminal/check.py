@@ -28,6 +28,14 @@ _COMPLETED = (
     "The check completed the map and went on. --save-device-map FILE keeps the completed one "
     "(in Python it is report.completeness.completed)."
 )
+_MOVED, _KEPT = "bold yellow", "cyan"
+_MOST_CALLS = 8
+_FIRST_CALLS, _LAST_CALLS = 2, 5
+_LONGEST_MODULE = 28
+_LINE_COLUMNS = 72  # with fewer there is a list instead of a table
+_HEADINGS = {"activations": "activ.", "gradients": "grads"}
+_MOST_SYNCS = 12
+_LONGEST_TEXT = 40
 
 
 def render_report(report: Report, *, advice: bool = True) -> RenderableType:
@@ -184,12 +192,6 @@ def _advice(report: Report) -> Iterator[RenderableType]:
         yield Text.assemble(("next: ", "bold"), text)
 
 
-_MOVED, _KEPT = "bold yellow", "cyan"
-_MOST_CALLS = 8
-_FIRST_CALLS, _LAST_CALLS = 2, 5
-_LONGEST_MODULE = 28
-
-
 def where(place: Place) -> Text:
     """File, line and function."""
     function = f" in {place.function}" if place.function else ""
@@ -307,12 +309,6 @@ def _followup(fault: Fault) -> Text:
     source = f": {words.cropped(fault.source)}" if fault.source else ""
     place = words.linked(fault.place, brief=True)
     return Text.assemble(f"{words.what(fault)} at ", place, source)
-
-
-_LINE_COLUMNS = 72  # with fewer there is a list instead of a table
-_HEADINGS = {"activations": "activ.", "gradients": "grads"}
-_MOST_SYNCS = 12
-_LONGEST_TEXT = 40
 
 
 def render_costs(report: Report) -> Iterator[RenderableType]:

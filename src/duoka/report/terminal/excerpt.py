@@ -20,6 +20,7 @@ _END = 2
 _MARGIN = 4  # cells that stay in sight before a mark in a line that is too long
 _NARROWEST = 16
 _THEME = "ansi_dark"  # the terminal's own colours
+_TAB = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,9 +221,6 @@ def _with_margin(margin: str, text: Text) -> Text:
     joined = Text.assemble((margin, "dim"), text)
     joined.no_wrap, joined.overflow = True, "crop"
     return joined
-
-
-_TAB = 4
 
 
 def cells(line: str) -> Iterator[int]:

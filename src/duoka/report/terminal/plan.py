@@ -23,6 +23,12 @@ from duoka.planner.plan import Plan
 
 from .words import name_modules
 
+_TABLE_COLUMNS = 72  # with fewer there is a list instead
+_WIDEST_BAR = 60
+_GIB, _MIB = 2**30, 2**20
+_CHOSEN = {"given": "as given", "balance": "balanced", "order": "filled in order"}
+_SPEEDS = ("memory_bytes_per_second", "flops_per_second")
+
 
 class _Kind(NamedTuple):
     """A kind of bytes: colour, sign in a bar, sign where only ASCII can be shown, column."""
@@ -42,9 +48,6 @@ _KINDS = {
     "overhead": _Kind("magenta", "░", "-", "overh."),
     "free": _Kind("dim", "·", ".", ""),
 }
-_TABLE_COLUMNS = 72  # with fewer there is a list instead
-_WIDEST_BAR = 60
-_GIB, _MIB = 2**30, 2**20
 
 
 def render_plan(plan: Plan) -> RenderableType:
@@ -237,9 +240,6 @@ def _unit(plan: Plan) -> tuple[str, int]:
     return ("GiB", _GIB) if largest >= _GIB else ("MiB", _MIB)
 
 
-_CHOSEN = {"given": "as given", "balance": "balanced", "order": "filled in order"}
-
-
 def title(plan: Plan) -> tuple[str, str]:
     """The model, and on how many of the devices it is."""
     kind = "devices" if "cpu" in plan.fleet.names else "GPUs"
@@ -295,9 +295,6 @@ def kinds_of(forecast: StageBytes) -> tuple[tuple[str, int], ...]:
         ("optimizer", forecast.optimizer_bytes),
         ("overhead", forecast.overhead_bytes),
     )
-
-
-_SPEEDS = ("memory_bytes_per_second", "flops_per_second")
 
 
 def render_seconds(plan: Plan) -> Iterator[Text]:
