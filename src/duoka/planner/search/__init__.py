@@ -24,9 +24,8 @@ It knows nothing of models, workloads or how costs come about.
 from .device_groups import exchangeable
 from .dynamic_programme import Stage, UnsearchableError
 from .limits import NO_LIMITS, Limits
-from .problem import OBJECTIVES, NoPlacement, Objective, Shortfall
+from .problem import OBJECTIVES, NoPlacement, Objective
 from .solve import Solution, conceivable, fewest, search
-from .stage_costs import StageCosts
 
 __all__ = [
     "NO_LIMITS",
@@ -34,10 +33,8 @@ __all__ = [
     "Limits",
     "NoPlacement",
     "Objective",
-    "Shortfall",
     "Solution",
     "Stage",
-    "StageCosts",
     "UnsearchableError",
     "conceivable",
     "exchangeable",

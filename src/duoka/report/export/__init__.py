@@ -10,6 +10,5 @@ of them.
 """
 
 from .export import TOOLS, export, refuse_unknown
-from .text import Export
 
-__all__ = ["TOOLS", "Export", "export", "refuse_unknown"]
+__all__ = ["TOOLS", "export", "refuse_unknown"]

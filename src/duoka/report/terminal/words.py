@@ -1,4 +1,4 @@
-"""Words for what a report holds: places, modules, devices."""
+"""Words for what plans and reports hold: modules, places, devices, faults. It lays nothing out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from duoka.planner.device_map import shorten
 from ..check_report import Fault, Operand, Origin, Place
 
 _LONGEST = 60
-_FEW = 3
 _WITHOUT_NAME = "the model"
 _PACKAGES = ("site-packages", "dist-packages")
 _EFFECTS = {
