@@ -34,8 +34,8 @@ def hold(name: str, workload: Any, cuts: list[int], *, by_rules: bool = True) ->
         rehearsing.forecast(profile, workload, cuts), measured, strict=True
     ):
         # Labels are copied to the head's GPU by the model's own code: that much is missing.
-        assert told.allocated == pytest.approx(allocated, rel=1e-3)
-        assert 0.99 * reserved <= told.reserved <= 1.03 * reserved
+        assert told.allocated_bytes == pytest.approx(allocated, rel=1e-3)
+        assert 0.99 * reserved <= told.reserved_bytes <= 1.03 * reserved
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,9 @@ def test_layers_of_several_blocks_are_never_forecast_too_low(cuts: list[int]) ->
     told = rehearsing.forecast(profile, workload, cuts)
     measured = rehearsing.measure("bloom", profile, workload, cuts)
     for peaks, (allocated, reserved) in zip(told, measured, strict=True):
-        assert allocated <= peaks.allocated <= 1.01 * allocated
+        assert allocated <= peaks.allocated_bytes <= 1.01 * allocated
         # One segment is 4 % of so small a model.
-        assert reserved <= peaks.reserved <= reserved + SEGMENT_ROUND_BYTES
+        assert reserved <= peaks.reserved_bytes <= reserved + SEGMENT_ROUND_BYTES
 
 
 def test_what_a_left_out_block_keeps_for_its_backward_pass_is_counted() -> None:
@@ -113,12 +113,12 @@ def test_what_a_left_out_block_keeps_for_its_backward_pass_is_counted() -> None:
     told = rehearsing.forecast(profile, workload, cuts)
     measured = rehearsing.measure("pair", profile, workload, cuts)
     for peaks, (allocated, _) in zip(told, measured, strict=True):
-        assert allocated <= peaks.allocated <= 1.02 * allocated
+        assert allocated <= peaks.allocated_bytes <= 1.02 * allocated
     costs = costs_of(profile, workload)
     for start, stop in combinations(range(10, 17), 2):
         found = costs.stage_bytes(start, stop, 2**60)
         assert found is not None
-        assert costs.bounds_at(1)[start, stop] <= found.requested
+        assert costs.bounds_at(1)[start, stop] <= found.requested_bytes
 
 
 def trace_alone(name: str, workload: Any, **changes: Any) -> Profile:
