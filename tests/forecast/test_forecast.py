@@ -228,7 +228,7 @@ def test_bounds_never_exceed_what_is_needed(workload: Workload, profile: Profile
         assert costs.lower_bound_bytes[start, stop] <= needed
 
 
-@pytest.mark.parametrize("name", ["tied", "window"])
+@pytest.mark.parametrize("name", ["tied", pytest.param("window", marks=pytest.mark.slow)])
 @settings(max_examples=examples(4))
 @given(workload=workloads, data=st.data())
 def test_bounds_never_exceed_what_models_need(

@@ -39,8 +39,9 @@ def test_two_gpus_are_one(name: str) -> None:
     check(name)
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", families.sample(OTHERS))
+@pytest.mark.parametrize("name", OTHERS)
 def test_two_gpus_are_one_for_others(name: str) -> None:
     check(name)
 
