@@ -39,8 +39,7 @@ from duoka.models.text.tokenizer import load_tokenizer
 from duoka.planner.request import PlanProblem
 from duoka.runtime.load import load_weights
 from duoka.tools.bench.quality import Windows, measure_quality
-from duoka.tools.demo.checkpoint import CONFIG, fresh_model, write_weights
-from duoka.tools.demo.vocabulary import train_vocabulary
+from duoka.tools.demo.checkpoint import CONFIG, fresh_model, train_vocabulary, write_weights
 
 MIB = 2**20
 GLM4: dict[str, Any] = {

@@ -21,15 +21,16 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from duoka.errors import CheckpointError, UsageError
 from duoka.models.text import template_process, template_sandbox
-from duoka.models.text.messages import Message, ToolCall
-from duoka.models.text.prompts import ChatFormat, chat_format
-from duoka.models.text.tokenizer import load_tokenizer
-from duoka.models.text.toolcalls import (
+from duoka.models.text.messages import (
+    Message,
+    ToolCall,
     parse_json_call,
     parse_python_call,
     write_json_call,
     write_python_call,
 )
+from duoka.models.text.prompts import ChatFormat, chat_format
+from duoka.models.text.tokenizer import load_tokenizer
 
 CHATGLM = {"model_type": "chatglm"}
 IN_A_PROCESS = template_process._ask

@@ -9,7 +9,7 @@ from duoka import Fleet, Workload
 from duoka.errors import InfeasibleError
 from duoka.forecast.profile import Profile
 from duoka.hardware import catalogue
-from duoka.hardware.editing import with_more, with_replaced
+from duoka.hardware.parse import with_more, with_replaced
 from duoka.planner.gpu_upgrades import Upgrade, upgrades
 from duoka.planner.planner import attempt, conceivable, solve
 from duoka.planner.request import PlanProblem

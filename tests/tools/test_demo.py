@@ -17,7 +17,7 @@ from duoka.base.units import format_bytes
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.models.text.prompts import chat_format
 from duoka.models.text.tokenizer import load_tokenizer
-from duoka.tools.demo.questions import load_pairs
+from duoka.tools.demo.training import load_pairs
 
 PROGRAM = (sys.executable, "-c", "from duoka.cli import main; main()")
 # Asserted word for word, apart from what questions.toml says.

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 import duoka
-from duoka.base.choices import choose
 from duoka.base.files import why
 from duoka.base.serialization import to_dict
+from duoka.base.text import choose
 from duoka.base.units import format_bytes
 from duoka.errors import UsageError
 from duoka.forecast.workload import QUANTIZED, Cache, Dtype, Quantization

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from duoka.base.choices import choose
+from duoka.base.text import choose
 from duoka.base.units import parse_bytes
 from duoka.errors import UsageError
 from duoka.planner.constraints import STRATEGIES, Constraints

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from duoka.base.choices import choose
 from duoka.base.files import why
+from duoka.base.text import choose
 from duoka.errors import UsageError
 from duoka.forecast import workload
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import duoka
-from duoka.base.choices import choose
+from duoka.base.text import choose
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.errors import CheckpointError, UsageError
 from duoka.forecast.workload import CACHES, QUANTIZATIONS, Training

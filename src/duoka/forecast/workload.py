@@ -6,7 +6,7 @@ import operator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, SupportsIndex, get_args
 
-from duoka.base.choices import choose
+from duoka.base.text import choose
 from duoka.base.units import format_count
 from duoka.errors import UsageError
 

@@ -2,13 +2,15 @@
 
 One file holds all that was measured under one version of the driver and of torch; other versions
 have other files. What can't be read, or was changed by anything but duoka, counts as not measured.
-It measures nothing itself, and knows nothing of torch.
+It measures nothing itself, and knows nothing of torch. The devices and links of a fleet are as fast
+as they were measured, where they were.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
@@ -16,7 +18,10 @@ from pathlib import Path
 
 from duoka.base.files import cache_directory, read_text, write_whole
 from duoka.base.serialization import from_dict, parse_json_object, to_dict
-from duoka.errors import FormatError
+from duoka.errors import FleetError, FormatError
+
+from . import catalogue, nvml
+from .device import RESERVE_BYTES, Device, Link
 
 _VERSION = 1
 _MOST_BYTES = 2**22
@@ -140,6 +145,9 @@ class Calibration:
         return replace(newer, gpus=(*kept, *newer.gpus), links=(*links, *newer.links))
 
 
+NOTHING = Calibration(driver="", torch="")
+
+
 def torch_version() -> str:
     """The version of torch, without importing it; empty where it isn't installed."""
     try:
@@ -191,3 +199,84 @@ def _directory() -> Path:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """One end of a link: a device's name, and its GPU's UUID and product, empty where unknown."""
+
+    name: str
+    uuid: str = ""
+    product: str = ""
+
+
+def for_driver(driver: str) -> Calibration:
+    """What was measured under a version of the driver."""
+    return NOTHING if is_empty() else find(driver)
+
+
+def for_this_driver() -> Calibration:
+    """What was measured under this machine's driver; nothing where there is none."""
+    if is_empty():
+        return NOTHING
+    try:
+        return find(nvml.driver_version())
+    except FleetError:
+        return NOTHING
+
+
+def of_card(card: catalogue.Card, found: Calibration) -> GpuFigures | None:
+    """What was measured on cards of one kind of the catalogue."""
+    for figures in found.gpus:
+        if catalogue.of_product(figures.product, figures.memory_bytes) == card:
+            return figures
+    return None
+
+
+def reserve_bytes(figures: GpuFigures | None) -> int:
+    """What is kept out of a budget."""
+    return RESERVE_BYTES if figures is None else figures.reserve_bytes
+
+
+def with_figures(device: Device, figures: GpuFigures | None) -> Device:
+    """The device as fast as it was measured; what it keeps out of its budget isn't changed."""
+    if figures is None:
+        return device
+    told = ["memory_bytes_per_second", "flops_per_second", "float32_flops_per_second"]
+    told += ["launch_seconds", "reserve_bytes"]
+    from_host = figures.from_pinned_bytes_per_second
+    return replace(
+        device,
+        memory_bytes_per_second=figures.memory_bytes_per_second,
+        flops_per_second=figures.flops_per_second,
+        float32_flops_per_second=figures.float32_flops_per_second,
+        launch_seconds=figures.launch_seconds,
+        host_bytes_per_second=device.host_bytes_per_second if from_host is None else from_host,
+        measured=(*told, *(() if from_host is None else ("host_bytes_per_second",))),
+    )
+
+
+def with_links(links: Iterable[Link], ends: Sequence[End], found: Calibration) -> tuple[Link, ...]:
+    """The links, those that were measured as fast as that was."""
+    known = {(link.source, link.target): link for link in links}
+    for link in _measured(ends, found):
+        known[link.source, link.target] = link
+    return tuple(known.values())
+
+
+def _measured(ends: Sequence[End], found: Calibration) -> Iterator[Link]:
+    for source in ends if found.links else ():
+        for target in ends:
+            figures = None
+            if source.uuid:
+                figures = found.between(source.uuid, target.uuid)
+            elif source.product:
+                figures = found.between_products(source.product, target.product)
+            if figures is not None and source != target:
+                yield Link(
+                    source=source.name,
+                    target=target.name,
+                    bytes_per_second=figures.bytes_per_second,
+                    latency_seconds=figures.latency_seconds,
+                    measured=True,
+                )

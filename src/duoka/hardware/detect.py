@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from duoka.base.units import format_bytes
 from duoka.errors import FleetError
 
-from . import catalogue, cuda_driver, measured, nvml
+from . import calibration, catalogue, cuda_driver, nvml
 from .calibration import Calibration, GpuFigures
 from .device import MAX_DEVICES, STEP_BYTES, Device, Found
 from .links import Way, between, by_nvlink, from_host, through_host
@@ -63,7 +63,7 @@ class _Part:
     @property
     def kept_bytes(self) -> int:
         """What is kept for CUDA."""
-        return measured.reserve_bytes(self.figures)
+        return calibration.reserve_bytes(self.figures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,15 +101,15 @@ def is_detected(text: str) -> bool:
 def detect(which: str | None = None) -> Found:
     """The GPUs of this machine."""
     machine = nvml.read()
-    known = measured.for_driver(machine.driver_version)
+    known = calibration.for_driver(machine.driver_version)
     view = _View(machine, _visible(machine), known)
     chosen = view.usable() if which is None else view.choose(which)
     names = [view.torch_name(part) for part in chosen]
     return Found(
         devices=tuple(_device(part, name) for part, name in zip(chosen, names, strict=True)),
-        links=measured.with_links(
+        links=calibration.with_links(
             between(names, lambda one, other: _way(chosen[one], chosen[other])),
-            [measured.End(name=n, uuid=p.uuid) for n, p in zip(names, chosen, strict=True)],
+            [calibration.End(name=n, uuid=p.uuid) for n, p in zip(names, chosen, strict=True)],
             known,
         ),
     )
@@ -313,7 +313,7 @@ def _device(part: _Part, name: str) -> Device:
         host_bytes_per_second=from_host(*_connector(part.gpu)),
         float32_flops_per_second=None if card is None else card.float32_flops_per_second,
     )
-    return measured.with_figures(device, part.figures)
+    return calibration.with_figures(device, part.figures)
 
 
 def _has_bfloat16(gpu: nvml.Gpu, card: catalogue.Card | None) -> bool | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from duoka.base.units import format_bytes
 from duoka.errors import FleetError
 
-from . import budgets, parse
+from . import parse
 from .detect import detect, tells_memory
 from .device import MAX_DEVICES, RESERVE_BYTES, STEP_BYTES, Device, Link
 
@@ -151,7 +151,7 @@ class Fleet:
         >>> Fleet.from_max_memory({0: "10GiB", 1: 20 * 2**30, "cpu": "30GiB"}).describe()
         'cuda:0 10.00 GiB, cuda:1 20.00 GiB, cpu 30.00 GiB'
         """
-        return cls(devices=budgets.read(max_memory))
+        return cls(devices=parse.read_max_memory(max_memory))
 
     @property
     def names(self) -> tuple[str, ...]:

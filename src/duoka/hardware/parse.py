@@ -1,4 +1,4 @@
-"""Fleets as people write them: what `--gpus` takes.
+"""Fleets as people write them: what `--gpus` takes, and what ``max_memory`` of transformers says.
 
 Four kinds of entry, joined by commas or "+": a GPU of this machine ("2", "GPU-8932f937"), a
 budget ("24GiB"), a card of the catalogue ("RTX4090") and a card with its figures
@@ -8,13 +8,14 @@ budget ("24GiB"), a card of the catalogue ("RTX4090") and a card with its figure
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
-from duoka.base.units import format_bytes, parse_bytes
+from duoka.base.units import exact_bytes, format_bytes, parse_bytes
 from duoka.errors import FleetError, UsageError
 
-from . import catalogue, measured
+from . import calibration, catalogue
 from .calibration import Calibration
 from .detect import detect, is_detected
 from .device import MAX_DEVICES, RESERVE_BYTES, Device, Found
@@ -35,13 +36,16 @@ _RATE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([gtp])flop(?:s|/s|ps)?", re.ASC
 _RATE_UNITS = {"g": 1e9, "t": 1e12, "p": 1e15}
 _CARD_NAME = re.compile(r"[\w .()/-]{1,40}")
 _RESERVED = frozenset({"virtual", "cuda", "vgpu", "cpu", "gpu"})
+_MAX_MEMORY_GPU = re.compile(r"(?:(?:cuda:)?|(?P<virtual>vgpu:))(?P<number>[0-9]{1,4})", re.ASCII)
+_ZERO_SIZE = re.compile(r"0+(\.0+)?\s*[A-Za-z]*", re.ASCII)
+_MAX_MEMORY_FORM = '{0: "10GiB", 1: "20GiB", "cpu": "30GiB"} is one'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
     """A device without a name yet, and its card, where it is one of the catalogue.
 
-    `measured_as` is what NVML called a card of its kind that was measured.
+    `measured_as` is what NVML called a card of its kind that was calibration.
     """
 
     device: Device
@@ -119,7 +123,7 @@ def _mixture(text: str, detected: list[str], *, is_virtual: bool) -> UsageError:
 
 def _declared(entries: list[str], kind: str, text: str) -> Found:
     found: list[_Entry] = []
-    known = measured.for_this_driver()
+    known = calibration.for_this_driver()
     for entry in entries:
         match = _GROUP.fullmatch(entry)
         assert match is not None, "an empty entry was refused"
@@ -132,14 +136,14 @@ def _declared(entries: list[str], kind: str, text: str) -> Found:
     names = [f"{kind}:{index}" for index in range(len(found))]
     links = between(names, lambda one, other: _way(found[one].card, found[other].card))
     ends = [
-        measured.End(name=name, product=each.measured_as)
+        calibration.End(name=name, product=each.measured_as)
         for name, each in zip(names, found, strict=True)
     ]
     return Found(
         devices=tuple(
             replace(each.device, name=name) for name, each in zip(names, found, strict=True)
         ),
-        links=measured.with_links(links, ends, known),
+        links=calibration.with_links(links, ends, known),
     )
 
 
@@ -160,9 +164,9 @@ def _entry(entry: str, text: str, known: Calibration) -> _Entry:
     if _SIZE.fullmatch(entry) and not catalogue.knows(entry):
         return _Entry(device=Device(name="cuda", budget_bytes=_size(entry, text)))
     card = catalogue.find(entry)
-    figures = measured.of_card(card, known)
+    figures = calibration.of_card(card, known)
     device = replace(
-        _card(card.name, card.usable_bytes, measured.reserve_bytes(figures)),
+        _card(card.name, card.usable_bytes, calibration.reserve_bytes(figures)),
         memory_bytes_per_second=card.memory_bytes_per_second,
         flops_per_second=card.flops_per_second,
         has_bfloat16=card.has_bfloat16,
@@ -172,7 +176,7 @@ def _entry(entry: str, text: str, known: Calibration) -> _Entry:
         float32_flops_per_second=card.float32_flops_per_second,
     )
     return _Entry(
-        device=measured.with_figures(device, figures),
+        device=calibration.with_figures(device, figures),
         card=card,
         measured_as="" if figures is None else figures.product,
     )
@@ -276,3 +280,81 @@ def _way(one: catalogue.Card | None, other: catalogue.Card | None) -> Way | None
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
+
+
+def with_more(text: str, devices: Sequence[Device], entry: str, count: int = 1) -> str:
+    """Write a fleet with more devices at its end.
+
+    Examples
+    --------
+    >>> with_more("2xRTX4090", (), "RTX 3060")
+    '2xRTX4090,RTX 3060'
+    """
+    prefix, entries = _entries_of(text, devices)
+    return prefix + _joined([*entries, *[entry] * count])
+
+
+def with_replaced(text: str, devices: Sequence[Device], index: int, entry: str) -> str:
+    """Write a fleet with something else in the place of one device.
+
+    Examples
+    --------
+    >>> with_replaced("virtual:2x24GiB,12GiB", (), 1, "RTX 5090")
+    'virtual:24GiB,RTX 5090,12GiB'
+    """
+    prefix, entries = _entries_of(text, devices)
+    entries[index] = entry
+    return prefix + _joined(entries)
+
+
+def _entries_of(text: str, devices: Sequence[Device]) -> tuple[str, list[str]]:
+    """What the text begins with, and an entry for each device."""
+    declared = devices_in(text)
+    if declared is not None:
+        return declared
+    virtual = any(device.name.startswith("vgpu") for device in devices)
+    return "virtual:" if virtual else "", [exact_bytes(device.budget_bytes) for device in devices]
+
+
+def _joined(entries: Sequence[str]) -> str:
+    groups = [(entry, len(list(group))) for entry, group in groupby(entries)]
+    texts = [entry if count == 1 else f"{count}x{entry}" for entry, count in groups]
+    # Commas that follow a card with figures would belong to it.
+    return ("+" if any(":" in entry for entry in entries) else ",").join(texts)
+
+
+def read_max_memory(max_memory: object) -> tuple[Device, ...]:
+    """Read a mapping; a device with nothing is left out."""
+    if not isinstance(max_memory, Mapping):
+        raise UsageError(
+            f"max_memory is a mapping from devices to sizes, not {type(max_memory).__name__}",
+            hint=_MAX_MEMORY_FORM,
+        )
+    sizes = {key: _max_memory_size(key, value) for key, value in max_memory.items()}
+    return tuple(
+        Device(name=_max_memory_name(key), budget_bytes=size) for key, size in sizes.items() if size
+    )
+
+
+def _max_memory_name(key: object) -> str:
+    text = key if isinstance(key, str) else str(key) if type(key) is int else repr(key)
+    match = _MAX_MEMORY_GPU.fullmatch(text)
+    if match is not None:
+        kind = "vgpu" if match["virtual"] else "cuda"
+        return f"{kind}:{int(match['number'])}"
+    if text == "cpu":
+        return text
+    if text == "disk":
+        raise FleetError("max_memory names disk, and duoka doesn't offload", hint="leave it out")
+    raise FleetError(f"max_memory names {text[:60]!r}, which is no device", hint=_MAX_MEMORY_FORM)
+
+
+def _max_memory_size(key: object, value: object) -> int:
+    if type(value) is int and value >= 0:
+        return value
+    if isinstance(value, str):
+        return 0 if _ZERO_SIZE.fullmatch(value.strip()) else parse_bytes(value)
+    raise UsageError(
+        f"max_memory of {str(key)[:60]!r} is {str(value)[:60]}, which is no size",
+        hint="write bytes as a number, or a text like 10GiB or 10GB",
+    )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from duoka.base.choices import choose
+from duoka.base.text import choose
 from duoka.base.units import format_bytes
 from duoka.errors import UsageError
 

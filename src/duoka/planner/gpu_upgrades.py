@@ -13,8 +13,8 @@ from duoka.base.units import exact_bytes, format_bytes
 from duoka.errors import DuokaError
 from duoka.hardware import catalogue
 from duoka.hardware.device import MAX_DEVICES, Device
-from duoka.hardware.editing import with_more, with_replaced
 from duoka.hardware.fleet import Fleet
+from duoka.hardware.parse import with_more, with_replaced
 
 from .limits import usable
 from .plan import Plan

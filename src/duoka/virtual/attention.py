@@ -2,7 +2,11 @@
 
 The choice follows the published conditions of PyTorch's fused kernels (documentation of
 `torch.nn.functional.scaled_dot_product_attention` and `torch.backends.cuda.SDPAParams`) for a GPU
-of compute capability 8.x. The kernels themselves are in `attention_kernels`.
+of compute capability 8.x. Their outputs and work
+memory are those of the kernels as PyTorch ships them: the output, a logsumexp per row in fp32, two
+small random states; in backward the gradients, the row sums and fp32 accumulators. The numbers come
+from `attention_numbers`: what the host holds for them is no memory of the GPU. With data on a real
+GPU its own kernels run.
 """
 
 from __future__ import annotations
@@ -14,8 +18,11 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 
-from . import attention_kernels
+from . import attention_numbers, calls
+from .attention_numbers import Inputs, differentiate
 from .operators import handlers
+from .state import Gpu
+from .tensor import VirtualTensor, place
 
 Kernel = Literal["flash", "efficient", "math"]
 
@@ -24,6 +31,10 @@ _HALF = (torch.float16, torch.bfloat16)
 _FLASH_HEAD_LIMIT = 256
 _FLASH_HEAD_MULTIPLE = 8
 _MASK_MULTIPLE = 8
+_EFFICIENT_ROWS = 32
+_EFFICIENT_REGISTER_HEAD = 128
+_EFFICIENT_BLOCK = 64
+_FLASH_ROWS = 128
 _libraries: list[torch.library.Library] = []
 
 
@@ -100,9 +111,9 @@ def attend(
         mask = additive.masked_fill_(mask.logical_not(), -math.inf)
     options = replace(options, attn_mask=mask)
     if kernel == "flash":
-        return _flash(query, key, value, options)
+        return _attend_flash(query, key, value, options)
     if kernel == "efficient":
-        return _efficient(query, key, value, options)
+        return _attend_efficient(query, key, value, options)
     return _aten._scaled_dot_product_attention_math(
         query,
         key,
@@ -116,7 +127,9 @@ def attend(
     )[0]
 
 
-def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options) -> Any:
+def _attend_flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
+) -> Any:
     head_dim = query.shape[3]
     scale = 1 / math.sqrt(head_dim) if options.scale is None else options.scale
     padding = -head_dim % _FLASH_HEAD_MULTIPLE
@@ -128,7 +141,7 @@ def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options:
     return out[..., :head_dim] if padding else out
 
 
-def _efficient(
+def _attend_efficient(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
 ) -> Any:
     bias = None if options.attn_mask is None else _bias(options.attn_mask, query, key)
@@ -163,9 +176,122 @@ def _attend_below(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return attend(*args, **kwargs)
 
 
+def _flash(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    plain, gpu = calls.unwrap(func, args, kwargs)
+    query, key = plain.args[0], plain.args[1]
+    if query.is_cuda:
+        return calls.wrap_results(func(*plain.args, **plain.kwargs), gpu)
+    inputs = Inputs(
+        query,
+        key,
+        plain.args[2],
+        dropout=plain.args[3] if len(args) > 3 else 0.0,
+        is_causal=len(args) > 4 and bool(args[4]),
+        scale=kwargs.get("scale"),
+    )
+    out, rows = attention_numbers.attend(inputs)
+    results = place(out, gpu), place(rows, gpu)
+    states = place(inputs.seed, gpu), place(_scalar(query), gpu)
+    debug = place(query.new_empty(0), gpu)
+    return *results, None, None, query.shape[2], key.shape[2], *states, debug
+
+
+def _flash_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    plain, gpu = calls.unwrap(func, args, kwargs)
+    grad, query, key, value, out, rows, _, _, _, _, dropout, is_causal, seed, _ = plain.args
+    if query.is_cuda:
+        return calls.wrap_results(func(*plain.args, **plain.kwargs), gpu)
+    inputs = Inputs(
+        query, key, value, dropout=dropout, is_causal=is_causal, scale=kwargs.get("scale"),
+        seed=seed,
+    )  # fmt: skip
+    grads = differentiate(inputs, grad, out, rows)
+    results = _placed(grads[:3], (query, key, value), gpu)
+    batch, heads, tokens, head_dim = query.shape
+    padded_tokens = _rounded(tokens, _FLASH_ROWS)
+    padded_head = _rounded(head_dim, 32 if head_dim <= 128 else 64)
+    row_bytes = 4 * batch * heads * padded_tokens
+    sizes = [row_bytes, row_bytes * padded_head]
+    if key.shape[1] != heads:
+        # Gradients of keys and values are made per query head, then summed.
+        sizes += [query.element_size() * batch * heads * key.shape[2] * head_dim] * 2
+    gpu.charge(*sizes)
+    return results
+
+
+def _efficient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    plain, gpu = calls.unwrap(func, args, kwargs)
+    query, key, value, bias, needs_rows = plain.args[:5]
+    if query.is_cuda:
+        return calls.wrap_results(func(*plain.args, **plain.kwargs), gpu)
+    inputs = Inputs(
+        query, key, value, bias,
+        dropout=plain.args[5] if len(args) > 5 else 0.0,
+        is_causal=len(args) > 6 and bool(args[6]),
+        scale=kwargs.get("scale"),
+    )  # fmt: skip
+    out, rows = attention_numbers.attend(inputs)
+    batch, heads, tokens, _ = query.shape
+    padded = rows.new_empty(batch, heads, _rounded(tokens, _EFFICIENT_ROWS) if needs_rows else 0)
+    if needs_rows:
+        padded[..., :tokens] = rows
+    results = place(out, gpu), place(padded, gpu)
+    states = place(inputs.seed, gpu), place(_scalar(query), gpu)
+    if query.element_size() == 2 and value.shape[3] > _EFFICIENT_REGISTER_HEAD:
+        # A head that doesn't fit the registers is accumulated in fp32 memory.
+        gpu.charge(4 * out.numel())
+    return *results, *states
+
+
+def _efficient_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    plain, gpu = calls.unwrap(func, args, kwargs)
+    grad, query, key, value, bias, out, rows, seed, _, dropout, needed = plain.args[:11]
+    if query.is_cuda:
+        return calls.wrap_results(func(*plain.args, **plain.kwargs), gpu)
+    inputs = Inputs(
+        query, key, value, bias, dropout=dropout,
+        is_causal=len(args) > 11 and bool(args[11]), scale=kwargs.get("scale"), seed=seed,
+    )  # fmt: skip
+    batch, heads, tokens, head_dim = query.shape
+    grads = differentiate(inputs, grad, out, rows[..., :tokens], needs_bias=needed[3])
+    results = _placed(grads[:3], (query, key, value), gpu)
+    bias_grad = place(grads[3], gpu) if grads[3] is not None else None
+    row_bytes = 4 * batch * heads * tokens
+    if query.element_size() == 2:
+        accumulator = _rounded(tokens, _EFFICIENT_BLOCK) * _rounded(head_dim, _EFFICIENT_BLOCK)
+        gpu.charge(row_bytes, 4 * batch * heads * accumulator)
+    else:
+        # In fp32 the row sums are made outside the kernel, from a product of the outputs' size.
+        gpu.charge(4 * out.numel(), row_bytes)
+    return *results, bias_grad
+
+
+def _placed(
+    grads: tuple[torch.Tensor | None, ...], inputs: tuple[torch.Tensor, ...], gpu: Gpu
+) -> tuple[VirtualTensor, ...]:
+    """Place gradients in memory of their own, laid out as the inputs are."""
+    placed = []
+    for grad, like in zip(grads, inputs, strict=True):
+        assert grad is not None
+        laid_out = torch.empty_like(like, device=grad.device)
+        placed.append(place(laid_out.copy_(grad), gpu))
+    return tuple(placed)
+
+
+def _scalar(like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.int64, device=like.device)
+
+
+def _rounded(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
 def install() -> None:
     """Register fused attention with torch, for the life of the process."""
-    attention_kernels.install()
+    handlers[_aten._scaled_dot_product_flash_attention.default] = _flash
+    handlers[_aten._scaled_dot_product_flash_attention_backward.default] = _flash_backward
+    handlers[_aten._scaled_dot_product_efficient_attention.default] = _efficient
+    handlers[_aten._scaled_dot_product_efficient_attention_backward.default] = _efficient_backward
     handlers[_aten.scaled_dot_product_attention.default] = _attend_below
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", attend, "AutogradPrivateUse1")

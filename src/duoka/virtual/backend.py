@@ -19,9 +19,6 @@ from . import (
     device_module,
     factories,
     operators,
-    packed,
-    pickling,
-    recurrent,
     tensor,
     transfers,
 )
@@ -146,9 +143,8 @@ def _exists(path: str) -> bool:
 def _register() -> None:
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=device_module)
     tensor.install_operators(operators.run)
-    rooms = (transfers, pickling, factories, cuda_only, packed, recurrent, attention, autocast)
-    for room in rooms:
-        room.install()
+    for module in (transfers, tensor, factories, cuda_only, attention, autocast):
+        module.install()
     # Optimizers and gradient clipping then work on lists of tensors, as on CUDA, and cost the same.
     for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         types.append(tensor.VirtualTensor)

@@ -10,9 +10,8 @@ from duoka.errors import VirtualDeviceError
 
 from . import calls, values
 from .operators import handlers
-from .pickling import RestoredStorage
 from .state import Gpu, active_world, thread
-from .tensor import VirtualTensor, place, resync
+from .tensor import RestoredStorage, VirtualTensor, place, resync
 
 _aten = torch.ops.aten
 _CONSTANT = frozenset(

@@ -18,10 +18,9 @@ import torch
 
 from duoka.errors import VirtualDeviceError
 
-from . import shapes
-
 if TYPE_CHECKING:
     from .tensor import VirtualTensor
+
 
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
 _OWN_FOLDER = str(Path(__file__).parent)
@@ -56,6 +55,14 @@ _NEEDS_VALUES = frozenset(
 )
 # Operators whose result may be larger than their operands: shaped first, then computed.
 _GROW = frozenset({"repeat", "constant_pad_nd", "tile", "one_hot", "_pad_enum"})
+# What operators return on meta tensors is worked out once for each combination of shapes: layers
+# make the same calls again and again, and PyTorch's shape rules are slow Python. Neither values nor
+# writes come here (a write may resize what it writes to), nor what shares memory with an argument.
+_MOST_CALLS = 2**14
+_PLAIN = frozenset({str, torch.dtype, torch.device, torch.layout, torch.memory_format})
+_results: dict[Any, Any] = {}
+_direct: set[Any] = set()
+"""Operators whose results may share an operand's memory (``_unsafe_view``), or are no tensors."""
 _MASKED_WRITES = frozenset({"index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"})
 _INDEXING = _MASKED_WRITES | {"index", "_unsafe_index"}
 
@@ -147,7 +154,7 @@ def execute(func: Any, args: list[Any], kwargs: dict[str, Any], *, writes: bool 
         args = [without_values(value) for value in args]
         kwargs = {key: without_values(value) for key, value in kwargs.items()}
     try:
-        return func(*args, **kwargs) if writes else shapes.infer(func, args, kwargs)
+        return func(*args, **kwargs) if writes else _infer_shapes(func, args, kwargs)
     except NotImplementedError as error:
         if name in _INDEXING:
             raise unknown_value(f"{func} with a mask") from error
@@ -178,7 +185,7 @@ def _evaluate(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     if func in _NEEDS_VALUES or func.is_view or _is_small(func, args):
         return func(*args, **kwargs)
     try:
-        shaped = shapes.infer(
+        shaped = _infer_shapes(
             func,
             [without_values(value) for value in args],
             {key: without_values(value) for key, value in kwargs.items()},
@@ -246,3 +253,98 @@ def _positions(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         else:
             positions.append(index)
     return positions
+
+
+def _grouped_mm(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Shape of grouped matrix products; PyTorch's own rule knows only bfloat16.
+
+    left [tokens, in] or [groups, tokens, in]; right [groups, in, out] or [in, out].
+    """
+    if left.dim() == 2 and right.dim() == 2:
+        assert offs is not None, "groups of two matrices are given by offsets"
+        shape = [offs.shape[0], left.shape[0], right.shape[1]]
+    elif right.dim() == 2:
+        shape = [*left.shape[1:2], right.shape[1]]
+    else:
+        shape = [*left.shape[:-1], right.shape[-1]]
+    return left.new_empty(shape, dtype=out_dtype or left.dtype)
+
+
+_RULES: dict[Any, Any] = {torch.ops.aten._grouped_mm.default: _grouped_mm}
+
+
+class _Uncountable(Exception):
+    """A call that can't be told apart from others by its shapes."""
+
+
+def _infer_shapes(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Call an operator on meta tensors, or make what the same call made before."""
+    if func in _direct:
+        return func(*args, **kwargs)
+    func = _RULES.get(func, func)
+    try:
+        key = (
+            func,
+            tuple([_picture(value) for value in args]),
+            tuple([(name, _picture(value)) for name, value in kwargs.items()]),
+        )
+    except _Uncountable:
+        return func(*args, **kwargs)
+    known = _results.get(key)
+    if known is not None:
+        return _rebuild(known)
+    result = func(*args, **kwargs)
+    try:
+        recipe = _recipe(result, args)
+    except _Uncountable:
+        _direct.add(func)
+        return result
+    if len(_results) >= _MOST_CALLS:
+        _results.clear()
+    _results[key] = recipe
+    return result
+
+
+def _picture(value: Any) -> Any:
+    kind = type(value)
+    if kind is torch.Tensor:
+        return value.shape, value.stride(), value.dtype
+    if kind is list or kind is tuple:
+        return tuple([_picture(item) for item in value])
+    if kind is int or kind is float or kind is bool:
+        # 1, 1.0 and True are one key otherwise.
+        return kind, value
+    if value is None or kind in _PLAIN:
+        return value
+    raise _Uncountable
+
+
+def _recipe(result: Any, args: list[Any]) -> Any:
+    if type(result) is torch.Tensor:
+        storage = result.untyped_storage()._cdata
+        if any(_shares(value, storage) for value in args):
+            raise _Uncountable
+        return result.shape, result.stride(), result.dtype
+    if type(result) in (tuple, list):
+        return type(result), [_recipe(item, args) for item in result]
+    raise _Uncountable
+
+
+def _shares(value: Any, storage: int) -> bool:
+    if type(value) is list or type(value) is tuple:
+        return any(_shares(item, storage) for item in value)
+    return type(value) is torch.Tensor and value.untyped_storage()._cdata == storage
+
+
+def _rebuild(recipe: Any) -> Any:
+    if len(recipe) == 2:
+        kind, items = recipe
+        return kind([_rebuild(item) for item in items])
+    shape, stride, dtype = recipe
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")

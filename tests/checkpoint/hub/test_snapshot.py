@@ -14,7 +14,7 @@ from hub_server import COMMIT, HubServer
 from safetensors.numpy import save
 
 from duoka.checkpoint.checkpoint import Checkpoint
-from duoka.checkpoint.hub import hashes
+from duoka.checkpoint.hub import listing
 from duoka.errors import MachineError
 
 from .conftest import (
@@ -166,9 +166,9 @@ def test_what_another_program_downloaded_is_verified_once(
     assert checkpoint.missing == ()
     hub.storage_requests.clear()
     read: list[Path] = []
-    verify = hashes.has_right_hash
+    verify = listing.has_right_hash
     monkeypatch.setattr(
-        hashes, "has_right_hash", lambda path, file: read.append(path) or verify(path, file)
+        listing, "has_right_hash", lambda path, file: read.append(path) or verify(path, file)
     )
     checkpoint.fetch()
     assert {path.name for path in read} >= {file.name for file in checkpoint.files}

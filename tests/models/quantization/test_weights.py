@@ -23,9 +23,8 @@ from duoka.models.quantization import (
     quantize,
     takes_rows,
 )
-from duoka.models.quantization.needed import require
-from duoka.models.quantization.weights import let_compute_in
-from duoka.runtime.load.quantizing import Quantizer
+from duoka.models.quantization.weights import let_compute_in, require
+from duoka.runtime.load.fill import Quantizer
 
 ROWS, COLUMNS = 208, 1152  # int4's groups are 128 long, and its rows padded to 2048
 SCHEMES: tuple[Scheme, ...] = ("int8", "int4", "nf4")
@@ -116,7 +115,7 @@ def test_a_missing_package_is_named(
     def gone(name: str) -> object:
         return None if name == package else there(name)
 
-    monkeypatch.setattr("duoka.models.quantization.needed.find_spec", gone)
+    monkeypatch.setattr("duoka.models.quantization.weights.find_spec", gone)
     with pytest.raises(UsageError, match=f"need {package}") as caught:
         require(scheme)
     assert "pip install" in str(caught.value.hint)

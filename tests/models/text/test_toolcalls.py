@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from duoka.models.text.messages import ToolCall
-from duoka.models.text.toolcalls import (
+from duoka.models.text.messages import (
+    ToolCall,
     parse_json_call,
     parse_python_call,
     write_json_call,

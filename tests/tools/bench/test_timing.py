@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from duoka.errors import FleetError
-from duoka.tools.bench import timing
-from duoka.tools.bench.timing import Call, best_rate, median_seconds
+from duoka.tools.bench import calibrate
+from duoka.tools.bench.calibrate import Call, best_rate, median_seconds
 
 
 class Clock:
@@ -30,7 +30,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(timing, "time", clock)
+    monkeypatch.setattr(calibrate, "time", clock)
     return clock
 
 

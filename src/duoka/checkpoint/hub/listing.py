@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from urllib.parse import quote
 
 from huggingface_hub import HfApi, ModelInfo, constants
 
-from duoka.base.files import cache_directory, read_bytes, write_whole
+from duoka.base.files import Stamp, cache_directory, open_regular, read_bytes, write_whole
 from duoka.errors import CheckpointError
 
 from ..directory import CHAT_TEMPLATES
@@ -127,3 +129,44 @@ def _is_name(name: object) -> bool:
         return False
     folder, _, plain = name.rpartition("/")
     return is_plain_name(plain) and folder in ("", CHAT_TEMPLATES)
+
+
+_CHUNK_BYTES = 2**22
+_SHA256_LENGTH = 64
+
+
+def is_right(path: Path, file: RemoteFile) -> bool:
+    """Whether a file has the content that it should have; read only if it changed since.
+
+    A file whose hash nobody told is taken as it is.
+    """
+    if not file.etag:
+        return True
+    mark = _mark(path, file)
+    if mark.exists():
+        return True
+    if not has_right_hash(path, file):
+        return False
+    with suppress(OSError):
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    return True
+
+
+def has_right_hash(path: Path, file: RemoteFile) -> bool:
+    """Read a file and compare its hash."""
+    if len(file.etag) == _SHA256_LENGTH:
+        digest = hashlib.sha256()
+    else:
+        # Git's name of a content: not a proof against attackers, but against accidents.
+        digest = hashlib.sha1(b"blob %d\0" % file.num_bytes, usedforsecurity=False)
+    with open_regular(path) as opened:
+        while chunk := opened.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest() == file.etag
+
+
+def _mark(path: Path, file: RemoteFile) -> Path:
+    stamp = Stamp.of(path.stat())
+    key = hashlib.sha256(repr((str(path.resolve()), tuple(stamp), file.etag)).encode())
+    return cache_directory() / "verified" / key.hexdigest()

@@ -39,8 +39,7 @@ from ..headers import (
     read_header,
 )
 from .errors import Broken, ask, breaking, endpoint, offline
-from .hashes import is_right
-from .listing import Listing, RemoteFile, ask_listing, kept_listing
+from .listing import Listing, RemoteFile, ask_listing, is_right, kept_listing
 from .names import COMMIT, HubName, Wanted
 from .parallel import at_once
 

@@ -15,10 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
-from .needed import Scheme, require
-from .nf4 import BLOCK
-from .parts import is_composed, num_bytes
-from .weights import GROUPS, ROWS, computes_in, let_compute_in, quantize
+from .composed import is_composed, num_bytes
+from .weights import BLOCK, GROUPS, ROWS, Scheme, computes_in, let_compute_in, quantize, require
 
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 _LEAST_STACK = 3  # dimensions of a stack of experts

@@ -7,11 +7,14 @@ own; `parts` reads them all.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from duoka.virtual import VirtualTensor
 
 _COPIES = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
 
@@ -102,3 +105,88 @@ class Composed(Tensor):
             if func is torch.ops.aten._to_copy.default and device is not None:
                 return weight.each(lambda tensor: tensor.to(device))
         return cls.viewed(func, args, kwargs or {})
+
+
+def is_composed(tensor: Tensor) -> bool:
+    """Whether a tensor consists of others; one on a virtual GPU is as plain as one on CUDA."""
+    return not isinstance(tensor, VirtualTensor) and is_traceable_wrapper_subclass(tensor)
+
+
+def parts(tensor: Tensor) -> dict[str, Tensor]:
+    """The plain tensors that hold a tensor's bytes, by their names in it; itself, if it is one."""
+    if not is_composed(tensor):
+        return {"": tensor}
+    names, _ = cast(Any, tensor).__tensor_flatten__()
+    return {
+        f"{name}.{inner}".rstrip("."): part
+        for name in names
+        for inner, part in parts(getattr(tensor, name)).items()
+    }
+
+
+def num_bytes(tensor: Tensor) -> int:
+    """The bytes that a tensor takes in memory."""
+    return sum(part.nbytes for part in parts(tensor).values())
+
+
+def empty_on(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the same make on a device, not filled."""
+    if not is_composed(tensor):
+        return torch.empty_like(tensor, device=device)
+    names, context = cast(Any, tensor).__tensor_flatten__()
+    inner = {name: empty_on(getattr(tensor, name), device) for name in names}
+    return rebuilt(tensor, inner, context)
+
+
+def rebuilt(tensor: Tensor, inner: dict[str, Tensor], context: Any) -> Tensor:
+    """A tensor of the same class and shape as another, of other parts."""
+    unflatten = cast(Any, type(tensor)).__tensor_unflatten__
+    made: Tensor = unflatten(inner, context, tensor.size(), tensor.stride())
+    return made
+
+
+class StoredWeight(Composed):
+    """A weight without numbers; it holds what is stored."""
+
+    products = frozenset(
+        {
+            F.linear,
+            torch.matmul,
+            torch.mm,
+            torch.bmm,
+            torch.addmm,
+            torch.baddbmm,
+            Tensor.matmul,
+            Tensor.__matmul__,
+            Tensor.__rmatmul__,
+            F.grouped_mm,
+            getattr(torch, "_grouped_mm", F.grouped_mm),  # an older name of it
+        }
+    )
+
+    @classmethod
+    def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Multiply by what is unpacked for the time of the product."""
+        args = tuple(_unpacked(each) for each in args)
+        return func(*args, **{name: _unpacked(each) for name, each in kwargs.items()})
+
+    @classmethod
+    def viewed(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """View it in another shape, or a part of it; it holds all the same."""
+        weight = args[0]
+        is_view = any(value.alias_info is not None for value in func._schema.returns)
+        if not is_view or not isinstance(weight, StoredWeight):
+            return super().viewed(func, args, kwargs)
+        sketch = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        shown = func(sketch, *args[1:], **kwargs)
+        return StoredWeight(weight.held, shown.shape, weight.dtype)
+
+
+def _unpacked(value: Any) -> Any:
+    """A weight in the type that it stands for; of a stack one expert, shown as often as needed."""
+    if not isinstance(value, StoredWeight):
+        return value
+    *stack, rows, columns = value.shape
+    # Made from what is stored, so that whoever traces sees whose weight it is.
+    one = next(iter(value.held.values())).new_empty((rows, columns), dtype=value.dtype)
+    return one.expand(*stack, rows, columns) if stack else one

@@ -12,7 +12,7 @@ import traceback
 import torch
 from torch import Tensor
 
-from .parts import parts
+from .composed import parts
 from .weights import computes_in, quantize, scheme_of
 
 _ALIGNED_ROWS = 64

@@ -11,15 +11,20 @@ Both packages are optional parts: they are imported when something is quantized.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from pkgutil import resolve_name
+from typing import Any, Literal
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from duoka.errors import ModelError
+from duoka.errors import ModelError, UsageError
 
-from .needed import Scheme
-from .nf4 import Nf4Weight
-from .parts import empty_on
+from .composed import Composed, empty_on
 
 GROUPS = (128, 64, 32)
 """Sizes of int4's groups: the first one is taken that divides a row."""
@@ -120,3 +125,85 @@ def let_compute_in(tensor: Tensor, dtype: torch.dtype) -> None:
 def group_of(columns: int) -> int:
     """The size of int4's groups in rows of so many numbers."""
     return next(group for group in GROUPS if columns % group == 0)
+
+
+BLOCK = 64
+_KIND = "nf4"
+
+
+class Nf4Weight(Composed):
+    """A weight of a linear layer in NF4.
+
+    It holds `packed`, uint8 [rows x columns / 2, 1], and `absmax`, float32 [rows x columns / 64].
+    """
+
+    @staticmethod
+    def of(weight: Tensor) -> Composed:
+        """Quantize a weight [rows, columns]; the columns are a multiple of `BLOCK`."""
+        import_module("bitsandbytes")  # which gives torch its operators
+        operators = torch.ops.bitsandbytes
+        packed, absmax = operators.quantize_4bit(weight.contiguous(), BLOCK, _KIND, torch.uint8)
+        return Nf4Weight({"packed": packed, "absmax": absmax}, weight.shape, weight.dtype)
+
+    @classmethod
+    def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Multiply by the kernel for one token, or unpack."""
+        return _linear(*args, **kwargs)
+
+
+def _linear(given: Tensor, weight: Nf4Weight, bias: Tensor | None = None) -> Tensor:
+    operators = torch.ops.bitsandbytes
+    shape = list(weight.shape)
+    if given.numel() == given.shape[-1]:
+        found: Tensor = operators.gemm_4bit(
+            given, weight.packed, shape, weight.absmax, BLOCK, _KIND, bias
+        )
+        return found
+    unpacked: Tensor = operators.dequantize_4bit(
+        weight.packed, weight.absmax, BLOCK, _KIND, shape, given.dtype
+    )
+    return F.linear(given, unpacked, bias)
+
+
+Scheme = Literal["int8", "int4", "nf4"]
+
+_PACKAGES: Mapping[Scheme, tuple[str, str]] = {
+    "int8": ("torchao", "quantize"),
+    "int4": ("torchao", "quantize"),
+    "nf4": ("bitsandbytes", "bnb"),
+}
+_NAMES: Mapping[Scheme, tuple[str, ...]] = {
+    "int8": ("torchao.quantization:Int8Tensor", "torchao.quantization:PerRow"),
+    "int4": (
+        "torchao.quantization:Int4TilePackedTo4dTensor",
+        "torchao.quantization.utils:groupwise_affine_quantize_tensor",
+        "torchao.prototype.quantization.int4:Int4OpaqueTensor",
+        "torch:ops.aten._convert_weight_to_int4pack",
+    ),
+    "nf4": (
+        "torch:ops.bitsandbytes.quantize_4bit",
+        "torch:ops.bitsandbytes.dequantize_4bit",
+        "torch:ops.bitsandbytes.gemm_4bit",
+    ),
+}
+_TESTED = {"torch": "2.11 and 2.13", "torchao": "0.18", "bitsandbytes": "0.50"}
+
+
+def require(scheme: Scheme) -> None:
+    """Refuse to quantize where the package for it is missing or isn't the tested one."""
+    package, extra = _PACKAGES[scheme]
+    if find_spec(package) is None:
+        raise UsageError(
+            f"{scheme} weights need {package}, which isn't installed",
+            hint=f'pip install "duoka[{extra}]"',
+        )
+    import_module(package)  # bitsandbytes gives torch its operators then
+    for name in _NAMES[scheme]:
+        try:
+            resolve_name(name)
+        except (ImportError, AttributeError) as error:
+            told = ", ".join(f"{each} {version(each)}" for each in ("torch", package))
+            raise UsageError(
+                f"{scheme} weights need {name.replace(':', '.')}, which isn't in {told}",
+                hint=f"tested are torch {_TESTED['torch']} with {package} {_TESTED[package]}",
+            ) from error

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import math
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -88,3 +92,111 @@ def tool_function(tool: Tool) -> Mapping[str, Any]:
             hint="give its JSON schema, bare or as OpenAI wraps it",
         )
     return function
+
+
+_MAX_CHARACTERS = 1 << 16
+_NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}", re.ASCII)
+_FENCED = re.compile(r"\s*```[a-z]*\n(?P<code>.*?)\n?```\s*", re.DOTALL)
+
+
+def parse_python_call(metadata: str, content: str) -> ToolCall | None:
+    r"""Read ChatGLM3's form: the name, and ``tool_call(k='v')`` in a fenced block.
+
+    Examples
+    --------
+    >>> parse_python_call("weather", "```python\ntool_call(city='北京', days=2)\n```").arguments
+    {'city': '北京', 'days': 2}
+    >>> parse_python_call("weather", "```python\ntool_call(city=open('/etc/passwd'))\n```")
+    """
+    name = metadata.strip()
+    fenced = _FENCED.fullmatch(content) if len(content) <= _MAX_CHARACTERS else None
+    if fenced is None or not _NAME.fullmatch(name):
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an odd escape in a string is not our reader's worry
+            arguments = _keywords(ast.parse(fenced["code"].strip(), mode="eval").body)
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        return None
+    return ToolCall(name=name, arguments=arguments)
+
+
+def _keywords(node: ast.expr) -> dict[str, Any]:
+    """Return the literal keyword arguments of ``tool_call(...)``; ValueError for anything else."""
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError("no call with keyword arguments only")
+    if not isinstance(node.func, ast.Name) or node.func.id != "tool_call":
+        raise ValueError("another function than tool_call")
+    arguments: dict[str, Any] = {}
+    for keyword in node.keywords:
+        if keyword.arg is None or keyword.arg in arguments:
+            raise ValueError("an unpacked or repeated argument")
+        arguments[keyword.arg] = ast.literal_eval(keyword.value)
+    _refuse_odd(arguments)
+    return arguments
+
+
+def _refuse_odd(value: object) -> None:
+    """Raise ValueError for literals that no function expects, and no writer of ours can write."""
+    if isinstance(value, dict):
+        _refuse_odd(list(value.items()))
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            _refuse_odd(item)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("a number without end")
+    elif isinstance(value, complex) or value is ...:
+        raise ValueError("no value of an argument")
+
+
+def parse_json_call(metadata: str, content: str) -> ToolCall | None:
+    """Read GLM-4's form: the name, and the arguments as a JSON object.
+
+    Examples
+    --------
+    >>> parse_json_call("weather", '{"city": "北京"}').arguments
+    {'city': '北京'}
+    >>> parse_json_call("weather", '["北京"]')
+    """
+    name = metadata.strip()
+    if len(content) > _MAX_CHARACTERS or not _NAME.fullmatch(name):
+        return None
+    try:
+        arguments = json.loads(
+            content,
+            object_pairs_hook=_distinct,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+        )
+    except (ValueError, RecursionError):
+        return None
+    return ToolCall(name=name, arguments=arguments) if isinstance(arguments, dict) else None
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a repeated key")
+    return found
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError("a number without end")
+    return number
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def write_python_call(call: ToolCall) -> str:
+    """Write the content of a ChatGLM3 message that calls a tool."""
+    arguments = ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())
+    return f"```python\ntool_call({arguments})\n```"
+
+
+def write_json_call(call: ToolCall) -> str:
+    """Write the content of a GLM-4 message that calls a tool."""
+    return json.dumps(dict(call.arguments), ensure_ascii=False)

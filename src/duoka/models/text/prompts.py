@@ -18,9 +18,18 @@ from transformers import PreTrainedTokenizerBase
 from duoka.errors import CheckpointError, UsageError
 
 from .chat_template import encode_template
-from .messages import Message, Tool, ToolCall, last_is_answerable, tool_function
+from .messages import (
+    Message,
+    Tool,
+    ToolCall,
+    last_is_answerable,
+    parse_json_call,
+    parse_python_call,
+    tool_function,
+    write_json_call,
+    write_python_call,
+)
 from .tokenizer import special_id
-from .toolcalls import parse_json_call, parse_python_call, write_json_call, write_python_call
 
 
 class ChatFormat(Protocol):

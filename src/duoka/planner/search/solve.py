@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from duoka.base.choices import choose
+from duoka.base.text import choose
 from duoka.errors import UsageError
 from duoka.hardware.fleet import Fleet
 

@@ -6,6 +6,7 @@ host: each piece of it goes straight into its place.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,10 +17,9 @@ from torch import Tensor
 from duoka.errors import LoadError
 from duoka.models.boxes import Box
 from duoka.models.conversion import Custom, Piece, Recipe
-from duoka.models.quantization import is_composed
+from duoka.models.quantization import computes_in, fill_rows, is_composed, takes_rows
 
 from ..devices import can_pin
-from .quantizing import Quantizer
 from .read_ahead import STRETCH_BYTES, Wait, read_ahead, stretches
 from .sources import Reader, Source
 
@@ -180,3 +180,36 @@ def copy_in_chunks(target: Tensor, source: Tensor) -> None:
         rows = max(1, _CHUNK_BYTES * len(target) // size)
         for start in range(0, len(target), rows):
             copy_in_chunks(target[start : start + rows], source[start : start + rows])
+
+
+class Quantizer:
+    """Fills quantized weights from pieces of the originals, in any order and in several threads."""
+
+    def __init__(self) -> None:
+        self._gathered: dict[str, Tensor] = {}
+        self._missing: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def put(self, name: str, target: Tensor, box: Box, source: Tensor) -> None:
+        """Quantize a piece of a weight."""
+        (start, stop), columns = box
+        if columns == (0, target.shape[1]) and takes_rows(target, start, stop):
+            fill_rows(target, start, source)
+            return
+        whole = self._gather(name, target, box, source)
+        if whole is not None:
+            fill_rows(target, 0, whole)
+
+    def _gather(self, name: str, target: Tensor, box: Box, source: Tensor) -> Tensor | None:
+        """The whole weight when its last piece has come."""
+        with self._lock:
+            if name not in self._gathered:
+                self._gathered[name] = torch.empty(target.shape, dtype=computes_in(target))
+                self._missing[name] = target.numel()
+            whole = self._gathered[name]
+        whole[tuple(slice(start, stop) for start, stop in box)] = source
+        with self._lock:
+            self._missing[name] -= source.numel()
+            if self._missing[name]:
+                return None
+            return self._gathered.pop(name)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +19,6 @@ from duoka.planner.placement import Placement
 
 from ..dispatch.place import Snapshot, devices_by_name, move_tensors, on_host, tensor_names
 from .fill import Filler, Progress
-from .giving_back import nothing_left
 from .sources import Source, list_sources
 from .weight_cache import Keeping, Kept, taken
 
@@ -181,3 +183,38 @@ def _expected(model: nn.Module, recipe: Recipe) -> dict[str, Tensor]:
     targets |= {name for custom in recipe.customs for name in custom.targets}
     computed = {name for name in buffers if name not in targets} | set(recipe.derived)
     return {n: value for n, value in {**parameters, **buffers}.items() if n not in computed}
+
+
+@contextmanager
+def nothing_left(
+    devices: Collection[torch.device], undo: Callable[[], None] | None = None
+) -> Iterator[None]:
+    """Hold no memory on the devices when what is done in here fails or is interrupted."""
+    try:
+        yield
+    except BaseException as error:  # an interrupt must not leave half a model on the devices
+        if undo is not None:
+            undo()
+        _forget_locals(error)
+        _empty_caches(devices)
+        if isinstance(error, torch.OutOfMemoryError):
+            raise LoadError(
+                f"the weights don't fit: {error}",
+                hint="something else uses the memory that the plan counted on",
+            ) from error
+        raise
+    _empty_caches(devices)
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Free the tensors that the frames of an error refer to: who handles it may keep it long."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+
+
+def _empty_caches(devices: Collection[torch.device]) -> None:
+    """Give back what conversions took on the way."""
+    for kind in sorted({device.type for device in devices} - {"cpu", "meta"}):
+        backend: Any = torch.get_device_module(kind)
+        backend.empty_cache()

@@ -27,7 +27,7 @@ from duoka.planner.placement import Placement
 
 from ..dispatch.place import devices_by_name
 from .fill import Progress
-from .giving_back import nothing_left
+from .load import nothing_left
 
 _ELSEWHERE = "export the plan to an engine that runs it, as vLLM or SGLang"
 _MOST_NAMES = 5  # of each kind that an error tells

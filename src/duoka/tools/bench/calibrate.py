@@ -1,14 +1,21 @@
-"""Calibrating: all that planning wants to know of GPUs, measured on them."""
+"""Calibrating: all that planning wants to know of GPUs, measured on them.
+
+Each rate is that of the first size whose call is long enough, in rounds of many calls.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import linear
 
 from duoka import models
 from duoka.base.files import why
@@ -19,13 +26,12 @@ from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 from duoka.planner.placement import Placement
 from duoka.runtime import devices
+from duoka.runtime.devices import can_pin
 from duoka.runtime.dispatch.place import place
 from duoka.runtime.steps import Stepper
 
-from . import measuring
-from .timing import too_small
-
 Told = Callable[[str], None]
+Call = Callable[[], object]
 
 # Generation as the runtime does it, small; with the sizes of heads that fused attention is for.
 _CONFIG = {
@@ -42,6 +48,16 @@ _CONFIG = {
 }
 _PROMPT_TOKENS = 64
 _NEW_TOKENS = 4
+_MIB = 2**20
+_WIDTH = 4096
+_LARGEST_MATRIX = 16384
+_LARGEST_BYTES = 1024 * _MIB
+_LARGEST_COPY_BYTES = 256 * _MIB
+_SMALL_BYTES = 4096
+_WARM_SECONDS = 0.05
+_ROUND_SECONDS = 0.02
+_ROUNDS = 5
+_LONG_ENOUGH_SECONDS = 3e-3
 # The larger one of these is kept where GPUs of one kind differ, of everything else the smaller one.
 _COSTS = ("overhead_bytes", "launch_seconds")
 
@@ -128,15 +144,14 @@ def _measure(device: Device, say: Told) -> GpuFigures:
     dtype = torch.float16 if device.has_bfloat16 is False else torch.bfloat16
     overhead = _overhead(device, dtype)
     say(f"{name}: memory, matrices, launches")
-    reading = measuring.reading(name, dtype)
-    half, single = measuring.multiplying(name, dtype), measuring.multiplying(name, torch.float32)
-    launch = measuring.launching(name)
+    reading = read_rate(name, dtype)
+    half, single = multiply_rate(name, dtype), multiply_rate(name, torch.float32)
+    launch = launch_time(name)
     say(f"{name}: the host's memory")
-    into, out_of = measuring.from_host, measuring.to_host
-    from_pageable, to_pageable = into(name, pinned=False), out_of(name, pinned=False)
+    from_pageable, to_pageable = from_host(name, pinned=False), to_host(name, pinned=False)
     assert from_pageable is not None, "there is always memory that isn't pinned"
     assert to_pageable is not None, "there is always memory that isn't pinned"
-    from_pinned, to_pinned = into(name, pinned=True), out_of(name, pinned=True)
+    from_pinned, to_pinned = from_host(name, pinned=True), to_host(name, pinned=True)
     torch.get_device_module(name).empty_cache()
     return GpuFigures(
         product=device.product or name.partition(":")[0],
@@ -201,7 +216,7 @@ def _worst(name: str, values: list[float | None]) -> float | None:
 def _links(fleet: Fleet, say: Told) -> Iterator[LinkFigures]:
     for source, target in itertools.permutations(fleet.devices, 2):
         say(f"{source.name} → {target.name}")
-        rate, latency = measuring.crossing(source.name, target.name)
+        rate, latency = crossing_rate(source.name, target.name)
         yield LinkFigures(
             source=source.uuid or source.name,
             target=target.uuid or target.name,
@@ -215,3 +230,130 @@ def _links(fleet: Fleet, say: Told) -> Iterator[LinkFigures]:
 def _rounded(number: float) -> float:
     """With two digits that count: twins that differ by less are equal when a plan is sought."""
     return float(f"{number:.1e}")
+
+
+def read_rate(name: str, dtype: torch.dtype) -> float:
+    """Bytes of a matrix that go through its product with a single row, per second."""
+    row = torch.ones((1, _WIDTH), dtype=dtype, device=name)
+
+    def make(size: int) -> tuple[Call, float]:
+        matrix = torch.ones((size // _WIDTH // dtype.itemsize, _WIDTH), dtype=dtype, device=name)
+        return (lambda: linear(row, matrix)), matrix.nbytes
+
+    return best_rate(make, _doubled(_MIB, _LARGEST_BYTES), name)
+
+
+def multiply_rate(name: str, dtype: torch.dtype) -> float:
+    """Operations of a product of square matrices, per second."""
+
+    def make(size: int) -> tuple[Call, float]:
+        one, other = (torch.ones((size, size), dtype=dtype, device=name) for _ in range(2))
+        return (lambda: one @ other), 2.0 * size**3
+
+    return best_rate(make, _doubled(256, _LARGEST_MATRIX), name)
+
+
+def launch_time(name: str) -> float:
+    """Seconds of one small operation among many."""
+    small = torch.zeros(8, device=name)
+    return median_seconds(lambda: small.add_(1), name)
+
+
+def from_host(name: str, *, pinned: bool) -> float | None:
+    """Bytes per second out of the host's memory; None where such memory can't be had."""
+    return _with_host(name, pinned=pinned, to_device=True)
+
+
+def to_host(name: str, *, pinned: bool) -> float | None:
+    """Bytes per second into the host's memory; None where such memory can't be had."""
+    return _with_host(name, pinned=pinned, to_device=False)
+
+
+def crossing_rate(source: str, target: str) -> tuple[float, float]:
+    """Bytes per second from one device to another, and what each tensor takes besides."""
+    small = [_bytes(_SMALL_BYTES, each) for each in (source, target)]
+    latency = median_seconds(lambda: small[1].copy_(small[0], non_blocking=True), source, target)
+
+    def make(size: int) -> tuple[Call, float]:
+        here, there = _bytes(size, source), _bytes(size, target)
+        return (lambda: there.copy_(here, non_blocking=True)), size
+
+    rate = best_rate(make, _doubled(_MIB, _LARGEST_COPY_BYTES), source, target)
+    return rate, latency
+
+
+def _with_host(name: str, *, pinned: bool, to_device: bool) -> float | None:
+    if pinned and not can_pin(name):
+        return None
+
+    def make(size: int) -> tuple[Call, float]:
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        device = _bytes(size, name)
+        source, target = (host, device) if to_device else (device, host)
+        return (lambda: target.copy_(source, non_blocking=pinned)), size
+
+    return best_rate(make, _doubled(_MIB, _LARGEST_COPY_BYTES), name)
+
+
+def _bytes(size: int, name: str) -> Tensor:
+    return torch.zeros(size, dtype=torch.uint8, device=name)
+
+
+def _doubled(first: int, last: int) -> Iterator[int]:
+    while first <= last:
+        yield first
+        first *= 2
+
+
+def median_seconds(call: Call, *names: str) -> float:
+    """Seconds of one call among many of its kind, the median of a few rounds."""
+    started, calls = time.perf_counter(), 0
+    while calls < 2 or time.perf_counter() - started < _WARM_SECONDS:
+        call()
+        _finish(names)
+        calls += 1
+    once = _round(call, 1, names)
+    repeats = max(1, min(1000, round(_ROUND_SECONDS / max(once, 1e-6))))
+    return statistics.median(_round(call, repeats, names) / repeats for _ in range(_ROUNDS))
+
+
+def best_rate(
+    make: Callable[[int], tuple[Call, float]], sizes: Iterable[int], *names: str
+) -> float:
+    """Work per second at the first size whose call is long enough, or the largest that fits."""
+    found: tuple[Call, float] | None = None
+    for size in sizes:
+        try:
+            call, work = make(size)
+            _round(call, 1, names)
+            seconds = _round(call, 1, names)
+        except torch.OutOfMemoryError:
+            break
+        found = call, work
+        if seconds >= _LONG_ENOUGH_SECONDS:
+            break
+    if found is None:
+        raise too_small(names[0])
+    call, work = found
+    return work / median_seconds(call, *names)
+
+
+def too_small(name: str) -> FleetError:
+    """What is raised where a GPU hasn't memory enough to measure anything."""
+    return FleetError(
+        f"{name} has too little free memory to measure anything",
+        hint="end what uses it, or name other GPUs",
+    )
+
+
+def _round(call: Call, repeats: int, names: Iterable[str]) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    _finish(names)
+    return time.perf_counter() - start
+
+
+def _finish(names: Iterable[str]) -> None:
+    for name in names:
+        devices.synchronize(name)

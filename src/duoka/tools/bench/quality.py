@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from duoka.api.load import load
 from duoka.api.plan import plan_checkpoint
-from duoka.base.choices import choose
 from duoka.base.files import read_text, why
+from duoka.base.text import choose
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import MachineError, UsageError
 from duoka.forecast.workload import QUANTIZED, Cache, Quantization

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import sentencepiece
 import torch
 from torch import nn
 from transformers.utils import logging
@@ -16,9 +18,7 @@ from duoka.models import chatglm
 from duoka.models.text.prompts import chat_format
 from duoka.models.text.tokenizer import load_tokenizer
 
-from .questions import Pair, load_pairs
-from .training import Lessons, Report, train, write_dialogue
-from .vocabulary import train_vocabulary
+from .training import Lessons, Pair, Report, load_pairs, train, write_dialogue
 
 _SEED = 20
 _SHARD_SIZE = "20MB"
@@ -131,3 +131,30 @@ def _quiet() -> Iterator[None]:
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+NUM_PIECES = 1500
+
+
+def train_vocabulary(texts: Iterable[str]) -> bytes:
+    """Learn the pieces of some texts; return the content of ``tokenizer.model``."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=NUM_PIECES,
+        byte_fallback=True,
+        split_digits=True,
+        character_coverage=1.0,
+        normalization_rule_name="identity",
+        add_dummy_prefix=True,
+        remove_extra_whitespaces=False,
+        unk_id=0,
+        bos_id=1,
+        eos_id=2,
+        pad_id=-1,
+        num_threads=1,
+        minloglevel=2,
+    )
+    return model.getvalue()

@@ -20,7 +20,7 @@ from duoka.planner.plan import Plan
 from duoka.runtime import Generator, devices
 
 from .checkpoint import make_checkpoint
-from .questions import load_pairs
+from .training import load_pairs
 
 FLEET = "virtual:2x50MiB"
 WORKLOAD = Workload(prompt_tokens=96, new_tokens=48, prefill_chunk_tokens=None)

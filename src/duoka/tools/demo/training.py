@@ -7,8 +7,10 @@ learnt is what is asked.
 from __future__ import annotations
 
 import random
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 import torch
@@ -17,8 +19,6 @@ from transformers import PreTrainedTokenizerBase
 
 from duoka.models.text.messages import Message
 from duoka.models.text.prompts import ChatFormat
-
-from .questions import Pair
 
 _SEED = 20
 _BATCH = 8
@@ -160,3 +160,25 @@ def _schedule(step: int) -> float:
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
     return ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One question and its answer.
+
+    Parameters
+    ----------
+    question, answer : str
+    ask : bool
+        Whether the demo asks it in the end.
+    """
+
+    question: str
+    answer: str
+    ask: bool = False
+
+
+def load_pairs() -> tuple[Pair, ...]:
+    """Read ``questions.toml``."""
+    text = resources.files(__package__).joinpath("questions.toml").read_text(encoding="utf-8")
+    return tuple(Pair(**entry) for entry in tomllib.loads(text)["pair"])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from duoka.base.choices import choose
+from duoka.base.text import choose
 from duoka.errors import UsageError
 
 KNOWN = ("green", "red")
