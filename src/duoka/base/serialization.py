@@ -154,11 +154,11 @@ def parse_json_object(text: str | bytes, source: str) -> dict[str, Any]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # json keeps the last of equal keys; two readers that keep different ones can be told
     # different things by one file.
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    distinct = dict(pairs)
+    if len(distinct) < len(pairs):
         doubled = _first_doubled(name for name, _ in pairs)
         raise ValueError(f"the key {doubled[:80]!r} stands twice")
-    return found
+    return distinct
 
 
 def _first_doubled(names: Iterable[str]) -> str:
@@ -272,8 +272,8 @@ def _tuple_reader(arguments: tuple[Any, ...]) -> _Reader:
     if len(arguments) == 2 and arguments[1] is Ellipsis:
         same = _reader(arguments[0])
         return lambda data: _read_items(data, lambda items: [same] * len(items))
-    each = [_reader(argument) for argument in arguments]
-    return lambda data: _read_items(data, lambda items: each)
+    readers = [_reader(argument) for argument in arguments]
+    return lambda data: _read_items(data, lambda items: readers)
 
 
 def _read_items(data: object, readers_of: Callable[[list[object]], list[_Reader]]) -> object:
@@ -295,13 +295,13 @@ def _mapping_reader(hint: Any) -> _Reader:
     reader = _reader(hint)
 
     def read(data: object) -> object:
-        found: dict[str, object] = {}
+        values: dict[str, object] = {}
         for key, item in _items(data):
             try:
-                found[key] = reader(item)
+                values[key] = reader(item)
             except _Mismatch as mismatch:
                 raise _Mismatch(mismatch.problem, f"[{key!r}]{mismatch.path}") from None
-        return found
+        return values
 
     return read
 
@@ -311,19 +311,19 @@ def _dataclass_reader(cls: type) -> _Reader:
     readers = {field.name: _reader(hints[field.name]) for field in fields(cls)}
 
     def read(data: object) -> object:
-        found: dict[str, object] = {}
+        values: dict[str, object] = {}
         for name, item in _items(data):
             if name not in readers:
                 raise _Mismatch("unknown field", f".{name}")
             try:
-                found[name] = readers[name](item)
+                values[name] = readers[name](item)
             except _Mismatch as mismatch:
                 raise _Mismatch(mismatch.problem, f".{name}{mismatch.path}") from None
         for name in readers:
-            if name not in found:
+            if name not in values:
                 raise _Mismatch("the field is missing", f".{name}")
         try:
-            return cls(**found)
+            return cls(**values)
         except (DuokaError, AssertionError, ValueError) as error:
             # The dataclass checks itself on construction; from a file, that is the file's fault.
             raise _Mismatch(str(error) or "the values contradict each other") from error

@@ -104,8 +104,8 @@ def _sharded(folder: Folder, index: Index, files: list[str], kind: _Kind) -> Wei
         }
         return Weights(named, sizes, kind)
     tensors: dict[str, TensorInfo] = {}
-    for held in folder.headers(files).values():
-        for key, tensor in held.items():
+    for header in folder.headers(files).values():
+        for key, tensor in header.items():
             if key in tensors:
                 raise CheckpointError(
                     f"the tensor {key!r} stands in two files of {folder.path}", hint=DAMAGED
@@ -127,11 +127,11 @@ def _sharded(folder: Folder, index: Index, files: list[str], kind: _Kind) -> Wei
 
 def _refuse_short(folder: Folder, index: Index, sizes: Mapping[str, int]) -> None:
     """Refuse pickles that can't hold what their index says; safetensors tell it more exactly."""
-    held = sum(sizes.values())
-    if index.total_bytes is not None and held < index.total_bytes:
+    total = sum(sizes.values())
+    if index.total_bytes is not None and total < index.total_bytes:
         raise CheckpointError(
             f"{folder.path} is incomplete: its index speaks of {index.total_bytes} bytes of "
-            f"weights, and the {len(sizes)} files have {held}{folder.explain()}",
+            f"weights, and the {len(sizes)} files have {total}{folder.explain()}",
             hint=INCOMPLETE,
         )
 

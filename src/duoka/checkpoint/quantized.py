@@ -126,13 +126,13 @@ class Stored:
 
 def method_of(config: Mapping[str, Any]) -> Method | None:
     """How a checkpoint was quantized, by its config; None if it wasn't."""
-    found = stated(config)
-    if found is None:
+    statement = stated(config)
+    if statement is None:
         return None
-    named = found.get("quant_method")
+    named = statement.get("quant_method")
     if named is None:
         # Older ones of bitsandbytes don't say; they have these.
-        named = "bitsandbytes" if {"load_in_4bit", "load_in_8bit"} & found.keys() else None
+        named = "bitsandbytes" if {"load_in_4bit", "load_in_8bit"} & statement.keys() else None
     method = METHODS.get(str(named))
     if method is None:
         raise ModelError(
@@ -145,9 +145,9 @@ def method_of(config: Mapping[str, Any]) -> Method | None:
 def stated(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """What a config, or a part of it, says about quantization; None if it says nothing."""
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        found = part.get(_KEY)
-        if isinstance(found, dict):
-            return found
+        statement = part.get(_KEY)
+        if isinstance(statement, dict):
+            return statement
     return None
 
 
@@ -163,15 +163,15 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 def sort_tensors(method: Method, tensors: Mapping[str, TensorInfo]) -> Stored:
     """Sort a checkpoint's tensors by the weights that they make up."""
     parts: dict[str, list[TensorInfo]] = {}
-    others: list[str] = []
+    unquantized: list[str] = []
     for name, tensor in tensors.items():
         weight = _weight_of(method, name)
         if weight is not None:
             parts.setdefault(weight, []).append(tensor)
         elif not _CACHE.search(name):
-            others.append(name)
+            unquantized.append(name)
     plain = []
-    for name in others:
+    for name in unquantized:
         if name in parts:
             # Numbers under the weight's own name, with their scales beside them.
             parts[name].insert(0, tensors[name])
@@ -179,7 +179,7 @@ def sort_tensors(method: Method, tensors: Mapping[str, TensorInfo]) -> Stored:
             plain.append(name)
     return Stored(
         method=method,
-        weights={name: tuple(held) for name, held in parts.items()},
+        weights={name: tuple(tensors_of) for name, tensors_of in parts.items()},
         plain=tuple(plain),
     )
 
@@ -188,8 +188,8 @@ def missing_parts(stored: Stored) -> list[str]:
     """The names of what weights can't be without, and the checkpoint doesn't have."""
     return [
         name
-        for weight, held in stored.weights.items()
-        for name in _missing(stored.method, weight, {each.name: each for each in held})
+        for weight, tensors in stored.weights.items()
+        for name in _missing(stored.method, weight, {tensor.name: tensor for tensor in tensors})
     ]
 
 
@@ -207,15 +207,15 @@ def is_wide(tensor: TensorInfo) -> bool:
     return tensor.dtype is None or tensor.dtype in _WIDE
 
 
-def _missing(method: Method, weight: str, held: Mapping[str, TensorInfo]) -> list[str]:
-    if weight in held and is_wide(held[weight]):
+def _missing(method: Method, weight: str, tensors: Mapping[str, TensorInfo]) -> list[str]:
+    if weight in tensors and is_wide(tensors[weight]):
         return []  # only what is multiplied with it is quantized
     wholes = [[_named(weight, suffix) for suffix in whole] for whole in method.wholes]
-    likeliest = max(wholes, key=lambda whole: len(held.keys() & whole) / len(whole))
-    scales = held.get(_named(weight, "weight.absmax"))
+    likeliest = max(wholes, key=lambda whole: len(tensors.keys() & whole) / len(whole))
+    scales = tensors.get(_named(weight, "weight.absmax"))
     if scales is not None and not is_wide(scales):  # quantized themselves
         likeliest = [*likeliest, *(_named(weight, suffix) for suffix in _NESTED)]
-    return [name for name in likeliest if name not in held]
+    return [name for name in likeliest if name not in tensors]
 
 
 def _named(weight: str, suffix: str) -> str:

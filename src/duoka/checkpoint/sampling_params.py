@@ -91,19 +91,19 @@ class Sampling:
         **chosen
             The fields of `Sampling` that a person chose; None for those that they didn't.
         """
-        found = dict(generation_config or {})
-        given = {name: value for name, value in chosen.items() if value is not None}
-        if not found.get("do_sample"):
-            return cls(**given)
+        values = dict(generation_config or {})
+        overrides = {name: value for name, value in chosen.items() if value is not None}
+        if not values.get("do_sample"):
+            return cls(**overrides)
         usable = {
-            "temperature": _number(found.get("temperature", 1.0), 0, 100),
-            "top_p": _number(found.get("top_p", 1.0), 1e-9, 1),
-            "top_k": _number(found.get("top_k"), 0, 2**31),
+            "temperature": _number(values.get("temperature", 1.0), 0, 100),
+            "top_p": _number(values.get("top_p", 1.0), 1e-9, 1),
+            "top_k": _number(values.get("top_k"), 0, 2**31),
         }
         defaults = {name: value for name, value in usable.items() if value is not None}
         if "top_k" in defaults:
             defaults["top_k"] = int(defaults["top_k"])
-        return cls(**{**defaults, **given})
+        return cls(**{**defaults, **overrides})
 
     def options(self) -> dict[str, Any]:
         """The arguments of transformers' `generate`."""

@@ -204,7 +204,7 @@ def _measure(checkpoint: duoka.Checkpoint, fleet: duoka.Fleet, wanted: _Wanted) 
             ),
             forms=wanted.forms,
             windows=chosen,
-            told=status.update,
+            progress=status.update,
         )
 
 
@@ -246,7 +246,7 @@ def _calibrate(gpus: str, *, json: bool) -> None:
 
     console = stderr()
     with console.status("measuring") as status:
-        found = calibrate(fleet, told=status.update)
+        found = calibrate(fleet, progress=status.update)
     if json:
         typer.echo(json_format.dumps(to_dict(found.calibration), indent=1))
     else:

@@ -211,7 +211,7 @@ def load_generator(plan: duoka.Plan, *, trust_remote_code: bool, cache_weights: 
             progress=bar("loading"),
             download_progress=bar("downloading"),
             trust_remote_code=trust_remote_code,
-            keeping=Keeping(wanted=cache_weights, told=tell),
+            keeping=Keeping(wanted=cache_weights, notify=tell),
         )
     return Generator.of(model, duoka.Checkpoint.open(plan.source), plan.workload)
 

@@ -114,35 +114,39 @@ class Calibration:
 
     def of_product(self, product: str, memory_bytes: int | None) -> GpuFigures | None:
         """What was measured on GPUs of this name; the memory decides between two kinds of it."""
-        found = [figures for figures in self.gpus if figures.product == product]
-        if memory_bytes is None or not found:
-            return found[0] if len(found) == 1 else None
-        nearest = min(found, key=lambda each: abs(each.memory_bytes - memory_bytes))
+        alike = [figures for figures in self.gpus if figures.product == product]
+        if memory_bytes is None or not alike:
+            return alike[0] if len(alike) == 1 else None
+        nearest = min(alike, key=lambda kind: abs(kind.memory_bytes - memory_bytes))
         # Drivers keep a little of it for themselves, one more than the other.
         close = abs(nearest.memory_bytes - memory_bytes) * 16 < memory_bytes
         return nearest if close else None
 
     def between(self, source: str, target: str) -> LinkFigures | None:
         """What was measured from one GPU to another, by their UUIDs."""
-        found = (link for link in self.links if (link.source, link.target) == (source, target))
-        return next(found, None)
+        links = (link for link in self.links if (link.source, link.target) == (source, target))
+        return next(links, None)
 
     def between_products(self, source: str, target: str) -> LinkFigures | None:
         """The slowest that was measured between GPUs of two kinds."""
-        found = [
+        links = [
             link
             for link in self.links
             if (link.source_product, link.target_product) == (source, target)
         ]
-        return min(found, key=lambda link: link.bytes_per_second, default=None)
+        return min(links, key=lambda link: link.bytes_per_second, default=None)
 
     def joined(self, newer: Calibration) -> Calibration:
         """The same with what was measured later in the place of what it was measured again for."""
-        again = {(each.product, each.memory_bytes) for each in newer.gpus}
-        linked = {(each.source, each.target) for each in newer.links}
-        kept = (each for each in self.gpus if (each.product, each.memory_bytes) not in again)
-        links = (each for each in self.links if (each.source, each.target) not in linked)
-        return replace(newer, gpus=(*kept, *newer.gpus), links=(*links, *newer.links))
+        again = {(figures.product, figures.memory_bytes) for figures in newer.gpus}
+        linked = {(figures.source, figures.target) for figures in newer.links}
+        gpus = (
+            figures for figures in self.gpus if (figures.product, figures.memory_bytes) not in again
+        )
+        links = (
+            figures for figures in self.links if (figures.source, figures.target) not in linked
+        )
+        return replace(newer, gpus=(*gpus, *newer.gpus), links=(*links, *newer.links))
 
 
 NOTHING = Calibration(driver="", torch="")
@@ -175,21 +179,21 @@ def find(driver: str) -> Calibration:
     nothing = Calibration(driver=driver, torch=torch_version())
     try:
         text = read_text(path_for(driver), most_bytes=_MOST_BYTES)
-        digest, _, told = text.partition("\n")
-        if digest != _digest(told):
+        digest, _, content = text.partition("\n")
+        if digest != _digest(content):
             return nothing
-        found = from_dict(Calibration, parse_json_object(told, "the calibration"))
+        result = from_dict(Calibration, parse_json_object(content, "the calibration"))
     except (OSError, ValueError, FormatError):
         return nothing
-    return found if (found.driver, found.torch) == (driver, nothing.torch) else nothing
+    return result if (result.driver, result.torch) == (driver, nothing.torch) else nothing
 
 
 def keep(measured: Calibration) -> Path:
     """Keep what was measured, beside what was measured before; whole or not at all."""
     path = path_for(measured.driver)
     path.parent.mkdir(parents=True, exist_ok=True)
-    told = json.dumps(to_dict(find(measured.driver).joined(measured)))
-    write_whole(path, f"{_digest(told)}\n{told}")
+    content = json.dumps(to_dict(find(measured.driver).joined(measured)))
+    write_whole(path, f"{_digest(content)}\n{content}")
     return path
 
 
@@ -225,9 +229,9 @@ def for_this_driver() -> Calibration:
         return NOTHING
 
 
-def of_card(card: catalogue.Card, found: Calibration) -> GpuFigures | None:
+def of_card(card: catalogue.Card, measured: Calibration) -> GpuFigures | None:
     """What was measured on cards of one kind of the catalogue."""
-    for figures in found.gpus:
+    for figures in measured.gpus:
         if catalogue.of_product(figures.product, figures.memory_bytes) == card:
             return figures
     return None
@@ -242,8 +246,8 @@ def with_figures(device: Device, figures: GpuFigures | None) -> Device:
     """The device as fast as it was measured; what it keeps out of its budget isn't changed."""
     if figures is None:
         return device
-    told = ["memory_bytes_per_second", "flops_per_second", "float32_flops_per_second"]
-    told += ["launch_seconds", "reserve_bytes"]
+    names = ["memory_bytes_per_second", "flops_per_second", "float32_flops_per_second"]
+    names += ["launch_seconds", "reserve_bytes"]
     from_host = figures.from_pinned_bytes_per_second
     return replace(
         device,
@@ -252,26 +256,28 @@ def with_figures(device: Device, figures: GpuFigures | None) -> Device:
         float32_flops_per_second=figures.float32_flops_per_second,
         launch_seconds=figures.launch_seconds,
         host_bytes_per_second=device.host_bytes_per_second if from_host is None else from_host,
-        measured=(*told, *(() if from_host is None else ("host_bytes_per_second",))),
+        measured=(*names, *(() if from_host is None else ("host_bytes_per_second",))),
     )
 
 
-def with_links(links: Iterable[Link], ends: Sequence[End], found: Calibration) -> tuple[Link, ...]:
+def with_links(
+    links: Iterable[Link], ends: Sequence[End], measured: Calibration
+) -> tuple[Link, ...]:
     """The links, those that were measured as fast as that was."""
     known = {(link.source, link.target): link for link in links}
-    for link in _measured(ends, found):
+    for link in _measured(ends, measured):
         known[link.source, link.target] = link
     return tuple(known.values())
 
 
-def _measured(ends: Sequence[End], found: Calibration) -> Iterator[Link]:
-    for source in ends if found.links else ():
+def _measured(ends: Sequence[End], measured: Calibration) -> Iterator[Link]:
+    for source in ends if measured.links else ():
         for target in ends:
             figures = None
             if source.uuid:
-                figures = found.between(source.uuid, target.uuid)
+                figures = measured.between(source.uuid, target.uuid)
             elif source.product:
-                figures = found.between_products(source.product, target.product)
+                figures = measured.between_products(source.product, target.product)
             if figures is not None and source != target:
                 yield Link(
                     source=source.name,

@@ -120,11 +120,11 @@ def find(text: str) -> Card:
     >>> find("rtx 4090").name
     'RTX 4090'
     """
-    asked = text.strip()
-    key = _key(asked)
+    wanted = text.strip()
+    key = _key(wanted)
     if key in _by_name():
         return _by_name()[key]
-    words = _words(asked)
+    words = _words(wanted)
     begun = [
         card
         for card in cards()
@@ -132,22 +132,22 @@ def find(text: str) -> Card:
     ]
     if words and begun:
         raise UsageError(
-            f"{asked[:60]!r} can be several GPUs: {_listed([card.name for card in begun])}",
+            f"{wanted[:60]!r} can be several GPUs: {_listed([card.name for card in begun])}",
             hint="write one of these names",
         )
     near = difflib.get_close_matches(key[:60], _by_name(), n=_MOST_SHOWN, cutoff=_CUTOFF)
-    names = list(dict.fromkeys(_by_name()[each].name for each in near))[:3]
-    told = f"; the nearest are {', '.join(names)}" if names else ""
-    raise UsageError(f"no GPU {asked[:60]!r} is in the catalogue{told}", hint=DECLARING)
+    names = list(dict.fromkeys(_by_name()[match].name for match in near))[:3]
+    nearest = f"; the nearest are {', '.join(names)}" if names else ""
+    raise UsageError(f"no GPU {wanted[:60]!r} is in the catalogue{nearest}", hint=DECLARING)
 
 
 def of_product(product: str, total_bytes: int | None) -> Card | None:
     """Find a card by what NVML calls it; its memory decides between two of one name."""
     key = _key(product)
-    found = [card for card in cards() if any(_key(name) == key for name in card.products)]
-    if total_bytes is None or len(found) < 2:
-        return found[0] if found else None
-    return min(found, key=lambda card: abs(card.memory_gib * _GIB - total_bytes))
+    matches = [card for card in cards() if any(_key(name) == key for name in card.products)]
+    if total_bytes is None or len(matches) < 2:
+        return matches[0] if matches else None
+    return min(matches, key=lambda card: abs(card.memory_gib * _GIB - total_bytes))
 
 
 def _listed(names: list[str]) -> str:
@@ -163,8 +163,8 @@ def _key(name: str) -> str:
 
 def _words(name: str) -> list[str]:
     """The words of a name; letters that follow a number begin one: "4060Ti" is "4060 Ti"."""
-    found = re.findall(r"[a-z]*\d+(?:gb)?|[a-z]+", name.lower())
-    return [word for word in found if word not in ("nvidia", "geforce", "tesla")]
+    words = re.findall(r"[a-z]*\d+(?:gb)?|[a-z]+", name.lower())
+    return [word for word in words if word not in ("nvidia", "geforce", "tesla")]
 
 
 @cache
@@ -185,6 +185,9 @@ def _read() -> tuple[tuple[Card, ...], dict[str, Source]]:
     text = files(__package__).joinpath("gpus.toml").read_text(encoding="utf-8")
     data = tomllib.loads(text)
     return (
-        tuple(from_dict(Card, {**absent, **each}) for each in data["gpu"]),
-        {key: from_dict(Source, {"checked": None, **each}) for key, each in data["source"].items()},
+        tuple(from_dict(Card, {**absent, **entry}) for entry in data["gpu"]),
+        {
+            key: from_dict(Source, {"checked": None, **entry})
+            for key, entry in data["source"].items()
+        },
     )

@@ -68,10 +68,10 @@ def tell() -> None:
     """Write what another process wants to know to stdout; it started this one to ask."""
     library = _load()  # who started this has it: where this fails, that process asks
     try:
-        told: dict[str, object] = {"uuids": _ask(library)}
+        answer: dict[str, object] = {"uuids": _ask(library)}
     except FleetError as error:
-        told = {"error": str(error), "hint": error.hint}
-    sys.stdout.write(json.dumps(told))
+        answer = {"error": str(error), "hint": error.hint}
+    sys.stdout.write(json.dumps(answer))
 
 
 def _ask_elsewhere(library: Any) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ def _ask_elsewhere(library: Any) -> tuple[str, ...]:
             check=True,
             timeout=_MOST_SECONDS,
         )
-        told = json.loads(done.stdout)
+        answer = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
         raise FleetError(
             f"CUDA's driver doesn't start within {_MOST_SECONDS:.0f} seconds",
@@ -95,9 +95,9 @@ def _ask_elsewhere(library: Any) -> tuple[str, ...]:
         ) from None
     except (OSError, subprocess.SubprocessError, ValueError):
         return _ask(library)  # no process can be started here, or not with this Python
-    if "error" in told:
-        raise FleetError(told["error"], hint=told["hint"])
-    return tuple(told["uuids"])
+    if "error" in answer:
+        raise FleetError(answer["error"], hint=answer["hint"])
+    return tuple(answer["uuids"])
 
 
 def _ask(library: Any) -> tuple[str, ...]:

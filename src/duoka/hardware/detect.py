@@ -133,7 +133,7 @@ def _visible(machine: nvml.Machine) -> tuple[str, ...]:
     except FleetError as error:
         if not machine.lost:
             raise
-        lost = ", ".join(f"GPU {each.index} ({each.reason})" for each in machine.lost)
+        lost = ", ".join(f"GPU {gpu.index} ({gpu.reason})" for gpu in machine.lost)
         raise FleetError(
             f"{error}; there is no answer from {lost}",
             hint="one lost GPU can keep CUDA from all: name the others by their UUIDs in "
@@ -165,10 +165,10 @@ class _View:
 
     def usable(self) -> list[_Part]:
         """All that can be used, in `nvidia-smi`'s order."""
-        found = [part for part in self._parts if self._trouble(part) is None]
-        if not found:
+        parts = [part for part in self._parts if self._trouble(part) is None]
+        if not parts:
             raise self._error("no GPU can be used")
-        return found[:MAX_DEVICES]
+        return parts[:MAX_DEVICES]
 
     def choose(self, which: str) -> list[_Part]:
         """Those that a person named, in that order."""
@@ -193,14 +193,14 @@ class _View:
         if not _UUID.fullmatch(text):
             raise self._error(f"{text[:60]!r} is neither the index nor the UUID of a GPU")
         wanted = text.lower()
-        found = [part for part in self._parts if part.uuid.lower().startswith(wanted)]
-        if len(found) > 1:  # the whole of one may be the beginning of another
-            found = [part for part in found if part.uuid.lower() == wanted] or found
-        if not found:
+        matches = [part for part in self._parts if part.uuid.lower().startswith(wanted)]
+        if len(matches) > 1:  # the whole of one may be the beginning of another
+            matches = [part for part in matches if part.uuid.lower() == wanted] or matches
+        if not matches:
             raise self._error(f"no GPU has the UUID {text!r}")
-        if len(found) > 1:
-            raise self._error(f"{len(found)} GPUs have UUIDs that begin with {text!r}")
-        return found[0]
+        if len(matches) > 1:
+            raise self._error(f"{len(matches)} GPUs have UUIDs that begin with {text!r}")
+        return matches[0]
 
     def _at(self, index: int) -> _Part:
         for part in self._parts:
@@ -234,7 +234,7 @@ class _View:
             lines.append((lost.index, f"  {lost.index}  lost: {lost.reason}"))
         if not lines:
             yield "  no GPU"
-        for _, line in sorted(lines, key=lambda each: each[0]):
+        for _, line in sorted(lines, key=lambda numbered: numbered[0]):
             yield line
 
     def _line(self, part: _Part) -> str:
@@ -333,9 +333,9 @@ def _way(one: _Part, other: _Part) -> Way | None:
 
 def _nvlink_speed(one: nvml.Gpu, other: nvml.Gpu) -> float | None:
     """Bytes per second in one direction: straight, or both over switches."""
-    for here, there in ((one, other), (other, one)):
-        for peer in here.peers:
-            if peer.kind == "gpu" and peer.pci_address and peer.pci_address == there.pci_address:
+    for source, target in ((one, other), (other, one)):
+        for peer in source.peers:
+            if peer.kind == "gpu" and peer.pci_address and peer.pci_address == target.pci_address:
                 return peer.bytes_per_second
     ends = [
         [peer.bytes_per_second for peer in gpu.peers if peer.kind == "switch"]

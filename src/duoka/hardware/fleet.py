@@ -98,8 +98,8 @@ class Fleet:
         >>> Fleet.parse("RTX4090+rtx 3060").devices[1].product
         'RTX 3060'
         """
-        found = parse.read(text)
-        return cls(devices=found.devices, links=found.links)
+        result = parse.read(text)
+        return cls(devices=result.devices, links=result.links)
 
     @classmethod
     def detect(cls, which: str | None = None) -> Fleet:
@@ -124,8 +124,8 @@ class Fleet:
             from this process, lost, divided (MIG), full or closed by its compute mode: with a
             list of what there is.
         """
-        found = detect(which)
-        return cls(devices=found.devices, links=found.links)
+        result = detect(which)
+        return cls(devices=result.devices, links=result.links)
 
     @classmethod
     def from_max_memory(cls, max_memory: object) -> Fleet:

@@ -26,15 +26,15 @@ def refuse_more(num_bytes: int) -> None:
 
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Memory that can be had without swapping, within the limit of a container; None if unknown."""
-    found: list[int] = []
+    limits: list[int] = []
     with suppress(OSError):
         match = _AVAILABLE.search((root / "proc/meminfo").read_text(encoding="utf-8"))
-        found += [] if match is None else [int(match[1]) * 1024]
+        limits += [] if match is None else [int(match[1]) * 1024]
     with suppress(OSError, ValueError):
         group = root / "sys/fs/cgroup"
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        found.append(max(limit - used, 0))
-    if not found and root == Path("/"):
+        limits.append(max(limit - used, 0))
+    if not limits and root == Path("/"):
         with suppress(OSError, ValueError):
-            found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
-    return min(found, default=None)
+            limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
+    return min(limits, default=None)

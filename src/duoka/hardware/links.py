@@ -74,13 +74,13 @@ def between(names: Sequence[str], way: Callable[[int, int], Way | None]) -> Iter
     """The links between devices, both ways; `way` is asked for pairs of positions."""
     for one in range(len(names)):
         for other in range(one + 1, len(names)):
-            found = way(one, other)
-            if found is None:
+            link_way = way(one, other)
+            if link_way is None:
                 continue
             for source, target in ((one, other), (other, one)):
                 yield Link(
                     source=names[source],
                     target=names[target],
-                    bytes_per_second=found.bytes_per_second,
-                    latency_seconds=found.latency_seconds,
+                    bytes_per_second=link_way.bytes_per_second,
+                    latency_seconds=link_way.latency_seconds,
                 )

@@ -299,16 +299,16 @@ def _memory(handle: Any) -> tuple[int | None, int | None, int | None]:
     "free" means the same in both versions of the call. "used" doesn't: the first counts what the
     driver reserves, and so did the second in some drivers. Therefore it is computed.
     """
-    told = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle, version=pynvml.nvmlMemory_v2)
-    told = told or _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
-    if told is None or not told.total:
+    memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle, version=pynvml.nvmlMemory_v2)
+    memory = memory or _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    if memory is None or not memory.total:
         return None, None, None
-    used = told.total - told.free - getattr(told, "reserved", 0)
-    return int(told.total), int(told.free), max(int(used), 0)
+    used = memory.total - memory.free - getattr(memory, "reserved", 0)
+    return int(memory.total), int(memory.free), max(int(used), 0)
 
 
 def _processes(handle: Any) -> tuple[Process, ...]:
-    found = {}
+    processes = {}
     for computes, function in (
         # By their versions: where a driver lacks the newest one, the names without it raise
         # something that is no NVMLError. A process can do both, and stands in both lists.
@@ -316,14 +316,14 @@ def _processes(handle: Any) -> tuple[Process, ...]:
         (True, pynvml.nvmlDeviceGetComputeRunningProcesses_v3),
     ):
         for process in _ask(function, handle) or ():
-            found[process.pid] = Process(
+            processes[process.pid] = Process(
                 pid=process.pid,
                 name=PurePath(_text(_ask(pynvml.nvmlSystemGetProcessName, process.pid))).name,
                 used_bytes=process.usedGpuMemory,
                 computes=computes,
             )
-    found.pop(os.getpid(), None)
-    return tuple(found.values())
+    processes.pop(os.getpid(), None)
+    return tuple(processes.values())
 
 
 def _instances(handle: Any) -> Iterator[Instance]:
@@ -339,7 +339,7 @@ def _instances(handle: Any) -> Iterator[Instance]:
 def _peers(handle: Any) -> tuple[Peer, ...]:
     """The other ends of the active links, each once."""
     common = _link_speed(handle)
-    found: dict[tuple[Literal["gpu", "switch"], str], list[float | None]] = {}
+    peers: dict[tuple[Literal["gpu", "switch"], str], list[float | None]] = {}
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
         if _ask(pynvml.nvmlDeviceGetNvLinkState, handle, link) not in _LINK_STATES:
             continue
@@ -349,10 +349,10 @@ def _peers(handle: Any) -> tuple[Peer, ...]:
         address = _pci_address(_ask(pynvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link))
         version = _ask(pynvml.nvmlDeviceGetNvLinkVersion, handle, link)
         speed = common or _LINK_BYTES_PER_SECOND.get(version)
-        found.setdefault((kind, address), []).append(speed)
+        peers.setdefault((kind, address), []).append(speed)
     return tuple(
         Peer(kind=kind, pci_address=address, num_links=len(speeds), bytes_per_second=_sum(speeds))
-        for (kind, address), speeds in found.items()
+        for (kind, address), speeds in peers.items()
     )
 
 
@@ -364,10 +364,10 @@ def _sum(speeds: list[float | None]) -> float | None:
 def _link_speed(handle: Any) -> float | None:
     """Bytes per second of one NVLink in one direction, where the driver tells it."""
     field = pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON
-    told = _ask(pynvml.nvmlDeviceGetFieldValues, handle, [field])
-    if not told or told[0].nvmlReturn != pynvml.NVML_SUCCESS:
+    values = _ask(pynvml.nvmlDeviceGetFieldValues, handle, [field])
+    if not values or values[0].nvmlReturn != pynvml.NVML_SUCCESS:
         return None
-    return told[0].value.uiVal * 1e6 or None
+    return values[0].value.uiVal * 1e6 or None
 
 
 def _pci_address(info: Any) -> str:

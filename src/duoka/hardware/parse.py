@@ -83,7 +83,7 @@ def devices_in(text: str) -> tuple[str, list[str]] | None:
     """
     head, colon, rest = text.partition(":")
     is_virtual = bool(colon) and head.strip().lower() == "virtual"
-    found: list[str] = []
+    names: list[str] = []
     for entry in _entries(rest if is_virtual else text):
         entry = entry.strip()
         match = _GROUP.fullmatch(entry)
@@ -92,8 +92,8 @@ def devices_in(text: str) -> tuple[str, list[str]] | None:
         name = match[2].strip()
         # "3090" alone would be a GPU of this machine.
         name = catalogue.find(name).name if is_detected(name) else name
-        found += [name] * _count(match[1], entry)
-    return ("virtual:" if is_virtual else "", found)
+        names += [name] * _count(match[1], entry)
+    return ("virtual:" if is_virtual else "", names)
 
 
 def _entries(body: str) -> Iterator[str]:
@@ -122,26 +122,26 @@ def _mixture(text: str, detected: list[str], *, is_virtual: bool) -> UsageError:
 
 
 def _declared(entries: list[str], kind: str, text: str) -> Found:
-    found: list[_Entry] = []
+    declared: list[_Entry] = []
     known = calibration.for_this_driver()
     for entry in entries:
         match = _GROUP.fullmatch(entry)
         assert match is not None, "an empty entry was refused"
         count = _count(match[1], entry)
-        if count > MAX_DEVICES - len(found):
+        if count > MAX_DEVICES - len(declared):
             raise FleetError(
                 f"{_short(text)} is more than {MAX_DEVICES} devices", hint="name fewer of them"
             )
-        found += [_entry(match[2], text, known)] * count
-    names = [f"{kind}:{index}" for index in range(len(found))]
-    links = between(names, lambda one, other: _way(found[one].card, found[other].card))
+        declared += [_entry(match[2], text, known)] * count
+    names = [f"{kind}:{index}" for index in range(len(declared))]
+    links = between(names, lambda one, other: _way(declared[one].card, declared[other].card))
     ends = [
-        calibration.End(name=name, product=each.measured_as)
-        for name, each in zip(names, found, strict=True)
+        calibration.End(name=name, product=item.measured_as)
+        for name, item in zip(names, declared, strict=True)
     ]
     return Found(
         devices=tuple(
-            replace(each.device, name=name) for name, each in zip(names, found, strict=True)
+            replace(item.device, name=name) for name, item in zip(names, declared, strict=True)
         ),
         links=calibration.with_links(links, ends, known),
     )
@@ -195,21 +195,21 @@ def _own_card(entry: str) -> Device:
         raise UsageError(
             f"{_short(name)} is not a name for a card", hint=f"{catalogue.DECLARING}; {FORMS}"
         )
-    found: dict[str, float] = {}
+    figures_of: dict[str, float] = {}
     for part in figures.split(","):
         what, value = _figure(part.strip(), entry)
-        if what in found:
+        if what in figures_of:
             raise UsageError(
                 f"{_short(entry)} has two figures for its {what.replace('_', ' ')}",
                 hint='join cards with "+": "MyCard:24GiB+OtherCard:12GiB"',
             )
-        found[what] = value
-    if "memory" not in found:
+        figures_of[what] = value
+    if "memory" not in figures_of:
         raise UsageError(f"{_short(entry)} doesn't say how much memory", hint=catalogue.DECLARING)
     return replace(
-        _card(name, int(found["memory"])),
-        memory_bytes_per_second=found.get("memory_speed"),
-        flops_per_second=found.get("rate"),
+        _card(name, int(figures_of["memory"])),
+        memory_bytes_per_second=figures_of.get("memory_speed"),
+        flops_per_second=figures_of.get("rate"),
     )
 
 

@@ -54,18 +54,18 @@ class Part:
         origin, axis = self.origin, self.axes[dim]
         if axis is not None:
             shift = origin[axis][0] - self.at[dim][0]
-            origin = _with(origin, axis, (low + shift, high + shift))
-        at = _with(self.at, dim, (low - start, high - start))
+            origin = _with_extent(origin, axis, (low + shift, high + shift))
+        at = _with_extent(self.at, dim, (low - start, high - start))
         return Part(self.source, self.shape, origin, at, self.axes)
 
     def shift(self, dim: int, by: int) -> Part:
         """Return the part moved along `dim`."""
         start, stop = self.at[dim]
-        at = _with(self.at, dim, (start + by, stop + by))
+        at = _with_extent(self.at, dim, (start + by, stop + by))
         return Part(self.source, self.shape, self.origin, at, self.axes)
 
 
-def _with(box: Box, dim: int, extent: tuple[int, int]) -> Box:
+def _with_extent(box: Box, dim: int, extent: tuple[int, int]) -> Box:
     return (*box[:dim], extent, *box[dim + 1 :])
 
 

@@ -60,10 +60,10 @@ def build(
     implementation = None if attention == "sdpa" else attention
 
     def make(default: torch.dtype) -> PreTrainedModel:
-        made: PreTrainedModel = model_class._from_config(
+        model: PreTrainedModel = model_class._from_config(
             copy.deepcopy(parsed), dtype=default, attn_implementation=implementation
         )
-        return made
+        return model
 
     try:
         model = construct(partial(make, chosen))
@@ -153,9 +153,9 @@ def _native_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         *((_ENCODER_DECODER, _CAUSAL) if paired else (_CAUSAL, _ENCODER_DECODER)),
         _IMAGE,
     ):
-        found = _mapped(mapping, config)
-        if found is not None:
-            return found
+        model_class = _mapped(mapping, config)
+        if model_class is not None:
+            return model_class
     if bare is None:
         raise ModelError(f"transformers has no model class for model_type {config.model_type!r}")
     return bare
@@ -164,17 +164,17 @@ def _native_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 def _named_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     stated = config.architectures
     for name in stated if isinstance(stated, list) else ():
-        found = getattr(transformers, str(name), None)
-        if not isinstance(found, type) or not issubclass(found, PreTrainedModel):
+        model_class = getattr(transformers, str(name), None)
+        if not isinstance(model_class, type) or not issubclass(model_class, PreTrainedModel):
             continue
-        if found.config_class is not None and isinstance(config, found.config_class):
-            return found
+        if model_class.config_class is not None and isinstance(config, model_class.config_class):
+            return model_class
     return None
 
 
 def _mapped(mapping: Any, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    found = mapping.get(type(config), None)
-    model_class: type[PreTrainedModel] | None = found[0] if isinstance(found, tuple) else found
+    entry = mapping.get(type(config), None)
+    model_class: type[PreTrainedModel] | None = entry[0] if isinstance(entry, tuple) else entry
     # The text part of a composite model is not the model.
     text = config.sub_configs.get("text_config")
     is_part = model_class is not None and text is not None and model_class.config_class is text
@@ -185,8 +185,8 @@ def _remote(
     config: Mapping[str, Any], load: OwnCode
 ) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """Load configuration and model class from the checkpoint's own code."""
-    found = config.get("auto_map")
-    references = found if isinstance(found, dict) else {}
+    auto_map = config.get("auto_map")
+    references = auto_map if isinstance(auto_map, dict) else {}
     wanted = next((references[name] for name in _REMOTE_CLASSES if name in references), None)
     stated = references.get("AutoConfig")
     if not isinstance(wanted, str) or not isinstance(stated, str):
@@ -234,9 +234,9 @@ def _keep_in_32_bit(model: PreTrainedModel, dtype: torch.dtype) -> None:
     patterns = [name.replace("*", ".*") for name in model._get_dtype_plan(dtype)]
     if not patterns:
         return
-    kept = re.compile("|".join(patterns))
+    pattern = re.compile("|".join(patterns))
     for name, parameter in list(model.named_parameters()):
-        if kept.search(name) and parameter.is_floating_point():
+        if pattern.search(name) and parameter.is_floating_point():
             owner, _, leaf = name.rpartition(".")
             wide = nn.Parameter(parameter.data.float(), requires_grad=parameter.requires_grad)
             model.get_submodule(owner)._parameters[leaf] = wide

@@ -118,22 +118,22 @@ class ChatGLMConfig(GlmConfig):
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
 
 
-def _refuse_other_architectures(given: Mapping[str, Any]) -> None:
+def _refuse_other_architectures(config: Mapping[str, Any]) -> None:
     """Raise ModelError for configurations that share the model type and nothing else."""
-    if "position_encoding_2d" in given or "inner_hidden_size" in given:
+    if "position_encoding_2d" in config or "inner_hidden_size" in config:
         raise ModelError(
             "this is ChatGLM-6B of the first generation, which is another architecture",
             hint="ChatGLM2, ChatGLM3 and GLM-4 are supported",
         )
-    if "vision_config" in given:
+    if "vision_config" in config:
         raise ModelError(
             "this is GLM-4V-9B, whose vision tower is not supported",
             hint="the text models glm-4-9b and glm-4-9b-chat are supported",
         )
     for name, value in _FIXED.items():
-        if given.get(name, value) != value:
+        if config.get(name, value) != value:
             raise ModelError(
-                f"{name} is {given[name]!r}; the ChatGLM family is built for {value!r} only"
+                f"{name} is {config[name]!r}; the ChatGLM family is built for {value!r} only"
             )
 
 
@@ -284,8 +284,8 @@ class SplitQueryKeyValue(ConversionOps):
         **kwargs: Any,
     ) -> dict[str, Tensor]:
         """Split the only tensor given into one for each target, in their order."""
-        (found,) = input_dict.values()
-        fused = found[0] if isinstance(found, list) else found
+        (tensors,) = input_dict.values()
+        fused = tensors[0] if isinstance(tensors, list) else tensors
         config = kwargs["config"]
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         rows = [count * config.head_dim for count in (heads, groups, groups)]

@@ -69,10 +69,10 @@ class Piece:
 
     def orient(self, part: Tensor) -> Tensor:
         """Return a view of ``source[source_slices]`` with the dimensions of the target's box."""
-        kept = [axis for axis in self.axes if axis is not None]
-        dropped = [axis for axis in range(part.ndim) if axis not in kept]
+        axes = [axis for axis in self.axes if axis is not None]
+        dropped = [axis for axis in range(part.ndim) if axis not in axes]
         extents = [stop - start for start, stop in self.target_box]
-        return part.permute(*kept, *dropped).reshape(extents)
+        return part.permute(*axes, *dropped).reshape(extents)
 
     def place(self, target: Tensor) -> Tensor:
         """Return the view of the parameter or buffer that the piece fills."""
@@ -147,15 +147,15 @@ def published_tensors(model: nn.Module) -> dict[str, Tensor]:
     if not isinstance(model, PreTrainedModel):
         return state
     ignored = model._keys_to_ignore_on_save or ()
-    kept = {name: value for name, value in state.items() if name not in ignored}
-    saved: dict[str, Tensor] = revert_weight_conversion(model, kept)
+    wanted = {name: value for name, value in state.items() if name not in ignored}
+    saved: dict[str, Tensor] = revert_weight_conversion(model, wanted)
     return saved
 
 
 def plan_tensors(model: nn.Module, tensors: Mapping[str, Shape | None] | Collection[str]) -> Recipe:
     """Find out which checkpoint tensors fill which parameters and persistent buffers."""
-    given = dict(tensors) if isinstance(tensors, Mapping) else dict.fromkeys(tensors)
-    shapes = _complete(model, given)
+    given_shapes = dict(tensors) if isinstance(tensors, Mapping) else dict.fromkeys(tensors)
+    shapes = _complete(model, given_shapes)
     state = model.state_dict()
     groups, unplaced = _group(model, state, shapes)
     sketches: dict[str, Sketch] = {}
@@ -183,12 +183,12 @@ class _Group:
 
 
 def _complete(
-    model: nn.Module, given: Mapping[str, Shape | None]
+    model: nn.Module, given_shapes: Mapping[str, Shape | None]
 ) -> dict[str, tuple[int, ...] | None]:
     """Fill in the shapes that the model's published form tells."""
-    published = published_tensors(model) if None in given.values() else {}
+    published = published_tensors(model) if None in given_shapes.values() else {}
     shapes: dict[str, tuple[int, ...] | None] = {}
-    for name, shape in given.items():
+    for name, shape in given_shapes.items():
         if shape is None and name in published:
             shape = published[name].shape
         shapes[name] = None if shape is None else tuple(shape)

@@ -38,7 +38,7 @@ def notes_of(model: PreTrainedModel, checkpoint: Checkpoint, workload: Workload)
         return () if scheme is None else quantization.notes(model, scheme)
     assert checkpoint.tensors is not None
     stored = sort_tensors(method, checkpoint.tensors)
-    held = [tensor.nbytes or 0 for parts in stored.weights.values() for tensor in parts]
+    sizes = [tensor.nbytes or 0 for parts in stored.weights.values() for tensor in parts]
     engine = (
         "transformers unpacks them into 16 bit on first use: run this plan with an engine that "
         "keeps them, as vLLM and SGLang do."
@@ -47,7 +47,7 @@ def notes_of(model: PreTrainedModel, checkpoint: Checkpoint, workload: Workload)
     )
     return (
         f"The checkpoint is quantized ({method.name}): {len(stored.weights)} weights are counted "
-        f"as stored, {format_bytes(sum(held))} with their scales, and one of them unpacked at a "
+        f"as stored, {format_bytes(sum(sizes))} with their scales, and one of them unpacked at a "
         f"time while it is multiplied. {engine}",
     )
 

@@ -47,14 +47,14 @@ def new_cache(model: Any, kind: Cache = "dynamic", *, context_tokens: int = 0) -
     decoder = model.config.get_text_config(decoder=True)
     if kind == "static":
         assert context_tokens, "a static cache is made for a context"
-        made: Any = StaticCache(config=decoder, max_cache_len=context_tokens)
+        cache: Any = StaticCache(config=decoder, max_cache_len=context_tokens)
     else:
-        made = DynamicCache(config=decoder)
-        if kind == "int8" and not _make_int8(made):
+        cache = DynamicCache(config=decoder)
+        if kind == "int8" and not _make_int8(cache):
             _refuse(model, kind, "it keeps no keys and values of single tokens")
     if not model.config.is_encoder_decoder:
-        return made
-    return EncoderDecoderCache(made, DynamicCache(config=decoder))
+        return cache
+    return EncoderDecoderCache(cache, DynamicCache(config=decoder))
 
 
 def lengthen(cache: Any, tokens: int) -> bool:
@@ -170,21 +170,21 @@ class Int8SlidingLayer(Int8Layer):
 
     def _last(self, states: Tensor) -> Tensor:
         """The tokens of the window, without the memory of those before."""
-        kept = self.sliding_window - 1
-        return states if states.shape[-2] <= kept else states[..., -kept:, :].clone()
+        length = self.sliding_window - 1
+        return states if states.shape[-2] <= length else states[..., -length:, :].clone()
 
 
 def _extended(
-    held: Tensor | None, scales: Tensor | None, states: Tensor
+    cached: Tensor | None, scales: Tensor | None, states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Integers and scales with new states behind, and all of it in the states' type."""
     new, new_scales = _rounded(states)
-    if held is None or scales is None:
+    if cached is None or scales is None:
         return new, new_scales, states
     # Scales come first, as in the first step: so each step ends what the one before made in order.
     scales = torch.cat([scales, new_scales], dim=-2)
-    held = torch.cat([held, new], dim=-2)
-    return held, scales, held * scales
+    cached = torch.cat([cached, new], dim=-2)
+    return cached, scales, cached * scales
 
 
 def _rounded(states: Tensor) -> tuple[Tensor, Tensor]:

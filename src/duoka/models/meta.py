@@ -111,8 +111,8 @@ def construct(make: Callable[[], _Module]) -> _Module:
 def _stray(module: nn.Module) -> Iterator[str]:
     """Yield the owners of tensors on meta that are no parameters."""
     for name, child in module.named_modules():
-        held = [*child._buffers.values(), *vars(child).values()]
-        if any(isinstance(value, Tensor) and value.is_meta for value in held):
+        values = [*child._buffers.values(), *vars(child).values()]
+        if any(isinstance(value, Tensor) and value.is_meta for value in values):
             yield name
 
 

@@ -41,20 +41,20 @@ def hold_as_stored(model: nn.Module, stored: Stored, tensors: Mapping[str, Tenso
         and not is_wide(tensors[piece.source])
     ]
     _refuse_differences(recipe, stored, unscaled)
-    for target, held in _by_target(recipe, stored).items():
+    for target, shares in _by_target(recipe, stored).items():
         parameter = model.get_parameter(target)
-        made = StoredWeight(_tensors(held), parameter.shape, parameter.dtype)
+        weight = StoredWeight(_tensors(shares), parameter.shape, parameter.dtype)
         module = model.get_submodule(target.rpartition(".")[0])
         module.register_parameter(
-            target.rpartition(".")[2], nn.Parameter(made, requires_grad=False)
+            target.rpartition(".")[2], nn.Parameter(weight, requires_grad=False)
         )
 
 
 def _refuse_differences(recipe: Recipe, stored: Stored, unscaled: Sequence[str]) -> None:
     """Name everything that the checkpoint lacks, and what isn't the model's."""
     faults = [
-        f"{len(found)} {text}: {', '.join(found[:_MOST_NAMES])}"
-        for found, text in (
+        f"{len(names)} {text}: {', '.join(names[:_MOST_NAMES])}"
+        for names, text in (
             (recipe.missing, "tensors of the model are missing"),
             (missing_parts(stored), "parts of quantized weights are missing"),
             (unscaled, "tensors are quantized and have no scales"),
@@ -62,7 +62,7 @@ def _refuse_differences(recipe: Recipe, stored: Stored, unscaled: Sequence[str])
              "tensors have no place in the model"),
             ([name for name, *_ in recipe.mismatched], "tensors have another shape"),
         )
-        if found
+        if names
     ]  # fmt: skip
     if faults:
         raise ModelError(
@@ -73,31 +73,31 @@ def _refuse_differences(recipe: Recipe, stored: Stored, unscaled: Sequence[str])
 
 def _by_target(recipe: Recipe, stored: Stored) -> dict[str, list[_Held]]:
     """For every weight of the model what is stored of it, in the checkpoint's order."""
-    found: dict[str, list[_Held]] = {}
+    by_target: dict[str, list[_Held]] = {}
     for piece in recipe.pieces:
         if piece.source in stored.weights:
             size = prod(stop - start for start, stop in piece.source_box)
             share = size / max(prod(piece.source_shape), 1)
-            found.setdefault(piece.target, []).extend(_held(stored, piece.source, share))
+            by_target.setdefault(piece.target, []).extend(_shares(stored, piece.source, share))
     for custom in recipe.customs:
         for source in custom.sources:
             if source in stored.weights:
-                found.setdefault(custom.targets[0], []).extend(_held(stored, source, 1.0))
-    return found
+                by_target.setdefault(custom.targets[0], []).extend(_shares(stored, source, 1.0))
+    return by_target
 
 
-def _held(stored: Stored, weight: str, share: float) -> Iterator[_Held]:
+def _shares(stored: Stored, weight: str, share: float) -> Iterator[_Held]:
     stem = weight.removesuffix("weight")
     for info in stored.weights[weight]:
         kind = info.name.removeprefix(stem).replace(".", "_").strip("_") or "weight"
         yield _Held(kind, info, share)
 
 
-def _tensors(held: Iterable[_Held]) -> dict[str, Tensor]:
+def _tensors(shares: Iterable[_Held]) -> dict[str, Tensor]:
     """One tensor for each kind; several of a kind are one where the model stacks them."""
     kinds: dict[str, list[_Held]] = {}
-    for each in held:
-        kinds.setdefault(each.kind, []).append(each)
+    for share in shares:
+        kinds.setdefault(share.kind, []).append(share)
     return {kind: _tensor(group) for kind, group in kinds.items()}
 
 
@@ -106,5 +106,5 @@ def _tensor(group: list[_Held]) -> Tensor:
     dtype = getattr(torch, str(info.dtype), None)
     if len(group) == 1 and group[0].share == 1 and dtype is not None and info.shape is not None:
         return torch.empty(info.shape, dtype=dtype, device="meta")
-    num_bytes = sum(round((each.info.nbytes or 0) * each.share) for each in group)
+    num_bytes = sum(round((member.info.nbytes or 0) * member.share) for member in group)
     return torch.empty(num_bytes, dtype=torch.uint8, device="meta")

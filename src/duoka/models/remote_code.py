@@ -25,7 +25,7 @@ def import_class(reference: str, directory: Path, files: Mapping[str, bytes]) ->
     when it runs.
     """
     finder = _Finder(directory, files)
-    if not any(isinstance(each, _Finder) and each.name == finder.name for each in sys.meta_path):
+    if not any(isinstance(known, _Finder) and known.name == finder.name for known in sys.meta_path):
         sys.meta_path.append(finder)
     module, _, name = reference.partition(".")
     return getattr(importlib.import_module(f"{finder.name}.{module}"), name)
@@ -37,8 +37,8 @@ class _Finder(MetaPathFinder):
     def __init__(self, directory: Path, files: Mapping[str, bytes]) -> None:
         self._directory = directory.absolute()
         self._files = files
-        held = repr((str(self._directory), sorted(files.items()))).encode()
-        self.name = f"checkpoint_{hashlib.sha256(held).hexdigest()[:16]}"
+        content = repr((str(self._directory), sorted(files.items()))).encode()
+        self.name = f"checkpoint_{hashlib.sha256(content).hexdigest()[:16]}"
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

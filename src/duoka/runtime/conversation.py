@@ -60,26 +60,26 @@ class Conversation:
         UsageError
             If the question alone is longer than the planned prompt.
         """
-        asked = Message(role="user", content=question)
-        prompt = self._prompt(asked)
-        told = said = ""
+        message = Message(role="user", content=question)
+        prompt = self._prompt(message)
+        answer = said = ""
         with self._generator.stream(prompt, self._sampling) as pieces:
             try:
                 for piece in pieces:
                     # Models of the ChatGLM family begin with an empty line of metadata.
                     shown = piece if said else piece.lstrip()
-                    told, said = told + piece, said + shown
+                    answer, said = answer + piece, said + shown
                     if shown:
                         yield shown
             finally:
                 if said:
-                    self._rounds.append((asked, self._generator.chat.parse(told)))
+                    self._rounds.append((message, self._generator.chat.parse(answer)))
 
-    def _prompt(self, asked: Message) -> list[int]:
+    def _prompt(self, message: Message) -> list[int]:
         """The ids of the history and a question; forgets rounds until they fit."""
         limit = self._generator.workload.prompt_tokens
         while True:
-            prompt = self._generator.chat.prompt([*self.messages, asked])
+            prompt = self._generator.chat.prompt([*self.messages, message])
             if len(prompt) <= limit:
                 return prompt
             if not self._rounds:

@@ -81,8 +81,8 @@ class Generator:
 
     def prompt(self, question: str, *, system: str | None = None) -> list[int]:
         """The token ids of a single question."""
-        told = [Message(role="system", content=system)] if system else []
-        return self.chat.prompt([*told, Message(role="user", content=question)])
+        messages = [Message(role="system", content=system)] if system else []
+        return self.chat.prompt([*messages, Message(role="user", content=question)])
 
     def plain(self, text: str) -> list[int]:
         """The token ids of a text that is to be continued."""
@@ -150,7 +150,7 @@ class Generator:
         ids, mask = self._padded(prompts)
         with _seeded(sampling.seed, self.model):
             generate: Any = self.model.generate
-            made = generate(
+            output = generate(
                 input_ids=ids,
                 attention_mask=mask,
                 streamer=streamer,
@@ -159,7 +159,7 @@ class Generator:
             )
         # An encoder-decoder's output begins with one start token, others' with the prompt.
         start = 1 if self.model.config.is_encoder_decoder else ids.shape[1]
-        rows: list[list[int]] = made[:, start:].tolist()
+        rows: list[list[int]] = output[:, start:].tolist()
         return rows
 
     def _options(self, sampling: Sampling) -> dict[str, Any]:
@@ -207,12 +207,12 @@ class Generator:
     def _answer(self, prompt_tokens: int, row: Sequence[int]) -> Answer:
         stops = set(self.chat.stop_ids)
         end = next((index for index, token in enumerate(row) if token in stops), None)
-        kept = list(row if end is None else row[:end])
-        text = self.tokenizer.decode(kept, skip_special_tokens=True)
+        ids = list(row if end is None else row[:end])
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
         return Answer(
             text=str(text).strip(),
             prompt_tokens=prompt_tokens,
-            new_tokens=len(kept),
+            new_tokens=len(ids),
             finish="length" if end is None else "stop",
         )
 

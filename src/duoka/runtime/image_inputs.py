@@ -106,17 +106,17 @@ class ImagePrompts:
             raise ModelError(f"{type(model).__name__} takes no images", hint="leave the images out")
         with self._guessing():
             self._counts = [_num_tokens(model, size) for size in sizes]
-            self.least_tokens = self._made(1, 0)["input_ids"].shape[1]
+            self.least_tokens = self._build(1, 0)["input_ids"].shape[1]
 
     def inputs(
         self, batch: int, prompt_tokens: int, device: torch.device | str = "cpu"
     ) -> dict[str, Tensor]:
         """The arguments of `forward` for one batch; prompts are longer if the images need more."""
         with self._guessing():
-            found = self._made(batch, prompt_tokens)
-        return {key: value.to(device) for key, value in found.items() if key in self._accepted}
+            inputs = self._build(batch, prompt_tokens)
+        return {key: value.to(device) for key, value in inputs.items() if key in self._accepted}
 
-    def _made(self, batch: int, prompt_tokens: int) -> dict[str, Tensor]:
+    def _build(self, batch: int, prompt_tokens: int) -> dict[str, Tensor]:
         if batch not in self._pictures:
             self._pictures[batch] = _pictures(self._model, [self._sizes] * batch)
         pictures = self._pictures[batch]
@@ -150,31 +150,31 @@ def _pictures(model: PreTrainedModel, sizes: Sequence[Sequence[Size]]) -> dict[s
     processor = _processor(model.config)
     images = [[np.zeros((height, width, 3), np.uint8) for width, height in row] for row in sizes]
     try:
-        made = processor(images=images, return_tensors="pt")
+        batch = processor(images=images, return_tensors="pt")
     except (ValueError, TypeError, AttributeError):  # some take one flat list
-        made = processor(images=[image for row in images for image in row], return_tensors="pt")
-    if isinstance(made, Tensor):
-        made = {"pixel_values": made}
-    found = {
+        batch = processor(images=[image for row in images for image in row], return_tensors="pt")
+    if isinstance(batch, Tensor):
+        batch = {"pixel_values": batch}
+    pictures = {
         key: value.to(model.dtype) if value.is_floating_point() else value
-        for key, value in made.items()
+        for key, value in batch.items()
         if isinstance(value, Tensor)
     }
-    pixels = found.get("pixel_values")
+    pixels = pictures.get("pixel_values")
     if model.config.model_type in _BY_PROMPT and pixels is not None and pixels.dim() == 4:
-        found["pixel_values"] = pixels.reshape(len(sizes), -1, *pixels.shape[-3:])
-    return found
+        pictures["pixel_values"] = pixels.reshape(len(sizes), -1, *pixels.shape[-3:])
+    return pictures
 
 
 def _processor(config: Any) -> Any:
     """The family's image processor, with the settings that its configuration names."""
-    found = _processor_class(config)
-    if found is None:
+    processor_class = _processor_class(config)
+    if processor_class is None:
         raise ModelError(
             f"transformers has no image processor for {config.model_type!r} that runs here",
             hint=f"install pillow, or torchvision built for this torch; or {_HINT}",
         )
-    processor = found(**dict(_settings(found(), config)))
+    processor = processor_class(**dict(_settings(processor_class(), config)))
     if hasattr(processor, "apply_ocr"):  # reads words, which would need one more program
         processor.apply_ocr = False
     return processor
@@ -182,8 +182,8 @@ def _processor(config: Any) -> Any:
 
 def _processor_class(config: Any) -> Any:
     """The class for the model, or for one that shares its processor, or for its tower's format."""
-    own = _PROCESSORS.get(config.model_type)
-    alike = [kind for kind, name in _PROCESSORS.items() if own and name == own]
+    class_name = _PROCESSORS.get(config.model_type)
+    alike = [kind for kind, name in _PROCESSORS.items() if class_name and name == class_name]
     tower = _vision(config)
     kinds = [config.model_type, *alike, tower.model_type]
     if hasattr(tower, "temporal_patch_size"):
@@ -191,7 +191,9 @@ def _processor_class(config: Any) -> Any:
     elif _side(config) is not None:
         kinds.append("clip")  # one square of the tower's size
     classes = (getattr(transformers, name, None) for kind in kinds for name in _named(kind))
-    return next((each for each in classes if each is not None and _runs(each)), None)
+    return next(
+        (candidate for candidate in classes if candidate is not None and _runs(candidate)), None
+    )
 
 
 def _named(model_type: str) -> list[str]:
@@ -255,8 +257,8 @@ def _sized(processor: Any, side: int, names: Sequence[str]) -> Iterator[tuple[st
 
 
 def _first(parts: Sequence[Any], names: Sequence[str]) -> Any:
-    found = (getattr(part, name, None) for part in parts for name in names)
-    return next((value for value in found if value is not None), None)
+    values = (getattr(part, name, None) for part in parts for name in names)
+    return next((value for value in values if value is not None), None)
 
 
 # ── tokens ──
@@ -274,17 +276,17 @@ def _num_tokens(model: PreTrainedModel, size: Size) -> int:
     if owner is None:
         return 1 if _image_id(model.config) is not None else 0
     names = inspect.signature(owner.get_image_features).parameters
-    held = Snapshot(model)
+    snapshot = Snapshot(model)
     # One virtual GPU: model code that mixes devices is for the check itself to find.
     with virtual.gpus([None], data="meta"), torch.no_grad():
         try:
             place(model, Placement(entries=(("", "vgpu:0"),)))
             if "pixel_values_images" in pictures:
                 pictures["pixel_values"] = pictures["pixel_values_images"]
-            given = {key: value.to("vgpu:0") for key, value in pictures.items() if key in names}
-            return sum(part.numel() // part.shape[-1] for part in _features(owner, given))
+            inputs = {key: value.to("vgpu:0") for key, value in pictures.items() if key in names}
+            return sum(part.numel() // part.shape[-1] for part in _features(owner, inputs))
         finally:
-            held.restore()
+            snapshot.restore()
 
 
 def _scaled_down(config: Any) -> int:
@@ -302,10 +304,10 @@ def _owner(model: PreTrainedModel) -> Any:
     return next((part for part in parts if hasattr(part, "get_image_features")), None)
 
 
-def _features(owner: Any, given: Mapping[str, Tensor]) -> list[Tensor]:
-    found = owner.get_image_features(**given)
-    found = getattr(found, "pooler_output", found)
-    return [found] if isinstance(found, Tensor) else list(found)
+def _features(owner: Any, pictures: Mapping[str, Tensor]) -> list[Tensor]:
+    features = owner.get_image_features(**pictures)
+    features = getattr(features, "pooler_output", features)
+    return [features] if isinstance(features, Tensor) else list(features)
 
 
 def _image_id(config: Any) -> int | None:
@@ -328,7 +330,7 @@ class _Prompt:
         ids, places = ids.repeat(batch, 1), places.repeat(batch, 1)
         num_images = len(self.counts)
         shape = (*ids.shape, num_images)
-        found = {
+        arguments = {
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
             "mm_token_type_ids": places.int(),
@@ -340,10 +342,10 @@ class _Prompt:
         }
         if "aspect_ratio_mask" in self.pictures:
             num_tiles = self.pictures["aspect_ratio_mask"].shape[-1]
-            found["cross_attention_mask"] = torch.ones((*shape, num_tiles), dtype=torch.long)
+            arguments["cross_attention_mask"] = torch.ones((*shape, num_tiles), dtype=torch.long)
         if getattr(self.config, "is_encoder_decoder", False):
-            found["decoder_input_ids"] = ids[:, :1].clone()
-        return found
+            arguments["decoder_input_ids"] = ids[:, :1].clone()
+        return arguments
 
     def _ids(self, prompt_tokens: int) -> tuple[Tensor, Tensor]:
         """Ids, and where the images are: [tokens] each."""

@@ -154,14 +154,14 @@ def _weights(inputs: Inputs, key: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     if inputs.bias is not None:
         scores = scores + inputs.bias.float()
     generator = torch.Generator().manual_seed(int(inputs.seed[0]))
-    kept = torch.rand(scores.shape, generator=generator) >= inputs.dropout
-    return scores, scores.softmax(-1), kept / (1 - inputs.dropout)
+    mask = torch.rand(scores.shape, generator=generator) >= inputs.dropout
+    return scores, scores.softmax(-1), mask / (1 - inputs.dropout)
 
 
 def _attend_by_definition(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     key, value = inputs.shared()
-    scores, weights, kept = _weights(inputs, key)
-    out = (weights * kept @ value.float()).to(inputs.query.dtype)
+    scores, weights, mask = _weights(inputs, key)
+    out = (weights * mask @ value.float()).to(inputs.query.dtype)
     return _by_tokens(out), scores.logsumexp(-1)
 
 
@@ -170,10 +170,10 @@ def _differentiate_by_definition(
 ) -> tuple[torch.Tensor | None, ...]:
     assert inputs.scale is not None
     key, value = inputs.shared()
-    _, weights, kept = _weights(inputs, key)
+    _, weights, mask = _weights(inputs, key)
     grad = grad.float()
-    value_grad = (weights * kept).transpose(2, 3) @ grad
-    weight_grad = grad @ value.float().transpose(2, 3) * kept
+    value_grad = (weights * mask).transpose(2, 3) @ grad
+    weight_grad = grad @ value.float().transpose(2, 3) * mask
     score_grad = weights * (weight_grad - (weight_grad * weights).sum(-1, keepdim=True))
     query_grad = score_grad @ key.float() * inputs.scale
     key_grad = score_grad.transpose(2, 3) @ inputs.query.float() * inputs.scale

@@ -58,13 +58,13 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _castables(values: Any) -> list[torch.Tensor]:
-    found = []
+    castables = []
     for value in values:
         if isinstance(value, (list, tuple)):
-            found.extend(_castables(value))
+            castables.extend(_castables(value))
         elif _is_castable(value):
-            found.append(value)
-    return found
+            castables.append(value)
+    return castables
 
 
 def _widest(args: tuple[Any, ...]) -> torch.dtype:

@@ -132,11 +132,11 @@ def _check_torch() -> None:
 
 
 def _exists(path: str) -> bool:
-    found: object = torch
+    value: object = torch
     for part in path.split(".")[1:]:
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             return False
-        found = getattr(found, part)
+        value = getattr(value, part)
     return True
 
 

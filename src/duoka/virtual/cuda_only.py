@@ -92,7 +92,7 @@ def _unpack_int4(packed: torch.Tensor, group: int, scale_and_zero: torch.Tensor)
     rows = _ROWS * packed.shape[0]
     pairs = packed.reshape(rows, -1).view(torch.uint8)
     numbers = torch.stack((pairs >> 4, pairs & 0xF), dim=-1).reshape(rows, -1, group)
-    scale, zero = (each.t().unsqueeze(-1) for each in scale_and_zero.float().unbind(-1))
+    scale, zero = (part.t().unsqueeze(-1) for part in scale_and_zero.float().unbind(-1))
     return ((numbers.float() - _MIDDLE) * scale + zero).reshape(rows, -1)
 
 
@@ -176,10 +176,10 @@ def _computing(compute: Any) -> Handler:
         plain, gpu = calls.unwrap(func, args, kwargs)
         if gpu.data_device.type == "cuda":
             return calls.wrap_results(func(*plain.args), gpu)
-        given = plain.args
-        if values.count(given, {})[1]:
-            given = [values.without_values(value) for value in given]
-        return tuple(_placed(item, gpu) for item in compute(*given))
+        operands = plain.args
+        if values.count(operands, {})[1]:
+            operands = [values.without_values(value) for value in operands]
+        return tuple(_placed(item, gpu) for item in compute(*operands))
 
     return handle
 

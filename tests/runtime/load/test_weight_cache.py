@@ -32,7 +32,7 @@ def load(path: Path, *, wanted: bool = True, dtype: torch.dtype | None = None) -
     told: list[str] = []
     checkpoint = Checkpoint.open(path)
     model = build(checkpoint.config, dtype=dtype)
-    load_weights(model, checkpoint, ONE, keeping=Keeping(wanted=wanted, told=told.append))
+    load_weights(model, checkpoint, ONE, keeping=Keeping(wanted=wanted, notify=told.append))
     if dtype is None:
         assert_equal_to_transformers(model, path)
     assert all(not tensor.is_meta for _, tensor in tensor_names(model))

@@ -43,7 +43,7 @@ def endpoint() -> str:
 
 def ask(wanted: Wanted, action: Callable[[], T], *, most_bytes: int) -> T:
     """Ask the Hub for something, several times if need be."""
-    with _told(wanted), guarded(most_bytes):
+    with _explained(wanted), guarded(most_bytes):
         for wait in WAITS_SECONDS:
             try:
                 return action()
@@ -86,17 +86,17 @@ def _delay(error: BaseException, wait: float) -> float | None:
 
 
 @contextmanager
-def _told(wanted: Wanted) -> Iterator[None]:
+def _explained(wanted: Wanted) -> Iterator[None]:
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:
-        told = _explain(_root(error), wanted)
-        if told is None:
+        explained = _explain(_root(error), wanted)
+        if explained is None:
             raise
         # Without what the libraries said: addresses of large files are signed, as a password is.
-        raise told from None
+        raise explained from None
 
 
 def _explain(error: BaseException, wanted: Wanted) -> CheckpointError | None:
@@ -208,8 +208,8 @@ def _unauthorized(wanted: Wanted) -> CheckpointError:
 
 def _busy(error: Busy, wanted: Wanted) -> CheckpointError:
     if error.status == 429:
-        asked = error.wait_seconds
-        wait = "" if asked is None else f" and asks to wait {asked:.0f} s"
+        seconds = error.wait_seconds
+        wait = "" if seconds is None else f" and asks to wait {seconds:.0f} s"
         return CheckpointError(
             f"{endpoint()} gets too many requests from here{wait}; it was about {wanted}",
             hint="try again later; with a token (`hf auth login`) the Hub allows more",

@@ -67,12 +67,12 @@ def ask_listing(name: HubName) -> Listing:
                 timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
             )
 
-    told = ask(Wanted(name=name), attempt, most_bytes=_MOST_BYTES)
+    info = ask(Wanted(name=name), attempt, most_bytes=_MOST_BYTES)
     siblings = (
-        (each.rfilename, each.size, each.lfs.sha256 if each.lfs else each.blob_id)
-        for each in told.siblings or ()
+        (sibling.rfilename, sibling.size, sibling.lfs.sha256 if sibling.lfs else sibling.blob_id)
+        for sibling in info.siblings or ()
     )
-    listing = _listing(told.sha, siblings, name)
+    listing = _listing(info.sha, siblings, name)
     for revision in {name.revision, listing.commit}:
         _keep(name.repo, revision, listing)
     return listing
@@ -82,8 +82,8 @@ def kept_listing(name: HubName) -> Listing | None:
     """What was told of a revision before; None if nothing was, or it can't be read."""
     path = _path(name.repo, name.revision)
     try:
-        kept = parse_json(read_bytes(path, most_bytes=_MOST_BYTES), str(path))
-        return _listing(kept["commit"], kept["files"], name)
+        content = parse_json(read_bytes(path, most_bytes=_MOST_BYTES), str(path))
+        return _listing(content["commit"], content["files"], name)
     except (OSError, ValueError, KeyError, TypeError, CheckpointError):
         return None
 

@@ -207,9 +207,9 @@ class Snapshot:
     def _remove(self, name: str) -> None:
         path = self.path / name
         shared = path.resolve() if is_inside(path, self.path) else path
-        for each in (path, self._blob(name), shared):
+        for place in (path, self._blob(name), shared):
             with suppress(OSError):
-                each.unlink()
+                place.unlink()
 
     def _sweep(self, name: str) -> None:
         """Remove what killed downloads of a file left, now that it is here."""
@@ -221,14 +221,14 @@ class Snapshot:
 
     def _remove_other_length(self, name: str) -> None:
         """Remove what is longer or shorter: never what another process has just put there."""
-        for each in (self.path / name, self._blob(name)):
+        for path in (self.path / name, self._blob(name)):
             with suppress(OSError):
-                if each.stat().st_size != self.size(name):
-                    each.unlink()
+                if path.stat().st_size != self.size(name):
+                    path.unlink()
 
     def _refuse_full_disk(self, names: Iterable[str]) -> None:
         needed = sum(self.size(name) for name in names)
-        place = next(each for each in (self._cache, *self._cache.parents) if each.exists())
+        place = next(folder for folder in (self._cache, *self._cache.parents) if folder.exists())
         free = shutil.disk_usage(place).free
         if needed > free:
             raise MachineError(
@@ -243,14 +243,14 @@ class Snapshot:
         file, path = self._files[name], self.path / name
         if self._is_here(name):
             return read_header(path)
-        kept = cache_directory() / "headers" / f"{file.etag}-{file.num_bytes}"
+        cached = cache_directory() / "headers" / f"{file.etag}-{file.num_bytes}"
         with suppress(OSError, ValueError, CheckpointError):
-            return self._parse(file, read_bytes(kept, most_bytes=MAX_HEADER_BYTES))
+            return self._parse(file, read_bytes(cached, most_bytes=MAX_HEADER_BYTES))
         text = self._ask_header(file)
         tensors = self._parse(file, text)
         with suppress(OSError):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(kept, text.decode("utf-8"))
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(cached, text.decode("utf-8"))
         return tensors
 
     def _parse(self, file: RemoteFile, text: bytes) -> dict[str, TensorInfo]:

@@ -29,17 +29,17 @@ def quantize_model(model: PreTrainedModel, scheme: Scheme) -> None:
     for name, module, key in _matrices(model):
         parameter = module.get_parameter(key)
         if _reason(model, scheme, name, left) is None:
-            made = nn.Parameter(quantize(parameter.detach(), scheme), requires_grad=False)
+            weight = nn.Parameter(quantize(parameter.detach(), scheme), requires_grad=False)
             # The layout for tensor cores is always bfloat16; the processor's has the model's type.
-            let_compute_in(made, parameter.dtype)
-            module.register_parameter(key, made)
+            let_compute_in(weight, parameter.dtype)
+            module.register_parameter(key, weight)
 
 
 def notes(model: PreTrainedModel, scheme: Scheme) -> tuple[str, ...]:
     """What a person should know of a model that `quantize_model` quantized, in sentences."""
     left = _left_alone(model)
     before = after = count = 0
-    kept: dict[str, int] = {}
+    reasons: dict[str, int] = {}
     for name, module, key in _matrices(model):
         parameter = module.get_parameter(key)
         if is_composed(parameter):
@@ -48,14 +48,14 @@ def notes(model: PreTrainedModel, scheme: Scheme) -> tuple[str, ...]:
             after += num_bytes(parameter)
         else:
             reason = _reason(model, scheme, name, left) or "others"
-            kept[reason] = kept.get(reason, 0) + 1
-    others = "; ".join(f"{reason} ({number})" for reason, number in kept.items())
+            reasons[reason] = reasons.get(reason, 0) + 1
+    unquantized = "; ".join(f"{reason} ({number})" for reason, number in reasons.items())
     if not count:
-        return (f"Nothing is quantized to {scheme}: {others}.",)
+        return (f"Nothing is quantized to {scheme}: {unquantized}.",)
     return (
         f"{count} weights of linear layers are quantized to {scheme} while they are loaded: to "
         f"{after / before:.0%} of their bytes, scales and padding included.",
-        *([f"Not quantized: {others}."] if others else []),
+        *([f"Not quantized: {unquantized}."] if unquantized else []),
         f"What that changes in the answers `duoka bench --quality FILE MODEL --quantize {scheme}` "
         "says, on your text.",
     )

@@ -24,7 +24,7 @@ class Composed(Tensor):
 
     Parameters
     ----------
-    held : mapping of str to Tensor
+    tensors : mapping of str to Tensor
         What it consists of, by names that are identifiers; all on one device.
     shape : torch.Size
         Of the weight.
@@ -32,19 +32,21 @@ class Composed(Tensor):
         What it stands for.
     """
 
-    held: dict[str, Tensor]
+    tensors: dict[str, Tensor]
     products: ClassVar[frozenset[Any]] = frozenset({F.linear})
     """The functions that `product` computes."""
 
     @staticmethod
     def __new__(
-        cls: type[Composed], held: Mapping[str, Tensor], shape: torch.Size, dtype: torch.dtype
+        cls: type[Composed], tensors: Mapping[str, Tensor], shape: torch.Size, dtype: torch.dtype
     ) -> Composed:
         """Make one; see the class."""
-        device = next(iter(held.values())).device
-        made: Composed = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        made.held = dict(held)
-        return made
+        device = next(iter(tensors.values())).device
+        weight: Composed = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=device
+        )
+        weight.tensors = dict(tensors)
+        return weight
 
     @classmethod
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -56,20 +58,20 @@ class Composed(Tensor):
         """What any other operator makes of such a weight."""
         raise NotImplementedError(f"{func} of a {cls.__name__}")
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> Self:
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same weight of other tensors."""
-        held = {name: change(tensor) for name, tensor in self.held.items()}
-        return type(self)(held, self.shape, self.dtype)
+        tensors = {name: change(tensor) for name, tensor in self.tensors.items()}
+        return type(self)(tensors, self.shape, self.dtype)
 
     def __getattr__(self, name: str) -> Tensor:
-        held: dict[str, Tensor] = object.__getattribute__(self, "held")
+        tensors: dict[str, Tensor] = object.__getattribute__(self, "tensors")
         try:
-            return held[name]
+            return tensors[name]
         except KeyError:
             raise AttributeError(name) from None
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return list(self.held), self.dtype
+        return list(self.tensors), self.dtype
 
     @classmethod
     def __tensor_unflatten__(
@@ -101,9 +103,9 @@ class Composed(Tensor):
         weight, device = args[0], (kwargs or {}).get("device")
         if isinstance(weight, Composed):
             if func in _COPIES:
-                return weight.each(func)
+                return weight.map(func)
             if func is torch.ops.aten._to_copy.default and device is not None:
-                return weight.each(lambda tensor: tensor.to(device))
+                return weight.map(lambda tensor: tensor.to(device))
         return cls.viewed(func, args, kwargs or {})
 
 
@@ -141,8 +143,8 @@ def empty_on(tensor: Tensor, device: torch.device) -> Tensor:
 def rebuilt(tensor: Tensor, inner: dict[str, Tensor], context: Any) -> Tensor:
     """A tensor of the same class and shape as another, of other parts."""
     unflatten = cast(Any, type(tensor)).__tensor_unflatten__
-    made: Tensor = unflatten(inner, context, tensor.size(), tensor.stride())
-    return made
+    result: Tensor = unflatten(inner, context, tensor.size(), tensor.stride())
+    return result
 
 
 class StoredWeight(Composed):
@@ -167,8 +169,8 @@ class StoredWeight(Composed):
     @classmethod
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Multiply by what is unpacked for the time of the product."""
-        args = tuple(_unpacked(each) for each in args)
-        return func(*args, **{name: _unpacked(each) for name, each in kwargs.items()})
+        args = tuple(_unpacked(arg) for arg in args)
+        return func(*args, **{name: _unpacked(arg) for name, arg in kwargs.items()})
 
     @classmethod
     def viewed(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -179,7 +181,7 @@ class StoredWeight(Composed):
             return super().viewed(func, args, kwargs)
         sketch = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         shown = func(sketch, *args[1:], **kwargs)
-        return StoredWeight(weight.held, shown.shape, weight.dtype)
+        return StoredWeight(weight.tensors, shown.shape, weight.dtype)
 
 
 def _unpacked(value: Any) -> Any:
@@ -188,5 +190,5 @@ def _unpacked(value: Any) -> Any:
         return value
     *stack, rows, columns = value.shape
     # Made from what is stored, so that whoever traces sees whose weight it is.
-    one = next(iter(value.held.values())).new_empty((rows, columns), dtype=value.dtype)
+    one = next(iter(value.tensors.values())).new_empty((rows, columns), dtype=value.dtype)
     return one.expand(*stack, rows, columns) if stack else one

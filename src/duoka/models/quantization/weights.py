@@ -47,8 +47,8 @@ def quantize(weight: Tensor, scheme: Scheme) -> Tensor:
     if scheme == "int8":
         from torchao.quantization import Int8Tensor, PerRow
 
-        made: Tensor = Int8Tensor.from_hp(weight, granularity=PerRow())
-        return made
+        result: Tensor = Int8Tensor.from_hp(weight, granularity=PerRow())
+        return result
     if scheme == "nf4":
         return Nf4Weight.of(weight)
     return _opaque(weight) if weight.device.type == "cpu" else _tiled(weight)
@@ -58,8 +58,8 @@ def _opaque(weight: Tensor) -> Tensor:
     """A weight in int4, laid out for the processor."""
     from torchao.prototype.quantization.int4 import Int4OpaqueTensor
 
-    made: Tensor = Int4OpaqueTensor.from_hp(weight, [1, group_of(weight.shape[1])])
-    return made
+    result: Tensor = Int4OpaqueTensor.from_hp(weight, [1, group_of(weight.shape[1])])
+    return result
 
 
 def _tiled(weight: Tensor) -> Tensor:
@@ -76,8 +76,8 @@ def _tiled(weight: Tensor) -> Tensor:
     numbers, scale_and_zero = groupwise_affine_quantize_tensor(padded, 4, group)
     packed = torch.ops.aten._convert_weight_to_int4pack(numbers, _TILES)
     shape = torch.Size((rows, columns))
-    made: Tensor = Int4TilePackedTo4dTensor(packed, scale_and_zero, [1, group], shape)
-    return made
+    result: Tensor = Int4TilePackedTo4dTensor(packed, scale_and_zero, [1, group], shape)
+    return result
 
 
 def empty_weight(tensor: Tensor, device: torch.device) -> Tensor:
@@ -90,8 +90,8 @@ def empty_weight(tensor: Tensor, device: torch.device) -> Tensor:
     group = group_of(columns)
     numbers = torch.empty((rows, columns // 2), dtype=torch.uint8)
     scales = torch.empty((columns // group, rows, 2), dtype=computes_in(tensor))
-    made: Tensor = Int4OpaqueTensor(numbers, scales, [1, group], tensor.shape)
-    return made
+    result: Tensor = Int4OpaqueTensor(numbers, scales, [1, group], tensor.shape)
+    return result
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -113,8 +113,8 @@ def scheme_of(tensor: Tensor) -> Scheme:
 
 def computes_in(tensor: Tensor) -> torch.dtype:
     """The type that a quantized weight was made from; some layouts have one of their own."""
-    found: torch.dtype = getattr(tensor, _MADE_FROM, tensor.dtype)
-    return found
+    dtype: torch.dtype = getattr(tensor, _MADE_FROM, tensor.dtype)
+    return dtype
 
 
 def let_compute_in(tensor: Tensor, dtype: torch.dtype) -> None:
@@ -151,18 +151,18 @@ class Nf4Weight(Composed):
         return _linear(*args, **kwargs)
 
 
-def _linear(given: Tensor, weight: Nf4Weight, bias: Tensor | None = None) -> Tensor:
+def _linear(inputs: Tensor, weight: Nf4Weight, bias: Tensor | None = None) -> Tensor:
     operators = torch.ops.bitsandbytes
     shape = list(weight.shape)
-    if given.numel() == given.shape[-1]:
-        found: Tensor = operators.gemm_4bit(
-            given, weight.packed, shape, weight.absmax, BLOCK, _KIND, bias
+    if inputs.numel() == inputs.shape[-1]:
+        product: Tensor = operators.gemm_4bit(
+            inputs, weight.packed, shape, weight.absmax, BLOCK, _KIND, bias
         )
-        return found
+        return product
     unpacked: Tensor = operators.dequantize_4bit(
-        weight.packed, weight.absmax, BLOCK, _KIND, shape, given.dtype
+        weight.packed, weight.absmax, BLOCK, _KIND, shape, inputs.dtype
     )
-    return F.linear(given, unpacked, bias)
+    return F.linear(inputs, unpacked, bias)
 
 
 Scheme = Literal["int8", "int4", "nf4"]
@@ -202,8 +202,8 @@ def require(scheme: Scheme) -> None:
         try:
             resolve_name(name)
         except (ImportError, AttributeError) as error:
-            told = ", ".join(f"{each} {version(each)}" for each in ("torch", package))
+            versions = ", ".join(f"{name_of} {version(name_of)}" for name_of in ("torch", package))
             raise UsageError(
-                f"{scheme} weights need {name.replace(':', '.')}, which isn't in {told}",
+                f"{scheme} weights need {name.replace(':', '.')}, which isn't in {versions}",
                 hint=f"tested are torch {_TESTED['torch']} with {package} {_TESTED[package]}",
             ) from error

@@ -76,10 +76,10 @@ class _Special:
         for tool in tools:
             tool_function(tool)  # refuses what is none
         for text in _texts(list(tools)):
-            found = self._pattern.search(text)
-            if found is not None:
+            match = self._pattern.search(text)
+            if match is not None:
                 raise UsageError(
-                    f"a tool's description contains the text of a special token: {found[0]}",
+                    f"a tool's description contains the text of a special token: {match[0]}",
                     hint="leave it out, or put a space into it",
                 )
 

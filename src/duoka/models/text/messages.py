@@ -174,10 +174,10 @@ def parse_json_call(metadata: str, content: str) -> ToolCall | None:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    distinct = dict(pairs)
+    if len(distinct) != len(pairs):
         raise ValueError("a repeated key")
-    return found
+    return distinct
 
 
 def _finite(text: str) -> float:

@@ -68,8 +68,8 @@ def chat_format(
 
 
 def _end_ids(config: Mapping[str, Any]) -> list[int]:
-    found = config.get("eos_token_id")
-    listed = found if isinstance(found, list) else [found]
+    ids = config.get("eos_token_id")
+    listed = ids if isinstance(ids, list) else [ids]
     return [number for number in listed if isinstance(number, int)]
 
 
@@ -192,13 +192,13 @@ class ChatGLM2Format:
         last_is_answerable(messages)
         if tools:
             raise UsageError("ChatGLM2 was not trained to call tools")
-        text, asked = "", 0
+        text, questions = "", 0
         for message in messages:
-            if message.role == "system" and not asked:
+            if message.role == "system" and not questions:
                 text += f"{message.content}\n\n"
             elif message.role == "user":
-                asked += 1
-                text += f"[Round {asked}]\n\n问：{message.content}\n\n答："
+                questions += 1
+                text += f"[Round {questions}]\n\n问：{message.content}\n\n答："
             elif message.role == "assistant" and text.endswith("答："):
                 text += f"{message.content}\n\n"
             else:

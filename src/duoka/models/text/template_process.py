@@ -103,8 +103,8 @@ def _endless() -> CheckpointError:
 @cache
 def _import_path() -> tuple[str, ...]:
     """Where jinja2 and what it needs lie."""
-    found = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
-    origins = [spec.origin for spec in found if spec is not None and spec.origin is not None]
-    if len(origins) < len(found):
+    specs = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
+    origins = [spec.origin for spec in specs if spec is not None and spec.origin is not None]
+    if len(origins) < len(specs):
         raise MachineError("jinja2 is not installed", hint="pip install jinja2")
     return tuple(dict.fromkeys(str(Path(origin).parents[1]) for origin in origins))

@@ -94,9 +94,9 @@ def _entry_modules(model: nn.Module, placement: Placement) -> Iterator[tuple[str
             yield name, modules[name]
     # A model calls these two by themselves, even where an entry names what contains them.
     for getter in ("get_input_embeddings", "get_output_embeddings"):
-        found = _called_alone(model, getter)
+        alone = _called_alone(model, getter)
         for name, module in modules.items():
-            if module is found:
+            if module is alone:
                 yield name, module
 
 
@@ -113,11 +113,11 @@ def _entrances(
 ) -> Iterator[tuple[nn.Module, torch.device]]:
     """The largest modules below `module` that are called and lie on one device."""
     prefix = f"{name}." if name else ""
-    found = {devices[prefix + own] for own, _ in tensor_names(module)}
-    if not found:
+    entrances = {devices[prefix + tensor] for tensor, _ in tensor_names(module)}
+    if not entrances:
         return
-    if len(found) == 1 and is_callable(module):
-        yield module, found.pop()
+    if len(entrances) == 1 and is_callable(module):
+        yield module, entrances.pop()
         return
     for child_name, child in module.named_children():
         yield from _entrances(child, prefix + child_name, devices)
@@ -131,11 +131,11 @@ def streamed_modules(
     They are in the order of the entries, which is that of execution.
     """
     modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
-    found: dict[torch.device, list[nn.Module]] = {}
+    by_device: dict[torch.device, list[nn.Module]] = {}
     for name in entries:
         for module, device in _entrances(modules[name], name, devices):
-            found.setdefault(device, []).append(module)
-    return found
+            by_device.setdefault(device, []).append(module)
+    return by_device
 
 
 def is_callable(module: nn.Module) -> bool:

@@ -225,8 +225,8 @@ def _brought(value: Any, device: torch.device, memory: Memory | None) -> Any:
     if isinstance(value, Tensor):
         if value.device == device:
             return value
-        found = None if memory is None else memory.find(value)
-        return _moved(value, device, memory) if found is None else found
+        known = None if memory is None else memory.find(value)
+        return _moved(value, device, memory) if known is None else known
     if isinstance(value, PackedSequence):
         packed: Any = value
         return packed.to(device)  # its batch sizes stay on the CPU

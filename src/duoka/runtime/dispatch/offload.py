@@ -65,8 +65,8 @@ class Streamer:
         ]
         for index, unit in enumerate(self._units):
             unit.lay_into(buffers[index % NUM_BUFFERS])
-        self._held: list[tuple[int, list[Version]] | None] = [None] * len(buffers)
-        self._pinned = Pinned(self._device, [each for unit in self._units for each in unit.hosts()])
+        self._contents: list[tuple[int, list[Version]] | None] = [None] * len(buffers)
+        self._pinned = Pinned(self._device, [host for unit in self._units for host in unit.hosts()])
         self._lane: Lane | None = Lane(self._device, len(buffers))
 
     def __getstate__(self) -> tuple[torch.device, list[_Unit]]:
@@ -126,7 +126,7 @@ class Streamer:
             following = (index + 1) % len(self._units)
             if all((other - following) % NUM_BUFFERS for other in self._running):
                 self._fetch(lane, following)
-            with unit.here():
+            with unit.on_device():
                 return call(*args, **kwargs)
         finally:
             self._running.remove(index)
@@ -135,11 +135,11 @@ class Streamer:
     def _fetch(self, lane: Lane, index: int) -> None:
         buffer, unit = index % NUM_BUFFERS, self._units[index]
         now = index, unit.versions()
-        if self._held[buffer] != now:
-            self._held[buffer] = None  # an interrupt may leave half of it there
+        if self._contents[buffer] != now:
+            self._contents[buffer] = None  # an interrupt may leave half of it there
             with torch.no_grad():
                 lane.copy(buffer, unit.pairs())
-            self._held[buffer] = now
+            self._contents[buffer] = now
 
 
 class Streamed:
@@ -224,7 +224,7 @@ class _Unit:
                 yield place.view, place.host
 
     @contextmanager
-    def here(self) -> Iterator[None]:
+    def on_device(self) -> Iterator[None]:
         """Let the module hold the views, inside the scope."""
         hosts = [(place, place.host) for place in self._all]
         before = [place.view._version for place in self._buffers if place.view is not None]

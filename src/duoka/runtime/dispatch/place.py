@@ -96,11 +96,11 @@ def on_host(
         return {}
     modules = dict(model.named_modules(remove_duplicate=False))
     host = torch.device("cpu")
-    found = {name: host for name in devices if _covered(name, offloaded)}
+    hosts = {name: host for name in devices if _covered(name, offloaded)}
     unknown = [
         name
         for name in offloaded
-        if name not in modules or not any(_covered(held, [name]) for held in found)
+        if name not in modules or not any(_covered(parameter, [name]) for parameter in hosts)
     ]
     if unknown:
         raise PlacementError(
@@ -109,15 +109,19 @@ def on_host(
             hint="offload modules that the placement names",
             faults=Faults(unknown=tuple(unknown)),
         )
-    here = {id(tensor) for name, tensor in tensor_names(model) if name in found}
-    shared = [name for name, held in tensor_names(model) if id(held) in here and name not in found]
+    ids = {id(tensor) for name, tensor in tensor_names(model) if name in hosts}
+    shared = [
+        name
+        for name, parameter in tensor_names(model)
+        if id(parameter) in ids and name not in hosts
+    ]
     if shared:
         raise PlacementError(
             f"what is offloaded shares weights with other modules: {', '.join(shared)}",
             hint="a tied weight can't be offloaded",
             faults=Faults(split=tuple(shared)),
         )
-    return found
+    return hosts
 
 
 def _covered(name: str, modules: Sequence[str]) -> bool:
@@ -146,11 +150,11 @@ class Snapshot:
     """The parameters and buffers of a model as objects, to put back when loading fails."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._held = [(table, key, table[key]) for table, key in _slots(model).values()]
+        self._originals = [(table, key, table[key]) for table, key in _slots(model).values()]
 
     def restore(self) -> None:
         """Make the model hold what it held."""
-        for table, key, tensor in self._held:
+        for table, key, tensor in self._originals:
             table[key] = tensor
 
 

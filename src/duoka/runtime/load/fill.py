@@ -78,8 +78,8 @@ class Filler:
         self, sources: Sequence[Source], pieces_of: Mapping[str, Sequence[Piece]]
     ) -> None:
         kinds = {target.device for target in self._targets.values() if can_pin(target.device)}
-        with read_ahead(stretches(sources, STRETCH_BYTES), pinned=bool(kinds)) as given:
-            for filled in given:
+        with read_ahead(stretches(sources, STRETCH_BYTES), pinned=bool(kinds)) as stream:
+            for filled in stream:
                 for part, tensor in filled.tensors():
                     self._put_pieces(pieces_of[part.source.name], part.box, tensor)
                 filled.wait = _when_done(kinds)
@@ -88,14 +88,14 @@ class Filler:
     def _put_pieces(self, pieces: Iterable[Piece], box: Box | None, tensor: Tensor) -> None:
         """Copy what a part of a source, or all of it, has of each of its pieces."""
         for piece in pieces:
-            found = piece if box is None else _within(piece, box)
-            if found is not None:
+            part = piece if box is None else _within(piece, box)
+            if part is not None:
                 origin = [0] * tensor.ndim if box is None else [start for start, _ in box]
                 slices = tuple(
                     slice(start - first, stop - first)
-                    for (start, stop), first in zip(found.source_box, origin, strict=True)
+                    for (start, stop), first in zip(part.source_box, origin, strict=True)
                 )
-                self._put(found.target, found.target_box, found.orient(tensor[slices]))
+                self._put(part.target, part.target_box, part.orient(tensor[slices]))
 
     def _in_file_order(self, names: Iterable[str]) -> list[str]:
         """Files one after another, and within each the order in which it lists its tensors."""

@@ -44,29 +44,29 @@ def load_weights(
     generation = _generation_config(checkpoint)
     sources, recipe = _matched(model, checkpoint)
     keeping = keeping or Keeping()
-    kept = Kept(checkpoint, recipe, dict(tensor_names(model)))
-    found = kept.found()
-    if found is not None:
-        recipe, sources = taken(recipe, sources, found)
-        keeping.tell(f"stacked weights come from {kept.directory}; remove it to forget them")
-    elif keeping.wanted and kept:
-        kept.refuse_full_disk()
+    cache = Kept(checkpoint, recipe, dict(tensor_names(model)))
+    cached = cache.sources()
+    if cached is not None:
+        recipe, sources = taken(recipe, sources, cached)
+        keeping.tell(f"stacked weights come from {cache.directory}; remove it to forget them")
+    elif keeping.wanted and cache:
+        cache.refuse_full_disk()
     with nothing_left(devices.values(), Snapshot(model).restore):
         _fill(model, devices, recipe, sources, progress)
-        if keeping.wanted and found is None:
+        if keeping.wanted and cached is None:
             _keep(Kept(checkpoint, recipe, dict(tensor_names(model))), keeping)
     if generation is not None and hasattr(model, "generation_config"):
         model.__dict__["generation_config"] = generation
     model.eval()
 
 
-def _keep(kept: Kept, keeping: Keeping) -> None:
-    if not kept:
+def _keep(cache: Kept, keeping: Keeping) -> None:
+    if not cache:
         keeping.tell("nothing to keep: the weights lie in their files as the model has them")
         return
-    kept.write()
-    size = format_bytes(kept.num_bytes)
-    keeping.tell(f"{size} of stacked weights kept in {kept.directory}; remove it to forget them")
+    cache.write()
+    size = format_bytes(cache.num_bytes)
+    keeping.tell(f"{size} of stacked weights kept in {cache.directory}; remove it to forget them")
 
 
 def refuse_differences(model: nn.Module, checkpoint: Checkpoint) -> None:
@@ -119,14 +119,14 @@ def _refuse_differences(model: nn.Module, recipe: Recipe, sources: Mapping[str, 
         for name, stored, built in recipe.mismatched
     ]
     faults = [
-        f"{len(found)} {text}: {', '.join(found)}"
-        for found, text in (
+        f"{len(names)} {text}: {', '.join(names)}"
+        for names, text in (
             (recipe.missing, "tensors of the model are missing from it"),
             (recipe.unexpected, "tensors in it have no place in the model"),
             (mismatched, "tensors have another shape"),
             (uncast, "tensors can't be converted to the model's type"),
         )
-        if found
+        if names
     ]
     if faults:
         raise LoadError(

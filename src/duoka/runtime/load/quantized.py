@@ -65,7 +65,7 @@ def _quantizer(method: Method, config: Mapping[str, Any]) -> HfQuantizer:
     assert settings is not None, "it has a method"
     try:
         # Older checkpoints of bitsandbytes don't name their method.
-        made: HfQuantizer = AutoHfQuantizer.from_config(
+        quantizer: HfQuantizer = AutoHfQuantizer.from_config(
             {"quant_method": "bitsandbytes", **settings}, pre_quantized=True
         )
     except Exception as error:  # whatever it makes of settings that it doesn't expect
@@ -74,7 +74,7 @@ def _quantizer(method: Method, config: Mapping[str, Any]) -> HfQuantizer:
             f"{type(error).__name__}: {str(error)[:200]}",
             hint="compare quantization_config in config.json with the published one",
         ) from error
-    return made
+    return quantizer
 
 
 def _refuse_unpacking(method: Method, when: str) -> None:
@@ -86,10 +86,10 @@ def _refuse_unpacking(method: Method, when: str) -> None:
 
 
 def _refuse_virtual(method: Method, placement: Placement) -> None:
-    found = next((at for _, at in placement.entries if at.startswith("vgpu")), None)
-    if found is not None and not method.composes:
+    device = next((at for _, at in placement.entries if at.startswith("vgpu")), None)
+    if device is not None and not method.composes:
         raise LoadError(
-            f"a {method.name} checkpoint can't be loaded on {found}: its kernels run on real "
+            f"a {method.name} checkpoint can't be loaded on {device}: its kernels run on real "
             "devices alone",
             hint="duoka check runs the plan on virtual GPUs without weights",
         )
@@ -120,7 +120,7 @@ def _loaded(
     assert method is not None, "load_weights is for the others"
     _, model_class = resolve(without_quantization(checkpoint.config))
     try:
-        found: Any = model_class.from_pretrained(
+        loaded: Any = model_class.from_pretrained(
             checkpoint.path,
             dtype=dtype,
             device_map=dict(placement.entries),
@@ -132,9 +132,9 @@ def _loaded(
             f"transformers can't load this {method.name} checkpoint: {str(error)[:300]}",
             hint=_ELSEWHERE,
         ) from error
-    model: PreTrainedModel = found[0]
+    model: PreTrainedModel = loaded[0]
     _unhook(model)
-    _refuse_differences(method, found[1], model, planned)
+    _refuse_differences(method, loaded[1], model, planned)
     _refuse_elsewhere(model, placement)
     model.eval()
     return model
@@ -168,8 +168,8 @@ def _unpacked(loaded: nn.Module, planned: nn.Module) -> Iterator[str]:
     there = dict(loaded.named_parameters())
     for name, parameter in planned.named_parameters():
         if is_composed(parameter) and name in there:
-            found = there[name]
-            if not is_composed(found) and found.nbytes >= parameter.numel() * parameter.itemsize:
+            tensor = there[name]
+            if not is_composed(tensor) and tensor.nbytes >= parameter.numel() * parameter.itemsize:
                 yield name
 
 

@@ -80,11 +80,11 @@ def stretches(sources: Iterable[Source], most_bytes: int) -> list[Stretch]:
     Small neighbours share one, large tensors take several; each part is a box whose elements lie
     side by side.
     """
-    found: list[Stretch] = []
+    result: list[Stretch] = []
     ordered = sorted(sources, key=lambda source: (source.file, source.offset or 0))
     for source in ordered:
         for box, offset, size in _boxes(source, most_bytes):
-            last = found[-1] if found else None
+            last = result[-1] if result else None
             begun = last is not None and last.file == source.file
             if (
                 last is not None
@@ -95,10 +95,10 @@ def stretches(sources: Iterable[Source], most_bytes: int) -> list[Stretch]:
             ):
                 part = Part(source, box, last.num_bytes)
                 grown = (*last.parts, part)
-                found[-1] = Stretch(last.file, last.offset, last.num_bytes + size, grown)
+                result[-1] = Stretch(last.file, last.offset, last.num_bytes + size, grown)
             else:
-                found.append(Stretch(source.file, offset, size, (Part(source, box, 0),)))
-    return found
+                result.append(Stretch(source.file, offset, size, (Part(source, box, 0),)))
+    return result
 
 
 def _boxes(source: Source, most_bytes: int) -> Iterator[tuple[Box, int, int]]:
@@ -137,12 +137,12 @@ def read_ahead(order: Sequence[Stretch], *, pinned: bool) -> Iterator[Iterator[F
             (torch.empty(size, dtype=torch.uint8, pin_memory=pinned), None)
             for _ in range(num_buffers)
         )
-        yield _given(order, files, pool, free)
+        yield _stretch_data(order, files, pool, free)
         for stretch in {stretch.file: stretch for stretch in order}.values():
             refuse_changed(stretch.file, stretch.parts[0].source.stamp)
 
 
-def _given(
+def _stretch_data(
     order: Sequence[Stretch],
     files: dict[Path, int],
     pool: ThreadPoolExecutor,

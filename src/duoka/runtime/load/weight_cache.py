@@ -46,17 +46,17 @@ class Keeping:
     ----------
     wanted : bool
         Keep what was stacked, where it isn't kept already. What is kept is taken in any case.
-    told : callable, optional
+    notify : callable, optional
         Called with one line.
     """
 
     wanted: bool = False
-    told: Callable[[str], None] | None = None
+    notify: Callable[[str], None] | None = None
 
     def tell(self, text: str) -> None:
         """Say something to whoever listens."""
-        if self.told is not None:
-            self.told(text)
+        if self.notify is not None:
+            self.notify(text)
 
 
 class Kept:
@@ -90,7 +90,7 @@ class Kept:
         """Whether there is anything to keep."""
         return bool(self._form)
 
-    def found(self) -> dict[str, Source] | None:
+    def sources(self) -> dict[str, Source] | None:
         """What is kept, by the model's names; None where nothing is, or something else."""
         try:
             sources = {source.name: source for source in self._stored()}
@@ -169,11 +169,11 @@ class Kept:
 
 
 def taken(
-    recipe: Recipe, sources: Mapping[str, Source], kept: Mapping[str, Source]
+    recipe: Recipe, sources: Mapping[str, Source], cached: Mapping[str, Source]
 ) -> tuple[Recipe, dict[str, Source]]:
     """The recipe and its sources with what is kept in the place of what it was stacked from."""
-    pieces = [piece for piece in recipe.pieces if piece.target not in kept]
-    for name, source in kept.items():
+    pieces = [piece for piece in recipe.pieces if piece.target not in cached]
+    for name, source in cached.items():
         whole = tuple((0, extent) for extent in source.shape)
         pieces.append(
             Piece(
@@ -186,7 +186,7 @@ def taken(
             )
         )
     renamed = {
-        _PREFIX + name: replace(source, name=_PREFIX + name) for name, source in kept.items()
+        _PREFIX + name: replace(source, name=_PREFIX + name) for name, source in cached.items()
     }
     return replace(recipe, pieces=tuple(pieces)), {**sources, **renamed}
 

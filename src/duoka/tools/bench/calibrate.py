@@ -30,7 +30,7 @@ from duoka.runtime.devices import can_pin
 from duoka.runtime.dispatch.place import place
 from duoka.runtime.steps import Stepper
 
-Told = Callable[[str], None]
+Progress = Callable[[str], None]
 Call = Callable[[], object]
 
 # Generation as the runtime does it, small; with the sizes of heads that fused attention is for.
@@ -70,14 +70,14 @@ class Calibrated:
     path: Path | None
 
 
-def calibrate(fleet: Fleet, *, told: Told | None = None) -> Calibrated:
+def calibrate(fleet: Fleet, *, progress: Progress | None = None) -> Calibrated:
     """Measure the GPUs of a fleet, and keep it for the plans to come.
 
     Parameters
     ----------
     fleet : Fleet
         GPUs of this machine. Virtual ones rehearse it: nothing is kept.
-    told : callable, optional
+    progress : callable, optional
         Called with what is measured next.
 
     Raises
@@ -90,9 +90,9 @@ def calibrate(fleet: Fleet, *, told: Told | None = None) -> Calibrated:
     _refuse_declared(fleet)
     driver = _driver(fleet)
     devices.materialise(fleet)
-    say = told or (lambda what: None)
+    say = progress or (lambda what: None)
     try:
-        found = Calibration(
+        result = Calibration(
             driver=driver,
             torch=calibration.torch_version(),
             gpus=tuple(_kinds(_measure(device, say) for device in fleet.devices)),
@@ -101,9 +101,9 @@ def calibrate(fleet: Fleet, *, told: Told | None = None) -> Calibrated:
     except torch.OutOfMemoryError as error:
         raise too_small(", ".join(fleet.names)) from error
     if not driver:
-        return Calibrated(calibration=found, path=None)
+        return Calibrated(calibration=result, path=None)
     try:
-        return Calibrated(calibration=found, path=calibration.keep(found))
+        return Calibrated(calibration=result, path=calibration.keep(result))
     except OSError as error:
         raise MachineError(
             f"what was measured can't be kept in {calibration.path_for(driver)}: {why(error)}",
@@ -128,17 +128,17 @@ def _driver(fleet: Fleet) -> str:
         return ""
     machine = nvml.read()
     for gpu in machine.gpus:
-        others = [process for process in gpu.processes if process.computes]
-        if gpu.uuid in uuids and others:
+        busy = [process for process in gpu.processes if process.computes]
+        if gpu.uuid in uuids and busy:
             raise FleetError(
-                f"GPU {gpu.index} computes for {others[0].name or 'another process'} "
-                f"(pid {others[0].pid}): measured beside it, it would seem slower than it is",
+                f"GPU {gpu.index} computes for {busy[0].name or 'another process'} "
+                f"(pid {busy[0].pid}): measured beside it, it would seem slower than it is",
                 hint="end what uses it, or name other GPUs",
             )
     return machine.driver_version
 
 
-def _measure(device: Device, say: Told) -> GpuFigures:
+def _measure(device: Device, say: Progress) -> GpuFigures:
     name = device.name
     say(f"{name}: memory outside the allocator")
     dtype = torch.float16 if device.has_bfloat16 is False else torch.bfloat16
@@ -184,12 +184,12 @@ def _overhead(device: Device, dtype: torch.dtype) -> int:
         wide = torch.ones((256, 256), device=name)
         (wide @ wide).sum().item()
     devices.synchronize(name)
-    held = nvml.own_bytes(device.uuid) if device.uuid else None
+    total = nvml.own_bytes(device.uuid) if device.uuid else None
     backend = torch.get_device_module(name)
-    if held is None:
+    if total is None:
         free_before = device.budget_bytes + device.reserve_bytes
-        held = free_before - int(backend.mem_get_info(name)[0])
-    return max(held - int(backend.memory_reserved(name)), 0)
+        total = free_before - int(backend.mem_get_info(name)[0])
+    return max(total - int(backend.memory_reserved(name)), 0)
 
 
 def _kinds(measured: Iterator[GpuFigures]) -> Iterator[GpuFigures]:
@@ -199,7 +199,9 @@ def _kinds(measured: Iterator[GpuFigures]) -> Iterator[GpuFigures]:
         kinds.setdefault((figures.product, figures.memory_bytes), []).append(figures)
     for alike in kinds.values():
         worst: dict[str, Any] = {
-            field.name: _worst(field.name, [getattr(each, field.name) for each in alike])
+            field.name: _worst(
+                field.name, [getattr(figures_of, field.name) for figures_of in alike]
+            )
             for field in fields(GpuFigures)
             if field.name != "product"
         }
@@ -213,7 +215,7 @@ def _worst(name: str, values: list[float | None]) -> float | None:
     return max(known) if name in _COSTS else min(known)
 
 
-def _links(fleet: Fleet, say: Told) -> Iterator[LinkFigures]:
+def _links(fleet: Fleet, say: Progress) -> Iterator[LinkFigures]:
     for source, target in itertools.permutations(fleet.devices, 2):
         say(f"{source.name} → {target.name}")
         rate, latency = crossing_rate(source.name, target.name)
@@ -271,12 +273,12 @@ def to_host(name: str, *, pinned: bool) -> float | None:
 
 def crossing_rate(source: str, target: str) -> tuple[float, float]:
     """Bytes per second from one device to another, and what each tensor takes besides."""
-    small = [_bytes(_SMALL_BYTES, each) for each in (source, target)]
+    small = [_bytes(_SMALL_BYTES, name) for name in (source, target)]
     latency = median_seconds(lambda: small[1].copy_(small[0], non_blocking=True), source, target)
 
     def make(size: int) -> tuple[Call, float]:
-        here, there = _bytes(size, source), _bytes(size, target)
-        return (lambda: there.copy_(here, non_blocking=True)), size
+        sender, receiver = _bytes(size, source), _bytes(size, target)
+        return (lambda: receiver.copy_(sender, non_blocking=True)), size
 
     rate = best_rate(make, _doubled(_MIB, _LARGEST_COPY_BYTES), source, target)
     return rate, latency
@@ -321,7 +323,7 @@ def best_rate(
     make: Callable[[int], tuple[Call, float]], sizes: Iterable[int], *names: str
 ) -> float:
     """Work per second at the first size whose call is long enough, or the largest that fits."""
-    found: tuple[Call, float] | None = None
+    best: tuple[Call, float] | None = None
     for size in sizes:
         try:
             call, work = make(size)
@@ -329,12 +331,12 @@ def best_rate(
             seconds = _round(call, 1, names)
         except torch.OutOfMemoryError:
             break
-        found = call, work
+        best = call, work
         if seconds >= _LONG_ENOUGH_SECONDS:
             break
-    if found is None:
+    if best is None:
         raise too_small(names[0])
-    call, work = found
+    call, work = best
     return work / median_seconds(call, *names)
 
 

@@ -39,7 +39,7 @@ _FEWEST_TOKENS = 16
 _STEP_TOKENS = 32  # of a window, where a cache is measured
 _ROWS = 64  # logits in float32 at a time
 
-Told = Callable[[str], None]
+Progress = Callable[[str], None]
 """Called with what is being done."""
 
 
@@ -134,7 +134,7 @@ def measure_quality(
     *,
     forms: Sequence[Quantization] = ("int8", "int4"),
     windows: Windows | None = None,
-    told: Told = lambda text: None,
+    progress: Progress = lambda text: None,
 ) -> Quality:
     """Measure a model's perplexity on a text, unquantized and in other forms.
 
@@ -150,7 +150,7 @@ def measure_quality(
     forms : sequence of {"int8", "int4", "nf4"}
     windows : Windows, optional
         How the text is read; by default as `windows_for` says.
-    told : callable
+    progress : callable
 
     Raises
     ------
@@ -170,7 +170,9 @@ def measure_quality(
     scores = []
     cache = question.workload.cache
     first: list[tuple[Quantization, Cache]] = [("none", "dynamic")]
-    for form, kind in dict.fromkeys([*first, ("none", cache), *((each, cache) for each in forms)]):
+    for form, kind in dict.fromkeys(
+        [*first, ("none", cache), *((later, cache) for later in forms)]
+    ):
         work = replace(
             question.workload,
             batch=1,
@@ -180,16 +182,18 @@ def measure_quality(
             quantize=form,
             cache=kind,
         )
-        told(f"{_called(form)}: planning and loading")
+        progress(f"{_called(form)}: planning and loading")
         plan = plan_checkpoint(checkpoint, replace(question, workload=work))
         model = load(plan, trust_remote_code=checkpoint.trust_remote_code)
-        told(f"{_called(form)}: reading the text")
+        progress(f"{_called(form)}: reading the text")
         perplexity = _perplexity(model, prefix, ids, windows, kind)
         del model
         gc.collect()
         name = plan.workload.dtype if form == "none" else form
-        held = sum(device.weight_bytes for device in plan.forecast.devices)
-        scores.append(Score(weights=name, weight_bytes=held, perplexity=perplexity, cache=kind))
+        weight_bytes = sum(device.weight_bytes for device in plan.forecast.devices)
+        scores.append(
+            Score(weights=name, weight_bytes=weight_bytes, perplexity=perplexity, cache=kind)
+        )
     return Quality(
         model=checkpoint.name,
         file=str(file),

@@ -21,7 +21,7 @@ from duoka.models.text.tokenizer import load_tokenizer
 from .training import Lessons, Pair, Report, load_pairs, train, write_dialogue
 
 _SEED = 20
-_SHARD_SIZE = "20MB"
+_SHARD_SIZE = "2MB"
 _CODE = "chatglm.ChatGLMForConditionalGeneration"
 CONFIG: dict[str, Any] = {
     "_name_or_path": "duoka/chatglm3-demo",
@@ -41,18 +41,18 @@ CONFIG: dict[str, Any] = {
     "attention_dropout": 0.0,
     "attention_softmax_in_fp32": True,
     "bias_dropout_fusion": True,
-    "ffn_hidden_size": 1536,
+    "ffn_hidden_size": 512,
     "fp32_residual_connection": False,
     "hidden_dropout": 0.0,
-    "hidden_size": 512,
-    "kv_channels": 64,
+    "hidden_size": 192,
+    "kv_channels": 48,
     "layernorm_epsilon": 1e-05,
     "multi_query_attention": True,
     "multi_query_group_num": 2,
-    "num_attention_heads": 8,
-    "num_layers": 4,
+    "num_attention_heads": 4,
+    "num_layers": 3,
     "original_rope": True,
-    "padded_vocab_size": 1536,
+    "padded_vocab_size": 1360,
     "post_layer_norm": True,
     "rmsnorm": True,
     "seq_length": 1024,
@@ -133,7 +133,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-NUM_PIECES = 1500
+NUM_PIECES = 1340
 
 
 def train_vocabulary(texts: Iterable[str]) -> bytes:

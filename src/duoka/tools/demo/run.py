@@ -17,12 +17,15 @@ from duoka.errors import DuokaError, InfeasibleError
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.plan import Plan
+from duoka.planner.planner import solve
+from duoka.planner.request import PlanProblem
 from duoka.runtime import Generator, devices
+from duoka.tracing.get_profile import profile_checkpoint
 
 from .checkpoint import make_checkpoint
 from .training import load_pairs
 
-FLEET = "virtual:2x50MiB"
+FLEET = "virtual:2x6MiB"
 WORKLOAD = Workload(prompt_tokens=96, new_tokens=48, prefill_chunk_tokens=None)
 
 Tell = Callable[[str], None]
@@ -111,8 +114,8 @@ def run_demo(directory: Path, *, tell: Tell = lambda text: None) -> Demo:
     )
     clock.lap("train")
     tell("planning")
-    one_gpu = _refusal(directory)
     plan = make_plan(directory, FLEET, WORKLOAD)
+    one_gpu = _refusal(plan, directory)
     clock.lap("plan")
     tell("proving the plan, and loading")
     devices.materialise(plan.fleet)
@@ -135,11 +138,12 @@ def run_demo(directory: Path, *, tell: Tell = lambda text: None) -> Demo:
     )
 
 
-def _refusal(directory: Path) -> str:
-    """Plan for one of the two GPUs, which must fail."""
-    single = Fleet(devices=Fleet.parse(FLEET).devices[:1])
+def _refusal(plan: Plan, directory: Path) -> str:
+    """Plan for one of the two GPUs, which must fail; what would fit instead isn't looked for."""
+    profile = profile_checkpoint(Checkpoint.open(directory), WORKLOAD)
+    single = Fleet(devices=plan.fleet.devices[:1])
     try:
-        make_plan(directory, single, WORKLOAD)
+        solve(profile, PlanProblem(fleet=single, workload=plan.workload))
     except InfeasibleError as error:
         return str(error)
     raise DuokaError("the demo's model fits one of its GPUs, so it shows nothing")

@@ -22,9 +22,10 @@ from duoka.models.text.prompts import ChatFormat
 
 _SEED = 20
 _BATCH = 8
-_PEAK_RATE = 1e-3
+_PEAK_RATE = 8e-3
+_PEAK_MATRIX_RATE = 0.05
 _WARMUP_STEPS = 10
-_DECAY_STEPS = 100
+_DECAY_STEPS = 70
 _LOWEST_RATE = 0.1  # of the peak
 _CHECK_EVERY = 10
 _MAX_STEPS = 500
@@ -54,12 +55,12 @@ def write_dialogue(
     said: list[Message] = []
     for pair in pairs:
         said.append(Message(role="user", content=pair.question))
-        asked = chat.prompt(said)[len(ids) :]
+        question = chat.prompt(said)[len(ids) :]
         # An answer ends where the user speaks again: in a role token, which is asked[0] there.
-        targets += [asked[0] if ids else _IGNORED] + [_IGNORED] * (len(asked) - 1)
+        targets += [question[0] if ids else _IGNORED] + [_IGNORED] * (len(question) - 1)
         # As in the published model: an empty line of metadata, then the content.
         answer = [*_encode(tokenizer, "\n"), *_encode(tokenizer, pair.answer)]
-        ids += [*asked, *answer]
+        ids += [*question, *answer]
         targets += answer
         said.append(Message(role="assistant", content=pair.answer))
     end = chat.prompt([*said, Message(role="user", content="")])[len(ids)]
@@ -103,18 +104,18 @@ class Lessons:
 
 def train(model: nn.Module, lessons: Lessons, report: Report) -> int:
     """Train until every answer is known."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=_PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
-    )
+    optimizers = _optimizers(model)
     for step, dialogues in enumerate(lessons.batches(), start=1):
-        for group in optimizer.param_groups:
-            group["lr"] = _PEAK_RATE * _schedule(step)
+        for optimizer, peak in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = peak * _schedule(step)
         ids, targets = pad(dialogues)
         loss: Tensor = model(input_ids=ids, labels=targets).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer, _ in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         report(step, loss.item())
         if step >= _DECAY_STEPS // 2 and step % _CHECK_EVERY == 0:
             margins = [margin for some in _cut(lessons.alone) for margin in measure(model, some)]
@@ -122,6 +123,22 @@ def train(model: nn.Module, lessons: Lessons, report: Report) -> int:
                 return step
             lessons.repeat(margins)
     raise AssertionError("the batches never end")
+
+
+def _optimizers(model: nn.Module) -> list[tuple[torch.optim.Optimizer, float]]:
+    """Optimizers and their peak rates: Muon for the layers' matrices, AdamW for all the rest.
+
+    Muon makes every direction of a matrix's step as long as any other (Jordan, 2024): facts are
+    learnt by heart in a third of the steps that AdamW alone takes.
+    """
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        (matrices if parameter.ndim == 2 and ".layers." in name else rest).append(parameter)
+    return [
+        (torch.optim.Muon(matrices, weight_decay=0.0), _PEAK_MATRIX_RATE),
+        (torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0, fused=True), _PEAK_RATE),
+    ]
 
 
 @torch.no_grad()
