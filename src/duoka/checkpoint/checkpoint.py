@@ -41,14 +41,7 @@ _TOKENIZER = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeFile:
-    """One file of the model code that comes with a checkpoint.
-
-    Parameters
-    ----------
-    name, sha256 : str
-    content : bytes
-        What was hashed, and what will run.
-    """
+    """One file of the model code that comes with a checkpoint: what is hashed, and what runs."""
 
     name: str
     sha256: str

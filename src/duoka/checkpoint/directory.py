@@ -83,14 +83,8 @@ class Folder(Protocol):
 class LocalFolder:
     """A directory on this machine.
 
-    Parameters
-    ----------
-    path : Path
-
-    Raises
-    ------
-    CheckpointError
-        If a file in it is a link that leads elsewhere, no regular file, or being written.
+    CheckpointError is raised for a file in it that is a link that leads elsewhere, no regular file,
+    or being written.
     """
 
     def __init__(self, path: Path) -> None:

@@ -62,20 +62,10 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,200}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """One tensor of a checkpoint.
+    """One tensor of a checkpoint, under the checkpoint's own key.
 
-    Parameters
-    ----------
-    name : str
-        The checkpoint's own key.
-    dtype : str or None
-        torch's name of the type, like "bfloat16". None when only the name is known.
-    shape : tuple of int or None
-    nbytes : int or None
-    file : Path or None
-        Where it lies, or will lie once it was downloaded; None when there is no file.
-    offset : int or None
-        Its first byte in that file; None where that isn't known.
+    `dtype` is torch's name of the type, like "bfloat16". None stands for what isn't known; `file`
+    is where it lies, or will lie once it was downloaded, `offset` its first byte there.
     """
 
     name: str
@@ -88,14 +78,9 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """Which file of a sharded checkpoint holds which tensor.
+    """Which file of a sharded checkpoint, by its plain name, holds which tensor.
 
-    Parameters
-    ----------
-    files : dict of str to str
-        Tensor → plain name of a file beside the index.
-    total_bytes : int or None
-        Of all tensors, as the index says; it isn't always right.
+    `total_bytes` is of all tensors, as the index says; it isn't always right.
     """
 
     files: dict[str, str]

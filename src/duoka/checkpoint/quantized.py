@@ -27,21 +27,11 @@ _CACHE = re.compile(r"\.(?:[kqv]|prob_output|(?:key|value)_cache)_(?:scale|zero_
 class Method:
     """How checkpoints of one format name what makes up a weight, and who runs them.
 
-    Parameters
-    ----------
-    name : str
-        As people call it.
-    suffixes : tuple of str
-        What takes the place of "weight" at the end of a weight's name, or follows it.
-    wholes : tuple of tuple of str
-        What a weight can't be without: all of one of these.
-    package : str or None
-        What transformers needs to run it, as pip names it; None if transformers alone does.
-    keeps : bool
-        Whether transformers keeps the weights as they are stored, while it runs them.
-    composes : bool
-        Whether its weights are made of plain tensors and run where PyTorch does; the others bring
-        kernels for real devices.
+    `suffixes` take the place of "weight" at the end of a weight's name, or follow it; a weight
+    can't be without all of one of the `wholes`. `package` is what transformers needs to run it, as
+    pip names it; None if transformers alone does, and `keeps` says whether it keeps the weights as
+    they are stored then. If it `composes`, its weights are made of plain tensors and run where
+    PyTorch does; the others bring kernels for real devices.
     """
 
     name: str
@@ -110,13 +100,8 @@ _WIDE = ("float16", "bfloat16", "float32", "float64")
 class Stored:
     """A quantized checkpoint's tensors, sorted by the weights that they make up.
 
-    Parameters
-    ----------
-    method : Method
-    weights : dict of str to tuple of TensorInfo
-        For each quantized weight, under the name that it would have unquantized, what is stored.
-    plain : tuple of str
-        The names of tensors that aren't quantized.
+    `weights` has for each quantized weight, under the name that it would have unquantized, what is
+    stored; `plain` names the tensors that aren't quantized.
     """
 
     method: Method

@@ -32,26 +32,13 @@ _MARGIN_SHARE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFigures:
-    """What was measured on GPUs of one kind; None where it couldn't be.
+    """What was measured on GPUs of one kind, as NVML calls it; None where it couldn't be.
 
-    Parameters
-    ----------
-    product : str
-        What NVML calls it.
-    memory_bytes : int
-        All that it has; two kinds may share a name.
-    overhead_bytes : int
-        What a process holds there outside torch's allocator, after it has generated.
-    memory_bytes_per_second : float
-        Of its memory, in the product of a matrix with a single row: what decoding mostly does.
-    flops_per_second, float32_flops_per_second : float
-        Of square matrices in 16 and 32 bit.
-    launch_seconds : float
-        Of one small operation among many.
-    from_pinned_bytes_per_second, to_pinned_bytes_per_second : float, optional
-        From and to the host's memory, pinned.
-    from_pageable_bytes_per_second, to_pageable_bytes_per_second : float
-        The same, as any program has it.
+    `memory_bytes` is all that it has: two kinds may share a name. `overhead_bytes` is what a
+    process holds there outside torch's allocator, after it has generated. The memory's speed is
+    that of the product of a matrix with a single row, as decoding mostly does; FLOPs are of square
+    matrices in 16 and 32 bit, `launch_seconds` of one small operation among many. The rest is from
+    and to the host's memory, pinned and as any program has it.
     """
 
     product: str

@@ -78,15 +78,8 @@ _LOST = {pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED}
 class Process:
     """A process of somebody else that has memory of a GPU.
 
-    Parameters
-    ----------
-    pid : int
-        As the driver counts; inside a container that may be the host's number.
-    name : str
-        Empty when it isn't told.
-    used_bytes : int, optional
-    computes : bool
-        Whether it uses CUDA; otherwise it draws.
+    `pid` is as the driver counts: inside a container that may be the host's number. `computes`:
+    whether it uses CUDA; otherwise it draws.
     """
 
     pid: int
@@ -109,14 +102,8 @@ class Instance:
 class Peer:
     """What a GPU's active NVLinks lead to: another GPU, or a switch.
 
-    Parameters
-    ----------
-    kind : {"gpu", "switch"}
-    pci_address : str
-        Of the other end; empty when it isn't told.
-    num_links : int
-    bytes_per_second : float, optional
-        Of all these links together, in one direction.
+    `pci_address` is the other end's, empty when it isn't told; `bytes_per_second` is of all these
+    links together, in one direction.
     """
 
     kind: Literal["gpu", "switch"]
@@ -129,27 +116,11 @@ class Peer:
 class Gpu:
     """One GPU. None stands for what the card or the driver doesn't tell.
 
-    Parameters
-    ----------
-    index : int
-        The number that `nvidia-smi` shows.
-    name, uuid, pci_address : str
-    total_bytes, free_bytes : int, optional
-        What isn't free is used or reserved by the driver.
-    used_bytes : int, optional
-        By processes, this one among them; without what the driver reserves.
-    processes : tuple of Process
-        The others that NVML knows of.
-    compute_mode : {"shared", "exclusive", "prohibited"}, optional
-        How many processes may compute on it at a time: any number, one or none.
-    is_mig : bool
-        Whether it is divided: then only its `instances` can compute.
-    peers : tuple of Peer
-    pcie_generation, pcie_lanes : int, optional
-        At this moment; an idle card lowers the generation.
-    max_pcie_generation, max_pcie_lanes : int, optional
-        Of the card in this machine.
-    compute_capability : tuple of int, optional
+    `index` is the number that `nvidia-smi` shows. What isn't free is used or reserved by the
+    driver; `used_bytes` is by processes, this one among them; `processes` are the others that NVML
+    knows of. `compute_mode` is how many processes may compute on it at a time: any number, one or
+    none. If it `is_mig`, only its `instances` can compute. An idle card lowers `pcie_generation`;
+    the `max_` values are the card's in this machine.
     """
 
     index: int

@@ -23,21 +23,11 @@ class IndescribableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of a named tensor and where it lies.
+    """A box of a named tensor of a whole `shape`, and where it lies.
 
-    Parameters
-    ----------
-    source : str
-        Name of the tensor.
-    shape : tuple of int
-        Its whole shape.
-    origin : Box
-        What is taken of it.
-    at : Box
-        Where that lies in the sketch.
-    axes : tuple of int or None
-        For each dimension of the sketch the source's dimension along it; None for one of extent 1
-        that the source doesn't have. Dimensions of the source that are absent have extent 1.
+    `origin` is what is taken of the tensor, `at` where that lies in the sketch. `axes` has for each
+    dimension of the sketch the source's dimension along it; None for one of extent 1 that the
+    source doesn't have. Dimensions of the source that are absent have extent 1.
     """
 
     source: str

@@ -37,17 +37,8 @@ Shape = Sequence[int]
 class Piece:
     """A box of one checkpoint tensor, and the box of one parameter or buffer that it fills.
 
-    Parameters
-    ----------
-    target, source : str
-        Names in the model and in the checkpoint.
-    source_shape : tuple of int
-        Of the whole checkpoint tensor.
-    source_box, target_box : Box
-        A half-open range for each dimension.
-    axes : tuple of int or None
-        For each dimension of the target the source's dimension along it; None where the source
-        has none, as along a stack of experts.
+    Boxes have a half-open range for each dimension. `axes` has for each dimension of the target the
+    source's dimension along it; None where the source has none, as along a stack of experts.
     """
 
     target: str
@@ -88,12 +79,7 @@ class Piece:
 class Custom:
     """A conversion that moves single elements about, so that boxes can't describe it.
 
-    Parameters
-    ----------
-    targets, sources : tuple of str
-        Names in the model and in the checkpoint.
-    convert : callable
-        From all `sources`, whole, by name, to all `targets` by name.
+    `convert` makes all `targets` by name from all `sources`, whole, by name.
     """
 
     targets: tuple[str, ...]
@@ -105,26 +91,13 @@ class Custom:
 class Recipe:
     """Where every parameter and persistent buffer of a model comes from.
 
-    Parameters
-    ----------
-    pieces : tuple of Piece
-        In the order of the model's parameters. Tied parameters are named once, as by
-        ``named_parameters``.
-    customs : tuple of Custom
-        What no piece can describe.
-    duplicates : tuple of Piece
-        Second copies of tied parameters in the checkpoint: not to be loaded, perhaps compared.
-    derived : tuple of str
-        Parameters that checkpoints of this architecture leave out and its code computes; see
-        `initialize_derived`.
-    missing : tuple of str
-        Parameters and persistent buffers that nothing in the checkpoint fills.
-    unexpected : tuple of str
-        Checkpoint tensors that have no place in the model.
-    ignored : tuple of str
-        Checkpoint tensors that the model computes for itself.
-    mismatched : tuple of (str, tuple of int, tuple of int)
-        Target, its shape from the checkpoint, and its shape in the model.
+    `pieces` are in the order of the model's parameters, tied ones named once as by
+    ``named_parameters``; `customs` are what no piece can describe. `duplicates` are second copies
+    of tied parameters: not to be loaded, perhaps compared. `derived` are parameters that
+    checkpoints of this architecture leave out and its code computes (`initialize_derived`),
+    `ignored` are checkpoint tensors that the model computes for itself. Nothing fills what is
+    `missing`; what is `unexpected` has no place in the model. `mismatched`: target, its shape from
+    the checkpoint, and in the model.
     """
 
     pieces: tuple[Piece, ...] = ()

@@ -22,14 +22,9 @@ _NO_CUDA = 'without a GPU, try virtual ones: --gpus "virtual:2x24GiB"'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What one device's allocator says, in bytes.
+    """What one device's allocator says: in use by tensors, taken from the device, and their peaks.
 
-    Parameters
-    ----------
-    allocated_bytes, reserved_bytes : int
-        In use by tensors, and taken from the device, now.
-    peak_allocated_bytes, peak_reserved_bytes : int
-        The most since the start, or since `reset_peaks`.
+    Peaks are since the start, or since `reset_peaks`.
     """
 
     allocated_bytes: int

@@ -84,17 +84,9 @@ def prompts_for(model: PreTrainedModel, conditions: Conditions) -> ImagePrompts 
 class ImagePrompts:
     """Prompts with certain images, of any batch and length; see `image_inputs`.
 
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        On the CPU or on meta, not yet spread; it is left as it was. Afterwards it may go anywhere.
-    sizes : sequence of (int, int)
-        Width and height in pixels of each image of a prompt.
-
-    Attributes
-    ----------
-    least_tokens : int
-        The length of the shortest prompt that holds the images.
+    The model is on the CPU or on meta, not yet spread, and is left as it was; afterwards it may go
+    anywhere. `sizes` are width and height in pixels of each image of a prompt; `least_tokens` is
+    the length of the shortest prompt that holds the images.
     """
 
     def __init__(self, model: PreTrainedModel, sizes: Sequence[Size]) -> None:

@@ -18,12 +18,7 @@ _INCOMPLETE = "\ufffd"
 
 
 class Detokenizer:
-    """Text from token ids that come one by one; a character only when all of its bytes are there.
-
-    Parameters
-    ----------
-    tokenizer : transformers.PreTrainedTokenizerBase
-    """
+    """Text from token ids that come one by one; a character only with all of its bytes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer

@@ -19,16 +19,9 @@ _aten = torch.ops.aten
 class Inputs:
     """What one call of fused attention computes with.
 
-    Attributes
-    ----------
-    query, key, value : torch.Tensor
-        ``[batch, heads, tokens, head_dim]``; fewer key than query heads are shared by groups.
-    bias : torch.Tensor, optional
-        Added to the scores, ``[batch, heads, query tokens, key tokens]``.
-    dropout, is_causal, scale
-        As in `torch.nn.functional.scaled_dot_product_attention`.
-    seed : torch.Tensor
-        Which attention weights dropout drops: backward must drop the same.
+    `query`, `key`, `value`: ``[batch, heads, tokens, head_dim]``; fewer key than query heads are
+    shared by groups. `bias` is added to the scores, ``[batch, heads, query tokens, key tokens]``.
+    `seed` says which attention weights dropout drops: backward must drop the same.
     """
 
     query: torch.Tensor

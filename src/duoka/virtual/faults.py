@@ -17,15 +17,8 @@ from .tensor import VirtualTensor
 class MixedDevicesError(RuntimeError):
     """An operation on tensors of several devices, where CUDA refuses.
 
-    Attributes
-    ----------
-    func : torch._ops.OpOverload
-    tensors : list of torch.Tensor
-        Those of the call that must be on one device.
-    written : torch.Tensor, optional
-        The one that the operation writes into.
-    for_cpu : torch.Tensor, optional
-        The one that the operation takes from the CPU alone.
+    `tensors` are those of the call that must be on one device, `written` the one that it writes
+    into, `for_cpu` the one that it takes from the CPU alone.
     """
 
     for_cpu: torch.Tensor | None = None

@@ -71,25 +71,11 @@ thread = _ThreadState()
 
 
 class Gpu:
-    """One virtual GPU.
+    """One virtual GPU of a world.
 
-    Attributes
-    ----------
-    index : int
-        Its place in its world.
-    allocator : CachingAllocator
-        Its memory.
-    data : str
-        What holds the numbers: "cpu", "meta" (nothing does) or "cuda:N".
-    device : torch.device
-        Its name in torch.
-    world : World
-        The world that it is part of.
-    refuses : bool
-        Raise an error for what doesn't fit. Otherwise `overflowed` is set, and from then on
-        nothing limits the GPU.
-    overflowed : bool
-        It was asked for more than its capacity, and gave it.
+    `data` says what holds the numbers: "cpu", "meta" (nothing does) or "cuda:N". If it `refuses`,
+    what doesn't fit is an error. Otherwise `overflowed` is set, and from then on nothing limits the
+    GPU.
     """
 
     __slots__ = (
@@ -267,15 +253,7 @@ An operator whose result shares memory with an argument, whatever its schema say
 
 
 class World:
-    """A few virtual GPUs that know each other.
-
-    Parameters
-    ----------
-    capacities_bytes : sequence of int or None
-        What each GPU may reserve; None for no limit.
-    data : str
-        What holds the numbers.
-    """
+    """A few virtual GPUs that know each other; a capacity of None is no limit."""
 
     def __init__(self, capacities_bytes: Sequence[int | None], data: str) -> None:
         self.gpus = [

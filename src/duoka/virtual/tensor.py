@@ -35,14 +35,9 @@ def install_operators(run: Runner) -> None:
 class VirtualTensor(torch.Tensor):
     """A tensor on a virtual GPU.
 
-    Made by operations and factories (``torch.empty(2, device="vgpu:0")``), never called.
-
-    Attributes
-    ----------
-    backing : torch.Tensor
-        The numbers (CPU or CUDA), or only the geometry (meta).
-    block : Block
-        The storage, shared with the tensor's views.
+    Made by operations and factories (``torch.empty(2, device="vgpu:0")``), never called. `backing`
+    has the numbers (CPU or CUDA), or only the geometry (meta); `block` is the storage, shared with
+    views.
     """
 
     backing: torch.Tensor

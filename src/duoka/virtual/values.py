@@ -68,13 +68,7 @@ _INDEXING = _MASKED_WRITES | {"index", "_unsafe_index"}
 
 
 class UnknownValueError(VirtualDeviceError):
-    """Code read a value that nobody knows, because the GPU holds meta data.
-
-    Attributes
-    ----------
-    file, line
-        Where the code stands that read it.
-    """
+    """Code read a value that nobody knows, because the GPU holds meta data."""
 
     def __init__(self, message: str, *, file: str, line: int) -> None:
         super().__init__(

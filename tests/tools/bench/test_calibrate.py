@@ -91,7 +91,7 @@ def test_kept_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch, cache: Path) 
     driver = recording.data["nvmlSystemGetDriverVersion"]
     fleet = Fleet.detect("0,1")
     monkeypatch.setattr(calibrating.devices, "materialise", lambda fleet: None)
-    monkeypatch.setattr(calibrating.measuring, "crossing", lambda source, target: (5e9, 1e-5))
+    monkeypatch.setattr(calibrating, "crossing_rate", lambda source, target: (5e9, 1e-5))
 
     def interrupted(device: Device, say: object) -> GpuFigures:
         if device.name == "cuda:1":

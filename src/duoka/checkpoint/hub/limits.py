@@ -29,14 +29,7 @@ _limit: ContextVar[int | None] = ContextVar("_limit", default=None)
 
 
 class Busy(Exception):
-    """An answer that may be another one next time.
-
-    Parameters
-    ----------
-    status : int
-    wait_seconds : float, optional
-        How long the server asks to wait.
-    """
+    """An answer that may be another one next time; `wait_seconds` is what the server asks for."""
 
     def __init__(self, status: int, wait_seconds: float | None) -> None:
         super().__init__(status)

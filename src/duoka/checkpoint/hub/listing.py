@@ -32,13 +32,8 @@ _SHA1 = re.compile(r"[0-9a-f]{40}")
 class RemoteFile:
     """A file of a repository.
 
-    Parameters
-    ----------
-    name : str
-    num_bytes : int
-    etag : str
-        What the Hub, and its cache, call the content: its sha256 for files in large-file storage,
-        git's name of it for all others.
+    `etag` is what the Hub, and its cache, call the content: its sha256 for files in large-file
+    storage, git's name of it for all others.
     """
 
     name: str

@@ -17,15 +17,7 @@ MAIN = "main"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubName:
-    """A repository on the Hub, and one of its revisions.
-
-    Parameters
-    ----------
-    repo : str
-        As "org/name".
-    revision : str
-        A branch, a tag or a commit.
-    """
+    """A repository on the Hub, as "org/name", and one of its revisions: a branch, tag or commit."""
 
     repo: str
     revision: str = MAIN
@@ -36,14 +28,7 @@ class HubName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What is asked for, as messages say it.
-
-    Parameters
-    ----------
-    name : HubName
-    file : str
-        In the repository; empty for the repository itself.
-    """
+    """What is asked for, as messages say it; without a file, the repository itself."""
 
     name: HubName
     file: str = ""

@@ -81,13 +81,7 @@ def _etag(path: Path) -> str:
 
 
 class Snapshot:
-    """A repository of the Hub at one commit.
-
-    Parameters
-    ----------
-    repo : str
-    listing : Listing
-    """
+    """A repository of the Hub at one commit."""
 
     def __init__(self, repo: str, listing: Listing) -> None:
         self._name = HubName(repo=repo, revision=listing.commit)

@@ -20,16 +20,9 @@ _COPIES = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
 
 
 class Composed(Tensor):
-    """A weight of several plain tensors.
+    """A weight of several plain tensors, all on one device, by names that are identifiers.
 
-    Parameters
-    ----------
-    tensors : mapping of str to Tensor
-        What it consists of, by names that are identifiers; all on one device.
-    shape : torch.Size
-        Of the weight.
-    dtype : torch.dtype
-        What it stands for.
+    Shape and dtype are those that it stands for.
     """
 
     tensors: dict[str, Tensor]

@@ -22,15 +22,7 @@ Tool = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A model's wish to have a function called.
-
-    Parameters
-    ----------
-    name : str
-        Of the function.
-    arguments : mapping
-        By name; nothing but what JSON knows, and Python's other literals.
-    """
+    """A model's wish to have a function called; arguments hold only what JSON and literals know."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -38,18 +30,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message.
+    """One message; an observation is what a tool returned.
 
-    Parameters
-    ----------
-    role : {"system", "user", "assistant", "observation"}
-        Who says it; an observation is what a tool returned.
-    content : str
-        What is said.
-    metadata : str
-        What the ChatGLM family writes beside the role: the name of the tool that is called.
-    tool_call : ToolCall, optional
-        Of an assistant's message that calls a tool.
+    `metadata` is what the ChatGLM family writes beside the role: the name of the tool that is
+    called.
     """
 
     role: Role

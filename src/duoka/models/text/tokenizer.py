@@ -284,16 +284,9 @@ class PieceKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentencePieceModel:
-    """Pieces in the order of their ids, and what is done to a text before.
+    """Pieces (text, score, kind) in the order of their ids, and what is done to a text before.
 
-    Parameters
-    ----------
-    pieces : tuple of (str, float, PieceKind)
-        Text, score and kind.
-    charsmap : bytes
-        Compiled normalization rules; empty for none.
-    add_dummy_prefix, remove_extra_whitespaces : bool
-        Whether a text gets a leading space, and whether its spaces are reduced.
+    `charsmap` has compiled normalization rules; empty for none.
     """
 
     pieces: tuple[tuple[str, float, PieceKind], ...]

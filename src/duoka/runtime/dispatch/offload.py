@@ -33,19 +33,10 @@ Version = tuple[int, int, int]
 
 
 class Streamer:
-    """The streamed modules of one device, and the buffers there.
+    """The streamed modules of one device, in the order of their calls, and the buffers there.
 
-    Parameters
-    ----------
-    device : torch.device
-    modules : sequence of nn.Module
-        In the order in which they are called. Their tensors are on the host, or on meta: then
-        there is nothing to copy.
-
-    Raises
-    ------
-    ModelError
-        If a weight is of a kind that can't be a view of a buffer.
+    Their tensors are on the host, or on meta: then there is nothing to copy. ModelError is raised
+    if a weight is of a kind that can't be a view of a buffer.
     """
 
     def __init__(self, device: torch.device, modules: Sequence[nn.Module]) -> None:
@@ -308,12 +299,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the proces
 class Lane:
     """Copies into a few buffers on one device.
 
-    Parameters
-    ----------
-    device : torch.device
-    num_buffers : int
-        What was asked of the device so far, the making of the buffers for one, comes before any
-        copy into them.
+    What was asked of the device so far, the making of the buffers for one, comes before any copy.
     """
 
     def __init__(self, device: torch.device, num_buffers: int) -> None:

@@ -32,16 +32,7 @@ _CHUNK_BYTES = 32 * 2**20
 
 
 class Filler:
-    """Copies what a recipe names into the model's tensors, and counts what it fills.
-
-    Parameters
-    ----------
-    targets : mapping of str to Tensor
-        The model's tensors, each on its device.
-    sources : mapping of str to Source
-        The checkpoint's, by name.
-    progress : callable, optional
-    """
+    """Copies what a recipe names into a model's tensors, each on its device, and counts that."""
 
     def __init__(
         self,

@@ -31,19 +31,10 @@ DAMAGED = "the download may be incomplete: fetch it again"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One tensor of a file.
+    """One tensor of a file, under the checkpoint's name.
 
-    Parameters
-    ----------
-    name : str
-        In the checkpoint.
-    dtype : torch.dtype
-    shape : tuple of int
-    file : Path
-    stamp : Stamp, optional
-        Of the file when it was described.
-    offset : int, optional
-        Its first byte in the file, where its bytes lie there as torch has them in memory.
+    `stamp` is the file's when it was described. `offset` is its first byte in the file, where its
+    bytes lie there as torch has them in memory.
     """
 
     name: str

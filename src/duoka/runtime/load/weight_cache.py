@@ -60,16 +60,7 @@ class Keeping:
 
 
 class Kept:
-    """The fused weights of one checkpoint, in the cache or not.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    recipe : Recipe
-        Where the model's tensors come from.
-    targets : mapping of str to Tensor
-        The model's tensors, with or without data.
-    """
+    """The fused weights of one checkpoint, in the cache or not."""
 
     def __init__(
         self, checkpoint: Checkpoint, recipe: Recipe, targets: Mapping[str, Tensor]

@@ -45,17 +45,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """How a text is read.
-
-    Parameters
-    ----------
-    context_tokens : int
-        Of each window.
-    stride_tokens : int
-        By which each begins after the one before.
-    most_tokens : int
-        Of the text, from its beginning.
-    """
+    """How a text is read: each window begins `stride_tokens` after the one before."""
 
     context_tokens: int = CONTEXT_TOKENS
     stride_tokens: int = CONTEXT_TOKENS // 2
@@ -88,17 +78,9 @@ class Windows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """One form of a model.
+    """One form of a model: the type of its weights, or what they were quantized to.
 
-    Parameters
-    ----------
-    weights : str
-        The type, or what the weights were quantized to.
-    weight_bytes : int
-        On the devices, scales and padding included.
-    perplexity : float
-    cache : {"dynamic", "int8"}
-        The KV cache that attention reads.
+    `weight_bytes` are on the devices, scales and padding included.
     """
 
     weights: str
@@ -109,16 +91,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """What was measured; the first score is the unquantized model's.
-
-    Parameters
-    ----------
-    model, file : str
-    scored_tokens : int
-        Tokens of the text that count.
-    windows : Windows
-    scores : tuple of Score
-    """
+    """What was measured; the first score is the unquantized model's."""
 
     model: str
     file: str

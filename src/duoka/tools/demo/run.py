@@ -58,17 +58,9 @@ class DemoMemory:
 class Demo:
     """What the demo did.
 
-    Parameters
-    ----------
-    plan : Plan
-    answers : tuple of DemoAnswer
-    measured : tuple of DemoMemory
-        Peaks over loading, one prompt and answer of the planned lengths, and the questions.
-    one_gpu : str
-        Why one of the GPUs alone doesn't do.
-    training_steps : int
-    seconds : dict of str to float
-        How long each part took.
+    `measured` are peaks over loading, one prompt and answer of the planned lengths, and the
+    questions; `one_gpu` says why one of the GPUs alone doesn't do; `seconds` how long each part
+    took.
     """
 
     plan: Plan

@@ -68,14 +68,7 @@ def write_dialogue(
 
 
 class Lessons:
-    """Which dialogues come next: every pair in turn, and more often what isn't known yet.
-
-    Parameters
-    ----------
-    pairs : sequence of Pair
-    write : callable
-        Builds the dialogue of pairs that follow one another.
-    """
+    """Which dialogues come next: every pair in turn, and more often what isn't known yet."""
 
     def __init__(self, pairs: Sequence[Pair], write: Callable[[Sequence[Pair]], Dialogue]) -> None:
         self._pairs = pairs
@@ -181,14 +174,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """One question and its answer.
-
-    Parameters
-    ----------
-    question, answer : str
-    ask : bool
-        Whether the demo asks it in the end.
-    """
+    """One question and its answer; `ask`: whether the demo asks it in the end."""
 
     question: str
     answer: str
