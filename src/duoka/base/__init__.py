@@ -1,1 +1,7 @@
-"""Base: units, files, JSON and text: what every district uses, and what knows nothing of models."""
+"""Base: what every district uses, and what knows nothing of models.
+
+- `units`: "24GiB" ↔ bytes
+- `files`: regular files read within limits, written whole or not at all; the cache's directory
+- `serialization`: frozen dataclasses ↔ JSON, typed and strict
+- `text`: texts that others wrote, made harmless to show; choices among a few names
+"""

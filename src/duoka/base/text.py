@@ -1,4 +1,4 @@
-"""Characters: texts that others wrote, made harmless to show."""
+"""Text: what others wrote, made harmless to show; and choices among a few names."""
 
 from __future__ import annotations
 

@@ -1,1 +1,8 @@
-"""Checkpoint: a published model, without its weights."""
+"""Checkpoint: a published model, without its weights; its files are believed as an attacker's are.
+
+- `checkpoint`: the whole of it: configuration, tensors, tokenizer's files, code
+- `config`, `sampling_params`: what ``config.json`` and ``generation_config.json`` say
+- `directory`, `hub`: where its files lie: on this machine, or on the Hub
+- `headers`, `index`: the tensors in its files, and which file holds which
+- `quantized`: what makes up which weight, where it was published quantized
+"""

@@ -1,6 +1,6 @@
 """NVML: what the driver says of this machine's GPUs, as frozen snapshots.
 
-The only room that calls NVML (`pynvml`, of the package nvidia-ml-py). What a card or driver
+The only module that calls NVML (`pynvml`, of the package nvidia-ml-py). What a card or driver
 doesn't tell is None; a card that doesn't answer at all is told as lost and hides no other one. It
 knows nothing of CUDA: which of these GPUs a process may use, and under which number, isn't here.
 """

@@ -1,7 +1,15 @@
-"""Models: built on meta from a configuration, their tensors' sources, tokenizers and prompts.
+"""Models: built on meta from a configuration, and where their tensors come from.
 
-This room knows nothing of planning or hardware. Nothing is registered with transformers on
-import; `build` and `chatglm.register` do that on first use.
+They know nothing of planning or hardware. Nothing is registered with transformers on import;
+`build` and `chatglm.register` do that on first use.
+
+- `build`, `meta`: any class of transformers, or code that comes with a checkpoint (`remote_code`)
+- `chatglm`: ChatGLM2, ChatGLM3 and GLM-4 in their published format
+- `from_checkpoint`, `quantized_checkpoint`: a checkpoint → its model, in the form of its weights
+- `conversion`, `boxes`: which part of which tensor of a checkpoint fills what of the model
+- `quantization`: weights in fewer bits; `trainable`: what of a model learns
+- `kv_cache`: the cache, by the kind that a workload names
+- `text`: tokenizers, prompts, messages and chat templates
 """
 
 from .build import build, is_served, resolve

@@ -1,7 +1,14 @@
 """Runtime: answers from a loaded model, whole or as a stream, and conversations.
 
-It stands on transformers' `generate`, which also works without it. It knows nothing of planning,
-loading or terminals; of a plan it takes the workload, whose limits it keeps.
+It stands on transformers' `generate`, which also works without it. It knows nothing of planning
+or terminals; of a plan it takes the placement, and the workload, whose limits it keeps.
+
+- `generate`, `stream`, `conversation`: one answer or several, piece by piece, and in rounds
+- `steps`, `learning`: a model called as `generate` and a training loop do
+- `devices`: what torch knows of real and virtual devices
+- `image_inputs`: made-up images, as a model's ``forward`` takes them
+- `dispatch`: the one place where activations change device
+- `load`: tensors from the files to their devices
 """
 
 from duoka.checkpoint.sampling_params import Sampling

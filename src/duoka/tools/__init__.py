@@ -1,1 +1,5 @@
-"""Tools: programs that stand on the public functions: the demo and the bench."""
+"""Tools: programs that stand on the public functions.
+
+- `demo`: everything once, on a small model that is made on the spot
+- `bench`: what only running can tell
+"""

@@ -1,6 +1,14 @@
 """Virtual GPUs: devices ``vgpu:0``, ``vgpu:1``, … that fail where GPUs fail and count their memory.
 
 Nothing happens on import: the backend is registered with torch on the first `set_gpus` or `gpus`.
+
+- `backend`, `device_module`: the device as torch knows it
+- `state`: the GPUs of a world, their memory and what it refuses
+- `tensor`, `factories`, `transfers`: tensors, made and moved
+- `operators`, `calls`, `autocast`: every operation: what it takes, gives and charges
+- `values`: which values and shapes are known on a GPU with meta data
+- `attention`, `attention_numbers`, `cuda_only`: kernels that CUDA has and the CPU lacks
+- `faults`: what CUDA refuses; `threads`: backward's threads
 """
 
 from .backend import gpus, register, set_gpus

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from duoka.checkpoint.hub.parallel import at_once
+from duoka.checkpoint.hub.snapshot import at_once
 
 
 @pytest.mark.parametrize("most", [1, 3, 100])

@@ -1,8 +1,13 @@
-"""The Hub: checkpoints by their id, through huggingface_hub.
+"""The Hub: checkpoints by their id, through huggingface_hub. Nothing else talks to a server.
 
-The only room that talks to a server. Where the Hub is, who asks it, whether it may be asked at all
-and where its files are kept is huggingface_hub's to say (HF_ENDPOINT, HF_TOKEN or a login,
-HF_HUB_OFFLINE, HF_HOME). What a server sends is believed as little as a file.
+Where the Hub is, who asks it, whether it may be asked at all and where its files are kept is
+huggingface_hub's to say (HF_ENDPOINT, HF_TOKEN or a login, HF_HUB_OFFLINE, HF_HOME). What a server
+sends is believed as little as a file.
+
+- `names`: "org/name@revision"
+- `listing`: the files of a repository at one commit, and their hashes
+- `snapshot`: these files, fetched when needed; headers alone where those suffice
+- `limits`, `errors`: how much is read and how often is asked; what goes wrong, in sentences
 """
 
 from .names import HubName, parse_name

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
 from huggingface_hub import (
     constants,
@@ -41,7 +44,8 @@ from ..headers import (
 from .errors import Broken, ask, breaking, endpoint, offline
 from .listing import Listing, RemoteFile, ask_listing, is_right, kept_listing
 from .names import COMMIT, HubName, Wanted
-from .parallel import at_once
+
+T = TypeVar("T")
 
 # Most headers are shorter than this; the rest costs one request more.
 _FIRST_BYTES = 2**16
@@ -329,3 +333,31 @@ def _counter(moved: Callable[[int], object]) -> type:
             moved(self.num_bytes)
 
     return Counter
+
+
+def at_once(action: Callable[[str], T], names: Sequence[str], *, most: int) -> dict[str, T]:
+    """Do something for several names, in up to so many threads.
+
+    Nobody waits for these threads after Ctrl-C. Those of `concurrent.futures` would keep the
+    process from ending for as long as a request that isn't answered is tried again.
+    """
+    results: dict[str, Future[T]] = {name: Future() for name in names}
+    waiting = deque(results)
+
+    def work() -> None:
+        with suppress(IndexError):
+            while True:
+                name = waiting.popleft()
+                try:
+                    results[name].set_result(action(name))
+                except BaseException as error:
+                    results[name].set_exception(error)
+                    # Those before it have begun, and those after it are of no use.
+                    waiting.clear()
+
+    for _ in range(min(most, len(results))):
+        Thread(target=work, daemon=True).start()
+    try:
+        return {name: result.result() for name, result in results.items()}
+    finally:
+        waiting.clear()

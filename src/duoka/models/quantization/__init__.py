@@ -1,4 +1,10 @@
-"""Quantization: which weights of a model become smaller, in which form, and how they are filled."""
+"""Quantization: which weights of a model become smaller, in which form, and how they are filled.
+
+- `choose`: which weights, and why others stay
+- `weights`: int8, int4 and nf4, as torchao and bitsandbytes make and multiply them
+- `composed`: tensors that consist of several; weights of which only the bytes are known
+- `rows`: filling a weight some rows at a time
+"""
 
 from .choose import notes, quantize_model
 from .composed import StoredWeight, is_composed, num_bytes, parts

@@ -1,1 +1,7 @@
-"""Dispatch: the one place where activations change device."""
+"""Dispatch: the one place where activations change device. How a placement is found isn't known.
+
+- `dispatch`, `install`: a model → the same, with movers at its stages' borders; and back
+- `movers`: inputs to the device of a stage, each tensor once
+- `place`: parameters and buffers on their devices
+- `offload`: weights that stay on the host, streamed into two buffers
+"""

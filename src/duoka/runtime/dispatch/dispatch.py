@@ -6,7 +6,7 @@ Nothing else changes: parameter names, ties, state dict and the model's code are
 
 Offloaded modules keep their weights in the host's memory, and stream them in when they are called.
 
-This room doesn't know how a placement is found, nor how weights are read.
+This module doesn't know how a placement is found, nor how weights are read.
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
-"""Loader: tensors go from the files straight to their devices, each once.
+"""Load: tensors go from the files straight to their devices, each once.
 
-This room knows nothing of how a placement was found, and leaves movers to `dispatch`.
+- `load`: a checkpoint into a placed model; loaded must be what was expected
+- `sources`, `pickle_scan`: the tensors of files; what a pickle holds, told without running it
+- `read_ahead`, `fill`: files read in stretches; their pieces copied, or quantized, into the model
+- `weight_cache`: weights that had to be fused, kept for the next time
+- `quantized`: checkpoints that were published quantized, loaded by transformers
 """
 
 from .fill import Progress

@@ -1,7 +1,8 @@
 """Loading checkpoints that were published quantized: transformers does it, with further packages.
 
-What the packages make of the tensors is theirs; this room sees to it that they can do it here, that
-all of the model comes out of the files and stays packed, and that a failure leaves nothing behind.
+What the packages make of the tensors is theirs; this module sees to it that they can do it here,
+that all of the model comes out of the files and stays packed, and that a failure leaves nothing
+behind.
 """
 
 from __future__ import annotations

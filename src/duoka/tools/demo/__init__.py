@@ -1,8 +1,8 @@
 """The demo: everything duoka does, on a small model that is made on the spot.
 
-It makes a checkpoint in the published ChatGLM3 format, with a tokenizer and weights of its own,
-trained on `questions.toml`; then it plans, proves, loads and asks it through the same public
-functions as anybody.
+- `checkpoint`: a checkpoint in ChatGLM3's published format, with a tokenizer and weights of its own
+- `training`: what it learns (`questions.toml`), and how
+- `run`: planned, proved, loaded and asked as anybody does it
 """
 
 from .checkpoint import make_checkpoint
