@@ -35,7 +35,7 @@ class Limits:
         Examples
         --------
         >>> Limits(uncut=frozenset({1})).allow(2, device=0)[:2, 1:].tolist()
-        [[False, True], [True, False]]
+        [[False, True], [False, False]]
         """
         allowed = np.ones((num_blocks + 1, num_blocks + 1), np.bool_)
         for block in self.uncut - {0}:
