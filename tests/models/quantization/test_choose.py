@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from duoka import models
-from duoka.models.quantization import is_composed, notes, quantize_model
+from duoka.models.quantization import Scheme, is_composed, notes, parts, quantize_model
+from duoka.models.quantization.weights import computes_in, quantize
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,38 @@ def test_linear_layers_but_head_routers_and_stacks(name: str, count: int, said: 
     assert f"{count} weights" in told[0]
     assert said in told[1]
     assert "duoka bench --quality" in told[2]
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "nf4"])
+def test_weights_without_data_are_as_each_would_be_made(
+    scheme: Scheme, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of each shape is quantized, the others are made like it."""
+    made: list[torch.Tensor] = []
+
+    def counted(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+        made.append(weight)
+        return quantize(weight, scheme)
+
+    model = models.build(tiny.CONFIGS["llama"], dtype=torch.bfloat16)
+    plain = dict(model.named_parameters())
+    monkeypatch.setattr("duoka.models.quantization.choose.quantize", counted)
+    quantize_model(model, scheme)
+    weights = {name: each for name, each in model.named_parameters() if is_composed(each)}
+    assert len(made) == len({weight.shape for weight in made}) < len(weights)
+    for name, weight in weights.items():
+        alone = quantize(plain[name].detach(), scheme)
+        assert type(weight.data) is type(alone)
+        assert weight.shape == alone.shape
+        assert computes_in(weight) == torch.bfloat16
+        pairs = zip(parts(weight).items(), parts(alone).items(), strict=True)
+        for (key, part), (other_key, other) in pairs:
+            assert key == other_key
+            assert (part.shape, part.stride(), part.dtype) == (
+                other.shape,
+                other.stride(),
+                other.dtype,
+            )
 
 
 def test_shapes_that_a_kernel_does_not_take_stay() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
-from .composed import is_composed, num_bytes
+from .composed import empty_on, is_composed, num_bytes
 from .weights import BLOCK, GROUPS, ROWS, Scheme, computes_in, let_compute_in, quantize, require
 
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
@@ -26,10 +26,19 @@ def quantize_model(model: PreTrainedModel, scheme: Scheme) -> None:
     """Quantize the linear layers of a model that was built without weights."""
     require(scheme)
     left = _left_alone(model)
+    # Without data, weights of one shape become alike: one of each is enough to quantize.
+    alike: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
     for name, module, key in _matrices(model):
         parameter = module.get_parameter(key)
         if _reason(model, scheme, name, left) is None:
-            weight = nn.Parameter(quantize(parameter.detach(), scheme), requires_grad=False)
+            shape = parameter.shape, parameter.dtype
+            if shape in alike:
+                tensor = empty_on(alike[shape], parameter.device)
+            else:
+                tensor = quantize(parameter.detach(), scheme)
+            if parameter.is_meta:
+                alike[shape] = tensor
+            weight = nn.Parameter(tensor, requires_grad=False)
             # The layout for tensor cores is always bfloat16; the processor's has the model's type.
             let_compute_in(weight, parameter.dtype)
             module.register_parameter(key, weight)
