@@ -161,7 +161,7 @@ def _entry(entry: str, text: str, known: Calibration) -> _Entry:
     if ":" in entry:
         return _Entry(device=_own_card(entry))
     # "3090" is a name, too: it comes here after a count, as in "2x3090".
-    if _SIZE.fullmatch(entry) and not catalogue.knows(entry):
+    if _SIZE.fullmatch(entry) and not (entry.isdecimal() and catalogue.knows(entry)):
         return _Entry(device=Device(name="cuda", budget_bytes=_size(entry, text)))
     card = catalogue.find(entry)
     figures = calibration.of_card(card, known)
