@@ -151,6 +151,20 @@ def test_fewer_bits_and_fewer_tokens_where_neither_suffices() -> None:
     assert matches(way, solve(smaller(followed.workload), followed))
 
 
+def test_what_outweighs_all_memory_is_never_traced() -> None:
+    """A quarter of the weights fits these devices, half of them doesn't."""
+    asked: set[str] = set()
+
+    def traced(workload: Workload) -> Profile:
+        asked.add(workload.quantize)
+        return smaller(workload)
+
+    budget_mib = sum(WEIGHTS) * 0.45 / MIB
+    refused(ask(f"{budget_mib:.0f}MiB", replace(LOAD, batch=1)), profile_for=traced)
+    assert "int4" in asked
+    assert "int8" not in asked
+
+
 def test_what_the_model_cant_do_is_no_way_out() -> None:
     def fail(workload: Workload) -> Profile:
         raise ModelError("it can't")

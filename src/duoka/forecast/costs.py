@@ -56,12 +56,20 @@ class ReplayCache:
     def __init__(self) -> None:
         self._chains: dict[int, Chain] = {}  # which keep the profile, so that its number is its own
         self._failures: dict[tuple[int, tuple[int, ...], int], list[tuple[Step, ...]]] = {}
+        self._bounds: dict[tuple[int, Workload], Ints] = {}
 
     def chain(self, profile: Profile) -> Chain:
         """The profile's chain."""
         if id(profile) not in self._chains:
             self._chains[id(profile)] = Chain(profile)
         return self._chains[id(profile)]
+
+    def bounds(self, profile: Profile, workload: Workload, compute: Callable[[], Ints]) -> Ints:
+        """The lower bounds of all stages at a workload, which hold for any fleet."""
+        key = (id(profile), workload)
+        if key not in self._bounds:
+            self._bounds[key] = compute()
+        return self._bounds[key]
 
     def add_failure(
         self, profile: Profile, signature: tuple[int, ...], budget_bytes: int, steps: Sequence[Step]
@@ -103,7 +111,7 @@ class Costs:
         # Of stages that had memory enough: more of it makes no difference.
         self._unpressed: dict[tuple[int, ...], StageBytes] = {}
         self.num_blocks = len(self._chain)
-        self.lower_bound_bytes = self._lower_bounds()
+        self.lower_bound_bytes = self._cache.bounds(profile, workload, self._lower_bounds)
         self._latency: LatencyModel | None = None
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import cast
 
 from duoka.checkpoint.checkpoint import Checkpoint
@@ -43,6 +44,7 @@ def answer(
 def answer_checkpoint(checkpoint: Checkpoint, problem: PlanProblem, find: Find) -> Plan:
     """The plan for a checkpoint; of an "auto" quantization for the first one that fits."""
     refuse_offload(checkpoint, problem)
+    find = cache(find)
     request = replace(problem.request, trust_remote_code=checkpoint.trust_remote_code)
     *others, last = _resolved(checkpoint, problem)
     chosen, tried = last, [each.workload.quantize for each in others]

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from duoka.base.units import format_bytes
 from duoka.errors import DuokaError, WayOut
 from duoka.forecast.profile import Profile
-from duoka.forecast.workload import Training, Workload
+from duoka.forecast.workload import DTYPE_BYTES, Training, Workload
 
 from .command_line import change
 from .gpu_upgrades import upgrades
@@ -28,6 +28,7 @@ ProfileFor = Callable[[Workload], Profile | None]
 """The profile for a workload; None where there is none."""
 
 _CACHE = " --cache int8"
+_BITS = {"int8": 8, "int4": 4, "nf4": 4}
 _QUALITY = "some accuracy: `duoka bench --quality FILE{}` measures it on your text"
 
 
@@ -248,8 +249,24 @@ class WaysOut:
 
     def _profile_of(self, problem: PlanProblem) -> Profile | None:
         """The profile for a problem; none where its bounds leave no plan possible."""
+        if self._outweighs(problem):
+            return None
         profile = self._profile_for(problem.workload)
         return profile if profile is not None and conceivable(profile, problem) else None
+
+    def _outweighs(self, problem: PlanProblem) -> bool:
+        """Whether the weights alone are too many bytes for all devices together.
+
+        That is known without a profile of their own: no weight gets smaller than the bits of its
+        scheme. It saves the trace of a model that can't fit anyway.
+        """
+        workload = problem.workload
+        if workload.training or problem.constraints.offload or problem.device_map is not None:
+            return False
+        bits = _BITS.get(self._workload.quantize, 8 * DTYPE_BYTES.get(self._profile.dtype, 8))
+        least_bits = min(bits, _BITS.get(workload.quantize, bits))
+        budget_bytes = sum(device.budget_bytes for device in problem.fleet.devices)
+        return self._profile.weight_bytes * least_bits > budget_bytes * bits
 
     def _own(self, workload: Workload) -> Profile | None:
         same = workload.conditions == self._profile.conditions
