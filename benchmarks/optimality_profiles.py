@@ -88,7 +88,7 @@ class Pattern:
         return Tape(
             sizes=tuple(sizes),
             events=tuple(events),
-            kept=(2,) if keeps else (),
+            retained=(2,) if keeps else (),
             reads=() if first else (Read(ref=given, size=rule(bq=4 * KIB)),),
             flops=rule(bq=self.flops),
             moved_bytes=rule(bq=self.traffic),

@@ -25,10 +25,10 @@ from duoka.forecast.profile import (
 )
 from duoka.forecast.replay_training import in_flight, replay_of
 from duoka.forecast.stage_bytes import StageBytes
-from duoka.forecast.tensor_names import NamedTensor, Roster
+from duoka.forecast.tensor_names import NamedTensor, TensorNames
 from duoka.forecast.workload import Conditions, Training
 from duoka.runtime.dispatch.dispatch import dispatch
-from duoka.runtime.learning import Learner
+from duoka.runtime.steps import Learner
 from duoka.tracing import Subject, profile_training
 
 _EVERYWHERE = (0, 2**40)
@@ -74,7 +74,7 @@ def made_up(layers: Sequence[Layer]) -> Profile:
             for phase in TRAINING_PHASES
         ),
         conditions=Conditions(training=Training(method="full")),
-        roster=Roster.of(
+        tensor_names=TensorNames.of(
             ([f"b{number}"], [NamedTensor(name=f"b{number}.weight", num_bytes=layer.weight)])
             for number, layer in enumerate(layers)
         ),
@@ -102,7 +102,7 @@ def _kind(layer: Layer, given: int, *, is_first: bool, is_last: bool) -> Kind:
     ends += [Ref(origin="own", index=_BACK)] if is_first else [before]
     sizes = (_rule("1", layer.weight), _rule("bq", given))
     reads = () if is_last else (Read(ref=after, size=_rule("bq", layer.result)),)
-    backward = Tape(sizes=sizes, events=(None, None, *ends), kept=(_GRADIENT,), reads=reads)
+    backward = Tape(sizes=sizes, events=(None, None, *ends), retained=(_GRADIENT,), reads=reads)
     # A gradient that is added to one that is there ends at once.
     added = (None, Ref(origin="own", index=_GRADIENT), None, *ends)
     accumulate = Tape(sizes=sizes, events=added, reads=reads)

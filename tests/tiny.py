@@ -27,7 +27,7 @@ from duoka.forecast.profile import (
     Rule,
     Tape,
 )
-from duoka.forecast.tensor_names import NamedTensor, Roster
+from duoka.forecast.tensor_names import NamedTensor, TensorNames
 from duoka.forecast.workload import Conditions
 from duoka.planner.planner import with_chunks
 from duoka.runtime.dispatch.dispatch import dispatch
@@ -256,7 +256,7 @@ def made_up(
             for many in (False, True)
         ),
         max_context_tokens=max_context_tokens,
-        roster=Roster.of(
+        tensor_names=TensorNames.of(
             (block.modules, [name]) for block, name in zip(blocks, names, strict=True)
         ),
     )
@@ -279,7 +279,7 @@ def _tape(index: int, num_blocks: int, phase: Phase, costs: Costs) -> Tape:
     return Tape(
         sizes=tuple(sizes),
         events=tuple(events),
-        kept=(1,) if keeps else (),
+        retained=(1,) if keeps else (),
         reads=(Read(ref=given, size=rule(bq=costs.result)),) if index > 0 else (),
         flops=rule(bq=1000.0),
         moved_bytes=rule(bq=10.0),

@@ -103,4 +103,4 @@ def test_the_outline_is_named_block_by_block() -> None:
     assert blocks[2].tensors[0].tied_to == "block.0.weight"
     assert from_dict(Profile, to_dict(profile)).outline == profile.outline
     with pytest.raises(ModelError, match="holds no names"):
-        _ = replace(profile, roster=None).outline
+        _ = replace(profile, tensor_names=None).outline

@@ -11,7 +11,7 @@ from tiny import MIB
 from duoka import Fleet
 from duoka.errors import FleetError, UsageError
 from duoka.forecast.profile import Profile
-from duoka.forecast.tensor_names import NamedTensor, Roster
+from duoka.forecast.tensor_names import NamedTensor, TensorNames
 from duoka.planner.constraints import Constraints
 from duoka.planner.limits import limits_for, usable
 from duoka.planner.search import Limits
@@ -33,8 +33,10 @@ def named(*modules: str, tied: dict[int, int] | None = None) -> Profile:
         ]
         for name in modules
     ]
-    roster = Roster.of((block.modules, held) for block, held in zip(blocks, tensors, strict=True))
-    return replace(profile, blocks=blocks, roster=roster)
+    tensor_names = TensorNames.of(
+        (block.modules, held) for block, held in zip(blocks, tensors, strict=True)
+    )
+    return replace(profile, blocks=blocks, tensor_names=tensor_names)
 
 
 MODEL = named("embed", "layers.0", "layers.1", "layers.2", "layers.3", "norm", "head")

@@ -124,7 +124,7 @@ def test_structure_must_agree() -> None:
     with pytest.raises(Unlike, match="different things"):
         fit(found)
     found = samples(lambda b, q, k: q, "prefill")
-    found[1].recorded.tapes[0].kept = (0,)
+    found[1].recorded.tapes[0].retained = (0,)
     with pytest.raises(Unlike, match="different things"):
         fit(found)
 

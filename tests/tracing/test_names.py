@@ -17,13 +17,13 @@ import duoka
 from duoka import Checkpoint, Workload, models
 from duoka.base.serialization import from_dict, to_dict
 from duoka.errors import PlacementError
-from duoka.forecast.tensor_names import NamedTensor, Outline, Roster
+from duoka.forecast.tensor_names import NamedTensor, Outline, TensorNames
 from duoka.planner.device_map import judge
 from duoka.runtime.dispatch.place import tensor_names
 from duoka.tools.demo.checkpoint import CONFIG
 from duoka.tracing import get_profile
 from duoka.tracing.blocks import Group, find_containers
-from duoka.tracing.names import name_tensors, roster
+from duoka.tracing.names import by_block, name_tensors
 
 LOAD = Workload(prompt_tokens=7, new_tokens=3)
 
@@ -98,7 +98,7 @@ def test_a_tied_tensor_has_each_of_its_names() -> None:
         ("c.bias", 0, "a.bias"),
     ]
     # "c" is "a" under another name, and so in its block.
-    blocks = list(roster(found, [("a",), ("b",)]).tensors())
+    blocks = list(by_block(found, [("a",), ("b",)]).tensors())
     assert [[tensor.name for tensor in block] for block in blocks] == [
         ["a.weight", "a.bias", "c.weight", "c.bias"],
         ["b.weight", "b.bias"],
@@ -125,7 +125,7 @@ def test_containers_that_are_called_and_begin_late() -> None:
     assert find_containers(model, whole) == [(), (), (), (3,), (3,)]
 
 
-# Rosters.
+# Names of all blocks.
 
 
 def test_alike_blocks_share_their_names() -> None:
@@ -137,11 +137,11 @@ def test_alike_blocks_share_their_names() -> None:
 
     odd = ((("h.*",), (NamedTensor(name="h.*.w", num_bytes=1),)), (("top",), ()))
     blocks = [block(0), block(1), block(3), *odd]
-    found = Roster.of(blocks)
+    found = TensorNames.of(blocks)
     assert [list(tensors) for _, tensors in blocks] == list(found.tensors())
     # The numbers of the experts differ.
     assert len(found.groups) == 5
-    assert from_dict(Roster, to_dict(found)) == found
+    assert from_dict(TensorNames, to_dict(found)) == found
 
 
 def test_a_profile_keeps_few_names() -> None:
@@ -150,7 +150,7 @@ def test_a_profile_keeps_few_names() -> None:
     tensors = name_tensors(model, None)
     layers = [(f"model.layers.{n}",) for n in range(20)]
     others = [("model.embed_tokens", "model.rotary_emb"), ("model.norm",), ("lm_head",)]
-    found = roster(tensors, [*others, *layers])
+    found = by_block(tensors, [*others, *layers])
     assert sorted(t.name for block in found.tensors() for t in block) == sorted(
         t.name for t in tensors
     )

@@ -128,7 +128,7 @@ def test_allocations_frees_reads_and_what_is_kept() -> None:
     assert [group.names for group in groups] == [("one",), ("two",)]
     narrow, wide = 4 * rows * WIDTH, 4 * rows * 2 * WIDTH
     one, two = first.tapes
-    assert (one.sizes, one.events, one.kept) == ([wide], [None], (0,))
+    assert (one.sizes, one.events, one.retained) == ([wide], [None], (0,))
     assert two.sizes == [narrow]
     assert two.reads == {(0, 0, 0): wide}
     assert two.events == [None, (0, 1, 0)]
@@ -138,7 +138,7 @@ def test_allocations_frees_reads_and_what_is_kept() -> None:
     assert one.sizes == [wide]
     assert (0, 0, 0) in one.events
     assert two.sizes == [narrow, 2 * wide]
-    assert two.kept == (1,)
+    assert two.retained == (1,)
 
 
 def test_arithmetic_and_traffic() -> None:

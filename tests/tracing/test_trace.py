@@ -14,10 +14,12 @@ from duoka import Fleet, Placement, Workload, models, virtual
 from duoka.errors import ModelError
 from duoka.forecast.profile import Profile
 from duoka.forecast.replay import Replay
+from duoka.models.quantization import parts, quantize_model
 from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.tracing import Irregular, Subject, trace, trace_call, trace_workload
+from duoka.tracing.trace import whole
 
 SUBJECT = Subject(fingerprint="x")
 SMALL: dict[str, Any] = {
@@ -140,6 +142,15 @@ def test_one_workload_or_all_workloads_cost_the_same() -> None:
     assert len(one.blocks) == len(blocks)
     assert Replay(one, load).run(blocks) == Replay(whole, load).run(blocks)
     assert Replay(one, load).run([3, 4]) == Replay(whole, load).run([3, 4])
+
+
+def test_weights_in_eight_bits_have_no_values() -> None:
+    """They would be unpacked in earnest, as small integers on virtual GPUs are."""
+    model = models.build(tiny.CONFIGS["glm"], dtype=torch.bfloat16)
+    quantize_model(model, "int8")
+    with whole(model):
+        held = [part for weight in model.parameters() for part in parts(weight).values()]
+        assert all(part.backing.is_meta for part in held if isinstance(part, virtual.VirtualTensor))
 
 
 # Any module, called once.

@@ -23,8 +23,7 @@ from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.image_inputs import ImagePrompts, prompts_for
-from duoka.runtime.learning import Learner
-from duoka.runtime.steps import Stepper
+from duoka.runtime.steps import Learner, Stepper
 
 _DECODE_STEPS = 2
 _PACKAGE = Path(__file__).parent.parent

@@ -120,7 +120,7 @@ class AllocEvents:
     def _read_tape(self, block: int, step: int) -> Iterator[Event]:
         # In the names of a tape, not of its block: kinds stand for many blocks.
         tape = self.tape(block, step)
-        caches = frozenset(tape.kept)
+        caches = frozenset(tape.retained)
         number = first = self.first_number(block, step)
         for ref in tape.events:
             if ref is None:
@@ -146,7 +146,7 @@ class AllocEvents:
         if key not in self._large_ones:
             tape = self._kind(block).tapes[regime]
             last = self._values(1, self.workload.context_tokens)
-            self._large_ones[key] = frozenset(tape.kept).union(
+            self._large_ones[key] = frozenset(tape.retained).union(
                 index
                 for index, rule in enumerate(tape.sizes)
                 if evaluate(rule, last) > SMALL_REQUEST_BYTES

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from duoka.errors import ModelError, UsageError
 
 from .allocator import END_OF_ADDRESSES, rounded_bytes
-from .tensor_names import Outline, OutlineBlock, Roster
+from .tensor_names import Outline, OutlineBlock, TensorNames
 from .workload import Conditions
 
 Phase = Literal["prefill", "extend", "decode", "forward", "backward", "accumulate"]
@@ -102,8 +102,8 @@ def rules_of(rules: Sequence[Rule]) -> Rules:
 def evaluate_all(rules: Rules, values: Sequence[int]) -> list[int]:
     """What `evaluate` gives for each of the rules, all at once, at most `END_OF_ADDRESSES`."""
     both = min(rules.shape[1], len(values))
-    found = np.rint(rules[:, :both] @ values[:both])
-    sizes: list[int] = np.minimum(found, END_OF_ADDRESSES).astype(np.int64).tolist()
+    exact = np.rint(rules[:, :both] @ values[:both])
+    sizes: list[int] = np.minimum(exact, END_OF_ADDRESSES).astype(np.int64).tolist()
     return sizes
 
 
@@ -115,17 +115,11 @@ Key = tuple[int, int]
 class Ref:
     """One allocation, seen from a block.
 
-    Parameters
-    ----------
-    origin : {"own", "earlier", "kept", "carried", "input"}
-        Made by this block in this step; by another block in this step (`back` blocks before);
-        by this block in an earlier step (a KV cache); by any block in this step and used far
-        from it (masks, position embeddings; `index` is into `Regime.carried`); or given by the
-        caller (`index` counts the model's inputs).
-    index : int
-        Which one: the number of the allocation in the block's tape, and so on.
-    back : int
-        Only for "earlier": how many blocks before.
+    The origin is "own", made by this block in this step; "earlier", by the one `back` blocks
+    before; "kept", by this block in an earlier step (a KV cache); "carried", by any block in this
+    step and used far from it (masks, position embeddings; `index` is into `Regime.carried`); or
+    "input", given by the caller. `index` is the number of the allocation in the maker's tape, of
+    the slot of a cache, or of the model's input.
     """
 
     origin: Literal["own", "earlier", "kept", "carried", "input"]
@@ -145,28 +139,17 @@ class Read:
 class Tape:
     """What one step does in one kind of block.
 
-    Parameters
-    ----------
-    sizes : tuple of Rule
-        Bytes of each allocation, in order, before rounding.
-    events : tuple of (Ref or None)
-        In order: None is the next allocation of `sizes`; a Ref is a free.
-    kept : tuple of int
-        The allocations that outlive the step (the KV cache).
-    reads : tuple of Read
-        The tensors that come in as arguments.
-    passing : tuple of int
-        Those of `reads` that the block isn't given itself: a module that begins with it is, for
-        what comes later. No backward pass of this block needs them.
-    flops, moved_bytes : Rule
-        Floating-point operations, and bytes that operations read and write.
-    launches : Rule
-        Operations that start a kernel.
+    `sizes` are the bytes of each allocation, in order, before rounding. Of the `events`, None is
+    the next allocation and a Ref is a free. `retained` allocations outlive the step (the KV cache).
+    `reads` come in as arguments; those of them that are `passing` are not given to the block
+    itself but to a module that begins with it, for what comes later: no backward pass of this
+    block needs them. `moved_bytes` are those that operations read and write, and `launches`
+    counts operations that start a kernel.
     """
 
     sizes: tuple[Rule, ...]
     events: tuple[Ref | None, ...]
-    kept: tuple[int, ...] = ()
+    retained: tuple[int, ...] = ()
     reads: tuple[Read, ...] = ()
     passing: tuple[int, ...] = ()
     flops: Rule = ()
@@ -178,19 +161,11 @@ class Tape:
 class Regime:
     """Where one set of tapes holds; all ranges are half-open.
 
-    Parameters
-    ----------
-    phase : {"prefill", "extend", "decode"}
-        The first step; a later step with several query tokens; a step with one.
-    many : bool
-        More than one sequence, with padding.
-    query, past, keys : tuple of (int, int)
-        Ranges (start, stop) of the tokens that come in, that came before, and of both.
-    aligned : bool, optional
-        Whether the keys that are attended to are a multiple of `ALIGNED_TOKENS`, where that makes
-        a difference; with a static cache these are its whole context.
-    carried : tuple of (int, int)
-        Allocations that are used far from where they are made: block, number in its tape.
+    `many` is more than one sequence, with padding. The ranges are those of the tokens that come
+    in, that came before, and of both. `aligned` says whether the keys that are attended to are a
+    multiple of `ALIGNED_TOKENS`, where that makes a difference; with a static cache these are its
+    whole context. `carried` are the allocations that are used far from where they are made: block,
+    number in its tape.
     """
 
     phase: Phase
@@ -217,18 +192,11 @@ class Regime:
 class Kind:
     """What blocks of one kind cost.
 
-    Parameters
-    ----------
-    weight_bytes : tuple of int
-        Bytes of each parameter and buffer, in the model's order; tied ones only where they are
-        met first.
-    tapes : tuple of Tape
-        One for each of the profile's regimes.
-    streamed_bytes : int
-        What the weights take on a device for the time of a call, where they stay on the host
-        otherwise (`Profile.offloading`); `weight_bytes` is empty then.
-    trained_bytes : tuple of int
-        In training, bytes of each parameter that gets a gradient, in the model's order.
+    `weight_bytes` has each parameter and buffer, in the model's order; tied ones only where they
+    are met first. There is one tape for each of the profile's regimes. `streamed_bytes` is what
+    the weights take on a device for the time of a call, where they stay on the host otherwise
+    (`Profile.offloading`); `weight_bytes` is empty then. In training, `trained_bytes` has each
+    parameter that gets a gradient.
     """
 
     weight_bytes: tuple[int, ...]
@@ -241,21 +209,13 @@ class Kind:
 class Block:
     """Modules that stay whole on one device.
 
-    Parameters
-    ----------
-    modules : tuple of str
-        Names, disjoint; together they hold every parameter and buffer of the block. Without any,
-        the block is what the caller does with a step's outputs.
-    kind : int
-        Index into `Profile.kinds`.
-    tied_to : int, optional
-        The earlier block whose device this one must have: they share a parameter.
-    inside : tuple of int
-        The first blocks of modules that contain this block and others, the outermost first: what
-        is given to such a module goes to the device of its first block.
-    streams : bool
-        Whether its tensors are used within calls of its modules only, so that they may come for a
-        call and go after it.
+    The names of its `modules` are disjoint, and hold all its parameters and buffers; without any,
+    the block is what the caller does with a step's outputs. `kind` is an index into
+    `Profile.kinds`. It must have the device of the earlier block that it is `tied_to`: they share a
+    parameter. `inside` are the first blocks of modules that contain this block and others, the
+    outermost first: what is given to such a module goes to the device of its first block. A block
+    `streams` if its tensors are used within calls of its modules only, so that they may come for a
+    call and go after it.
     """
 
     modules: tuple[str, ...]
@@ -269,30 +229,11 @@ class Block:
 class Profile:
     """All that planning needs to know about a model.
 
-    Parameters
-    ----------
-    fingerprint : str
-        Of the checkpoint or model.
-    model : str
-        The class's name, for people.
-    dtype : str
-        Type of the weights.
-    blocks : tuple of Block
-        In execution order.
-    kinds : tuple of Kind
-        What they cost.
-    regimes : tuple of Regime
-        Where the tapes hold.
-    max_context_tokens : int, optional
-        The longest context that the model was made for.
-    roster : Roster, optional
-        The names of the tensors; `outline` gives them block by block.
-    conditions : Conditions
-        What the model was run under. Other workloads are refused (`refuse_other`).
-    least_prompt_tokens : int
-        The shortest prompt that holds the images, where there are any; shorter ones are refused.
-    notes : tuple of str
-        What a person should know who plans with it, in sentences; plans repeat them.
+    Blocks are in execution order. The fingerprint is the checkpoint's or model's, `model` the
+    class's name, for people, and `dtype` the type of the weights. `max_context_tokens` is what the
+    model was made for, `conditions` what it was run under: other workloads are refused
+    (`refuse_other`), and so are prompts shorter than `least_prompt_tokens`, which hold no images.
+    `notes` are sentences that a person should know who plans with it; plans repeat them.
     """
 
     fingerprint: str
@@ -302,7 +243,7 @@ class Profile:
     kinds: tuple[Kind, ...]
     regimes: tuple[Regime, ...]
     max_context_tokens: int | None = None
-    roster: Roster | None = None
+    tensor_names: TensorNames | None = None
     conditions: Conditions = field(default_factory=Conditions)
     least_prompt_tokens: int = 0
     notes: tuple[str, ...] = ()
@@ -310,7 +251,7 @@ class Profile:
     def __post_init__(self) -> None:
         if not self.blocks:
             raise ModelError("the model has no parameters to place")
-        assert self.roster is None or len(self.roster.blocks) == len(self.blocks)
+        assert self.tensor_names is None or len(self.tensor_names.blocks) == len(self.blocks)
         assert all(len(kind.tapes) == len(self.regimes) for kind in self.kinds)
 
     @property
@@ -327,12 +268,12 @@ class Profile:
         ModelError
             If the profile was made without them.
         """
-        if self.roster is None:
+        if self.tensor_names is None:
             raise ModelError(f"the profile of {self.model} holds no names of tensors")
         return Outline(
             blocks=tuple(
                 OutlineBlock(modules=block.modules, tensors=tuple(tensors), tied_to=block.tied_to)
-                for block, tensors in zip(self.blocks, self.roster.tensors(), strict=True)
+                for block, tensors in zip(self.blocks, self.tensor_names.tensors(), strict=True)
             ),
             model=self.model,
             fingerprint=self.fingerprint,
@@ -356,10 +297,7 @@ class Profile:
     def offloading(self, blocks: Collection[int]) -> Profile:
         """The same model, with the weights of some blocks on the host.
 
-        Parameters
-        ----------
-        blocks : collection of int
-            Blocks that stream, of one module each.
+        They are blocks that stream, of one module each.
         """
         chosen = frozenset(blocks)
         kinds = dict.fromkeys(self.kinds)

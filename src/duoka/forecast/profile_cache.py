@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -18,23 +20,25 @@ from duoka.errors import FormatError
 from .profile import Profile
 from .workload import Workload
 
-_VERSION = 7
+_VERSION = 8
 _MOST_BYTES = 2**30
 _PACKAGES = ("torch", "transformers", "duoka")
 
 
 def find_profile(fingerprint: str, workload: Workload) -> Profile | None:
     """The cached profile of a checkpoint; None when there is none that can be read."""
-    for key in (_key(fingerprint, workload), _key(fingerprint, workload, alone=True)):
+    versions = _versions()
+    for alone in (False, True):
+        key = _key(fingerprint, workload, versions, alone=alone)
         try:
             text = read_text(_path(key), most_bytes=_MOST_BYTES)
-            digest, _, told = text.partition("\n")
+            digest, _, content = text.partition("\n")
             # A number that a bad disk changed is as good a number as any other.
-            if digest != _digest(told):
+            if digest != _digest(content):
                 continue
-            found = from_dict(Profile, parse_json_object(told, "the profile"))
-            if found.answers(workload.batch):
-                return found
+            profile = from_dict(Profile, parse_json_object(content, "the profile"))
+            if profile.answers(workload.batch):
+                return profile
         except (OSError, ValueError, FormatError):
             continue
     return None
@@ -45,16 +49,16 @@ def keep_profile(profile: Profile, workload: Workload, *, alone: bool = False) -
 
     That it can't be kept is no reason to fail.
     """
-    path = _path(_key(profile.fingerprint, workload, alone=alone))
+    path = _path(_key(profile.fingerprint, workload, _versions(), alone=alone))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        told = json.dumps(to_dict(profile))
-        write_whole(path, f"{_digest(told)}\n{told}")
+        content = json.dumps(to_dict(profile))
+        write_whole(path, f"{_digest(content)}\n{content}")
     except OSError:
         return
 
 
-def _key(fingerprint: str, workload: Workload, *, alone: bool = False) -> str:
+def _key(fingerprint: str, workload: Workload, versions: Mapping[str, str], *, alone: bool) -> str:
     """What a profile depends on, as the name of a file."""
     parts = {
         "format": _VERSION,
@@ -62,7 +66,7 @@ def _key(fingerprint: str, workload: Workload, *, alone: bool = False) -> str:
         "dtype": workload.dtype,
         "conditions": to_dict(workload.conditions),
         "workload": to_dict(workload) if alone else None,
-        **{name: _version(name) for name in _PACKAGES},
+        **versions,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -75,8 +79,10 @@ def _path(key: str) -> Path:
     return cache_directory() / "profiles" / f"{key}.json"
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+def _versions() -> dict[str, str]:
+    """The installed versions of what a profile depends on; empty where one isn't installed."""
+    versions = dict.fromkeys(_PACKAGES, "")
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions

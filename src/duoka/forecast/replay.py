@@ -113,7 +113,7 @@ class Replay(AllocEvents):
             for kind in self.profile.kinds
             for regime, tape in zip(self.profile.regimes, kind.tapes, strict=True)
             if regime.phase == "decode" and regime.many == (self.workload.batch > 1)
-            for index in tape.kept
+            for index in tape.retained
         }
         growth = 0
         for rule in rules:

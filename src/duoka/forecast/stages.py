@@ -181,7 +181,7 @@ def _left_numbers(tape: Tape) -> list[int]:
     return [
         number
         for number in range(len(tape.sizes))
-        if number not in gone and number not in tape.kept
+        if number not in gone and number not in tape.retained
     ]
 
 
@@ -286,7 +286,7 @@ def _cache_and_peaks(
         before = sum(cache)
         dropped = {ref.index for ref in tape.events if ref is not None and ref.origin == "kept"}
         cache = [size for slot, size in enumerate(cache) if slot not in dropped]
-        cache += [sizes[number] for number in sorted(tape.kept)]
+        cache += [sizes[number] for number in sorted(tape.retained)]
         yield before, sum(cache), peak, fuller, back
 
 
@@ -344,6 +344,6 @@ def _made_bytes(chain: Chain, replay: Replay, block: int, step: int, ref: Ref) -
     for index in chain.likes(block, ref):
         maker, number = replay.key_of(index, ref, step)
         # What is kept counts as a cache of its maker, on whose stage this one may be.
-        is_kept = number in replay.tape(maker, step).kept
+        is_kept = number in replay.tape(maker, step).retained
         sizes.append(0 if is_kept else rounded_bytes(replay.sizes(maker, step)[number]))
     return min(sizes)

@@ -1,4 +1,4 @@
-"""Outline: the names of a model's parameters and buffers, block by block.
+"""Tensor names: those of a model's parameters and buffers, block by block, and of its layers.
 
 Every tensor is known by its *native* name, the model's own (`model.layers.3.mlp.up_proj.weight`),
 and by the *published* names under which its checkpoint holds it, where those are others
@@ -8,28 +8,21 @@ judged without the model and without torch. It knows nothing of devices.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 _ANY = "*"  # stands for a block's number, in names that several blocks share
+_NUMBERED = re.compile(r"(.*?\.|)(\d+)(?:\..*)?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedTensor:
     """One name of a parameter or buffer.
 
-    Parameters
-    ----------
-    name : str
-        Native.
-    num_bytes : int
-        Of the tensor; 0 under every name but its first.
-    published : tuple of str
-        The checkpoint's names of what it is made of, where they differ from the native one.
-    tied_to : str
-        The first name of the same tensor; empty for that one.
-    is_buffer : bool
-        Whether it is no parameter.
+    `name` is native. `num_bytes` is the tensor's, and 0 under every name but its first, which is
+    `tied_to` there. `published` are the checkpoint's names of what it is made of, where they
+    differ from the native one.
     """
 
     name: str
@@ -40,30 +33,26 @@ class NamedTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Roster:
+class TensorNames:
     """Names of tensors in the compact form in which a profile keeps them.
 
-    Parameters
-    ----------
-    groups : tuple of tuple of NamedTensor
-        The tensors of blocks that are alike; a part "*" of a name stands for the block's number.
-    blocks : tuple of (int, str)
-        For each block of the profile its group, and its number, if it has one.
+    A group holds the tensors of blocks that are alike: a part "*" of a name stands for the block's
+    number. For each block of the profile, `blocks` has its group and its number, if it has one.
     """
 
     groups: tuple[tuple[NamedTensor, ...], ...]
     blocks: tuple[tuple[int, str], ...]
 
     @classmethod
-    def of(cls, blocks: Iterable[tuple[Sequence[str], Sequence[NamedTensor]]]) -> Roster:
+    def of(cls, blocks: Iterable[tuple[Sequence[str], Sequence[NamedTensor]]]) -> TensorNames:
         """Build from each block's modules and tensors."""
         groups: dict[tuple[NamedTensor, ...], int] = {}
-        found = []
+        numbered = []
         for modules, tensors in blocks:
             number = _number(modules, tensors)
             group = tuple(_renumbered(tensor, number, _ANY) for tensor in tensors)
-            found.append((groups.setdefault(group, len(groups)), number))
-        return cls(groups=tuple(groups), blocks=tuple(found))
+            numbered.append((groups.setdefault(group, len(groups)), number))
+        return cls(groups=tuple(groups), blocks=tuple(numbered))
 
     def tensors(self) -> Iterator[list[NamedTensor]]:
         """Yield each block's tensors."""
@@ -112,13 +101,7 @@ class OutlineBlock:
 class Outline:
     """All tensors of one model by name, in its blocks, in execution order.
 
-    Parameters
-    ----------
-    blocks : tuple of OutlineBlock
-    model : str
-        The class's name, for people.
-    fingerprint : str
-        Of the checkpoint or model; empty when unknown.
+    `model` is the class's name, for people; the `fingerprint` is empty when it is unknown.
     """
 
     blocks: tuple[OutlineBlock, ...]
@@ -148,3 +131,36 @@ class Outline:
             modules = [tensor.name for tensor in tensors] if inner else [owner]
             blocks.append(OutlineBlock(modules=tuple(modules), tensors=tuple(tensors)))
         return cls(blocks=tuple(blocks))
+
+
+def layer_of(module: str) -> tuple[str, int] | None:
+    """The list that a module is in, and its number there; None where it is in no list.
+
+    Examples
+    --------
+    >>> layer_of("model.layers.12.mlp")
+    ('model.layers', 12)
+    >>> layer_of("lm_head") is None
+    True
+    """
+    match = _NUMBERED.fullmatch(module)
+    return None if match is None else (match[1].rstrip("."), int(match[2]))
+
+
+def main_list(modules: Sequence[str]) -> str | None:
+    """The list of layers that the others serve: of those with most layers after the first the last.
+
+    A vision tower has its list too, and runs before the text's layers; what runs last is the
+    model's own.
+
+    Examples
+    --------
+    >>> main_list(["vision.blocks.0", "vision.blocks.1", "layers.0", "layers.1", "head"])
+    'layers'
+    """
+    sizes: dict[str, set[int]] = {}
+    for module in modules:
+        if (layer := layer_of(module)) is not None:
+            sizes.setdefault(layer[0], set()).add(layer[1])
+    lists = [name for name, numbers in sizes.items() if len(numbers) > 1]
+    return lists[-1] if lists else None

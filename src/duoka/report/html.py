@@ -15,8 +15,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from duoka.base.text import printable
 from duoka.base.units import format_bytes, format_count
-from duoka.forecast.layers import layer_of, main_list
 from duoka.forecast.stage_bytes import StageBytes
+from duoka.forecast.tensor_names import layer_of, main_list
 from duoka.hardware.device import Device
 from duoka.planner.command_line import command
 from duoka.planner.explain import Explanation

@@ -1,22 +1,29 @@
-"""Steps: calling a causal language model as transformers' `generate` calls it.
+"""Steps: calling a language model as transformers' `generate` calls it, and as people train it.
 
 Tracing and proving can't use `generate` itself, which needs the values of logits to go on. They
 make the same forward calls with the same arguments instead: the prompt (or its chunks), then
 one token at a time over the cache; each step ends in sampling from the last logits, where the
 caller's inputs are.
+
+In training, a micro-batch is one forward call with labels, in which the model's own code computes
+the loss, and one backward from it. A step is some micro-batches, the optimizer, and gradients set
+to None, as `zero_grad` does.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from duoka.forecast.workload import Conditions, Workload, refuse_short
+from duoka.errors import ModelError
+from duoka.forecast.workload import Conditions, Training, Workload, refuse_short
 from duoka.models.kv_cache import cache_name, lengthen, new_cache
 
 from .image_inputs import ImagePrompts
@@ -27,21 +34,11 @@ _PLAIN = Conditions()
 class Stepper:
     """One sequence of steps over one cache.
 
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        A causal language model, or an encoder with a decoder, on whatever devices it lies. For
-        the latter the first step's tokens are the encoder's, and the decoder begins with one.
-    batch : int
-        More than one comes with padding on the left, as prompts of different lengths have it.
-    device : torch.device
-        Where the caller's inputs are made: the device of the first module.
-    conditions : Conditions, optional
-        The kind of cache, and of which positions logits are made.
-    context_tokens : int
-        What a static cache is made for.
-    prompts : ImagePrompts, optional
-        The first step has these images in its prompt.
+    The model is a causal one, or an encoder with a decoder, on whatever devices it lies; of the
+    latter the first step's tokens are the encoder's, and the decoder begins with one. Several
+    sequences come with padding on the left, as prompts of different lengths have it. `device` is
+    where the caller's inputs are made: that of the first module. A static cache is made for
+    `context_tokens`. With `prompts` the first step has these images in its prompt.
     """
 
     def __init__(
@@ -198,3 +195,90 @@ def _sample(scores: torch.Tensor) -> None:
     removed = removed.scatter(1, order, removed)
     scores = scores.masked_fill(removed, -torch.inf)
     torch.multinomial(scores.softmax(dim=-1), num_samples=1)
+
+
+_STEPS = 2
+"""Optimizer's states are made in the first step, and are there from the second one on."""
+
+
+class Learner:
+    """Training steps on a model that `models.make_trainable` has made ready.
+
+    The workload has training, and its dtype resolved; several sequences come with padding. Inputs
+    are made on the device of the first module.
+    """
+
+    def __init__(self, model: nn.Module, workload: Workload, device: torch.device) -> None:
+        assert workload.training is not None, "the workload is to train"
+        self.model: Any = model
+        self.workload = workload
+        self.training: Training = workload.training
+        self.device = device
+        self._accepted = frozenset(inspect.signature(model.forward).parameters)
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def look(self) -> None:
+        """Run the model without labels: they go where its own code brings them."""
+        inputs = self._inputs()
+        del inputs["labels"]
+        with torch.no_grad(), self._autocast():
+            self.model(**inputs)
+
+    def forward(self) -> torch.Tensor:
+        """Run the model over one micro-batch; its loss."""
+        with torch.enable_grad(), self._autocast():
+            loss: torch.Tensor | None = self.model(**self._inputs()).loss
+        if loss is None:
+            raise ModelError(
+                f"{type(self.model).__name__} computes no loss from labels",
+                hint="duoka forecasts the training of models that do",
+            )
+        return loss
+
+    def update(self) -> None:
+        """Let the optimizer make its step, and drop the gradients."""
+        if self._optimizer is None:
+            learning = [p for p in self.model.parameters() if p.requires_grad]
+            kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+            self._optimizer = kinds[self.training.optimizer](learning)
+        self._optimizer.step()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Set gradients to None."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def run(self, *, in_flight: int = 1, steps: int = _STEPS) -> None:
+        """Run whole steps."""
+        for _ in range(steps):
+            losses: list[torch.Tensor] = []
+            for _ in range(self.training.micro_batches):
+                if len(losses) == in_flight:
+                    losses.pop(0).backward()
+                losses.append(self.forward())
+            while losses:
+                losses.pop(0).backward()
+            self.update()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if not self.training.master_weights:
+            return nullcontext()
+        dtype = getattr(torch, self.workload.dtype)
+        if dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=dtype)
+
+    def _inputs(self) -> dict[str, Any]:
+        shape = (self.workload.batch, self.workload.prompt_tokens)
+        ids = torch.ones(shape, dtype=torch.long, device=self.device)
+        mask = torch.ones_like(ids)
+        if self.workload.batch > 1:
+            mask[:-1, :1] = 0
+        inputs: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
+        config = getattr(self.model, "config", None)
+        if "attention_mask" in self._accepted and not getattr(config, "is_encoder_decoder", False):
+            inputs["attention_mask"] = mask
+        if "use_cache" in self._accepted:
+            inputs["use_cache"] = False
+        return inputs

@@ -12,11 +12,14 @@ order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from duoka import virtual
 from duoka.models.quantization import parts
@@ -49,8 +52,8 @@ def find_groups(
     """Run a model once and derive its blocks, in execution order."""
     experiment = _Experiment(model, hears_moves=hears_moves)
     moved = experiment.moved if hears_moves else lambda result, source, place: result
-    moves = Moves(experiment.place_of, moved, experiment.made)
-    with experiment.watching(), virtual.observe(experiment), moves:
+    moves = Moves(experiment.place_of, moved, experiment.created)
+    with experiment.hooks(), virtual.observe(experiment), moves:
         run()
     spans = _joined(experiment, _merge(experiment.spans()))
     order = {owner: index for index, span in enumerate(spans) for owner in span}
@@ -62,7 +65,11 @@ def find_groups(
         blocks[order.get(owner, 0)].append(owner)
     returns = _returns(experiment, blocks)
     blocks = _without_empty(model, blocks, returns)
-    groups = [Group(names=_names(model, block, blocks), owners=tuple(block)) for block in blocks]
+    inside = _blocks_inside(blocks)
+    groups = [
+        Group(names=_names(model, number, block, inside), owners=tuple(block))
+        for number, block in enumerate(blocks)
+    ]
     groups = [replace(group, streams=experiment.streams(group)) for group in groups]
     return _with_returns(groups, returns)
 
@@ -75,21 +82,27 @@ def find_containers(model: nn.Module, groups: Sequence[Group]) -> list[tuple[int
     """
     members: dict[str, list[int]] = {}
     for index, group in enumerate(groups):
-        for container in {c for name in group.names for c in _containing(name)}:
+        for container in {c for name in group.names for c in containing(name)}:
             members.setdefault(container, []).append(index)
     inside: list[list[int]] = [[] for _ in groups]
     for name in sorted(members, key=lambda name: name.count(".")):
-        first, *others = members[name]
+        first, *rest = members[name]
         is_called = type(model.get_submodule(name)).forward is not nn.Module.forward
-        if first > 0 and others and is_called:
+        if first > 0 and rest and is_called:
             for index in members[name]:
                 inside[index].append(first)
     return [tuple(firsts) for firsts in inside]
 
 
-def _containing(name: str) -> Iterator[str]:
+def containing(name: str) -> Iterator[str]:
+    """The modules that contain a module or parameter, but for the model itself."""
     while name := name.rpartition(".")[0]:
         yield name
+
+
+def _with_containers(name: str) -> Iterator[str]:
+    """A module, all that contain it, and the model, whose name is empty."""
+    yield from dict.fromkeys((name, *containing(name), ""))
 
 
 class _Experiment:
@@ -100,16 +113,13 @@ class _Experiment:
         self.hears_moves = hears_moves
         self.owners = [name for name, module in model.named_modules() if _owns(module)]
         self.containers = {
-            name
-            for name, _ in model.named_modules()
-            if any(
-                owner == name or owner.startswith(f"{name}." if name else "")
-                for owner in self.owners
-            )
+            container for owner in self.owners for container in _with_containers(owner)
         }
         self.first: dict[str, int] = {}
         self.last: dict[str, int] = {}
         self.parent: dict[str, str] = {}
+        # The owners of each group, by its root; once `spans` has put them together.
+        self.members: dict[str, set[str]] = {}
         self.stack: list[str] = []
         self.count = 0
         self.holders = _holders(model)
@@ -123,8 +133,20 @@ class _Experiment:
         self.has_made = False
         self.work: set[tuple[str, str]] = set()
 
-    def watching(self) -> _Hooks:
-        return _Hooks(self)
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Hear of every call of a module that holds owners."""
+        handles: list[RemovableHandle] = []
+        for name, module in self.model.named_modules():
+            if name in self.containers:
+                before, after = partial(self._enter, name), self._leave
+                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                handles.append(module.register_forward_hook(after, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def allocated(self, gpu: object, storage_id: int, num_bytes: int) -> None:
         """Sizes don't matter here."""
@@ -187,7 +209,7 @@ class _Experiment:
             self.moves.append((origin, place, running))
         return alias
 
-    def made(self, result: Any, place: str) -> None:
+    def created(self, result: Any, place: str) -> None:
         """What model code makes on a device lies there."""
         for tensor in tensors_in(result):
             setattr(tensor, _TAG, place)
@@ -195,15 +217,14 @@ class _Experiment:
 
     def owners_of(self, tag: str) -> set[str]:
         """The owners that a tag stands for; it may be that of what enters a module."""
-        root = self._find(tag)
-        return {owner for owner in self.first if self._find(owner) == root}
+        return self.members.get(self._find(tag), set())
 
-    def enter(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.stack.append(name)
         self.count += 1
         return _retag(args, name + _ENTERED), _retag(kwargs, name + _ENTERED)
 
-    def leave(self) -> None:
+    def _leave(self, *_: Any) -> None:
         self.stack.pop()
 
     def streams(self, group: Group) -> bool:
@@ -230,50 +251,20 @@ class _Experiment:
 
     def spans(self) -> list[tuple[int, int, set[str]]]:
         """Groups of owners with the stretch of execution that they cover."""
-        for name in self.containers:
-            inside = self._inside(name)
-            if inside:
-                # What enters a module is moved to where it begins. Where it meets something that
-                # was made later, all between the two stays whole.
-                self._union(min(inside, key=self.first.__getitem__), name + _ENTERED)
-        groups: dict[str, set[str]] = {}
-        for name in self.first:
-            groups.setdefault(self._find(name), set()).add(name)
+        entries: dict[str, str] = {}
+        for owner in sorted(self.first, key=self.first.__getitem__):
+            for container in _with_containers(owner):
+                entries.setdefault(container, owner)
+        for container, owner in entries.items():
+            # What enters a module is moved to where it begins. Where it meets something that
+            # was made later, all between the two stays whole.
+            self._union(owner, container + _ENTERED)
+        for owner in self.first:
+            self.members.setdefault(self._find(owner), set()).add(owner)
         return [
             (min(self.first[o] for o in group), max(self.last[o] for o in group), group)
-            for group in groups.values()
+            for group in self.members.values()
         ]
-
-    def _inside(self, name: str) -> list[str]:
-        """The owners that ran inside a module."""
-        return [o for o in self.first if not name or o == name or o.startswith(name + ".")]
-
-
-class _Hooks:
-    """Hooks on every module that holds owners, for one run."""
-
-    def __init__(self, experiment: _Experiment) -> None:
-        self.experiment = experiment
-        self.handles: list[torch.utils.hooks.RemovableHandle] = []
-
-    def __enter__(self) -> None:
-        experiment = self.experiment
-        for name, module in experiment.model.named_modules():
-            if name not in experiment.containers:
-                continue
-
-            def before(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> tuple[Any, Any]:
-                return experiment.enter(name, args, kwargs)
-
-            def after(_: nn.Module, args: Any, output: Any) -> None:
-                experiment.leave()
-
-            self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            self.handles.append(module.register_forward_hook(after, always_call=True))
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
-            handle.remove()
 
 
 def _merge(spans: list[tuple[int, int, set[str]]]) -> list[set[str]]:
@@ -318,25 +309,28 @@ def _joined(experiment: _Experiment, spans: list[set[str]]) -> list[set[str]]:
 def _returns(experiment: _Experiment, blocks: list[list[str]]) -> list[tuple[str, str]]:
     """Moves back to an earlier block: owners of the block that ran, and of the earlier one."""
     block_of = {owner: index for index, block in enumerate(blocks) for owner in block}
-    found: dict[tuple[str, str], None] = {}
+    returns: dict[tuple[str, str], None] = {}
     for origin, place, running in experiment.moves:
-        made = {block_of[owner] for owner in experiment.owners_of(origin)}
-        target = {block_of[owner] for owner in experiment.owners_of(place)}
-        if made and target and max(target) < min(made) and max(target) < block_of[running]:
-            found[blocks[block_of[running]][0], blocks[max(target)][0]] = None
-    return list(found)
+        makers = {block_of[owner] for owner in experiment.owners_of(origin)}
+        targets = {block_of[owner] for owner in experiment.owners_of(place)}
+        if not makers or not targets:
+            continue
+        target = max(targets)
+        if target < min(makers) and target < block_of[running]:
+            returns[blocks[block_of[running]][0], blocks[target][0]] = None
+    return list(returns)
 
 
 def _with_returns(groups: list[Group], returns: list[tuple[str, str]]) -> list[Group]:
     """The blocks, with one that has no modules behind each move back."""
-    made: list[Group] = []
+    all_groups: list[Group] = []
     for group in groups:
-        made.append(group)
+        all_groups.append(group)
         for running, place in returns:
             if running in group.owners:
-                target = next(i for i, other in enumerate(made) if place in other.owners)
-                made.append(Group(names=(), owners=(), returns_to=target))
-    return made
+                target = next(i for i, other in enumerate(all_groups) if place in other.owners)
+                all_groups.append(Group(names=(), owners=(), returns_to=target))
+    return all_groups
 
 
 def _without_empty(
@@ -347,48 +341,52 @@ def _without_empty(
     That is the one before it, unless a move back lies between the two.
     """
     last = {running for running, _ in returns}
-    kept: list[list[str]] = []
+    merged: list[list[str]] = []
     waiting: list[str] = []
     for block in blocks:
-        has_parameters = any(
-            next(model.get_submodule(owner).parameters(recurse=False), None) is not None
-            for owner in block
-        )
-        if has_parameters or kept:
-            if has_parameters:
-                kept.append([*waiting, *block])
-                waiting = []
-            elif waiting or last.intersection(kept[-1]):
-                waiting.extend(block)
-            else:
-                kept[-1].extend(block)
-        else:
+        modules = map(model.get_submodule, block)
+        if any(next(module.parameters(recurse=False), None) is not None for module in modules):
+            merged.append([*waiting, *block])
+            waiting = []
+        elif not merged or waiting or last.intersection(merged[-1]):
             waiting.extend(block)
+        else:
+            merged[-1].extend(block)
     if waiting:
-        kept.append(waiting)
-    return kept
+        merged.append(waiting)
+    return merged
 
 
-def _names(model: nn.Module, block: list[str], blocks: list[list[str]]) -> tuple[str, ...]:
+def _blocks_inside(blocks: list[list[str]]) -> dict[str, set[int]]:
+    """For each module the blocks that own something in it."""
+    inside: dict[str, set[int]] = {}
+    for number, block in enumerate(blocks):
+        for owner in block:
+            for container in _with_containers(owner):
+                inside.setdefault(container, set()).add(number)
+    return inside
+
+
+def _names(
+    model: nn.Module, number: int, block: list[str], inside: dict[str, set[int]]
+) -> tuple[str, ...]:
     """The smallest set of modules (or parameters) that holds a block's owners and no others'."""
-    others = {owner for other in blocks if other is not block for owner in other}
     names: dict[str, None] = {}
     for owner in block:
-        if _covers_any(owner, others):
+        if inside[owner] != {number}:
             module = model.get_submodule(owner)
             prefix = f"{owner}." if owner else ""
-            held = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-            names.update(dict.fromkeys(prefix + name for name, _ in held))
+            tensors = (
+                *module.named_parameters(recurse=False),
+                *module.named_buffers(recurse=False),
+            )
+            names.update(dict.fromkeys(prefix + name for name, _ in tensors))
             continue
         name = owner
-        while name and not _covers_any(name.rpartition(".")[0], others):
+        while name and inside[name.rpartition(".")[0]] == {number}:
             name = name.rpartition(".")[0]
         names[name] = None
     return tuple(name for name in names if not _covered(name, names))
-
-
-def _covers_any(name: str, owners: set[str]) -> bool:
-    return any(not name or owner == name or owner.startswith(name + ".") for owner in owners)
 
 
 def _covered(name: str, names: dict[str, None]) -> bool:
@@ -423,21 +421,21 @@ def _holders(model: nn.Module) -> dict[int, list[str]]:
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors in nested tuples, lists and dictionaries, in order."""
-    found: list[torch.Tensor] = []
-    _collect(tree, found)
-    return found
+    tensors: list[torch.Tensor] = []
+    _collect(tree, tensors)
+    return tensors
 
 
-def _collect(tree: Any, found: list[torch.Tensor]) -> None:
+def _collect(tree: Any, tensors: list[torch.Tensor]) -> None:
     # Asked for every argument of every operation that is traced: no generators here.
     if isinstance(tree, torch.Tensor):
-        found.append(tree)
+        tensors.append(tree)
     elif isinstance(tree, (tuple, list)):
         for item in tree:
-            _collect(item, found)
+            _collect(item, tensors)
     elif isinstance(tree, dict):
         for item in tree.values():
-            _collect(item, found)
+            _collect(item, tensors)
 
 
 def _retag(tree: Any, name: str) -> Any:

@@ -18,27 +18,21 @@ Place = TypeVar("Place")
 class Moves(TorchFunctionMode, Generic[Place]):
     """Tells of explicit moves, and of what is made where a tensor lies, for the time of a ``with``.
 
-    Parameters
-    ----------
-    place_of : callable
-        Where a tensor belongs, as the listener tells places apart; None where it isn't known.
-    moved : callable
-        Is given what ``x.to(…)`` made, `x` itself and the place that was named; what it returns
-        is what the model gets.
-    made : callable, optional
-        Is given what was made from no tensor, and the place that was named.
+    `place_of` says where a tensor belongs, as the listener tells places apart, or None. `moved`
+    is given what ``x.to(…)`` made, `x` itself and the place that was named; what it returns is
+    what the model gets. `created` is given what was made from no tensor, and the place.
     """
 
     def __init__(
         self,
         place_of: Callable[[torch.Tensor], Place | None],
         moved: Callable[[torch.Tensor, torch.Tensor, Place], torch.Tensor],
-        made: Callable[[Any, Place], None] = lambda result, place: None,
+        created: Callable[[Any, Place], None] = lambda result, place: None,
     ) -> None:
         super().__init__()
         self._place_of = place_of
         self._moved = moved
-        self._made = made
+        self._created = created
         # Every read makes a new object. It is kept, so that no other one gets its identity.
         self._read: dict[int, tuple[torch.device, Place]] = {}
 
@@ -54,7 +48,7 @@ class Moves(TorchFunctionMode, Generic[Place]):
             if place is not None:
                 return self._moved(result, args[0], place)
         elif id(kwargs.get("device")) in self._read:
-            self._made(result, self._read[id(kwargs["device"])][1])
+            self._created(result, self._read[id(kwargs["device"])][1])
         return result
 
     def _named(self, values: tuple[Any, ...]) -> Place | None:

@@ -84,11 +84,11 @@ class _Resolved:
 def _carried(recorded: Pass) -> set[tuple[int, int]]:
     """Storages of this step that a block other than the maker's neighbour refers to."""
     return {
-        (made, index)
+        (maker, index)
         for block, raw in enumerate(recorded.tapes)
         if recorded.like[block] == block
-        for number, made, index in homes_in(raw)
-        if number == recorded.number and abs(block - made) > 1
+        for number, maker, index in homes_in(raw)
+        if number == recorded.number and abs(block - maker) > 1
     }
 
 
@@ -117,22 +117,22 @@ def _resolve(
         events=tuple(None if home is None else ref(home) for home in raw.events),
         reads=tuple(reads),
         read_sizes=tuple(reads.values()),
-        passing=tuple(number for number, each in enumerate(reads) if each in passing),
+        passing=tuple(number for number, read in enumerate(reads) if read in passing),
     )
 
 
 def _tape(raws: list[RawTape], resolved: list[_Resolved], solver: _Solver) -> Tape:
     first = resolved[0]
     for raw, other in zip(raws, resolved, strict=True):
-        same = (other.events, other.reads, other.passing, raw.kept)
-        if same != (first.events, first.reads, first.passing, raws[0].kept):
+        same = (other.events, other.reads, other.passing, raw.retained)
+        if same != (first.events, first.reads, first.passing, raws[0].retained):
             raise Unlike("the samples do different things")
     columns = zip(*(raw.sizes for raw in raws), strict=True)
     read_columns = zip(*(item.read_sizes for item in resolved), strict=True)
     return Tape(
         sizes=tuple(solver.rule(column) for column in columns),
         events=first.events,
-        kept=raws[0].kept,
+        retained=raws[0].retained,
         reads=tuple(
             Read(ref=ref, size=solver.rule(column))
             for ref, column in zip(first.reads, read_columns, strict=True)
@@ -191,20 +191,20 @@ class _Solver:
 
     def rule(self, values: Sequence[int]) -> Rule:
         """The rule that gives these values at the samples."""
-        found = self._exact(tuple(values))
-        if found is None:
+        rule = self._exact(tuple(values))
+        if rule is None:
             raise Unlike("a size is no polynomial of the step's sizes")
-        return found
+        return rule
 
     def estimate(self, values: Sequence[int]) -> Rule:
         """The rule that gives these values, or nearly: a sum over masks of several lengths."""
-        found = self._exact(tuple(values))
-        if found is None:
+        rule = self._exact(tuple(values))
+        if rule is None:
             nearest = (basis.nearest(values) for basis in reversed(self._bases))
-            found = next((rule for rule in nearest if rule is not None), None)
-        if found is None:
+            rule = next((close for close in nearest if close is not None), None)
+        if rule is None:
             raise Unlike("the work is no polynomial of the step's sizes")
-        return found
+        return rule
 
     def _exact(self, values: tuple[int, ...]) -> Rule | None:
         if values not in self._known:

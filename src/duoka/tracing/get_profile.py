@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -71,12 +72,10 @@ def _trace(
     """Trace for every workload where rules hold, which the second result says, or for this one."""
     if workload.training is not None:
         return profile_training(build, subject, workload)
-    try:
-        found = trace(build(), subject)
-    except Irregular:
-        found = None
-    if found is not None and found.answers(workload.batch):
-        return found, True
+    with suppress(Irregular):
+        profile = trace(build(), subject)
+        if profile.answers(workload.batch):
+            return profile, True
     return trace_workload(build(), subject, list(with_chunks(workload))), False
 
 

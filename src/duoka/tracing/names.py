@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from duoka.forecast.tensor_names import NamedTensor, Roster
+from duoka.forecast.tensor_names import NamedTensor, TensorNames
 from duoka.models.conversion import Recipe, plan_tensors, published_tensors
 from duoka.models.quantization import num_bytes
 from duoka.runtime.dispatch.place import tensor_names
@@ -33,7 +33,7 @@ def name_tensors(model: nn.Module, published: Collection[str] | None) -> list[Na
     return named
 
 
-def roster(named: Sequence[NamedTensor], blocks: Sequence[Sequence[str]]) -> Roster:
+def by_block(named: Sequence[NamedTensor], blocks: Sequence[Sequence[str]]) -> TensorNames:
     """Sort tensors into blocks, which are given by the names of their modules."""
     block_of = {module: number for number, modules in enumerate(blocks) for module in modules}
     numbers: dict[str, int] = {}
@@ -43,7 +43,7 @@ def roster(named: Sequence[NamedTensor], blocks: Sequence[Sequence[str]]) -> Ros
         number = _block(tensor.name, block_of)
         numbers[tensor.name] = numbers[tensor.tied_to] if number is None else number
         tensors[numbers[tensor.name]].append(tensor)
-    return Roster.of(zip(blocks, tensors, strict=True))
+    return TensorNames.of(zip(blocks, tensors, strict=True))
 
 
 def _block(name: str, block_of: Mapping[str, int]) -> int | None:
@@ -62,15 +62,15 @@ def _sources(model: nn.Module, published: Collection[str] | None) -> dict[str, l
     except Exception:
         # Loading will say what is wrong with these names. The model's own are known in any case.
         return {}
-    found: dict[str, list[str]] = {}
+    sources: dict[str, list[str]] = {}
     for piece in (*recipe.pieces, *recipe.duplicates):
-        found.setdefault(piece.target, []).append(piece.source)
+        sources.setdefault(piece.target, []).append(piece.source)
     for custom in recipe.customs:
         for target in custom.targets:
-            found.setdefault(target, []).extend(custom.sources)
+            sources.setdefault(target, []).extend(custom.sources)
     for name, source in _computed(dict(model.named_buffers()), recipe):
-        found.setdefault(name, []).append(source)
-    return found
+        sources.setdefault(name, []).append(source)
+    return sources
 
 
 def _computed(buffers: Mapping[str, Tensor], recipe: Recipe) -> Iterator[tuple[str, str]]:

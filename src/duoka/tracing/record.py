@@ -18,9 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from duoka import virtual
 from duoka.models.quantization import parts
 
-from .blocks import Group, tensors_in
-from .op_costs import count_flops
-from .traffic import count_bytes, launches
+from .blocks import Group, containing, tensors_in
+from .op_costs import count_bytes, count_flops, launches
 
 Home = tuple[int, int, int]
 """Where a storage was made: the pass, the block, the number of the allocation in it."""
@@ -34,7 +33,7 @@ class RawTape:
     events: list[Home | None] = field(default_factory=list)
     reads: dict[Home, int] = field(default_factory=dict)
     passing: set[Home] = field(default_factory=set)
-    kept: tuple[int, ...] = ()
+    retained: tuple[int, ...] = ()
     slots: dict[Home, int] = field(default_factory=dict)
     flops: int = 0
     moved_bytes: int = 0
@@ -50,7 +49,7 @@ class Pass:
     number: int
 
 
-class _Given(NamedTuple):
+class _Argument(NamedTuple):
     """A tensor among the arguments of a call; not itself, which would keep it alive."""
 
     tensor_id: int
@@ -59,17 +58,10 @@ class _Given(NamedTuple):
 
 
 class Recorder:
-    """A listener that sorts events into blocks.
+    """A listener that sorts events into blocks; with `skip` alike blocks are run once.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        Whole on one virtual GPU without data.
-    groups : list of Group
-        Its blocks in execution order. One without modules at the end stands for what the caller
-        does with the outputs.
-    skip : bool
-        Run alike blocks once.
+    The model is whole on one virtual GPU without data. Its groups are in execution order; one
+    without modules at the end stands for what the caller does with the outputs.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[Group], *, skip: bool) -> None:
@@ -84,16 +76,19 @@ class Recorder:
         self._skipper = Skipper(model, groups) if skip else None
         self._patched: list[tuple[nn.Module, Any]] = []
         self._handles: list[RemovableHandle] = []
-        self._entered: list[_Given] = []
-        self._moved: set[tuple[int, _Given]] = set()
+        self._entered: list[_Argument] = []
+        self._moved: set[tuple[int, _Argument]] = set()
+        # By block and number of events: all that are like a block ask again.
+        self._frees_afar: dict[tuple[int, int], bool] = {}
 
     def __enter__(self) -> Self:
         if not self._groups[-1].names:
             self._handles.append(self._model.register_forward_hook(self._leave))
         containers: dict[str, int] = {}
         for index, group in enumerate(self._groups):
-            for name in (around for entry in group.names for around in _around(entry)):
-                containers.setdefault(name, index)
+            for name in group.names:
+                for container in containing(name):
+                    containers.setdefault(container, index)
         for name, module in self._model.named_modules():
             if name in containers:
                 enter = partial(self._enter, containers[name])
@@ -107,11 +102,11 @@ class Recorder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for module, own in self._patched:
-            if own is None:
+        for module, forward in self._patched:
+            if forward is None:
                 del module.forward
             else:
-                module.forward = own
+                module.forward = forward
         self._patched.clear()
         for handle in self._handles:
             handle.remove()
@@ -124,6 +119,7 @@ class Recorder:
         self._current = 0
         self._entered = []
         self._moved = set()
+        self._frees_afar = {}
         self._tapes = [RawTape() for _ in self._groups]
         for block, slots in enumerate(self._slots):
             self._tapes[block].slots = {self._homes[s]: i for i, s in enumerate(slots)}
@@ -163,19 +159,24 @@ class Recorder:
         """Add an operation's arithmetic, memory traffic and launch to the block that runs."""
         tape = self._tapes[self._current]
         tape.flops += count_flops(func, args, kwargs, result)
-        if launches(func, args, kwargs, result):
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
+        if launches(func, inputs, outputs):
             tape.launches += 1
-            tape.moved_bytes += count_bytes(func, args, kwargs, result, alone=self._alone)
+            tape.moved_bytes += count_bytes(func, inputs, outputs, alone=self._alone)
 
     def _keep(self) -> None:
         """What is alive after a step outlives it: caches."""
         number = self._number
         for block, slots in enumerate(self._slots):
             self._slots[block] = [s for s in slots if s in self._homes]
-        for storage, (made, block, index) in sorted(self._homes.items(), key=lambda kv: kv[1]):
-            if made == number and index < len(self._tapes[block].sizes):
-                self._slots[block].append(storage)
-                self._tapes[block].kept += (index,)
+        for storage, home in sorted(self._homes.items(), key=lambda item: item[1]):
+            if home[0] == number and self._outlives(home):
+                self._slots[home[1]].append(storage)
+                self._tapes[home[1]].retained += (home[2],)
+
+    def _outlives(self, home: Home) -> bool:
+        """Whether what is alive after a step is one of its tape's allocations: no stand-in's."""
+        return home[2] < len(self._tapes[home[1]].sizes)
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
         """What follows is the caller's: the last block, which has no modules."""
@@ -183,17 +184,17 @@ class Recorder:
 
     def _enter(self, first: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         """What contains blocks begins: dispatch moves its arguments to its first block."""
-        self._entered += self._moved_to(first, self._given(args, kwargs))
+        self._entered += self._moved_to(first, self._arguments(args, kwargs))
 
-    def _moved_to(self, first: int, arguments: Iterable[_Given]) -> Iterator[_Given]:
+    def _moved_to(self, first: int, arguments: Iterable[_Argument]) -> Iterator[_Argument]:
         """Yield what isn't on a block's device already.
 
         That block may have run before, as an embedding does whose result a tower's features join:
         what was made there since, or was moved back there, stays.
         """
-        for given in arguments:
-            if given.home is None or first not in self._places(given.home[1]):
-                yield given
+        for argument in arguments:
+            if argument.home is None or first not in self._places(argument.home[1]):
+                yield argument
 
     def _places(self, block: int) -> tuple[int, int | None]:
         """The blocks on whose device lies what a block makes."""
@@ -207,10 +208,10 @@ class Recorder:
                 return forward(*args, **kwargs)
             entered, self._entered = self._entered, []
             self._read(block, entered, passing=True)
-            self._read(block, [*self._given(args, kwargs)])
+            self._read(block, [*self._arguments(args, kwargs)])
             if self._skipper is None:
                 return forward(*args, **kwargs)
-            around = tuple(_seen_from(block, given.home) for given in entered)
+            around = tuple(_seen_from(block, argument.home) for argument in entered)
             return self._skipper.call(self, (block, around), forward, args, kwargs)
 
         self._patched.append((module, vars(module).get("forward")))
@@ -221,25 +222,26 @@ class Recorder:
         self._current = block
         return True
 
-    def _given(self, args: Any, kwargs: Any) -> Iterator[_Given]:
+    def _arguments(self, args: Any, kwargs: Any) -> Iterator[_Argument]:
         # In this order dispatch moves them, and where its copies lie depends on it.
         for tensor in tensors_in((kwargs, args)):
             if isinstance(tensor, virtual.VirtualTensor):
-                yield _Given(id(tensor), self._homes.get(tensor.storage_id), tensor.nbytes)
+                yield _Argument(id(tensor), self._homes.get(tensor.storage_id), tensor.nbytes)
 
-    def _read(self, block: int, arguments: Sequence[_Given], *, passing: bool = False) -> None:
+    def _read(self, block: int, arguments: Sequence[_Argument], *, passing: bool = False) -> None:
         """Note what is moved to a block; `passing` if only what contains it was given that."""
         tape = self._tapes[block]
-        for given in arguments:
-            if given.home is None or given.home[1] == block:
+        for argument in arguments:
+            home = argument.home
+            if home is None or home[1] == block:
                 continue
             if not passing:
-                tape.passing.discard(given.home)
-            elif given.home not in tape.reads:
-                tape.passing.add(given.home)
-            if (block, given) not in self._moved:
-                self._moved.add((block, given))
-                tape.reads[given.home] = tape.reads.get(given.home, 0) + given.num_bytes
+                tape.passing.discard(home)
+            elif home not in tape.reads:
+                tape.passing.add(home)
+            if (block, argument) not in self._moved:
+                self._moved.add((block, argument))
+                tape.reads[home] = tape.reads.get(home, 0) + argument.num_bytes
 
     def adopt(self, tensor: virtual.VirtualTensor, block: int, index: int) -> None:
         """Count a stand-in's output as what the block that it stands for would have made."""
@@ -249,17 +251,21 @@ class Recorder:
         """How many allocations a block's tape has so far."""
         return len(self._tapes[block].sizes)
 
-    def count_from(self, block: int, made: int) -> None:
+    def count_from(self, block: int, count: int) -> None:
         """Number what comes behind a stand-in as behind the call that it stands for."""
         sizes = self._tapes[block].sizes
-        sizes += [0] * (made - len(sizes))
+        sizes += [0] * (count - len(sizes))
 
     def frees_afar(self, block: int) -> bool:
         """Whether a block's tape has frees of what was made in this pass and not next to it."""
-        return any(
-            home is not None and home[0] == self._number and abs(block - home[1]) > 1
-            for home in self._tapes[block].events
-        )
+        events = self._tapes[block].events
+        key = (block, len(events))
+        if key not in self._frees_afar:
+            self._frees_afar[key] = any(
+                home is not None and home[0] == self._number and abs(block - home[1]) > 1
+                for home in events
+            )
+        return self._frees_afar[key]
 
     def gives_others(self, block: int, home: Home) -> bool:
         """Whether what a block was given has been given to another one in this pass, too."""
@@ -296,17 +302,17 @@ class Skipper:
     ) -> Any:
         """Run a block, or make its outputs only where one that is like it has run."""
         block, around = place
-        own = self._signatures[block]
-        if own is None or block == 0:
+        signature = self._signatures[block]
+        if signature is None or block == 0:
             return forward(*args, **kwargs)
         inputs = _describe((args, kwargs), recorder, block, {})
-        key = (own, self._signatures[block - 1], around, inputs)
-        first, output, made = self._seen.get(key, (block, None, 0))
+        key = (signature, self._signatures[block - 1], around, inputs)
+        first, output, count = self._seen.get(key, (block, None, 0))
         # A block that runs twice in a step is no stand-in for itself.
         if first != block and self.speaks_for_others(recorder, first):
             self._like[block] = first
             result = self.stand_in(output, recorder, block, (args, kwargs))
-            recorder.count_from(block, made)
+            recorder.count_from(block, count)
             return result
         result = forward(*args, **kwargs)
         arguments = {
@@ -328,7 +334,7 @@ class Skipper:
         """Make a block's outputs, by the picture of those of the one that it is like."""
 
         def make(shape: Any, dtype: torch.dtype, index: int) -> torch.Tensor:
-            tensor = torch.empty(shape, dtype=dtype, device=_device(call))
+            tensor = torch.empty(shape, dtype=dtype, device=device_of(tensors_in(call)))
             assert isinstance(tensor, virtual.VirtualTensor)
             recorder.adopt(tensor, block, index)
             return tensor
@@ -338,18 +344,18 @@ class Skipper:
 
 def signature(module: nn.Module) -> Any:
     """What a module does, but for its weights and its number: hashable."""
-    own: list[tuple[str, Any]] = []
+    settings: list[tuple[str, Any]] = []
     for name, value in sorted(vars(module).items()):
         if name in _NOT_COMPARED or any(part in name for part in _NUMBERS):
             continue
         if isinstance(value, (str, int, float, bool, type(None), torch.dtype, torch.Size)):
-            own.append((name, value))
+            settings.append((name, value))
         elif isinstance(value, (tuple, list)) and all(
             isinstance(item, (str, int, float)) for item in value
         ):
-            own.append((name, tuple(value)))
+            settings.append((name, tuple(value)))
         elif callable(value):
-            own.append((name, getattr(value, "__qualname__", type(value).__qualname__)))
+            settings.append((name, getattr(value, "__qualname__", type(value).__qualname__)))
     tensors = tuple(
         (name, key, tuple(part.shape), part.dtype)
         for name, tensor in (
@@ -359,7 +365,7 @@ def signature(module: nn.Module) -> Any:
         for key, part in parts(tensor).items()
     )
     children = tuple((name, signature(child)) for name, child in module.named_children())
-    return (type(module), tuple(own), tensors, children)
+    return (type(module), tuple(settings), tensors, children)
 
 
 _NOT_COMPARED = frozenset({"_parameters", "_buffers", "_modules", "forward"})
@@ -418,14 +424,9 @@ def picture_made(picture: Any, call: Any, make: Callable[..., torch.Tensor]) -> 
     return picture[1]
 
 
-def _device(call: Any) -> torch.device:
-    return next(t for t in tensors_in(call) if isinstance(t, virtual.VirtualTensor)).device
-
-
-def _around(name: str) -> Iterator[str]:
-    """The modules that contain a module or parameter, but for the model itself."""
-    while name := name.rpartition(".")[0]:
-        yield name
+def device_of(arguments: Iterable[Any]) -> torch.device:
+    """The virtual GPU of a block's arguments."""
+    return next(t.device for t in arguments if isinstance(t, virtual.VirtualTensor))
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module | None:

@@ -46,7 +46,7 @@ class ReturningRecorder(Recorder):
         group = self._return_to(block)
         if made_by is not None and block == self._current and made_by not in self._places(block):
             # On to the device of the block that runs, as a mover would bring it.
-            self._read(block, [*self._given((source,), {})])
+            self._read(block, [*self._arguments((source,), {})])
         if made_by is None or made_by <= block or group is None:
             return result
         self._current = group

@@ -7,6 +7,11 @@ for a node, too.
 
 In a tape of the backward pass the numbers of allocations go on where those of the block's forward
 tape end, so that each allocation of a micro-batch has a number of its own.
+
+A block that would do what an earlier one did is run as next to nothing: a stand-in makes its
+outputs in the forward pass, and the gradients of its arguments in the backward pass, so that its
+neighbours find what they would. It keeps nothing for the backward pass: what it does itself is
+known from the block that it is like.
 """
 
 from __future__ import annotations
@@ -21,8 +26,7 @@ from torch import nn
 from duoka import virtual
 
 from .blocks import Group, tensors_in
-from .record import Home, Pass, Recorder
-from .standins import TrainingSkipper, placeholder
+from .record import Home, Pass, Recorder, Skipper, device_of, picture_made
 
 
 class MicroBatch(NamedTuple):
@@ -33,17 +37,7 @@ class MicroBatch(NamedTuple):
 
 
 class TrainingRecorder(Recorder):
-    """A listener that sorts the events of training into blocks.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        Whole on one virtual GPU without data, and ready to be trained.
-    groups : list of Group
-        Its blocks in execution order.
-    skip : bool
-        Run alike blocks once.
-    """
+    """A listener that sorts the events of training into blocks."""
 
     def __init__(self, model: nn.Module, groups: Sequence[Group], *, skip: bool) -> None:
         super().__init__(model, groups, skip=False)
@@ -114,12 +108,12 @@ class TrainingRecorder(Recorder):
         if not self._is_backward:
             for tensor in tensors_in((args, kwargs)):
                 self._follow(tensor, None, by=first)
-            self._entered += self._moved_to(first, super()._given(args, kwargs))
+            self._entered += self._moved_to(first, super()._arguments(args, kwargs))
 
-    def _given(self, args: Any, kwargs: Any) -> Iterator[Any]:
+    def _arguments(self, args: Any, kwargs: Any) -> Iterator[Any]:
         for position, tensor in enumerate(tensors_in((args, kwargs))):
             self._follow(tensor, position)
-        yield from super()._given(args, kwargs)
+        yield from super()._arguments(args, kwargs)
 
     def _follow(self, tensor: Any, position: int | None, *, by: int | None = None) -> None:
         """Note what comes back to an argument's maker: the gradient, as another block made it.
@@ -135,13 +129,13 @@ class TrainingRecorder(Recorder):
 
         def note(gradient: Any) -> None:
             if isinstance(gradient, virtual.VirtualTensor):
-                made = self.home_of(gradient)
-                if made is not None and made[1] != maker and made[0] == self._number:
-                    self._tapes[maker].reads[made] = gradient.nbytes
-                    if by is not None and maker < by < made[1]:
-                        self._tapes[by].reads[made] = gradient.nbytes
+                origin = self.home_of(gradient)
+                if origin is not None and origin[1] != maker and origin[0] == self._number:
+                    self._tapes[maker].reads[origin] = gradient.nbytes
+                    if by is not None and maker < by < origin[1]:
+                        self._tapes[by].reads[origin] = gradient.nbytes
                     if position is not None:
-                        self._gradients[made[1], position] = made[2]
+                        self._gradients[origin[1], position] = origin[2]
 
         leaf: Any = tensor
         leaf.register_hook(note)
@@ -176,16 +170,11 @@ class TrainingRecorder(Recorder):
 
     def _keep(self) -> None:
         """What the backward pass leaves behind: gradients. What the forward pass does, is used."""
-        if not self._is_backward:
-            return
-        for block, slots in enumerate(self._slots):
-            self._slots[block] = [s for s in slots if s in self._homes]
-        for storage, (number, block, index) in sorted(
-            self._homes.items(), key=lambda item: item[1]
-        ):
-            if number == self._number and index >= self._first_numbers[block]:
-                self._slots[block].append(storage)
-                self._tapes[block].kept += (index,)
+        if self._is_backward:
+            super()._keep()
+
+    def _outlives(self, home: Home) -> bool:
+        return home[2] >= self._first_numbers[home[1]]
 
 
 def _keep_arguments(forward: Pass, backward: Pass) -> None:
@@ -193,7 +182,7 @@ def _keep_arguments(forward: Pass, backward: Pass) -> None:
 
     Its stand-in keeps no arguments, so that they end in the forward pass, in some other block.
     """
-    kept = {
+    arguments = {
         (number, at + block - first, index)
         for block, first in enumerate(forward.like)
         if block != first
@@ -201,4 +190,94 @@ def _keep_arguments(forward: Pass, backward: Pass) -> None:
         if 0 <= at < first
     }
     for tape in forward.tapes:
-        tape.events = [event for event in tape.events if event not in kept]
+        tape.events = [event for event in tape.events if event not in arguments]
+
+
+def placeholder(position: int) -> int:
+    """The number of a stand-in's gradient of an argument, until the real one is known."""
+    return -1 - position
+
+
+class TrainingSkipper(Skipper):
+    """Recognises blocks that are alike and between alike ones, and stands in for them."""
+
+    def __init__(self, model: nn.Module, groups: Sequence[Group]) -> None:
+        super().__init__(model, groups)
+        # In the backward pass the block after one comes before it.
+        after = [*self._signatures[1:], None]
+        self._signatures = [
+            None if signature is None else (signature, following)
+            for signature, following in zip(self._signatures, after, strict=True)
+        ]
+        # Of each block that ran the homes of its arguments that get gradients.
+        self._differentiated: dict[int, set[Home]] = {}
+
+    def call(
+        self,
+        recorder: Recorder,
+        place: tuple[int, Any],
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Run a block, or make its outputs only where one that is like it has run."""
+        homes = self._differentiated[place[0]] = set()
+        for tensor in tensors_in((args, kwargs)):
+            if isinstance(tensor, virtual.VirtualTensor) and tensor.requires_grad:
+                home = recorder.home_of(tensor)
+                if home is not None:
+                    homes.add(home)
+        return super().call(recorder, place, forward, args, kwargs)
+
+    def speaks_for_others(self, recorder: Recorder, first: int) -> bool:
+        """Whether what a block does tells what others do that are like it.
+
+        One whose argument others were given as well (a residual that is a block's argument) keeps
+        it alive for its backward pass, which a stand-in doesn't, and adds up the gradients that all
+        of them make, which lie elsewhere for another block.
+        """
+        if any(recorder.gives_others(first, home) for home in self._differentiated[first]):
+            return False
+        return super().speaks_for_others(recorder, first)
+
+    def stand_in(self, picture: Any, recorder: Recorder, block: int, call: Any) -> Any:
+        """Make a block's outputs, with a way back to its arguments."""
+        outputs: list[tuple[Any, torch.dtype, int]] = []
+
+        def note(shape: Any, dtype: torch.dtype, number: int) -> torch.Tensor:
+            outputs.append((shape, dtype, number))
+            return torch.empty(0)
+
+        picture_made(picture, call, note)
+        stand_in: Any = _StandIn
+        tensors = iter(stand_in.apply((recorder, block, outputs), *tensors_in(call)))
+        return picture_made(picture, call, lambda *_: next(tensors))
+
+
+class _StandIn(torch.autograd.Function):
+    """Tensors out of nothing, and gradients out of nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, task: Any, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        recorder, block, outputs = task
+        ctx.task = recorder, block
+        ctx.pictures = [(tensor.shape, tensor.dtype, tensor.device) for tensor in arguments]
+        device = device_of(arguments)
+        tensors = []
+        for shape, dtype, number in outputs:
+            tensor: Any = torch.empty(shape, dtype=dtype, device=device)
+            recorder.adopt(tensor, block, number)
+            tensors.append(tensor)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
+        recorder, block = ctx.task
+        gradients: list[torch.Tensor | None] = []
+        for position, (shape, dtype, device) in enumerate(ctx.pictures):
+            gradient: Any = None
+            if ctx.needs_input_grad[1 + position]:
+                gradient = torch.empty(shape, dtype=dtype, device=device)
+                recorder.adopt(gradient, block, placeholder(position))
+            gradients.append(gradient)
+        return None, *gradients

@@ -26,7 +26,7 @@ from duoka.runtime.steps import Stepper
 
 from .blocks import Group, find_containers, find_groups
 from .fit import Sample, Unlike, fit
-from .names import name_tensors, roster
+from .names import by_block, name_tensors
 from .probe_sizes import Run, crossing_runs, image_runs, plain_runs, static_runs
 from .record import Recorder
 from .record_returns import ReturningRecorder
@@ -45,7 +45,8 @@ _FILLED_TOKENS = 128
 _CALLER = Group(names=(), owners=())
 """What `generate` does with the logits of a step."""
 
-Found = tuple[Regime, list[Tape]]
+RegimeTapes = tuple[Regime, list[Tape]]
+"""Where rules hold, and the tape of each block there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +76,9 @@ def trace(model: nn.Module, subject: Subject) -> Profile:
     with running(model), whole(model) as device:
         tracer = _Tracer(model, device, subject.max_context_tokens or ENDLESS, steps)
         try:
-            made = as_profile(model, tracer.groups, subject, list(tracer.rules()), named)
-            return replace(made, least_prompt_tokens=steps.least_tokens)
+            regimes = list(tracer.rules())
+            profile = as_profile(model, tracer.groups, subject, regimes, named)
+            return replace(profile, least_prompt_tokens=steps.least_tokens)
         except (Unlike, *FAILURES) as error:
             # A step far from any that is asked for may fail where the asked one doesn't.
             raise Irregular(f"{type(model).__name__}: {error}") from error
@@ -88,13 +90,13 @@ def trace_workload(model: nn.Module, subject: Subject, workloads: Sequence[Workl
     steps = _Steps.of(model, subject)
     with running(model), whole(model) as device:
         tracer = _Tracer(model, device, ENDLESS, steps)
-        found = {
+        regimes = {
             (regime.phase, regime.query, regime.keys): (regime, tapes)
             for workload in workloads
             for regime, tapes in tracer.points(workload)
         }
-        made = as_profile(model, tracer.groups, subject, list(found.values()), named)
-        return replace(made, least_prompt_tokens=steps.least_tokens)
+        profile = as_profile(model, tracer.groups, subject, list(regimes.values()), named)
+        return replace(profile, least_prompt_tokens=steps.least_tokens)
 
 
 def trace_call(
@@ -140,9 +142,33 @@ def whole(model: nn.Module) -> Iterator[torch.device]:
     """Put a model whole on one virtual GPU without data and without limit."""
     if next(model.parameters(), None) is None:
         raise ModelError(f"{type(model).__name__} has no parameters to place")
-    with virtual.gpus([None], data="meta"), torch.no_grad():
+    with virtual.gpus([None], data="meta"), torch.no_grad(), _one_thread():
         place(model, Placement(entries=(("", "vgpu:0"),)))
+        _forget_values(model)
         yield torch.device("vgpu:0")
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute on one thread: what masks take is too little for several, which wait for work."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _forget_values(model: nn.Module) -> None:
+    """Let quantized weights have no values.
+
+    Virtual GPUs compute with small tensors of integers, since masks and positions are such. A
+    weight in eight bits is one as well: it would be unpacked in earnest in every step.
+    """
+    for parameter in model.parameters():
+        for part in parts(parameter).values():
+            if not part.dtype.is_floating_point:
+                part.copy_(torch.empty_like(part, device="meta"))
 
 
 def ranges(config: Any, longest: int) -> Iterator[tuple[int, int]]:
@@ -186,11 +212,12 @@ class _Tracer:
         look = partial(find_groups, model, lambda: self.stepper(1).step(first))
         # What a tower makes is moved to the text's embeddings, and is spliced into them there.
         groups = look(hears_moves=True) if steps.prompts is not None else look()
-        self.recorder: type[Recorder] = ReturningRecorder
+        recorder: type[Recorder] = ReturningRecorder
         if all(group.returns_to is None for group in groups):
-            self.recorder = Recorder
+            recorder = Recorder
             groups = look() if steps.prompts is not None else groups
         self.groups = [*groups, _CALLER]
+        self.recorder = recorder(model, self.groups, skip=True)
 
     def stepper(self, batch: int, context_tokens: int = 0) -> Stepper:
         """Steps over a cache that is empty; a static one has a context."""
@@ -203,36 +230,36 @@ class _Tracer:
             prompts=self.steps.prompts,
         )
 
-    def rules(self) -> Iterator[Found]:
+    def rules(self) -> Iterator[RegimeTapes]:
         """Regimes for every step that the model may be asked for; the first that holds counts."""
-        found = list(ranges(self.model.config, self.longest))
-        if len(found) > 1 and (
+        cells = list(ranges(self.model.config, self.longest))
+        if len(cells) > 1 and (
             self.steps.conditions.cache == "static" or self.steps.prompts is not None
         ):
             raise Unlike("costs with a window and a static cache, or images, have more lengths")
-        yield from self._regimes(found, many=False)
+        yield from self._regimes(cells, many=False)
         try:
-            yield from list(self._regimes(found, many=True))
+            yield from list(self._regimes(cells, many=True))
         except Unlike:
             # A tower that takes its images one by one does other things in each batch.
             if self.steps.prompts is None:
                 raise
 
-    def _regimes(self, found: Sequence[tuple[int, int]], *, many: bool) -> Iterator[Found]:
-        for before, after in combinations(found, 2):
+    def _regimes(self, cells: Sequence[tuple[int, int]], *, many: bool) -> Iterator[RegimeTapes]:
+        for before, after in combinations(cells, 2):
             yield from self._crossing(many, before, after)
-        for start, stop in found:
+        for start, stop in cells:
             yield from self._cell(many, start, stop)
 
-    def points(self, workload: Workload) -> Iterator[Found]:
+    def points(self, workload: Workload) -> Iterator[RegimeTapes]:
         """Regimes for the steps of one workload; between two recorded ones the later counts."""
         many = workload.batch > 1
         chunks = workload.chunks()
         steps = [*chunks[:2], *chunks[-2:]] if len(chunks) > 4 else [*chunks]
-        recorder = self.recorder(self.model, self.groups, skip=True)
         stepper = Stepper.of(self.model, workload, self.device, self.steps.prompts)
         before = 0
-        with recorder:
+        with self.recorder as recorder:
+            recorder.forget()
             for query, past in [*steps, *_decodes(workload)]:
                 while stepper.past < past:
                     # Recorded and thrown away: what is skipped must be skipped here as well.
@@ -253,7 +280,7 @@ class _Tracer:
                 yield _fitted(regime, [Sample(phase, workload.batch, query, keys, recorded)])
                 before = keys
 
-    def _cell(self, many: bool, start: int, stop: int) -> Iterator[Found]:
+    def _cell(self, many: bool, start: int, stop: int) -> Iterator[RegimeTapes]:
         """The regimes of one range, for one sequence or several."""
         # What is asked of a model made for few tokens must not be more than it can do.
         high = min(stop, self.longest + 1, start + _PROBED_TOKENS)
@@ -271,7 +298,7 @@ class _Tracer:
 
     def _crossing(
         self, many: bool, before: tuple[int, int], after: tuple[int, int]
-    ) -> Iterator[Found]:
+    ) -> Iterator[RegimeTapes]:
         """The regime of steps that begin in one range and end in a later one."""
         high = min(after[1], self.longest + 1, after[0] + _PROBED_TOKENS)
         if high - after[0] < _SHORTEST_WINDOW:
@@ -287,7 +314,9 @@ class _Tracer:
         )
         yield from self._split(regime, runs, samples)
 
-    def _split(self, regime: Regime, runs: Sequence[Run], samples: _Samples) -> Iterator[Found]:
+    def _split(
+        self, regime: Regime, runs: Sequence[Run], samples: _Samples
+    ) -> Iterator[RegimeTapes]:
         """One regime, or two where it matters whether masks are aligned."""
         try:
             yield _fitted(regime, samples.all)
@@ -300,7 +329,7 @@ class _Tracer:
 
     def _record(self, runs: Iterable[Run]) -> list[Sample]:
         samples = []
-        with self.recorder(self.model, self.groups, skip=True) as recorder:
+        with self.recorder as recorder:
             for run in runs:
                 stepper = self.stepper(run.batch, run.context)
                 recorder.forget()
@@ -342,7 +371,7 @@ def _decodes(workload: Workload) -> list[tuple[int, int]]:
     return [(1, past) for past in chosen]
 
 
-def _fitted(regime: Regime, samples: Sequence[Sample]) -> Found:
+def _fitted(regime: Regime, samples: Sequence[Sample]) -> RegimeTapes:
     tapes, carried = fit([sample for sample in samples if sample.phase == regime.phase])
     return replace(regime, carried=carried), tapes
 
@@ -362,18 +391,18 @@ def as_profile(
     model: nn.Module,
     groups: Sequence[Group],
     subject: Subject,
-    found: Sequence[Found],
+    regimes: Sequence[RegimeTapes],
     named: Sequence[NamedTensor],
 ) -> Profile:
-    """The profile of a model's blocks, with what was found of them."""
+    """The profile of a model's blocks, in the regimes that were recorded."""
     weights, ties = _weights(model, groups)
     kinds: dict[Kind, int] = {}
     blocks = []
     inside = find_containers(model, groups)
     # Packages load quantized weights where they compute; nothing brings them there for each call.
-    may_stream = not any(is_composed(each) for each in model.parameters())
+    may_stream = not any(map(is_composed, model.parameters()))
     for index, group in enumerate(groups):
-        kind = Kind(weight_bytes=weights[index], tapes=tuple(tapes[index] for _, tapes in found))
+        kind = Kind(weight_bytes=weights[index], tapes=tuple(tapes[index] for _, tapes in regimes))
         number = kinds.setdefault(kind, len(kinds))
         # The caller samples where it has made the inputs, which is where the first block lies.
         tied_to = 0 if group is _CALLER else ties.get(index, group.returns_to)
@@ -393,9 +422,9 @@ def as_profile(
         dtype="float32" if first is None else str(first.dtype).removeprefix("torch."),
         blocks=tuple(blocks),
         kinds=tuple(kinds),
-        regimes=tuple(regime for regime, _ in found),
+        regimes=tuple(regime for regime, _ in regimes),
         max_context_tokens=subject.max_context_tokens,
-        roster=roster(named, [block.modules for block in blocks]),
+        tensor_names=by_block(named, [block.modules for block in blocks]),
         conditions=subject.conditions,
     )
 

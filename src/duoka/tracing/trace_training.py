@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from duoka.forecast.profile import ALIGNED_TOKENS, TRAINING_PHASES, Kind, Profile, Regime, Tape
+from duoka.forecast.profile import ALIGNED_TOKENS, TRAINING_PHASES, Kind, Profile, Regime
 from duoka.forecast.workload import DTYPE_BYTES, Dtype, Training, Workload
 from duoka.models import base_name, make_trainable
-from duoka.runtime.learning import Learner
+from duoka.runtime.steps import Learner
 
 from .blocks import Group, find_groups
 from .fit import Sample, Unlike, fit
@@ -29,6 +29,7 @@ from .trace import (
     EVERYWHERE,
     FAILURES,
     Irregular,
+    RegimeTapes,
     Subject,
     as_profile,
     ranges,
@@ -44,8 +45,6 @@ _PROBED_BATCHES = (2, 3)
 _ODD = (1, 43, 86, 59)
 _TILE = 128
 
-Found = tuple[Regime, list[Tape]]
-
 
 def trace_training(model: nn.Module, subject: Subject, dtype: torch.dtype) -> Profile:
     """Train a model without data, and record what it costs."""
@@ -55,10 +54,10 @@ def trace_training(model: nn.Module, subject: Subject, dtype: torch.dtype) -> Pr
         with whole(model) as device:
             tracer.start(device)
             try:
-                found = list(tracer.rules())
+                regimes = list(tracer.rules())
             except (Unlike, *FAILURES) as error:
                 raise Irregular(f"{type(model).__name__}: {error}") from error
-            return tracer.profile(found, named)
+            return tracer.profile(regimes, named)
 
 
 def profile_training(
@@ -84,8 +83,8 @@ def trace_training_workload(model: nn.Module, subject: Subject, workload: Worklo
             tracer.start(device)
             batch, tokens = workload.batch, workload.prompt_tokens
             samples = tracer.record([(batch, tokens)])
-            found = list(tracer.fitted(batch > 1, (tokens, tokens + 1), samples))
-            return tracer.profile(found, named)
+            regimes = tracer.fitted(batch > 1, (tokens, tokens + 1), samples)
+            return tracer.profile(regimes, named)
 
 
 class _Tracer:
@@ -115,14 +114,14 @@ class _Tracer:
         if self.training.gradient_checkpointing:
             self.groups = _joined(self.model, self.groups)
 
-    def rules(self) -> Iterator[Found]:
+    def rules(self) -> Iterator[RegimeTapes]:
         """Regimes for every micro-batch."""
         longest = self.subject.max_context_tokens or ENDLESS
         for many in (False, True):
             for start, stop in ranges(self.model.config, longest):
                 yield from self._cell(many, start, stop, longest)
 
-    def _cell(self, many: bool, start: int, stop: int, longest: int) -> Iterator[Found]:
+    def _cell(self, many: bool, start: int, stop: int, longest: int) -> Iterator[RegimeTapes]:
         """The regimes of one range, for one sequence or several."""
         high = min(stop, longest + 1, start + _PROBED_TOKENS)
         lengths = list(_lengths(start, high))
@@ -145,9 +144,9 @@ class _Tracer:
         samples: Sequence[Sample],
         *,
         aligned: bool | None = None,
-    ) -> list[Found]:
+    ) -> list[RegimeTapes]:
         """The regimes of all phases, where their tapes are one."""
-        found = []
+        regimes = []
         for phase in TRAINING_PHASES:
             tapes, carried = fit([sample for sample in samples if sample.phase == phase])
             regime = Regime(
@@ -159,8 +158,8 @@ class _Tracer:
                 aligned=aligned,
                 carried=carried,
             )
-            found.append((regime, tapes))
-        return found
+            regimes.append((regime, tapes))
+        return regimes
 
     def record(self, sizes: Sequence[tuple[int, int]]) -> list[Sample]:
         """Micro-batches of these batches and lengths."""
@@ -173,20 +172,20 @@ class _Tracer:
                 again = recorder.record_training(learner.forward)
                 recorded = (first.forward, first.backward, again.backward)
                 samples += [
-                    Sample(phase, batch, length, length, each)
-                    for phase, each in zip(TRAINING_PHASES, recorded, strict=True)
+                    Sample(phase, batch, length, length, taken)
+                    for phase, taken in zip(TRAINING_PHASES, recorded, strict=True)
                 ]
                 self._note_trained(first.forward.like)
                 learner.drop_gradients()
         return samples
 
-    def profile(self, found: Sequence[Found], named: Any) -> Profile:
+    def profile(self, regimes: Sequence[RegimeTapes], named: Any) -> Profile:
         """The profile, in the names that the model had before adapters were put into it."""
         groups = [
             replace(group, names=tuple(dict.fromkeys(map(base_name, group.names))))
             for group in self.groups
         ]
-        profile = as_profile(self.model, groups, self.subject, found, named)
+        profile = as_profile(self.model, groups, self.subject, regimes, named)
         kinds: dict[Kind, int] = {}
         blocks = []
         for block, group in zip(profile.blocks, groups, strict=True):
@@ -213,9 +212,9 @@ class _Tracer:
         """Note what got gradients; blocks that were left out, as those that they are like."""
         met: set[int] = set()
         for name, module in self.model.named_modules():
-            own = [p for p in module.parameters(recurse=False) if id(p) not in met]
-            met |= {id(parameter) for parameter in own}
-            self.trained[name] = [p.nbytes for p in own if p.grad is not None]
+            parameters = [p for p in module.parameters(recurse=False) if id(p) not in met]
+            met |= {id(parameter) for parameter in parameters}
+            self.trained[name] = [p.nbytes for p in parameters if p.grad is not None]
         for block, first in enumerate(like):
             pairs = zip(self.groups[block].owners, self.groups[first].owners, strict=True)
             self.trained |= {owner: self.trained[model] for owner, model in pairs}
@@ -240,15 +239,15 @@ def _joined(model: nn.Module, groups: Sequence[Group]) -> list[Group]:
     def layer_of(group: Group) -> str | None:
         return next((name for name in whole_ones if _share(group, name) == 1), None)
 
-    made: list[Group] = []
-    for layer, members in itertools.groupby(groups, layer_of):
-        first, *others = members
-        if layer is None or not others:
-            made += [first, *others]
+    joined: list[Group] = []
+    for layer, neighbours in itertools.groupby(groups, layer_of):
+        members = list(neighbours)
+        if layer is None or len(members) == 1:
+            joined += members
             continue
-        owners = tuple(owner for group in (first, *others) for owner in group.owners)
-        made.append(Group(names=(layer,), owners=owners))
-    return made
+        owners = tuple(owner for group in members for owner in group.owners)
+        joined.append(Group(names=(layer,), owners=owners))
+    return joined
 
 
 def _share(group: Group, name: str) -> float:

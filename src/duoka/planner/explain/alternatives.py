@@ -12,7 +12,7 @@ from typing import cast, get_args
 from duoka.errors import UsageError
 from duoka.forecast.costs import Costs
 from duoka.forecast.latency import Seconds
-from duoka.forecast.layers import layer_of, main_list
+from duoka.forecast.tensor_names import layer_of, main_list
 from duoka.hardware.fleet import Fleet
 
 from ..search import Limits, NoPlacement, Objective, Stage, search

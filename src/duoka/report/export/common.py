@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
-from duoka.forecast.layers import layer_of
 from duoka.forecast.profile import Profile, evaluate, monomials
+from duoka.forecast.tensor_names import layer_of
 from duoka.hardware.device import Device
 from duoka.planner.plan import Plan
 
@@ -124,7 +124,7 @@ def layer_token_bytes(plan: Plan, profile: Profile | None, pipeline: Pipeline) -
     layer_bytes = [0] * pipeline.num_layers
     for block in profile.blocks:
         tape = profile.kinds[block.kind].tapes[steps[0]]
-        cache_bytes = sum(evaluate(tape.sizes[number], values) for number in tape.kept)
+        cache_bytes = sum(evaluate(tape.sizes[number], values) for number in tape.retained)
         at = layer_of(block.modules[0]) if block.modules else None
         if at is not None and at[0] == pipeline.layers:
             layer_bytes[at[1]] += cache_bytes

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 
-from duoka.forecast.layers import layer_of, main_list
 from duoka.forecast.stage_bytes import StageBytes
+from duoka.forecast.tensor_names import layer_of, main_list
 from duoka.hardware.device import Device
 from duoka.planner.plan import Plan
 

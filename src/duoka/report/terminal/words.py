@@ -9,7 +9,7 @@ from rich.style import Style
 from rich.text import Text
 
 from duoka.base.units import format_bytes, format_count
-from duoka.forecast.layers import layer_of, main_list
+from duoka.forecast.tensor_names import layer_of, main_list
 from duoka.planner.device_map import shorten
 
 from ..check_report import Fault, Operand, Origin, Place
