@@ -13,6 +13,7 @@ from duoka.errors import UsageError
 # Persian need.
 _KEPT = frozenset("\n\t\u200c\u200d")
 _HIDDEN = ("Cc", "Cf", "Cs")
+Name = TypeVar("Name", bound=str)
 
 
 def printable(text: str) -> str:
@@ -32,9 +33,6 @@ def _spelled(character: str) -> str:
     if character in _KEPT or unicodedata.category(character) not in _HIDDEN:
         return character
     return character.encode("unicode_escape").decode("ascii")
-
-
-Name = TypeVar("Name", bound=str)
 
 
 def choose(what: str, text: str, known: Sequence[Name]) -> Name:

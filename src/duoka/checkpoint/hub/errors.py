@@ -1,4 +1,4 @@
-"""Troubles: what huggingface_hub and its HTTP library raise, as a person can understand it.
+"""Errors: what huggingface_hub and its HTTP library raise, as a person can understand it.
 
 What may go better next time is tried again, within limits.
 """

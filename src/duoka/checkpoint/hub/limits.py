@@ -1,4 +1,4 @@
-"""Guard: limits that huggingface_hub doesn't set, on the answers to what it asks.
+"""Limits that huggingface_hub doesn't set, on the answers to what it asks.
 
 It reads answers of any length, and waits as long as a server asks it to. While `guarded` holds,
 no more is read than was agreed on, and an answer that may be another one next time is an error at

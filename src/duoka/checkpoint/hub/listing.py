@@ -1,4 +1,8 @@
-"""Listings: the files of a repository at one commit, as the Hub's API tells them."""
+"""Listings: the files of a repository at one commit, as the Hub's API tells them, and their hashes.
+
+huggingface_hub compares lengths; a file that another program put into its cache, or that a proxy
+spoilt, is found by its hash. That it was right is remembered.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,8 @@ _MOST_BYTES = 32 * 2**20
 _NO_HUB = "is HF_ENDPOINT the address of a Hub?"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHA1 = re.compile(r"[0-9a-f]{40}")
+_CHUNK_BYTES = 2**22
+_SHA256_LENGTH = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,10 +130,6 @@ def _is_name(name: object) -> bool:
         return False
     folder, _, plain = name.rpartition("/")
     return is_plain_name(plain) and folder in ("", CHAT_TEMPLATES)
-
-
-_CHUNK_BYTES = 2**22
-_SHA256_LENGTH = 64
 
 
 def is_right(path: Path, file: RemoteFile) -> bool:

@@ -1,7 +1,12 @@
 """Composed weights: tensors that consist of plain ones, and what PyTorch asks of their classes.
 
 Here is all but how such a weight is multiplied. Others that PyTorch knows (torchao's) bring their
-own; `parts` reads them all.
+own; `parts` reads them all, by PyTorch's protocol for such tensors (``__tensor_flatten__``).
+
+Of a `StoredWeight` only the bytes are known: it has the shape and the type that it stands for, and
+consists of the tensors that a quantized checkpoint's headers list. A model with these can be traced
+and proved, not computed with. A product charges what the formats' own fallback kernels take: the
+weight, unpacked into its type, for the time of the product; of a stack of experts, one expert.
 """
 
 from __future__ import annotations

@@ -4,9 +4,13 @@ int8: one scale for each row. A product takes a copy of the weight in the activa
 int4: one scale and one zero point for each group of a row. On GPUs the weight is laid out for
 PyTorch's kernel for tensor cores, which takes no copy, computes in bfloat16, and wants rows of a
 multiple of 1024 numbers: shorter ones are padded. The processor's kernel has a layout of its own.
-Virtual GPUs have CUDA's. nf4 is in `nf4`.
+Virtual GPUs have CUDA's. nf4 (Dettmers et al., "QLoRA", 2023): two numbers to a byte, and one scale
+in float32 for each block of 64. For one token the kernel reads the weight packed; for more it is
+unpacked for the time of the product. bitsandbytes decides between the two by the card; here it is
+the same on all of them, so that what a product takes is known.
 
-Both packages are optional parts: they are imported when something is quantized.
+Both packages are optional parts: they are imported when something is quantized. Some of what is
+needed of them no package promises to keep: `require` looks before anything is quantized.
 """
 
 from __future__ import annotations
@@ -26,6 +30,10 @@ from duoka.errors import ModelError, UsageError
 
 from .composed import Composed, empty_on
 
+Scheme = Literal["int8", "int4", "nf4"]
+
+BLOCK = 64
+"""Numbers of a row of nf4 that share a scale."""
 GROUPS = (128, 64, 32)
 """Sizes of int4's groups: the first one is taken that divides a row."""
 ROWS = 16
@@ -40,6 +48,26 @@ _SCHEMES: dict[str, Scheme] = {
     "Nf4Weight": "nf4",
 }
 _MADE_FROM = "_duoka_made_from"
+_PACKAGES: Mapping[Scheme, tuple[str, str]] = {
+    "int8": ("torchao", "quantize"),
+    "int4": ("torchao", "quantize"),
+    "nf4": ("bitsandbytes", "bnb"),
+}
+_NAMES: Mapping[Scheme, tuple[str, ...]] = {
+    "int8": ("torchao.quantization:Int8Tensor", "torchao.quantization:PerRow"),
+    "int4": (
+        "torchao.quantization:Int4TilePackedTo4dTensor",
+        "torchao.quantization.utils:groupwise_affine_quantize_tensor",
+        "torchao.prototype.quantization.int4:Int4OpaqueTensor",
+        "torch:ops.aten._convert_weight_to_int4pack",
+    ),
+    "nf4": (
+        "torch:ops.bitsandbytes.quantize_4bit",
+        "torch:ops.bitsandbytes.dequantize_4bit",
+        "torch:ops.bitsandbytes.gemm_4bit",
+    ),
+}
+_TESTED = {"torch": "2.11 and 2.13", "torchao": "0.18", "bitsandbytes": "0.50"}
 
 
 def quantize(weight: Tensor, scheme: Scheme) -> Tensor:
@@ -127,10 +155,6 @@ def group_of(columns: int) -> int:
     return next(group for group in GROUPS if columns % group == 0)
 
 
-BLOCK = 64
-_KIND = "nf4"
-
-
 class Nf4Weight(Composed):
     """A weight of a linear layer in NF4.
 
@@ -142,7 +166,7 @@ class Nf4Weight(Composed):
         """Quantize a weight [rows, columns]; the columns are a multiple of `BLOCK`."""
         import_module("bitsandbytes")  # which gives torch its operators
         operators = torch.ops.bitsandbytes
-        packed, absmax = operators.quantize_4bit(weight.contiguous(), BLOCK, _KIND, torch.uint8)
+        packed, absmax = operators.quantize_4bit(weight.contiguous(), BLOCK, "nf4", torch.uint8)
         return Nf4Weight({"packed": packed, "absmax": absmax}, weight.shape, weight.dtype)
 
     @classmethod
@@ -156,37 +180,13 @@ def _linear(inputs: Tensor, weight: Nf4Weight, bias: Tensor | None = None) -> Te
     shape = list(weight.shape)
     if inputs.numel() == inputs.shape[-1]:
         product: Tensor = operators.gemm_4bit(
-            inputs, weight.packed, shape, weight.absmax, BLOCK, _KIND, bias
+            inputs, weight.packed, shape, weight.absmax, BLOCK, "nf4", bias
         )
         return product
     unpacked: Tensor = operators.dequantize_4bit(
-        weight.packed, weight.absmax, BLOCK, _KIND, shape, inputs.dtype
+        weight.packed, weight.absmax, BLOCK, "nf4", shape, inputs.dtype
     )
     return F.linear(inputs, unpacked, bias)
-
-
-Scheme = Literal["int8", "int4", "nf4"]
-
-_PACKAGES: Mapping[Scheme, tuple[str, str]] = {
-    "int8": ("torchao", "quantize"),
-    "int4": ("torchao", "quantize"),
-    "nf4": ("bitsandbytes", "bnb"),
-}
-_NAMES: Mapping[Scheme, tuple[str, ...]] = {
-    "int8": ("torchao.quantization:Int8Tensor", "torchao.quantization:PerRow"),
-    "int4": (
-        "torchao.quantization:Int4TilePackedTo4dTensor",
-        "torchao.quantization.utils:groupwise_affine_quantize_tensor",
-        "torchao.prototype.quantization.int4:Int4OpaqueTensor",
-        "torch:ops.aten._convert_weight_to_int4pack",
-    ),
-    "nf4": (
-        "torch:ops.bitsandbytes.quantize_4bit",
-        "torch:ops.bitsandbytes.dequantize_4bit",
-        "torch:ops.bitsandbytes.gemm_4bit",
-    ),
-}
-_TESTED = {"torch": "2.11 and 2.13", "torchao": "0.18", "bitsandbytes": "0.50"}
 
 
 def require(scheme: Scheme) -> None:

@@ -1,4 +1,7 @@
-"""What is said in a chat, whatever the model."""
+"""What is said in a chat, whatever the model; and tool calls out of an answer.
+
+An answer is hostile text: it is parsed, never run.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,9 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 Role = Literal["system", "user", "assistant", "observation"]
 Tool = Mapping[str, Any]
 """A function as JSON schema: name, description, parameters; bare or as OpenAI wraps it."""
+_MAX_CHARACTERS = 1 << 16
+_NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}", re.ASCII)
+_FENCED = re.compile(r"\s*```[a-z]*\n(?P<code>.*?)\n?```\s*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +82,6 @@ def tool_function(tool: Tool) -> Mapping[str, Any]:
             hint="give its JSON schema, bare or as OpenAI wraps it",
         )
     return function
-
-
-_MAX_CHARACTERS = 1 << 16
-_NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}", re.ASCII)
-_FENCED = re.compile(r"\s*```[a-z]*\n(?P<code>.*?)\n?```\s*", re.DOTALL)
 
 
 def parse_python_call(metadata: str, content: str) -> ToolCall | None:

@@ -1,6 +1,6 @@
 """A program of its own that renders a chat template, which anybody may have written.
 
-`rendering` runs this file in a fresh process and bounds it; jinja2's sandbox alone keeps a
+`template_process` runs this file in a fresh process and bounds it; jinja2's sandbox alone keeps a
 template from Python's insides, not from running for ever or filling the memory. It imports
 nothing of duoka, and is given neither environment variables nor arguments.
 

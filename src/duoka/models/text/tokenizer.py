@@ -4,6 +4,10 @@ ChatGLM2 and 3 publish a sentencepiece model, GLM-4 a tiktoken rank file; both b
 ``tokenizers`` byte-pair encoding with the same ids. Text that looks like a special token
 (``<|user|>``) is encoded as text: nobody gets a role by typing it. A caller that does want it,
 and passes no foreign text, asks for ``split_special_tokens=False``.
+
+Both files are read as data, by rules of their own here, so that a damaged or hostile one ends in a
+`CheckpointError` and nothing else: of sentencepiece's protocol buffer
+(``sentencepiece_model.proto``) pieces and normalizer, of tiktoken lines of base64 and rank.
 """
 
 from __future__ import annotations
@@ -49,6 +53,10 @@ _MOST_BYTES = (
     (re.compile(r"^(tokenizer_config|special_tokens_map|added_tokens)\.json$"), 2**26),
     (_NAMED, 2**29),
 )
+
+_MAX_BYTES = 64 * 2**20  # the largest published vocabularies have 5 MiB
+_VARINT, _EIGHT_BYTES, _LENGTH, _FOUR_BYTES = 0, 1, 2, 5
+_BPE = 2
 
 
 def load_tokenizer(directory: Path, config: Mapping[str, Any]) -> PreTrainedTokenizerBase:
@@ -264,11 +272,6 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: holds no object")
     return content
-
-
-_MAX_BYTES = 64 * 2**20  # the largest published vocabularies have 5 MiB
-_VARINT, _EIGHT_BYTES, _LENGTH, _FOUR_BYTES = 0, 1, 2, 5
-_BPE = 2
 
 
 class PieceKind(IntEnum):

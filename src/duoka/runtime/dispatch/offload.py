@@ -7,6 +7,7 @@ of a buffer; before and after they are the host's own, so a state dict is what i
 
 A copy in a buffer is used again only while the host's tensors are the same objects at the same
 versions. What a call writes into a buffer of its module (not a parameter) goes back to the host.
+Copies come out of memory that the driver has pinned; without streams, when they are asked for.
 
 Weights that are streamed can't be trained: by the time of backward, another module's are in their
 place. That is refused, and never ignored.
@@ -30,6 +31,7 @@ from duoka.forecast.profile import NUM_BUFFERS, buffer_bytes
 from .movers import STREAMED, moving_class, plain_class, settle_class
 
 Version = tuple[int, int, int]
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
 class Streamer:
@@ -291,9 +293,6 @@ def _untrainable() -> UsageError:
         "a model whose weights lie in the host's memory can't be trained",
         hint="plan without offload, or compute in evaluation mode: model.eval()",
     )
-
-
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
 class Lane:

@@ -1,7 +1,9 @@
 """Filling: what is read from the files goes into the model's tensors, piece by piece.
 
 A tensor that the model has in another layout, a stack of experts for one, is never made on the
-host: each piece of it goes straight into its place.
+host: each piece of it goes straight into its place. What becomes a weight in fewer bits is
+quantized there, a few rows at a time; where a piece isn't made of whole rows, or its rows don't lie
+as the layout takes them, the weight is gathered on the host first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Load a model's weights onto the devices of a placement, complete or not at all."""
+"""Load a model's weights onto the devices of a placement, complete or not at all.
+
+What a load took on the devices is given back: all of it when it fails, what it made on the way.
+"""
 
 from __future__ import annotations
 

@@ -63,6 +63,7 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+NUM_PIECES = 1340
 
 
 def make_checkpoint(directory: Path, *, report: Report = lambda step, loss: None) -> int:
@@ -131,9 +132,6 @@ def _quiet() -> Iterator[None]:
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-NUM_PIECES = 1340
 
 
 def train_vocabulary(texts: Iterable[str]) -> bytes:
