@@ -84,7 +84,7 @@ def num_parameters(function: Function) -> int:
 
 def may_have_many_parameters(path: Path) -> bool:
     parts = path.relative_to(ROOT).parts
-    return parts[0] == "tests" or parts[:3] == ("src", "duoka", "cli")
+    return parts[0] == "tests" or parts[:3] == ("src", "duoka", "api")
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,72 +1,30 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
-from collections.abc import Iterator
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 import duoka
-from duoka import Checkpoint, Fleet, Placement, Workload, virtual
-from duoka.api import load as api_load
+from duoka import Checkpoint, Fleet, Workload
 from duoka.errors import (
-    CheckpointError,
-    FormatError,
     InfeasibleError,
-    LoadError,
     ModelError,
     PlacementError,
-    ProofError,
     UsageError,
 )
 from duoka.tracing import get_profile
 
-CONFIG: dict[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 256,
-    "hidden_size": 128,
-    "intermediate_size": 512,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "dtype": "float32",
-}
-LOAD = Workload(prompt_tokens=100, new_tokens=12)
-TWO = "virtual:2x64MiB"
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of this module's own, so that other tests' profiles don't answer."""
-    base = tmp_path_factory.getbasetemp() / "api-cache"
-    monkeypatch.setenv("DUOKA_CACHE", str(base))
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    torch.manual_seed(0)
-    fields = {name: CONFIG[name] for name in CONFIG.keys() - {"model_type", "dtype"}}
-    made: PreTrainedModel = AutoModelForCausalLM.from_config(LlamaConfig(**fields))
-    return made.eval()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint")
-    model.save_pretrained(path)
-    return path
-
-
-# Planning.
+from .conftest import LOAD, TWO, everything, ids
 
 
 def test_a_path_a_checkpoint_a_config_and_a_model_are_planned_alike(
@@ -130,19 +88,6 @@ def test_another_dtype_is_half_the_weights(checkpoint: Path) -> None:
     half = duoka.plan(checkpoint, TWO, Workload(prompt_tokens=100, new_tokens=12, dtype="float16"))
     assert half.forecast.devices[0].weight_bytes == pytest.approx(whole / 2, rel=0.01)
     assert half.workload.dtype == "float16"
-
-
-def everything(model: nn.Module) -> list[Any]:
-    """All that a model object is, by identity where there is identity."""
-    found: list[Any] = []
-    for name, module in model.named_modules():
-        found += [name, type(module), sorted(vars(module)), len(module._forward_pre_hooks)]
-        found += [len(module._forward_hooks), module.training]
-        for table in (module._parameters, module._buffers):
-            for key, tensor in table.items():
-                if tensor is not None:
-                    found += [key, id(tensor), tensor.device, tensor.dtype, tensor._version]
-    return found
 
 
 def test_the_model_object_is_not_touched(model: PreTrainedModel) -> None:
@@ -271,157 +216,6 @@ def test_an_irregular_model_is_cached_for_its_workload(
 # Loading.
 
 
-def ids() -> torch.Tensor:
-    return torch.arange(1, 9).reshape(1, 8)
-
-
-@pytest.fixture
-def plan(checkpoint: Path) -> duoka.Plan:
-    return duoka.plan(checkpoint, TWO, LOAD, use_all=True)
-
-
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The times that weights were read."""
-    found: list[str] = []
-    real = api_load.loader.load_weights
-
-    def load_weights(*args: Any, **kwargs: Any) -> Any:
-        found.append("read")
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(api_load.loader, "load_weights", load_weights)
-    return found
-
-
-def test_a_loaded_model_computes_what_the_original_does(
-    model: PreTrainedModel, plan: duoka.Plan, reads: list[str]
-) -> None:
-    told: list[tuple[int, int]] = []
-    loaded = duoka.load(plan, progress=lambda done, total: told.append((done, total)))
-    assert reads == ["read"]
-    assert told[-1][0] == told[-1][1] > 0
-    assert {str(p.device) for p in loaded.parameters()} == {"vgpu:0", "vgpu:1"}
-    with torch.no_grad():
-        expected = model(ids()).logits
-        found = loaded(ids().to(plan.devices[0])).logits.cpu()
-    assert torch.allclose(found, expected, atol=1e-5)
-    assert not loaded.training
-    for name, parameter in loaded.named_parameters():
-        assert str(parameter.device) == plan.placement.device_of(name)
-
-
-def test_a_saved_plan_loads(plan: duoka.Plan, tmp_path: Path) -> None:
-    plan.save(tmp_path / "plan.json")
-    loaded = duoka.load(duoka.Plan.load(tmp_path / "plan.json"))
-    tokens = loaded.generate(ids().to(plan.devices[0]), max_new_tokens=3, do_sample=False)
-    assert tokens.shape == (1, 11)
-
-
-def copied(plan: duoka.Plan, directory: Path) -> duoka.Plan:
-    """The plan for a copy of its checkpoint."""
-    for file in Path(plan.source).iterdir():
-        (directory / file.name).write_bytes(file.read_bytes())
-    return replace(plan, source=str(directory))
-
-
-def test_a_changed_checkpoint_is_refused(
-    plan: duoka.Plan, tmp_path: Path, reads: list[str]
-) -> None:
-    moved = copied(plan, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
-    with pytest.raises(FormatError, match="another checkpoint"):
-        duoka.load(moved)
-    assert reads == []
-
-
-def test_missing_weights_are_refused(plan: duoka.Plan, tmp_path: Path, reads: list[str]) -> None:
-    moved = copied(plan, tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="no weights"):
-        duoka.load(moved)
-    assert reads == []
-
-
-def test_a_checkpoint_that_is_gone_is_refused(plan: duoka.Plan, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no such directory"):
-        duoka.load(replace(plan, source=str(tmp_path / "gone")))
-
-
-def test_a_plan_for_an_object_cannot_be_loaded(model: PreTrainedModel) -> None:
-    plan = duoka.plan(model, TWO, LOAD)
-    with pytest.raises(CheckpointError, match="given as an object") as caught:
-        duoka.load(plan)
-    assert "dispatch" in str(caught.value.hint)
-
-
-def test_nothing_is_read_for_a_plan_that_fails_the_proof(
-    plan: duoka.Plan, reads: list[str]
-) -> None:
-    devices = tuple(replace(d, budget_bytes=2**20) for d in plan.fleet.devices)
-    tight = replace(plan, fleet=replace(plan.fleet, devices=devices))
-    with pytest.raises(ProofError):
-        duoka.load(tight)
-    assert reads == []
-
-
-def test_a_tensor_that_is_not_there_leaves_nothing_loaded(plan: duoka.Plan, tmp_path: Path) -> None:
-    moved = copied(plan, tmp_path)
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    del tensors["model.norm.weight"]
-    save_file(tensors, path, metadata={"format": "pt"})
-    fingerprint = Checkpoint.open(tmp_path).fingerprint
-    placement = replace(plan.placement, fingerprint=fingerprint)
-    moved = replace(moved, fingerprint=fingerprint, placement=placement)
-    virtual.set_gpus([64 * 2**20] * 2)
-    with pytest.raises(LoadError, match=r"model\.norm\.weight"):
-        duoka.load(moved)
-    assert [virtual.active_world().memory_allocated(index) for index in (0, 1)] == [0, 0]
-
-
-# Spreading.
-
-
-def test_dispatch_takes_a_mapping_a_placement_or_a_plan(model: PreTrainedModel) -> None:
-    plan = duoka.plan(model, TWO, LOAD, use_all=True)
-    with torch.no_grad():
-        expected = model(ids()).logits
-    for given in (plan, plan.placement, plan.device_map):
-        spread = duoka.dispatch(copy.deepcopy(model), given)
-        assert {str(p.device) for p in spread.parameters()} == {"vgpu:0", "vgpu:1"}
-        with torch.no_grad():
-            found = spread(ids().to(plan.devices[0])).logits.cpu()
-        assert torch.allclose(found, expected, atol=1e-5)
-
-
-def test_an_incomplete_map_moves_nothing(model: PreTrainedModel) -> None:
-    before = everything(model)
-    with pytest.raises(PlacementError) as caught:
-        duoka.dispatch(model, {"model.layers": "cpu"})
-    assert "lm_head.weight" in caught.value.missing
-    with pytest.raises(PlacementError):
-        duoka.dispatch(model, Placement(entries=(("model", "cpu"), ("nothing", "cpu"))))
-    assert everything(model) == before
-
-
-# Maps by hand.
-
-
-@pytest.mark.parametrize("second", ["vgpu:1", "cpu"])
-def test_a_map_by_hand_is_loaded(model: PreTrainedModel, checkpoint: Path, second: str) -> None:
-    device_map = {"": "vgpu:0", "model.layers.1": second, "lm_head": second}
-    plan = duoka.plan(checkpoint, TWO, LOAD, device_map=device_map)
-    assert list(plan.device_map.values()) == ["vgpu:0"] * 3 + [second] + ["vgpu:0"] * 2 + [second]
-    loaded = duoka.load(plan)
-    with torch.no_grad():
-        expected = model(ids()).logits
-        found = loaded(ids().to("vgpu:0")).logits
-    assert str(found.device) == second
-    assert torch.allclose(found.cpu(), expected, atol=1e-5)
-
-
 @pytest.mark.parametrize("fleet", [TWO, "virtual:64MiB"])
 def test_an_incomplete_map_by_hand_is_refused(checkpoint: Path, fleet: str) -> None:
     with pytest.raises(PlacementError) as caught:
@@ -444,32 +238,13 @@ def test_a_map_by_hand_for_any_module() -> None:
 
 
 def test_arguments_that_do_not_exist(checkpoint: Path) -> None:
-    with pytest.raises(TypeError, match="no argument devicemap"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'devicemap'"):
         duoka.plan(checkpoint, TWO, LOAD, devicemap={"": 0})  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="'auto' is no device map"):
         duoka.plan(checkpoint, TWO, LOAD, device_map="auto")
 
 
 # Remote code.
-
-_REMOTE = """
-from transformers import LlamaConfig, LlamaForCausalLM
-
-class PebbleConfig(LlamaConfig):
-    model_type = "pebble"
-
-class PebbleForCausalLM(LlamaForCausalLM):
-    config_class = PebbleConfig
-"""
-
-
-@pytest.fixture
-def remote(tmp_path: Path) -> Path:
-    code = {"AutoConfig": "pebble.PebbleConfig", "AutoModelForCausalLM": "pebble.PebbleForCausalLM"}
-    config = {**CONFIG, "model_type": "pebble", "auto_map": code}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "pebble.py").write_text(_REMOTE)
-    return tmp_path
 
 
 def test_remote_code_runs_only_when_asked_for(remote: Path) -> None:
@@ -479,17 +254,25 @@ def test_remote_code_runs_only_when_asked_for(remote: Path) -> None:
     assert plan.model == "PebbleForCausalLM"
 
 
-def test_a_loaded_plan_runs_remote_code_only_when_asked_for(
-    remote: Path, model: PreTrainedModel
+def test_a_model_that_was_planned_before_is_planned_without_torch(
+    checkpoint: Path, tmp_path: Path
 ) -> None:
-    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    save_file(state, remote / "model.safetensors")
-    trusted = Checkpoint.open(remote, trust_remote_code=True)
-    plan = duoka.plan(trusted, TWO, LOAD)
-    with pytest.raises(duoka.errors.ModelError, match="that code may not run"):
-        duoka.load(plan)
-    loaded = duoka.load(plan, trust_remote_code=True)
-    assert type(loaded).__name__ == "PebbleForCausalLM"
-    (remote / "pebble.py").write_text(_REMOTE + "# changed\n")
-    with pytest.raises(duoka.errors.FormatError, match="another checkpoint"):
-        duoka.load(plan, trust_remote_code=True)
+    code = f"""
+import json, sys
+import duoka
+workload = duoka.Workload(prompt_tokens=100, new_tokens=12)
+plan = duoka.plan({str(checkpoint)!r}, {TWO!r}, workload)
+copies = duoka.plan_replicas({str(checkpoint)!r}, {TWO!r}, workload, number=2)
+heavy = [name for name in ("torch", "transformers", "accelerate") if name in sys.modules]
+print(json.dumps([plan.devices, len(copies.plans), heavy]))
+"""
+    plan = duoka.plan(checkpoint, TWO, LOAD)  # now the cache has its profile
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert json.loads(done.stdout) == [[*plan.devices], 2, []]
+
+
+def test_the_front_doors_say_what_they_take() -> None:
+    for door in (duoka.plan, duoka.plan_replicas, duoka.check):
+        kinds = {parameter.kind for parameter in inspect.signature(door).parameters.values()}
+        assert inspect.Parameter.VAR_KEYWORD not in kinds

@@ -10,7 +10,7 @@ from recordings import replay
 
 import duoka
 
-from .conftest import SIZES, Program
+from .conftest import SIZES, Program, without_progress
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def unrestricted(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -
 
 def planned(program: Program, tiny: Path, *arguments: str) -> duoka.Plan:
     done = program("plan", tiny, *SIZES, "--json", *arguments)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, without_progress(done.stderr)) == (0, "")
     return duoka.Plan.from_json(done.stdout)
 
 

@@ -130,7 +130,13 @@ def found(*budgets_mib: tuple[str, int]) -> Fleet:
 @pytest.fixture
 def detect(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fleet], None]:
     """Let these be the GPUs that are there."""
-    return lambda fleet: monkeypatch.setattr(Fleet, "detect", lambda which=None: fleet)
+    parse = Fleet.parse
+
+    def be_there(fleet: Fleet) -> None:
+        monkeypatch.setattr(Fleet, "detect", lambda which=None: fleet)
+        monkeypatch.setattr(Fleet, "parse", lambda text: fleet if text == "all" else parse(text))
+
+    return be_there
 
 
 def test_gpus_that_are_gone_or_too_full_are_told_and_replanned(
@@ -195,11 +201,11 @@ def test_memory_is_given_back_before_it_is_measured(
     calls: list[str] = []
     monkeypatch.setattr(devices, "give_back", lambda: calls.append("give back"))
 
-    def here(self: Plan) -> Plan:
+    def measure(self: Plan) -> Plan:
         calls.append("measure")
         raise FleetError("no further")
 
-    monkeypatch.setattr(Plan, "here", here)
+    monkeypatch.setattr(Plan, "on_this_machine", measure)
     with pytest.raises(FleetError, match="no further"):
         duoka.load(Plan.load(saved))
     assert calls == ["give back", "measure"]

@@ -16,7 +16,7 @@ from tiny import MIB
 
 from duoka import Checkpoint, Plan, Workload
 from duoka.cli.main import run
-from duoka.cli.suggestions import command_line, told
+from duoka.cli.suggestions import command_line, format_suggestions
 from duoka.errors import InfeasibleError, WayOut
 from duoka.forecast.profile import Profile
 from duoka.forecast.profile_cache import keep_profile
@@ -66,14 +66,14 @@ def test_lines_are_as_narrow_as_the_terminal_and_commands_whole() -> None:
     ]
     error = InfeasibleError("x", ways_out=ways)
     model = "a-long-name-of-a-model" * 4
-    text = told(error, ["plan", model], {"--context", "--offload"}, 40)
+    text = format_suggestions(error, ["plan", model], {"--context", "--offload"}, 40)
     assert text is not None
     lines = text.splitlines()[1:]
     assert lines[0] == "  1. a way"
     assert f"     duoka plan {model} --context 64" in lines
     assert all(len(line) <= 40 for line in lines if "duoka" not in line)
     assert "--train" not in text  # which this command doesn't have
-    assert told(error, ["check", model], set(), 40) is None
+    assert format_suggestions(error, ["check", model], set(), 40) is None
 
 
 WEIGHTS = [60 * MIB, *[40 * MIB] * 6, 60 * MIB]

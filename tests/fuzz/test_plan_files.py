@@ -101,7 +101,7 @@ def here(plan: Plan) -> None:
     """It is moved to GPUs that are there, or refused."""
     gpus = tuple(Device(name=f"cuda:{index}", budget_bytes=2**34) for index in range(3))
     try:
-        moved = plan.on(Fleet(devices=gpus))
+        moved = plan.on_fleet(Fleet(devices=gpus))
     except FleetError:
         return
     assert set(moved.devices) <= set(moved.fleet.names)

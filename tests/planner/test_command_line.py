@@ -46,12 +46,12 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
     monkeypatch.chdir(tmp_path)
     seen: list[PlanRequest] = []
 
-    def note(checkpoint: Checkpoint, problem: PlanProblem) -> None:
-        trusted = checkpoint.trust_remote_code
-        seen.append(replace(problem.request, trust_remote_code=trusted))
+    def note(checkpoint: Checkpoint, request: PlanRequest, *fleet_and_map: object) -> None:
+        assert request.trust_remote_code == checkpoint.trust_remote_code
+        seen.append(request)
         raise typer.Exit
 
-    monkeypatch.setattr(planning, "_answer", note)
+    monkeypatch.setattr(planning, "_plan", note)
 
     def understood(line: str) -> PlanRequest:
         assert run(shlex.split(line)[1:]) == 0

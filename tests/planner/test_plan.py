@@ -222,7 +222,7 @@ def detected() -> Plan:
 
 def test_a_gpu_is_found_by_its_identity(detected: Plan) -> None:
     here = Fleet(devices=(card("cuda:0", 200, "GPU-b"), card("cuda:5", 200, "GPU-a")))
-    now = detected.on(here)
+    now = detected.on_fleet(here)
     renamed = {"cuda:0": "cuda:5", "cuda:1": "cuda:0"}
     assert now.placement.entries == tuple((m, renamed[d]) for m, d in detected.placement.entries)
     assert [d.uuid for d in now.fleet.devices] == ["GPU-a", "GPU-b"]  # the unused third is gone
@@ -234,7 +234,7 @@ def test_a_gpu_is_found_by_its_identity(detected: Plan) -> None:
 def test_no_more_than_the_planned_budget_is_used_and_no_more_than_there_is(detected: Plan) -> None:
     needed = detected.forecast.devices[1].allocated_bytes // MIB + 1
     here = Fleet(devices=(card("cuda:0", 500, "GPU-a"), card("cuda:1", needed, "GPU-b")))
-    now = detected.on(here)
+    now = detected.on_fleet(here)
     assert [d.budget_bytes for d in now.fleet.devices] == [120 * MIB, needed * MIB]
     for forecast in now.forecast.devices:
         assert forecast.allocated_bytes <= forecast.reserved_bytes <= forecast.budget_bytes
@@ -244,7 +244,7 @@ def test_no_more_than_the_planned_budget_is_used_and_no_more_than_there_is(detec
 def test_every_difference_is_told_at_once(detected: Plan) -> None:
     here = Fleet(devices=(card("cuda:0", 10, "GPU-b"), card("cuda:1", 500, "GPU-x")))
     with pytest.raises(FleetError) as caught:
-        detected.on(here)
+        detected.on_fleet(here)
     told = str(caught.value)
     assert "cuda:0 RTX 4090 GPU-a is gone, hidden, or full" in told
     assert "cuda:1 RTX 3060 GPU-b can give 10.00 MiB now" in told
@@ -258,12 +258,12 @@ def test_every_difference_is_told_at_once(detected: Plan) -> None:
 
 
 def test_declared_gpus_are_found_by_name_and_other_devices_stay(plan: Plan) -> None:
-    assert plan.on(Fleet(devices=(card("cuda:0", 1),))) == plan  # it is on virtual GPUs
+    assert plan.on_fleet(Fleet(devices=(card("cuda:0", 1),))) == plan  # it is on virtual GPUs
     declared = Plan.from_json(plan.to_json().replace("vgpu", "cuda"))
     here = Fleet(devices=(card("cuda:0", 200, "GPU-a"), card("cuda:1", 200, "GPU-b")))
-    assert [d.uuid for d in declared.on(here).fleet.devices] == ["GPU-a", "GPU-b"]
+    assert [d.uuid for d in declared.on_fleet(here).fleet.devices] == ["GPU-a", "GPU-b"]
     with pytest.raises(FleetError, match="cuda:1 is gone"):
-        declared.on(Fleet(devices=(card("cuda:0", 200, "GPU-a"),)))
+        declared.on_fleet(Fleet(devices=(card("cuda:0", 200, "GPU-a"),)))
 
 
 def fails(message: str) -> Callable[[str | None], Fleet]:
@@ -280,12 +280,12 @@ def test_where_nobody_tells_memory_declared_gpus_are_believed(
     declared = Plan.from_json(plan.to_json().replace("vgpu", "cuda"))
     monkeypatch.setattr(Fleet, "detect", fails("no GPU can be used"))
     monkeypatch.setattr(duoka.planner.plan, "tells_memory", lambda: tells)
-    assert plan.here() is plan  # it is on virtual GPUs
+    assert plan.on_this_machine() is plan  # it is on virtual GPUs
     if not tells:
-        assert declared.here() is declared
+        assert declared.on_this_machine() is declared
     for each in [detected, declared] if tells else [detected]:
         with pytest.raises(FleetError, match="no GPU can be used"):
-            each.here()
+            each.on_this_machine()
 
 
 def test_a_smaller_card_than_the_declared_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +295,7 @@ def test_a_smaller_card_than_the_declared_one(monkeypatch: pytest.MonkeyPatch) -
     smaller = card("cuda:0", 7000, "GPU-a", "NVIDIA GeForce RTX 4060")
     monkeypatch.setattr(Fleet, "detect", lambda which=None: Fleet(devices=(smaller,)))
     with pytest.raises(FleetError, match=r"cuda:0 RTX 3090 can give 6\.84 GiB now") as caught:
-        plan.here()
+        plan.on_this_machine()
     assert "  cuda:0  NVIDIA GeForce RTX 4060  GPU-a  can give 6.84 GiB" in str(caught.value.hint)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any, TypedDict, TypeVar, Unpack
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from duoka.base.progress import say
 from duoka.checker.run import check_subject
 from duoka.checker.split import splits
 from duoka.checker.subject import Subject, build_own, complete, native_hint, read_entries, stop_of
@@ -24,14 +25,12 @@ from duoka.models.from_checkpoint import build_model
 from duoka.planner.device_map import DeviceMap, judge
 from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
-from duoka.planner.request import PlanProblem
 from duoka.planner.resolve import workload_for
 from duoka.report.check_report import Report, Stop
 from duoka.runtime.dispatch.place import tensor_names
 from duoka.runtime.image_inputs import image_inputs
-from duoka.tracing.get_profile import profile_checkpoint
 
-from .plan import plan, plan_checkpoint
+from .plan import find_or_trace, plan
 
 T = TypeVar("T")
 _INPUTS = (Mapping, tuple, list, torch.Tensor)
@@ -42,11 +41,22 @@ Inputs = Mapping[str, Any] | tuple[Any, ...] | Callable[[nn.Module], Any]
 Where = Placement | Plan | DeviceMap | Mapping[str, Any]
 
 
-class Choices(TypedDict, total=False):
-    """The keyword arguments of `check`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CheckRequest:
+    """What is to be checked, besides the model; the notes are taken while that is found out."""
 
-    fleet: Fleet | str | None
-    images: Sequence[tuple[int, int]]
+    placement: Where | None
+    inputs: Inputs | None
+    workload: Workload
+    train: bool
+    fleet: Fleet | None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def to_plan(self) -> Fleet:
+        """The devices to plan for, where there is no placement."""
+        assert self.fleet is not None, "it was refused before"
+        return self.fleet
 
 
 def check(
@@ -55,7 +65,9 @@ def check(
     inputs: Inputs | None = None,
     workload: Workload | None = None,
     train: bool = False,
-    **choices: Unpack[Choices],
+    *,
+    fleet: Fleet | str | None = None,
+    images: Sequence[tuple[int, int]] = (),
 ) -> Report:
     """Run a model's own code on a placement's virtual GPUs, and say all that is wrong with it.
 
@@ -93,30 +105,7 @@ def check(
     >>> check(model, {"0": 0, "1": 1}, inputs=(__import__("torch").zeros(1, 4),)).ok
     True
     """
-    try:
-        subject = subject_of(model, placement, inputs, workload, train, **choices)
-    except _CodeStoppedError as error:
-        return Report(model=error.source, devices=(), stop=error.stop, train=train)
-    report = check_subject(subject)
-    if report.stop is None or report.stop.hint or not subject.hint:
-        return report
-    return replace(report, stop=replace(report.stop, hint=subject.hint))
-
-
-def subject_of(
-    model: str | os.PathLike[str] | Checkpoint | nn.Module,
-    placement: Where | None = None,
-    inputs: Inputs | None = None,
-    workload: Workload | None = None,
-    train: bool = False,
-    **choices: Unpack[Choices],
-) -> Subject:
-    """What `check` checks: a model, a complete placement and what to run."""
-    unknown = choices.keys() - Choices.__annotations__.keys()
-    if unknown:
-        raise TypeError(f"check() has no argument {', '.join(sorted(unknown))}")
-    given = choices.get("fleet")
-    fleet = Fleet.parse(given) if isinstance(given, str) else given
+    fleet = Fleet.parse(fleet) if isinstance(fleet, str) else fleet
     if placement is None and fleet is None:
         raise UsageError(
             "nothing says where the modules are",
@@ -127,18 +116,37 @@ def subject_of(
             f"inputs can't be {type(inputs).__name__}: {inputs!r:.80}",
             hint="give a tensor, a tuple, a mapping of keyword arguments, or a function",
         )
+    request = _CheckRequest(
+        placement=placement,
+        inputs=inputs,
+        workload=workload or Workload(),
+        train=train,
+        fleet=fleet,
+    )
+    try:
+        subject = _with_images(_offloaded(_subject(model, request), placement), images)
+    except _CodeStoppedError as error:
+        return Report(model=error.source, devices=(), stop=error.stop, train=train)
+    say("running the model on virtual GPUs")
+    report = check_subject(subject)
+    if report.stop is None or report.stop.hint or not subject.hint:
+        return report
+    return replace(report, stop=replace(report.stop, hint=subject.hint))
+
+
+def _subject(
+    model: str | os.PathLike[str] | Checkpoint | nn.Module, request: _CheckRequest
+) -> Subject:
+    """What is checked: a model, a complete placement and what to run."""
     if isinstance(model, nn.Module):
-        subject = _of_module(model, placement, inputs, _Asked(fleet, workload), {"train": train})
-        return _with_images(_offloaded(subject, placement), choices.get("images", ()))
-    if inputs is not None:
+        return _of_module(model, request)
+    if request.inputs is not None:
         raise UsageError(
             "example inputs are for a module that is given as an object",
             hint="leave them out; a workload says what is run",
         )
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
-    of = _of_own_code if checkpoint.code else _of_checkpoint
-    subject = of(checkpoint, placement, _Asked(fleet, workload), {"train": train})
-    return _with_images(_offloaded(subject, placement), choices.get("images", ()))
+    return (_of_own_code if checkpoint.code else _of_checkpoint)(checkpoint, request)
 
 
 def _offloaded(subject: Subject, placement: Where | None) -> Subject:
@@ -173,37 +181,24 @@ def _with_images(subject: Subject, sizes: Sequence[tuple[int, int]]) -> Subject:
     return replace(subject, prompt=prompt)
 
 
-class _Asked:
-    """Devices and work that a check was asked for."""
-
-    def __init__(self, fleet: Fleet | None, workload: Workload | None) -> None:
-        self.fleet = fleet
-        self.workload = workload or Workload()
-
-    def budgets(self, fleet: Fleet | None = None) -> dict[str, int]:
-        """Bytes by device name."""
-        fleet = fleet or self.fleet
-        return {} if fleet is None else {each.name: each.budget_bytes for each in fleet.devices}
+def _budgets(fleet: Fleet | None) -> dict[str, int]:
+    """Bytes by device name."""
+    return {} if fleet is None else {device.name: device.budget_bytes for device in fleet.devices}
 
 
-def _of_module(
-    model: nn.Module, placement: Where | None, inputs: Inputs | None, asked: _Asked, rest: Any
-) -> Subject:
-    workload, budgets = asked.workload, asked.budgets()
-    notes: list[str] = []
+def _of_module(model: nn.Module, request: _CheckRequest) -> Subject:
+    placement, workload, fleet = request.placement, request.workload, request.fleet
     if placement is None:
-        fleet = asked.fleet
-        assert fleet is not None
-        own = _call_of(inputs)
-        work = workload if own is None else None
+        call = _call_of(request.inputs)
+        load = workload if call is None else None
         placement = _planned(
-            lambda some, use_all: plan(model, some, work, inputs=own, use_all=use_all), fleet, notes
+            lambda some, use_all: plan(model, some, load, inputs=call, use_all=use_all), request
         )
     if isinstance(placement, Plan):
-        workload, budgets = placement.workload, asked.budgets(placement.fleet)
+        workload, fleet = placement.workload, placement.fleet
         placement = placement.placement
     if placement is None:
-        entries = _dealt(model, asked.fleet)
+        entries = _dealt(model, request.to_plan)
     elif isinstance(placement, Placement):
         entries = placement.entries
     else:
@@ -215,11 +210,11 @@ def _of_module(
         name=type(model).__name__,
         entries=entries,
         completeness=faults,
-        budgets=budgets,
+        budgets=_budgets(fleet),
         workload=_whole(workload),
-        inputs=inputs,
-        notes=tuple(notes),
-        **rest,
+        inputs=request.inputs,
+        notes=tuple(request.notes),
+        train=request.train,
     )
 
 
@@ -241,16 +236,14 @@ class _CodeStoppedError(ModelError):
         self.stop = stop
 
 
-def _of_own_code(
-    checkpoint: Checkpoint, placement: Where | None, asked: _Asked, rest: Any
-) -> Subject:
+def _of_own_code(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
     """A checkpoint whose own code may run: that code, also where duoka has some of its own."""
-    workload = workload_for(checkpoint, asked.workload)
-    if isinstance(placement, Plan):
-        placement.refuse_other(checkpoint.fingerprint, checkpoint.source)
+    workload = workload_for(checkpoint, request.workload)
+    if isinstance(request.placement, Plan):
+        request.placement.refuse_other(checkpoint.fingerprint, checkpoint.source)
     try:
         model = build_own(checkpoint, workload.dtype)
-        subject = _of_module(model, placement, None, _Asked(asked.fleet, workload), rest)
+        subject = _of_module(model, replace(request, workload=workload))
     except ModelError as error:
         stop = stop_of(checkpoint, error, "build")
         if stop is None:
@@ -259,10 +252,8 @@ def _of_own_code(
     return replace(subject, name=checkpoint.source, hint=native_hint(checkpoint))
 
 
-def _of_checkpoint(
-    checkpoint: Checkpoint, placement: Where | None, asked: _Asked, rest: Any
-) -> Subject:
-    workload = asked.workload
+def _of_checkpoint(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
+    placement, workload, fleet = request.placement, request.workload, request.fleet
     if not isinstance(placement, Plan):
         workload = workload_for(checkpoint, workload)
     if workload.quantize == "auto" and placement is not None:
@@ -270,60 +261,52 @@ def _of_checkpoint(
             'quantize="auto" is for plans: what fits is not known of a map',
             hint="say none, int8, int4 or nf4",
         )
-    faults, budgets, is_whole = Faults(), asked.budgets(), True
-    notes: list[str] = []
+    faults, is_whole = Faults(), True
     if placement is None:
-        assert asked.fleet is not None
-        placement = _own_plan(checkpoint, asked.fleet, workload, notes, train=rest["train"])
+        placement = _plan_of(checkpoint, replace(request, workload=workload))
     if isinstance(placement, Plan):
         placement.refuse_other(checkpoint.fingerprint, checkpoint.source)
-        workload, budgets = placement.workload, asked.budgets(placement.fleet)
+        workload, fleet = placement.workload, placement.fleet
         placement = placement.placement
     model = build_model(checkpoint, workload)
     if placement is None:
-        entries = _dealt(model, asked.fleet)
+        entries = _dealt(model, request.to_plan)
     elif isinstance(placement, Placement):
         entries = placement.entries
     else:
-        profile = _or_note(lambda: profile_checkpoint(checkpoint, workload), _UNTRACED, notes)
+        profile = _or_note(lambda: find_or_trace(checkpoint, workload), _UNTRACED, request.notes)
         names = (name for name, _ in tensor_names(model))
         outline = Outline.of_names(names) if profile is None else profile.outline
-        entries, faults, is_whole = _judged(
-            outline, model, (DeviceMap.of(placement), asked.fleet), notes
-        )
+        entries, faults, is_whole = _judged(outline, model, DeviceMap.of(placement), request)
     return Subject(
         is_dispatched=is_whole,
         model=model,
         name=checkpoint.source,
         entries=entries,
         completeness=faults,
-        budgets=budgets,
+        budgets=_budgets(fleet),
         workload=_whole(workload),
-        notes=tuple(notes),
-        **rest,
+        notes=tuple(request.notes),
+        train=request.train,
     )
 
 
-def _own_plan(
-    checkpoint: Checkpoint, fleet: Fleet, workload: Workload, notes: list[str], *, train: bool
-) -> Plan | None:
+def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
     """The plan for a checkpoint: for training all of it where that is checked, and fits."""
 
-    def planned(work: Workload) -> Plan | None:
-        problem = PlanProblem(fleet=fleet, workload=work)
+    def planned(load: Workload) -> Plan | None:
         return _planned(
-            lambda some, use_all: plan_checkpoint(
-                checkpoint, replace(problem, fleet=some, use_all=use_all)
-            ),
-            fleet,
-            notes,
+            lambda some, use_all: plan(checkpoint, some, load, use_all=use_all), request
         )
 
-    if train and workload.training is None and workload.quantize == "none":
+    workload = request.workload
+    if request.train and workload.training is None and workload.quantize == "none":
         try:
             return planned(_learning(workload))
         except InfeasibleError:
-            notes.append("training all of it doesn't fit: the placement is one for answering")
+            request.notes.append(
+                "training all of it doesn't fit: the placement is one for answering"
+            )
     return planned(workload)
 
 
@@ -338,27 +321,22 @@ def _learning(workload: Workload) -> Workload:
     )
 
 
-def _planned(ask: Callable[[Fleet, bool], Plan], fleet: Fleet, notes: list[str]) -> Plan | None:
+def _planned(ask: Callable[[Fleet, bool], Plan], request: _CheckRequest) -> Plan | None:
     """The plan for all devices, or for as many of the first as the model has blocks for."""
+    fleet = request.to_plan
 
     def attempt() -> Plan:
         for count in range(len(fleet.devices), 1, -1):
             with suppress(UsageError, InfeasibleError):  # what is no matter of number is told below
-                made = ask(_first(fleet, count), True)
+                plan = ask(fleet.only(fleet.names[:count]), True)
                 if count < len(fleet.devices):
-                    notes.append(
+                    request.notes.append(
                         f"the model has blocks for {count} of {len(fleet.devices)} devices"
                     )
-                return made
+                return plan
         return ask(fleet, False)
 
-    return _or_note(attempt, _DEALT, notes)
-
-
-def _first(fleet: Fleet, count: int) -> Fleet:
-    names = fleet.names[:count]
-    links = [link for link in fleet.links if link.source in names and link.target in names]
-    return Fleet(devices=fleet.devices[:count], links=tuple(links))
+    return _or_note(attempt, _DEALT, request.notes)
 
 
 def _or_note(attempt: Callable[[], T], note: str, notes: list[str]) -> T | None:
@@ -370,9 +348,9 @@ def _or_note(attempt: Callable[[], T], note: str, notes: list[str]) -> T | None:
         return None
 
 
-def _dealt(model: nn.Module, fleet: Fleet | None) -> tuple[tuple[str, str], ...]:
+def _dealt(model: nn.Module, fleet: Fleet) -> tuple[tuple[str, str], ...]:
     """Devices for a model that can't be planned."""
-    names = [] if fleet is None else fleet.names
+    names = fleet.names
     for num_stages in range(len(names), 1, -1):
         for split in splits(model, num_stages):
             return tuple((module, names[stage]) for module, stage in split.items())
@@ -386,20 +364,16 @@ def _whole(workload: Workload) -> Workload:
 
 
 def _judged(
-    outline: Outline,
-    model: nn.Module,
-    given: tuple[DeviceMap, Fleet | None],
-    notes: list[str],
+    outline: Outline, model: nn.Module, device_map: DeviceMap, request: _CheckRequest
 ) -> tuple[tuple[tuple[str, str], ...], Faults, bool]:
     """A map by hand, in the names of the model or of its checkpoint, and what is wrong with it.
 
     One that only splits what should stay whole is run as it stands: then the faults are shown. The
     last result says whether the entries are whole blocks instead.
     """
-    device_map, fleet = given
     try:
-        judgement = judge(device_map, outline, fleet)
-        notes += judgement.notes
+        judgement = judge(device_map, outline, request.fleet)
+        request.notes.extend(judgement.notes)
         return judgement.placed, Faults(), True
     except PlacementError as error:
         faults = error.faults
@@ -409,4 +383,4 @@ def _judged(
     if faults.completed is None:
         raise PlacementError("the device map names nothing of this model", hint=None, faults=faults)
     completed = dict(faults.completed)
-    return judge(completed, outline, fleet).placed, faults, True
+    return judge(completed, outline, request.fleet).placed, faults, True

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from duoka.base.progress import say
 from duoka.checker.prove import prove
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
@@ -81,12 +82,14 @@ def load(
     plan.refuse_other(checkpoint.fingerprint, plan.source)
     loader.refuse_unloadable(checkpoint.config, plan.placement)
     devices.give_back()
-    plan = plan.here()
+    plan = plan.on_this_machine()
     refuse_more(plan.forecast.host_bytes)
     devices.materialise(plan.fleet)
+    say("proving the plan on virtual GPUs")
     prove(plan, build_model(checkpoint, plan.workload))
     checkpoint = checkpoint.fetch(download_progress)
     plan.refuse_other(checkpoint.fingerprint, plan.source)
+    say("reading the weights")
     return _filled(plan, checkpoint, progress, keeping)
 
 
@@ -97,10 +100,10 @@ def _filled(
     model = build_model(checkpoint, plan.workload)
     if method_of(checkpoint.config) is not None:
         dtype = getattr(torch, plan.workload.dtype)
-        found = loader.load_published(
+        placed = loader.load_published(
             checkpoint, model, plan.placement, dtype=dtype, progress=progress
         )
-        return spread(found, plan.placement)
+        return spread(placed, plan.placement)
     loader.load_weights(
         model,
         checkpoint,

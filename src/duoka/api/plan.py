@@ -1,47 +1,52 @@
-"""The front door: plan a model, load a plan, spread a model."""
+"""The front door to plans: of one model, and of copies of it.
+
+What needs torch is imported where a model must be traced; a model that was planned before needs
+none of it to be planned again.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
-from torch import nn
-
+from duoka.base.progress import say, say_import
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import UsageError
 from duoka.forecast.profile import Profile
+from duoka.forecast.profile_cache import find_profile
 from duoka.forecast.workload import DTYPE_BYTES, Dtype, Workload
 from duoka.hardware.fleet import Fleet
-from duoka.planner import replicas
 from duoka.planner.constraints import Constraints
 from duoka.planner.device_map import DeviceMap
-from duoka.planner.limits import fleet_for, usable
+from duoka.planner.limits import on_fleet
 from duoka.planner.plan import Plan
-from duoka.planner.request import Largest, PlanProblem
-from duoka.planner.resolve import answer, answer_checkpoint, whole_prompt
+from duoka.planner.replicas import Replicas, replicas_for
+from duoka.planner.request import Largest, PlanProblem, PlanRequest
+from duoka.planner.resolve import answer, answer_checkpoint, whole_prompt, workload_for
 from duoka.planner.search import Objective
-from duoka.tracing.get_profile import profile_checkpoint, profile_module
 
+if TYPE_CHECKING:
+    from torch import nn
 
-class Choices(TypedDict, total=False):
-    """The keyword arguments of `plan`."""
-
-    use_all: bool
-    objective: Objective | Literal["auto"]
-    device_map: object
-    constraints: Constraints
-    largest: Largest | None
-    inputs: Mapping[str, Any] | tuple[Any, ...] | None
+Inputs = Mapping[str, Any] | tuple[Any, ...]
+_UNCONSTRAINED = Constraints()
 
 
 def plan(
     model: str | os.PathLike[str] | Checkpoint | nn.Module,
     fleet: Fleet | str,
     workload: Workload | None = None,
-    **choices: Unpack[Choices],
+    *,
+    use_all: bool = False,
+    objective: Objective | Literal["auto"] = "auto",
+    device_map: object = None,
+    constraints: Constraints = _UNCONSTRAINED,
+    largest: Largest | None = None,
+    inputs: Inputs | None = None,
 ) -> Plan:
     """Find where every module goes.
 
@@ -64,7 +69,7 @@ def plan(
     device_map : mapping, or one device
         Put the modules where it says, in the names of the model or of its checkpoint; see
         `Placement.from_device_map`.
-    constraints : Constraints, optional
+    constraints : Constraints
         The strategy, pins, modules that stay uncut, and memory to leave free.
     largest : {"context", "batch"}, optional
         Plan for the longest context or the largest batch that fits, instead of the workload's.
@@ -81,35 +86,29 @@ def plan(
 
     Examples
     --------
+    >>> from torch import nn, zeros
     >>> layers = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
-    >>> plan(layers, "virtual:2x2MiB", inputs=(torch.zeros(1, 512),)).device_map
+    >>> plan(layers, "virtual:2x2MiB", inputs=(zeros(1, 512),)).device_map
     {'0': 'vgpu:0', '1': 'vgpu:1'}
     """
-    problem, inputs = _problem(fleet, workload, choices), choices.get("inputs")
-    asked = problem.workload
-    if inputs is not None and (workload is not None or not isinstance(model, nn.Module)):
+    request = PlanRequest(
+        workload=workload or Workload(),
+        objective=objective,
+        use_all=use_all,
+        gpus=fleet if isinstance(fleet, str) else "",
+        constraints=constraints,
+        largest=largest,
+    )
+    problem = on_fleet(request, fleet, None if device_map is None else DeviceMap.of(device_map))
+    if inputs is not None and (workload is not None or not _is_module(model)):
         raise UsageError(
             "example inputs are for a module, and are its workload",
             hint="give either inputs or a workload",
         )
-    if not isinstance(model, nn.Module):
-        checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
-        return plan_checkpoint(checkpoint, problem)
-    if asked.quantize != "none":
-        raise UsageError(
-            f"quantize={asked.quantize!r} is for checkpoints: weights become smaller while they "
-            "are loaded",
-            hint="give the checkpoint's directory instead of the model",
-        )
-    asked = whole_prompt(asked, is_encoder=_is_encoder(model))
-    profile = profile_module(model, asked, inputs)
-    asked = asked if inputs is None else Workload(prompt_tokens=1, new_tokens=1)
-    own = profile.dtype if profile.dtype in DTYPE_BYTES else "auto"
-    return answer(
-        profile,
-        replace(problem, workload=replace(asked, dtype=cast(Dtype, own))),
-        profile_for=partial(_known, profile, _is_encoder(model)),
-    )
+    if _is_module(model):
+        return _plan_module(model, problem, inputs)
+    checkpoint = _opened(cast("str", model))
+    return answer_checkpoint(checkpoint, problem, partial(find_or_trace, checkpoint))
 
 
 def plan_replicas(
@@ -118,8 +117,10 @@ def plan_replicas(
     workload: Workload | None = None,
     *,
     number: int | Literal["auto"] = "auto",
-    **choices: Unpack[Choices],
-) -> replicas.Replicas:
+    use_all: bool = False,
+    objective: Objective | Literal["auto"] = "auto",
+    constraints: Constraints = _UNCONSTRAINED,
+) -> Replicas:
     """Find as many copies of a model as a fleet holds, each on devices of its own.
 
     Parameters
@@ -137,59 +138,65 @@ def plan_replicas(
     InfeasibleError
         If the fleet doesn't hold one copy, or so many.
     UsageError
-        If something was asked that is for one copy alone.
+        If something is demanded that is for one copy alone.
     """
-    problem = _problem(fleet, workload, choices)
-    if choices.get("inputs") is not None:
-        raise UsageError("copies are planned for a workload", hint="leave out the inputs")
-    checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
-    return replicas_checkpoint(checkpoint, problem, number)
-
-
-def replicas_checkpoint(
-    checkpoint: Checkpoint, problem: PlanProblem, number: int | Literal["auto"]
-) -> replicas.Replicas:
-    """As many copies as a fleet holds; the checkpoint is traced where the cache has no profile."""
-    find = partial(profile_checkpoint, checkpoint)
-    return replicas.replicas_for(checkpoint, problem, number, find)
-
-
-def _problem(fleet: Fleet | str, workload: Workload | None, choices: Choices) -> PlanProblem:
-    """What the arguments of `plan` ask."""
-    _refuse_unknown(choices)
-    gpus = fleet if isinstance(fleet, str) else ""
-    fleet = Fleet.parse(fleet) if isinstance(fleet, str) else fleet
-    given = choices.get("device_map")
-    device_map = None if given is None else DeviceMap.of(given)
-    constraints = choices.get("constraints", Constraints())
-    return PlanProblem(
-        fleet=usable(fleet_for(fleet, device_map, offload=constraints.offload), constraints),
+    request = PlanRequest(
         workload=workload or Workload(),
-        use_all=choices.get("use_all", False),
-        objective=choices.get("objective", "auto"),
-        gpus=gpus,
-        device_map=device_map,
+        objective=objective,
+        use_all=use_all,
+        gpus=fleet if isinstance(fleet, str) else "",
         constraints=constraints,
-        largest=choices.get("largest"),
     )
+    problem, checkpoint = on_fleet(request, fleet), _opened(model)
+    return replicas_for(checkpoint, problem, number, partial(find_or_trace, checkpoint))
 
 
-def _known(profile: Profile, is_encoder: bool, workload: Workload) -> Profile | None:
-    """The profile of a model that was given as an object, where it answers a workload."""
-    workload = whole_prompt(workload, is_encoder=is_encoder)
-    return profile if workload.conditions == profile.conditions else None
+def find_or_trace(checkpoint: Checkpoint, workload: Workload) -> Profile:
+    """The profile of a checkpoint: from the cache, or traced and kept there."""
+    profile = find_profile(checkpoint.fingerprint, workload_for(checkpoint, workload))
+    if profile is not None:
+        return profile
+    say_import("torch")
+    from duoka.tracing.get_profile import profile_checkpoint
+
+    say(f"tracing {checkpoint.name} (once; the next plan takes a second)")
+    profile = profile_checkpoint(checkpoint, workload)
+    say("planning")
+    return profile
 
 
-def _is_encoder(model: nn.Module) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+def _opened(model: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
+    return model if isinstance(model, Checkpoint) else Checkpoint.open(model)
 
 
-def _refuse_unknown(choices: Choices) -> None:
-    unknown = choices.keys() - Choices.__annotations__.keys()
-    if unknown:
-        raise TypeError(f"plan() has no argument {', '.join(sorted(unknown))}")
+def _is_module(model: object) -> TypeGuard[nn.Module]:
+    """Whether it is a module; there is none where torch isn't imported."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(model, torch.nn.Module)
 
 
-def plan_checkpoint(checkpoint: Checkpoint, problem: PlanProblem) -> Plan:
-    """Answer a problem about a checkpoint; it is traced where the cache has no profile."""
-    return answer_checkpoint(checkpoint, problem, partial(profile_checkpoint, checkpoint))
+def _plan_module(model: nn.Module, problem: PlanProblem, inputs: Inputs | None) -> Plan:
+    """The plan of a model that was given as an object."""
+    from duoka.tracing.get_profile import profile_module
+
+    if problem.workload.quantize != "none":
+        raise UsageError(
+            f"quantize={problem.workload.quantize!r} is for checkpoints: weights become smaller "
+            "while they are loaded",
+            hint="give the checkpoint's directory instead of the model",
+        )
+    is_encoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    workload = whole_prompt(problem.workload, is_encoder=is_encoder)
+    profile = profile_module(model, workload, inputs)
+    workload = workload if inputs is None else Workload(prompt_tokens=1, new_tokens=1)
+    dtype = profile.dtype if profile.dtype in DTYPE_BYTES else "auto"
+
+    def profile_for(other: Workload) -> Profile | None:
+        other = whole_prompt(other, is_encoder=is_encoder)
+        return profile if other.conditions == profile.conditions else None
+
+    return answer(
+        profile,
+        replace(problem, workload=replace(workload, dtype=cast(Dtype, dtype))),
+        profile_for=profile_for,
+    )

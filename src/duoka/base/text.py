@@ -1,9 +1,9 @@
-"""Text: what others wrote, made harmless to show; and choices among a few names."""
+"""Text: what others wrote, made harmless to show; names that are one of a few, or have dots."""
 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import TypeVar
 
 from duoka.errors import UsageError
@@ -47,3 +47,33 @@ def choose(what: str, text: str, known: Sequence[Name]) -> Name:
         if name == text:
             return name
     raise UsageError(f"{what} {text!r} is unknown", hint=f"known are {', '.join(known)}")
+
+
+def prefixes(name: str) -> Iterator[str]:
+    """A dotted name and all that contain it, the longest first; "" contains every name."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
+def longest_prefix(name: str, names: Container[str]) -> str | None:
+    """The longest of some names that is a dotted name or contains it; None where none does.
+
+    Examples
+    --------
+    >>> longest_prefix("layers.0.norm", {"", "layers.0", "layers.1"})
+    'layers.0'
+    """
+    return next((prefix for prefix in prefixes(name) if prefix in names), None)
+
+
+def is_within(name: str, prefix: str) -> bool:
+    """Whether a dotted name is another one, or lies below it."""
+    return prefix in ("", name) or name.startswith(prefix + ".")
+
+
+def containing(name: str) -> Iterator[str]:
+    """The names that contain a dotted name, the longest first, but for ""."""
+    while name := name.rpartition(".")[0]:
+        yield name

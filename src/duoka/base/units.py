@@ -70,6 +70,20 @@ def format_count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def unit_for(largest_bytes: int) -> tuple[str, int]:
+    """The unit of a table of sizes, and its bytes.
+
+    Examples
+    --------
+    >>> unit_for(24 * 2**30), unit_for(100)
+    (('GiB', 1073741824), ('KiB', 1024))
+    """
+    for unit in ("GiB", "MiB"):
+        if largest_bytes >= _UNIT_BYTES[unit.upper()]:
+            return unit, _UNIT_BYTES[unit.upper()]
+    return "KiB", _UNIT_BYTES["KIB"]
+
+
 def format_bytes(num_bytes: int) -> str:
     """Write a size for people, in powers of 1024.
 

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from duoka import models
+from duoka.base.text import longest_prefix
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import Faults, ModelError, PlacementError
 from duoka.forecast.workload import Dtype, Workload
@@ -138,12 +139,8 @@ def _contradicted(model: nn.Module, devices: Mapping[str, str]) -> Iterator[str]
 
 def device_of(name: str, entries: Mapping[str, str]) -> str | None:
     """The device of a module or tensor: the longest name that contains it decides."""
-    while True:
-        if name in entries:
-            return entries[name]
-        if not name:
-            return None
-        name = name.rpartition(".")[0]
+    entry = longest_prefix(name, entries)
+    return None if entry is None else entries[entry]
 
 
 def tensor_devices(model: nn.Module, entries: Entries) -> dict[str, str]:
@@ -152,9 +149,8 @@ def tensor_devices(model: nn.Module, entries: Entries) -> dict[str, str]:
     ranks = {entry: rank for rank, entry in enumerate(devices)}
     ranked = []
     for name, _ in tensor_names(model):
-        entry = name
-        while entry not in devices:
-            entry = entry.rpartition(".")[0]
+        entry = longest_prefix(name, devices)
+        assert entry is not None, "the map is complete"
         ranked.append((ranks[entry], name, devices[entry]))
     return {name: device for _, name, device in sorted(ranked, key=lambda entry: entry[0])}
 

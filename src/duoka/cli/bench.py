@@ -2,93 +2,77 @@
 
 from __future__ import annotations
 
-import json as json_format
-from collections.abc import Mapping
-from dataclasses import replace
+import json
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import duoka
 from duoka.base.files import why
+from duoka.base.progress import say, say_import
 from duoka.base.serialization import to_dict
 from duoka.base.text import choose
 from duoka.base.units import format_bytes
 from duoka.errors import UsageError
-from duoka.forecast.workload import QUANTIZED, Cache, Dtype, Quantization
+from duoka.forecast.workload import QUANTIZED, Cache, Quantization
 from duoka.planner.request import PlanProblem
 
-from . import options, planning
-from .terminal import stderr, stdout
+from . import planning
+from .groups import Only, flag, option, with_groups
+from .options import ModelOptions, PlanOptions, parse_dtype, parse_tokens
+from .terminal import stderr, stdout, working
 
 if TYPE_CHECKING:
     from duoka.tools.bench.calibrate import Calibrated
-    from duoka.tools.bench.quality import Quality
+    from duoka.tools.bench.quality import Quality, Windows
 
 _MEASURED: tuple[Cache, ...] = ("dynamic", "int8")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """What is measured."""
+
+    calibrate: bool = flag(
+        "--calibrate",
+        "Measure the GPUs' overhead, memory, matrix rates, launches and links, and keep it for the "
+        "plans to come. It takes less than a minute.",
+    )
+    quality: Path | None = option(
+        "FILE",
+        "Measure what quantization costs: the model's perplexity on a text, unquantized and "
+        "quantized.",
+    )
+    quantize: list[str] | None = option(
+        "KIND", "With --quality: int8, int4 or nf4; repeatable. By default int8 and int4."
+    )
+    cache: str | None = option(
+        "KIND",
+        "With --quality: int8 measures a KV cache in 8 bit, and with --quantize both together.",
+    )
+    stride: str | None = option(
+        "TOKENS",
+        "With --quality: by how much each window begins after the one before. By default half of "
+        "--context, which is 512 then.",
+    )
+    tokens: str | None = option(
+        "TOKENS", "With --quality: how much of the text is read. By default 8K."
+    )
+    json: bool = flag("--json", "Print what was measured as JSON.")
+
+    def forms(self) -> list[Quantization]:
+        """What the weights become; nothing where only a cache is to be measured."""
+        usual = ["int8", "int4"] if self.cache is None else []
+        return [choose("quantize", name, QUANTIZED) for name in self.quantize or usual]
+
+
+@with_groups
 def bench(
-    model: options.Model = None,
-    calibrate: Annotated[
-        bool,
-        typer.Option(
-            "--calibrate",
-            help="Measure the GPUs' overhead, memory, matrix rates, launches and links, and keep "
-            "it for the plans to come. It takes less than a minute.",
-        ),
-    ] = False,
-    quality: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Measure what quantization costs: the model's perplexity on a text, unquantized "
-            "and quantized.",
-            show_default=False,
-        ),
-    ] = None,
-    quantize: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KIND",
-            help="With --quality: int8, int4 or nf4; repeatable. By default int8 and int4.",
-            show_default=False,
-        ),
-    ] = None,
-    cache: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KIND",
-            help="With --quality: int8 measures a KV cache in 8 bit, and with --quantize both "
-            "together.",
-            show_default=False,
-        ),
-    ] = None,
-    context: options.Context = None,
-    stride: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TOKENS",
-            help="With --quality: by how much each window begins after the one before. By default "
-            "half of --context, which is 512 then.",
-            show_default=False,
-        ),
-    ] = None,
-    tokens: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TOKENS",
-            help="With --quality: how much of the text is read. By default 8K.",
-            show_default=False,
-        ),
-    ] = None,
-    dtype: options.Dtype = None,
-    gpus: options.Gpus = None,
-    json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
-    revision: options.Revision = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    debug: options.Debug = False,
+    wanted: BenchOptions,
+    options: Annotated[PlanOptions, Only(("context", "dtype", "gpus"))],
+    model: ModelOptions,
 ) -> None:
     """Measure this machine, or what quantization does to a model.
 
@@ -100,49 +84,39 @@ def bench(
 
     [bold]duoka bench[/] --quality book.txt ./glm-4-9b-chat --quantize int8 --quantize int4
     """
-    if calibrate == (quality is not None):
+    if wanted.calibrate == (wanted.quality is not None):
         raise UsageError(
-            "nothing was said to be measured" if not calibrate else "one thing at a time",
+            "nothing was said to be measured" if not wanted.calibrate else "one thing at a time",
             hint="say --calibrate, or --quality FILE MODEL",
         )
-    named = planning.ALL_GPUS if gpus is None else gpus
-    if quality is None:
-        _refuse_beside_calibrate(
-            {
-                "a model": model,
-                "--quantize": quantize,
-                "--cache": cache,
-                "--context": context,
-                "--stride": stride,
-                "--tokens": tokens,
-                "--dtype": dtype,
-                "--revision": revision,
-            }
-        )
-        _calibrate(named, json=json)
+    gpus = planning.ALL_GPUS if options.gpus is None else options.gpus
+    if wanted.quality is None:
+        _refuse_beside_calibrate(wanted, options, model)
+        _calibrate(gpus, as_json=wanted.json)
         return
-    asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code, to_run=True)
-    if model is None:
+    if model.model is None:
         raise UsageError("no model was given", hint="name it: --quality FILE MODEL")
-    wanted = _Wanted(
-        file=quality,
-        forms=_forms(quantize, cache),
-        cache=choose("cache", cache or "dynamic", _MEASURED),
-        context=_read_tokens(context),
-        stride=_read_tokens(stride),
-        tokens=_read_tokens(tokens),
-        dtype=options.parse_dtype(dtype or "auto"),
-    )
-    _refuse_unreadable(quality)
-    found = _measure(planning.open_checkpoint(model, asked), planning.read_fleet(named), wanted)
-    if json:
-        typer.echo(json_format.dumps(to_dict(found), indent=1, ensure_ascii=False))
+    quality = _measure(wanted.quality, wanted, options, model, gpus)
+    if wanted.json:
+        typer.echo(json.dumps(to_dict(quality), indent=1, ensure_ascii=False))
     else:
-        _print_quality(found)
+        _print_quality(quality)
 
 
-def _refuse_beside_calibrate(said: Mapping[str, object]) -> None:
+def _refuse_beside_calibrate(
+    wanted: BenchOptions, options: PlanOptions, model: ModelOptions
+) -> None:
     """Refuse what is for --quality."""
+    said = {
+        "a model": model.model,
+        "--quantize": wanted.quantize,
+        "--cache": wanted.cache,
+        "--context": options.context,
+        "--stride": wanted.stride,
+        "--tokens": wanted.tokens,
+        "--dtype": options.dtype,
+        "--revision": model.revision,
+    }
     beside = [name for name, value in said.items() if value is not None]
     if beside:
         raise UsageError(
@@ -151,76 +125,64 @@ def _refuse_beside_calibrate(said: Mapping[str, object]) -> None:
         )
 
 
-def _refuse_unreadable(file: Path) -> None:
-    """Look at a text before anything is said or downloaded of a model."""
-    try:
+def _measure(
+    file: Path, wanted: BenchOptions, options: PlanOptions, model: ModelOptions, gpus: str
+) -> Quality:
+    forms, cache = wanted.forms(), choose("cache", wanted.cache or "dynamic", _MEASURED)
+    sizes = [
+        None if text is None else parse_tokens(text)
+        for text in (options.context, wanted.stride, wanted.tokens)
+    ]
+    dtype = parse_dtype(options.dtype or "auto")
+    try:  # before anything is said or downloaded of a model
         file.open("rb").close()
     except OSError as error:
         raise UsageError(
             f"{file} can't be read: {why(error)}", hint="give a file with text in UTF-8"
         ) from error
+    checkpoint, fleet = planning.open_checkpoint(model, to_run=True), duoka.Fleet.parse(gpus)
+    with working():
+        say_import("torch")
+        from duoka.tools.bench.quality import measure_quality, windows_for
 
-
-class _Wanted(NamedTuple):
-    """What a person said about measuring quality."""
-
-    file: Path
-    forms: list[Quantization]
-    cache: Cache
-    context: int | None
-    stride: int | None
-    tokens: int | None
-    dtype: Dtype
-
-
-def _forms(quantize: list[str] | None, cache: str | None) -> list[Quantization]:
-    """What the weights become; nothing where only a cache is to be measured."""
-    usual = ["int8", "int4"] if cache is None else []
-    return [choose("quantize", each, QUANTIZED) for each in quantize or usual]
-
-
-def _read_tokens(text: str | None) -> int | None:
-    return None if text is None else options.parse_tokens(text)
-
-
-def _measure(checkpoint: duoka.Checkpoint, fleet: duoka.Fleet, wanted: _Wanted) -> Quality:
-    from duoka.tools.bench.quality import measure_quality, windows_for
-
-    chosen = windows_for(checkpoint)
-    if wanted.context is not None:
-        half = max(wanted.context // 2, 1)
-        chosen = replace(chosen, context_tokens=wanted.context, stride_tokens=half)
-    if wanted.stride is not None:
-        chosen = replace(chosen, stride_tokens=wanted.stride)
-    if wanted.tokens is not None:
-        chosen = replace(chosen, most_tokens=wanted.tokens)
-    console = stderr()
-    with console.status("measuring") as status:
+        say("measuring")
         return measure_quality(
             checkpoint,
-            wanted.file,
-            PlanProblem(
-                fleet=fleet, workload=duoka.Workload(dtype=wanted.dtype, cache=wanted.cache)
-            ),
-            forms=wanted.forms,
-            windows=chosen,
-            progress=status.update,
+            file,
+            PlanProblem(fleet=fleet, workload=duoka.Workload(dtype=dtype, cache=cache)),
+            forms=forms,
+            windows=_resized(windows_for(checkpoint), *sizes),
+            progress=say,
         )
 
 
-def _print_quality(found: Quality) -> None:
+def _resized(
+    windows: Windows, context: int | None, stride: int | None, tokens: int | None
+) -> Windows:
+    """How a text is read, as far as a person said it."""
+    if context is not None:
+        half = max(context // 2, 1)
+        windows = replace(windows, context_tokens=context, stride_tokens=half)
+    if stride is not None:
+        windows = replace(windows, stride_tokens=stride)
+    if tokens is not None:
+        windows = replace(windows, most_tokens=tokens)
+    return windows
+
+
+def _print_quality(quality: Quality) -> None:
     from rich import box
     from rich.table import Table
 
-    first = found.scores[0]
-    cached = any(score.cache != first.cache for score in found.scores)
+    first = quality.scores[0]
+    cached = any(score.cache != first.cache for score in quality.scores)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("weights")
     if cached:
         table.add_column("cache")
     for name in ("bytes", "of it", "perplexity", "more", "in percent"):
         table.add_column(name, justify="right")
-    for score in found.scores:
+    for score in quality.scores:
         more = score.perplexity - first.perplexity
         table.add_row(
             score.weights,
@@ -231,51 +193,53 @@ def _print_quality(found: Quality) -> None:
             "" if score is first else f"{more:+.4f}",
             "" if score is first else f"{more / first.perplexity:+.2%}",
         )
-    windows = found.windows
+    windows = quality.windows
     table.caption = (
-        f"{found.scored_tokens} tokens of {found.file}, in windows of {windows.context_tokens} "
+        f"{quality.scored_tokens} tokens of {quality.file}, in windows of {windows.context_tokens} "
         f"every {windows.stride_tokens}"
     )
     table.caption_justify = "left"
     stdout().print(table)
 
 
-def _calibrate(gpus: str, *, json: bool) -> None:
-    fleet = planning.read_fleet(gpus)
-    from duoka.tools.bench.calibrate import calibrate
+def _calibrate(gpus: str, *, as_json: bool) -> None:
+    fleet = duoka.Fleet.parse(gpus)
+    with working():
+        say_import("torch")
+        from duoka.tools.bench.calibrate import calibrate
 
-    console = stderr()
-    with console.status("measuring") as status:
-        found = calibrate(fleet, progress=status.update)
-    if json:
-        typer.echo(json_format.dumps(to_dict(found.calibration), indent=1))
+        say("measuring")
+        measured = calibrate(fleet, progress=say)
+    if as_json:
+        typer.echo(json.dumps(to_dict(measured.calibration), indent=1))
     else:
-        _print(found)
-    if found.path is None:
+        _print(measured)
+    console = stderr()
+    if measured.path is None:
         console.print("virtual GPUs: a rehearsal, of which nothing is kept", markup=False)
     else:
-        console.print(f"kept in {found.path}; remove it to forget", markup=False, soft_wrap=True)
+        console.print(f"kept in {measured.path}; remove it to forget", markup=False, soft_wrap=True)
 
 
-def _print(found: Calibrated) -> None:
+def _print(calibrated: Calibrated) -> None:
     from rich import box
     from rich.table import Table
 
-    measured = found.calibration
+    measured = calibrated.calibration
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("GPU", overflow="fold")
     for name in ("outside", "GB/s", "TFLOPs", "fp32", "launch", "from host", "to host"):
         table.add_column(name, justify="right")
-    for each in measured.gpus:
+    for gpu in measured.gpus:
         table.add_row(
-            each.product,
-            format_bytes(each.overhead_bytes),
-            _number(each.memory_bytes_per_second, 1e9),
-            _number(each.flops_per_second, 1e12),
-            _number(each.float32_flops_per_second, 1e12),
-            f"{_number(each.launch_seconds, 1e-6)} µs",
-            _pair(each.from_pinned_bytes_per_second, each.from_pageable_bytes_per_second),
-            _pair(each.to_pinned_bytes_per_second, each.to_pageable_bytes_per_second),
+            gpu.product,
+            format_bytes(gpu.overhead_bytes),
+            _number(gpu.memory_bytes_per_second, 1e9),
+            _number(gpu.flops_per_second, 1e12),
+            _number(gpu.float32_flops_per_second, 1e12),
+            f"{_number(gpu.launch_seconds, 1e-6)} µs",
+            _pair(gpu.from_pinned_bytes_per_second, gpu.from_pageable_bytes_per_second),
+            _pair(gpu.to_pinned_bytes_per_second, gpu.to_pageable_bytes_per_second),
         )
     table.caption = (
         "outside: held outside torch's allocator; GB/s of its memory; TFLOPs in 16 bit;\n"
@@ -293,8 +257,8 @@ def _print(found: Calibrated) -> None:
 
 
 def _pair(pinned: float | None, pageable: float) -> str:
-    told = "–" if pinned is None else _number(pinned, 1e9)
-    return f"{told}, {_number(pageable, 1e9)}"
+    first = "–" if pinned is None else _number(pinned, 1e9)
+    return f"{first}, {_number(pageable, 1e9)}"
 
 
 def _number(value: float, unit: float) -> str:

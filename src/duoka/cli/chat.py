@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from duoka.errors import UsageError
 
-from . import errors, options, planning, signals
+from . import errors, planning, signals
+from .groups import with_groups
+from .options import AnswerOptions, ModelOptions, RunnablePlan, read_stdin, refuse_damaged
 from .terminal import answer, stderr
 
 if TYPE_CHECKING:
@@ -21,36 +23,8 @@ _HELP = """\
 Ctrl-C stops an answer."""
 
 
-def chat(
-    model: options.Model = None,
-    gpus: options.Gpus = None,
-    context: options.Context = None,
-    new_tokens: options.NewTokens = None,
-    batch: options.Batch = None,
-    dtype: options.Dtype = None,
-    prefill_chunk: options.PrefillChunk = None,
-    cache: options.Cache = None,
-    quantize: options.Quantize = None,
-    objective: options.Objective = None,
-    use_all: options.UseAll = False,
-    strategy: options.Strategy = None,
-    pin: options.Pin = None,
-    uncut: options.Uncut = None,
-    reserve: options.Reserve = None,
-    offload: options.Offload = False,
-    device_map: options.DeviceMapFile = None,
-    plan_file: options.PlanFile = None,
-    replan: options.Replan = False,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    seed: options.Seed = None,
-    system: options.System = None,
-    cache_weights: options.CacheWeights = False,
-    revision: options.Revision = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    debug: options.Debug = False,
-) -> None:
+@with_groups
+def chat(options: RunnablePlan, answering: AnswerOptions, model: ModelOptions) -> None:
     """Talk with a model. Ctrl-C stops an answer; /help shows the commands.
 
     [bold]duoka chat[/] ./chatglm3-6b --gpus "24GiB,12GiB"
@@ -59,18 +33,13 @@ def chat(
 
     [bold]duoka chat[/] --plan chatglm3.plan --system "Answer in one sentence."
     """
-    options.refuse_damaged(system or "")
-    chosen = planning.chosen(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    wishes = planning.Wishes.of(locals())
-    asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code, to_run=True)
-    made = planning.make_plan(model, plan_file, wishes, replan=replan, asked=asked)
-    generator = planning.load_generator(
-        made, trust_remote_code=trust_remote_code, cache_weights=cache_weights
-    )
-    sampling = planning.sampling(made, chosen)
+    chosen = answering.chosen()
+    plan = planning.make_plan(model, options, to_run=True)
+    generator = planning.load_generator(plan, model, cache_weights=answering.cache_weights)
+    sampling = planning.sampling(plan, chosen)
     from duoka.runtime import Conversation
 
-    _talk(Conversation(generator, sampling, system=system))
+    _talk(Conversation(generator, sampling, system=answering.system))
 
 
 def _talk(conversation: Conversation) -> None:
@@ -85,16 +54,13 @@ def _talk(conversation: Conversation) -> None:
 
 
 def _talk_with_a_person(conversation: Conversation) -> None:
-    # Ctrl-C at any other moment than in a turn waits for the next one, which it then ends.
-    with signals.deferring():
-        goes_on = True
-        while goes_on:
-            try:
-                with signals.listening():
-                    goes_on = _turn(conversation, _read_prompted(), is_stoppable=True)
-            except KeyboardInterrupt:
-                signals.taken()
-                stderr().print("\n/exit leaves")
+    goes_on = True
+    while goes_on:
+        try:
+            goes_on = _turn(conversation, _read_prompted(), is_stoppable=True)
+        except KeyboardInterrupt:
+            signals.taken()
+            stderr().print("\n/exit leaves")
 
 
 def _turn(conversation: Conversation, said: str | None, *, is_stoppable: bool = False) -> bool:
@@ -131,14 +97,14 @@ def _read_prompted() -> str | None:
 
 def _read() -> str | None:
     """One line of a file or pipe; None at its end."""
-    line = options.read_stdin(line=True)
+    line = read_stdin(line=True)
     return line.strip() if line else None
 
 
 def _answer(conversation: Conversation, question: str) -> None:
     forgotten = conversation.num_forgotten
     try:
-        options.refuse_damaged(question)
+        refuse_damaged(question)
         with closing(conversation.ask(question)) as pieces:
             for piece in pieces:
                 answer(piece)

@@ -1,102 +1,142 @@
-"""``duoka check``: every device fault in a model's own code, found without a GPU."""
+"""``duoka check``: every device fault in a model's own code, found without a GPU, and cured."""
 
 from __future__ import annotations
 
-import json as json_format
-from dataclasses import replace
+import json
+import os
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.syntax import Syntax
+from rich.text import Text
 
 import duoka
+from duoka.base.progress import say_import
 from duoka.errors import UsageError
 from duoka.planner.device_map import DeviceMap
 from duoka.planner.limits import fleet_for
+from duoka.report.terminal.words import where
 
-from . import fixing, options, outputs, pictures, planning
+from . import planning
 from .errors import NOT_OK
-from .terminal import stderr, stdout, working
+from .groups import Only, flag, option, with_groups
+from .options import PLANNING, ModelOptions, PlanOptions, picture_size
+from .terminal import check_file, stderr, stdout, working, write_file
 
 if TYPE_CHECKING:
+    from duoka.checker.fix import Repairs
     from duoka.report.check_report import Report
 
 _TRAINING_TOKENS = "1"  # a workload answers at least one
-_FIXING = "How to repair"
+_DIRECTORY = Path("duoka-fixed")
+_THEME = "ansi_dark"
+_fix = partial(flag, panel="How to repair")
+_CheckedOptions = Annotated[
+    PlanOptions,
+    Only(
+        ("gpus", "plan_file", "device_map", "context", "new_tokens", "batch", "dtype", "quantize")
+    ),
+]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What of the model's code is run."""
+
+    train: bool = flag(
+        "--train",
+        "Run the loss and backward, instead of the prompt and decode steps.",
+        panel=PLANNING,
+    )
+    image: list[str] | None = option(
+        "WxH|FILE",
+        "A picture in the prompt, by its size (1120x1120) or as a file; repeatable.",
+        panel=PLANNING,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportOutput:
+    """What a person wants to have of the report, besides seeing it."""
+
+    json: bool = flag("--json", "Print the report as JSON.")
+    sarif: Path | None = option(
+        "FILE", "Write the report as SARIF 2.1.0, which code hosts show in pull requests."
+    )
+    save_device_map: Path | None = option(
+        "FILE", "Write the device map that was checked, completed if it wasn't complete."
+    )
+
+    def check(self) -> None:
+        """Refuse files that can't be written, before the work."""
+        check_file(self.sarif, "the SARIF log")
+        check_file(self.save_device_map, "the device map")
+
+    def write(self, report: Report) -> None:
+        """Write the files."""
+        if self.save_device_map is not None:
+            _save_map(report, self.save_device_map)
+        if self.sarif is not None:
+            from duoka.report.sarif import dumps
+
+            write_file(self.sarif, dumps(report) + "\n", "the SARIF log")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixOptions:
+    """What a person said about repairing."""
+
+    fix: bool = _fix(
+        "--fix", "Write the smallest changes that cure the faults, prove them, and show them."
+    )
+    in_place: bool = _fix(
+        "--in-place", "With --fix: change the files themselves, where the change is proved."
+    )
+    output: Path | None = option(
+        "DIRECTORY",
+        "With --fix: where the changed copies go. By default duoka-fixed.",
+        panel="How to repair",
+    )
+
+    def check(self) -> None:
+        """Raise UsageError for options that don't go together, and where nothing can be written."""
+        options = [("--in-place", self.in_place), ("--output", self.output is not None)]
+        said = [name for name, is_said in options if is_said]
+        if said and not self.fix:
+            raise UsageError(
+                f"{', '.join(said)} is for --fix", hint="give --fix as well, or leave it out"
+            )
+        if len(said) > 1:
+            raise UsageError(
+                "--in-place and --output say two places for the changes",
+                hint="--output alone leaves the files as they are",
+            )
+        if self.fix and not self.in_place:
+            _refuse_unwritable(self._directory)
+
+    @property
+    def _directory(self) -> Path:
+        return self.output or _DIRECTORY
+
+    def repair(self, report: Report) -> Repaired:
+        """Find changes and prove them; nothing is written yet."""
+        from duoka.checker.fix import repair
+
+        with working("repairing, and proving it"):
+            return Repaired(repair(report), None if self.in_place else self._directory)
+
+
+@with_groups
 def check(
-    model: options.Model = None,
-    gpus: options.Gpus = None,
-    plan_file: options.PlanFile = None,
-    device_map: options.DeviceMapFile = None,
-    context: options.Context = None,
-    new_tokens: options.NewTokens = None,
-    batch: options.Batch = None,
-    dtype: options.Dtype = None,
-    quantize: options.Quantize = None,
-    train: Annotated[
-        bool,
-        typer.Option(
-            "--train",
-            help="Run the loss and backward, instead of the prompt and decode steps.",
-            rich_help_panel=options.PLANNING,
-        ),
-    ] = False,
-    image: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="WxH|FILE",
-            help="A picture in the prompt, by its size (1120x1120) or as a file; repeatable.",
-            rich_help_panel=options.PLANNING,
-            show_default=False,
-        ),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    sarif: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write the report as SARIF 2.1.0, which code hosts show in pull requests.",
-            show_default=False,
-        ),
-    ] = None,
-    fix: Annotated[
-        bool,
-        typer.Option(
-            "--fix",
-            help="Write the smallest changes that cure the faults, prove them, and show them.",
-            rich_help_panel=_FIXING,
-        ),
-    ] = False,
-    in_place: Annotated[
-        bool,
-        typer.Option(
-            "--in-place",
-            help="With --fix: change the files themselves, where the change is proved.",
-            rich_help_panel=_FIXING,
-        ),
-    ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIRECTORY",
-            help="With --fix: where the changed copies go. By default duoka-fixed.",
-            rich_help_panel=_FIXING,
-            show_default=False,
-        ),
-    ] = None,
-    save_device_map: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write the device map that was checked, completed if it wasn't complete.",
-            show_default=False,
-        ),
-    ] = None,
-    revision: options.Revision = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    debug: options.Debug = False,
+    options: _CheckedOptions,
+    run: RunOptions,
+    output: ReportOutput,
+    fixes: FixOptions,
+    model: ModelOptions,
 ) -> None:
     """Run a model's own code on virtual GPUs, and report every device fault with its line.
 
@@ -108,71 +148,55 @@ def check(
 
     [bold]duoka check[/] ./chatglm3-6b --device-map map.json --save-device-map completed.json
     """
-    wishes = planning.Wishes.of(locals())
-    fixes = fixing.Fixes(wanted=fix, in_place=in_place, output=output)
-    fixes.refuse_contradictions()
-    outputs.check(sarif, "the SARIF log")
-    outputs.check(save_device_map, "the device map")
-    asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code)
-    question = _question(model, plan_file, wishes, asked, train=train)
-    question |= {"train": train, "images": [pictures.size(each) for each in image or ()]}
-    with working("running the model on virtual GPUs"):
-        report: Report = duoka.check(**question)
-    if save_device_map is not None:
-        _save_map(report, save_device_map)
-    if sarif is not None:
-        from duoka.report.sarif import dumps
+    fixes.check()
+    output.check()
+    arguments = _arguments(model, options, train=run.train)
+    images = [picture_size(text) for text in run.image or ()]
+    with working():
+        say_import("torch")
+        report: Report = duoka.check(**arguments, train=run.train, images=images)
+    output.write(report)
+    if not output.json:
+        from duoka.report.terminal import render_report
 
-        outputs.write(sarif, dumps(report) + "\n", "the SARIF log")
-    if not json:
-        _print(report, advice=not fix)
-    repaired = fixes.repair(report) if fix else None
-    if json:
-        found = report.to_dict() | ({} if repaired is None else repaired.to_dict())
-        typer.echo(json_format.dumps(found, indent=1, ensure_ascii=False))
+        stdout().print(render_report(report, advice=not fixes.fix))
+    repaired = fixes.repair(report) if fixes.fix else None
+    if output.json:
+        content = report.to_dict() | ({} if repaired is None else repaired.to_dict())
+        typer.echo(json.dumps(content, indent=1, ensure_ascii=False))
     if repaired is not None:
-        if not json:
+        if not output.json:
             repaired.print(stdout())
         repaired.write()
     if not report.ok and not (repaired is not None and repaired.cures(report)):
         raise typer.Exit(NOT_OK)
 
 
-def _question(
-    model: str | None,
-    plan_file: Path | None,
-    wishes: planning.Wishes,
-    asked: planning.Asked,
-    *,
-    train: bool,
-) -> dict[str, Any]:
+def _arguments(model: ModelOptions, options: PlanOptions, *, train: bool) -> dict[str, Any]:
     """What `duoka.check` is asked: the cheap refusals come before torch is imported."""
-    if plan_file is not None:
-        wishes.refuse_any()
-        plan = planning.make_plan(model, plan_file, wishes, replan=False, asked=asked)
-        checkpoint = planning.open_checkpoint(model or plan.source, asked)
+    if options.plan_file is not None:
+        plan = planning.make_plan(model, options)
+        checkpoint = planning.open_checkpoint(replace(model, model=model.model or plan.source))
         return {"model": checkpoint, "placement": plan, "workload": plan.workload}
-    if train and wishes.new_tokens is not None:
+    if train and options.new_tokens is not None:
         raise UsageError(
             "--new-tokens is for answers, and --train makes none",
             hint="--context says how long a sequence is",
         )
-    given = None if wishes.device_map is None else DeviceMap.load(wishes.device_map)
-    checkpoint = planning.open_checkpoint(model, asked)
+    device_map = None if options.device_map is None else DeviceMap.load(options.device_map)
+    checkpoint = planning.open_checkpoint(model)
     fleet = None
-    if wishes.gpus is not None or given is None:
-        fleet = fleet_for(planning.read_fleet(wishes.gpus or planning.ALL_GPUS), given)
+    if options.gpus is not None or device_map is None:
+        gpus = options.gpus or planning.ALL_GPUS
+        fleet = fleet_for(duoka.Fleet.parse(gpus), device_map)
+    if train:  # all tokens of the context are the prompt's, but for one
+        options = replace(options, new_tokens=_TRAINING_TOKENS)
     return {
         "model": checkpoint,
-        "placement": given,
-        "workload": planning.workload_for(checkpoint, _for_training(wishes) if train else wishes),
+        "placement": device_map,
+        "workload": planning.workload_for(checkpoint, options),
         "fleet": fleet,
     }
-
-
-def _for_training(wishes: planning.Wishes) -> planning.Wishes:
-    """All tokens of the context are the prompt's, but for one."""
-    return replace(wishes, new_tokens=_TRAINING_TOKENS)
 
 
 def _save_map(report: Report, file: Path) -> None:
@@ -186,7 +210,72 @@ def _save_map(report: Report, file: Path) -> None:
         stderr().print("no device map was saved: the model's code stopped before there was one")
 
 
-def _print(report: Report, *, advice: bool) -> None:
-    from duoka.report.terminal import render_report
+class Repaired:
+    """What a repair came to; without a directory for copies the files themselves are changed."""
 
-    stdout().print(render_report(report, advice=advice))
+    def __init__(self, repairs: Repairs, directory: Path | None) -> None:
+        self._repairs = repairs
+        self._directory = directory
+
+    def write(self) -> None:
+        """Write the changes, and say where."""
+        from duoka.checker.fix import apply, apply_in_place
+
+        if self._directory is None:
+            files = apply_in_place([patch for patch in self._repairs if patch.proved])
+        else:
+            files = apply(self._repairs, self._directory)
+        for file in files:
+            stderr().print(f"saved to {file}", markup=False, soft_wrap=True)
+
+    def cures(self, report: Report) -> bool:
+        """Whether what was checked has been changed, and nothing is wrong with it any more."""
+        faults = report.completeness
+        # What had to stay whole had to because of the faults.
+        is_named = not (faults.missing or faults.unknown or faults.doubled or faults.misplaced)
+        is_well = is_named and report.fits and report.stop is None
+        return self._directory is None and is_well and self._repairs.proved
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is added to a report's JSON form."""
+        return {
+            "patches": [
+                {"file": it.file, "diff": it.diff, "proved": it.proved, "reason": it.reason}
+                for it in self._repairs
+            ],
+            "uncured": [
+                {"file": fault.file, "line": fault.line, "op": fault.op, "reason": reason}
+                for fault, reason in self._repairs.uncured
+            ],
+        }
+
+    def print(self, console: Console) -> None:
+        """Show the changes, whether each is proved, and what was not cured."""
+        for patch in self._repairs:
+            console.print()
+            if console.is_terminal:
+                diff = Syntax(patch.diff.rstrip("\n"), "diff", theme=_THEME, word_wrap=True)
+                console.print(diff)
+            else:
+                console.print(Text(patch.diff.rstrip("\n")), soft_wrap=True)
+            verdict = ("proved", "bold green") if patch.proved else ("not proved", "bold red")
+            reason = f": {patch.reason}" if patch.reason else ""
+            if self._directory is None and not patch.proved:
+                reason += "; the file is as it was"
+            console.print(Text.assemble(verdict, reason), soft_wrap=True)
+        for fault, reason in self._repairs.uncured:
+            console.print()
+            text = f" {where(fault.place)}, {fault.op}: {reason}"
+            console.print(Text.assemble(("not cured:", "bold red"), text), soft_wrap=True)
+
+
+def _refuse_unwritable(directory: Path) -> None:
+    """Refuse a directory that can't be made or written to, before the check."""
+    there = directory
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(
+            f"the changed files can't be written to {str(directory)!r}",
+            hint="name a directory that you may write to: --output DIRECTORY",
+        )

@@ -15,13 +15,14 @@ from rich.table import Table
 from duoka.base.units import format_bytes
 from duoka.errors import DuokaError, UsageError
 
-from . import options, outputs
-from .terminal import stderr, stdout
+from .groups import with_groups
+from .terminal import check_file, stderr, stdout, write_file
 
 if TYPE_CHECKING:
     from duoka.tools.demo import Demo
 
 
+@with_groups
 def demo(
     json: Annotated[
         Path | None,
@@ -39,7 +40,6 @@ def demo(
             show_default=False,
         ),
     ] = None,
-    debug: options.Debug = False,
 ) -> None:
     """Make a small ChatGLM3, plan it on two virtual GPUs, load it, and ask it. Needs nothing.
 
@@ -48,19 +48,19 @@ def demo(
     [bold]duoka demo[/] --json demo.json --keep demo-model
     """
     _check_new(keep)
-    outputs.check(json, "the demo's JSON")
+    check_file(json, "the demo's JSON")
     # Beside its place, so that a directory that was half made is never taken for a checkpoint.
     with tempfile.TemporaryDirectory(
         prefix=".duoka-demo-", suffix=".partial", dir=None if keep is None else keep.parent
     ) as scratch:
-        made = Path(scratch) / "chatglm3-demo"
-        done = _run(made)
+        checkpoint = Path(scratch) / "chatglm3-demo"
+        done = _run(checkpoint)
         if keep is not None:
-            made.rename(keep)
+            checkpoint.rename(keep)
     _show(done)
     if json is not None:
         text = json_format.dumps(done.to_dict(), ensure_ascii=False, indent=1) + "\n"
-        outputs.write(json, text, "the demo's JSON")
+        write_file(json, text, "the demo's JSON")
     if not done.is_right:
         raise DuokaError("the model's answers are not those that it learnt")
 
@@ -71,7 +71,7 @@ def _check_new(keep: Path | None) -> None:
     if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise UsageError(f"{keep} is there already", hint="name a new directory")
     if not keep.exists():
-        outputs.check(keep, "the checkpoint")
+        check_file(keep, "the checkpoint")
 
 
 def _run(directory: Path) -> Demo:

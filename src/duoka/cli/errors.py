@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import sys
 import traceback
@@ -16,7 +17,6 @@ from duoka.base.text import printable
 from duoka.errors import DuokaError, InfeasibleError, MachineError
 
 from . import machine, signals, suggestions
-from .redaction import redact
 from .terminal import stderr
 
 NOT_OK = 13
@@ -31,6 +31,39 @@ _SIGNALLED = 128  # and the signal's number, as shells have it
 # Typer's error for options it can't read. It has had this class from Click or, later, a copy of
 # Click of its own; only its subclass has a public name in both.
 _WRONG_OPTIONS: Any = typer.BadParameter.__bases__[0]
+
+
+# Tokens and passwords must not be shown, wherever they got into a text: whoever reports an error
+# copies it into a public place.
+_SHOWN = "***"
+_ENVIRONMENT = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+_SHORTEST = 8  # a shorter value, such as "0", would be found everywhere
+
+_PATTERNS = (
+    # Tokens of the Hub, and of the services that commonly lie in the same environment.
+    re.compile(r"\b(hf_|api_org_|ghp_)[A-Za-z0-9]{12,}"),
+    re.compile(r"\b(github_pat_|glpat-|sk-)[A-Za-z0-9_-]{16,}"),
+    # Headers, as they are written into logs and as Python prints them: 'Authorization': 'Bearer x'
+    re.compile(
+        r"((?:proxy-)?authorization['\"]?\s*[:=]\s*b?['\"]?(?:(?:bearer|basic|token)\s+)?)"
+        r"[^\s'\",}]+",
+        re.IGNORECASE,
+    ),
+    re.compile(r"(\bbearer\s+)[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE),
+    re.compile(r"((?:set-)?cookie['\"]?\s*[:=]\s*b?['\"]?)[^\r\n'\"]+", re.IGNORECASE),
+    # Addresses: https://user:password@host, and signed ones.
+    re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"]+@", re.IGNORECASE),
+    re.compile(
+        r"([?&;](?:[\w.-]*(?:token|signature|credential|secret|password|api_?key)|policy|sig|key)=)"
+        r"[^\s&;'\"<>]+",
+        re.IGNORECASE,
+    ),
+    # What a person or a library writes: token=…, "password": "…"
+    re.compile(
+        r"(\b(?:\w*_)?(?:token|secret|password|api_?key)['\"]?\s*[:=]\s*b?['\"])[^'\"\s]+",
+        re.IGNORECASE,
+    ),
+)
 
 
 def report(
@@ -49,11 +82,10 @@ def report(
     """
     if isinstance(error, InfeasibleError) and error.ways_out:
         columns = stderr().width
-        error.hint = suggestions.told(error, arguments, known, columns) or error.hint
+        error.hint = suggestions.format_suggestions(error, arguments, known, columns) or error.hint
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     signum = _signal_of(error)
-    signals.taken()
     # When the terminal has gone, nobody can be told; the exit code is still right.
     try:
         if debug and not isinstance(error, _WRONG_OPTIONS | BrokenPipeError):
@@ -147,3 +179,24 @@ def _is_out_of_memory(error: BaseException) -> bool:
 def _close_stdout() -> None:
     """Let the interpreter's own flush at exit go nowhere, instead of failing once more."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def redact(text: str) -> str:
+    """Return a text without tokens and passwords.
+
+    Examples
+    --------
+    >>> redact("401 for https://me:secret@hub/x?token=abc with hf_abcdefghijkl")
+    '401 for https://***@hub/x?token=*** with hf_***'
+    """
+    for name in _ENVIRONMENT:
+        value = os.environ.get(name, "").strip()
+        if len(value) >= _SHORTEST:
+            text = text.replace(value, _SHOWN)
+    for pattern in _PATTERNS:
+        text = pattern.sub(_replacement, text)
+    return text
+
+
+def _replacement(match: re.Match[str]) -> str:
+    return match[1] + _SHOWN + ("@" if match[0].endswith("@") else "")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json as json_format
+import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -15,60 +15,65 @@ import duoka
 from duoka.base.files import why
 from duoka.errors import UsageError
 
-from . import options, planning
+from . import planning
+from .groups import flag, option, with_groups
+from .options import (
+    AnswerOptions,
+    ModelOptions,
+    RunnablePlan,
+    read_stdin,
+    refuse_damaged,
+)
 from .terminal import answer
 
 if TYPE_CHECKING:
     from duoka.runtime import Answer, Generator, Sampling
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions:
+    """What is answered, and how that is printed."""
+
+    prompt: list[str] | None = option(
+        "TEXT",
+        'A question; several make a batch. "-" reads one from the standard input.',
+        names=("--prompt", "-p"),
+    )
+    prompt_file: list[Path] | None = option("FILE", "A file whose text is a question.")
+    raw: bool = flag("--raw", "Continue the text, instead of answering a question.")
+    json: bool = flag("--json", "Print the answers as JSON.")
+
+    def questions(self) -> list[str]:
+        """All texts, in the order of their kinds; the standard input when there is no other."""
+        prompts, files = self.prompt or [], self.prompt_file or []
+        if not prompts and not files and not sys.stdin.isatty():
+            prompts = ["-"]
+        texts = [read_stdin() if text == "-" else text for text in prompts]
+        for file in files:
+            try:
+                texts.append(file.read_text(encoding="utf-8"))
+            except (OSError, UnicodeDecodeError) as error:
+                raise UsageError(
+                    f"the prompt file {file} can't be read: {why(error)}",
+                    hint="name a text file in UTF-8",
+                ) from error
+        for text in texts:
+            refuse_damaged(text)
+        if not texts:
+            raise UsageError(
+                "no prompt was given", hint='--prompt "…", --prompt-file FILE, or a pipe'
+            )
+        if not all(text.strip() for text in texts):
+            raise UsageError("a prompt is empty", hint="write a question")
+        return texts
+
+
+@with_groups
 def generate(
-    model: options.Model = None,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--prompt",
-            "-p",
-            metavar="TEXT",
-            help='A question; several make a batch. "-" reads one from the standard input.',
-            show_default=False,
-        ),
-    ] = None,
-    prompt_file: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="A file whose text is a question.", show_default=False),
-    ] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the text, instead of answering a question.")
-    ] = False,
-    gpus: options.Gpus = None,
-    context: options.Context = None,
-    new_tokens: options.NewTokens = None,
-    batch: options.Batch = None,
-    dtype: options.Dtype = None,
-    prefill_chunk: options.PrefillChunk = None,
-    cache: options.Cache = None,
-    quantize: options.Quantize = None,
-    objective: options.Objective = None,
-    use_all: options.UseAll = False,
-    strategy: options.Strategy = None,
-    pin: options.Pin = None,
-    uncut: options.Uncut = None,
-    reserve: options.Reserve = None,
-    offload: options.Offload = False,
-    device_map: options.DeviceMapFile = None,
-    plan_file: options.PlanFile = None,
-    replan: options.Replan = False,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    seed: options.Seed = None,
-    system: options.System = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the answers as JSON.")] = False,
-    cache_weights: options.CacheWeights = False,
-    revision: options.Revision = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    debug: options.Debug = False,
+    prompts: PromptOptions,
+    options: RunnablePlan,
+    answering: AnswerOptions,
+    model: ModelOptions,
 ) -> None:
     """Load a model and answer. Only the answers go to the standard output.
 
@@ -78,55 +83,26 @@ def generate(
 
     cat question.txt | [bold]duoka generate[/] ./chatglm3-6b --prompt - --temperature 0.8
     """
-    options.refuse_damaged(system or "")
-    questions = _questions(prompt or [], prompt_file or [])
-    chosen = planning.chosen(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    if batch is None and plan_file is None:
-        batch = len(questions)
-    wishes = planning.Wishes.of(locals())
-    asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code, to_run=True)
-    made = planning.make_plan(model, plan_file, wishes, replan=replan, asked=asked)
-    generator = planning.load_generator(
-        made, trust_remote_code=trust_remote_code, cache_weights=cache_weights
-    )
-    sampling = planning.sampling(made, chosen)
-    prompts = [_prompt(generator, question, raw=raw, system=system) for question in questions]
-    if json:
-        answers = _answer(generator, prompts, sampling)
-        typer.echo(_json(made, questions, answers))
-    elif len(prompts) == 1:
-        _stream(generator, prompts[0], sampling)
+    chosen = answering.chosen()
+    questions = prompts.questions()
+    if options.batch is None and options.plan_file is None:
+        options = replace(options, batch=len(questions))
+    plan = planning.make_plan(model, options, to_run=True)
+    generator = planning.load_generator(plan, model, cache_weights=answering.cache_weights)
+    sampling = planning.sampling(plan, chosen)
+    tokens = [
+        generator.plain(text)
+        if prompts.raw
+        else generator.prompt(text.strip(), system=answering.system)
+        for text in questions
+    ]
+    if prompts.json:
+        typer.echo(_json(plan, questions, _answer(generator, tokens, sampling)))
+    elif len(tokens) == 1:
+        _stream(generator, tokens[0], sampling)
     else:
-        texts = [answer.text for answer in _answer(generator, prompts, sampling)]
+        texts = [reply.text for reply in _answer(generator, tokens, sampling)]
         answer("\n\n".join(texts) + "\n")
-
-
-def _questions(prompts: Sequence[str], files: Sequence[Path]) -> list[str]:
-    """All texts, in the order of their kinds; the standard input when there is no other."""
-    if not prompts and not files and not sys.stdin.isatty():
-        prompts = ["-"]
-    texts = [options.read_stdin() if text == "-" else text for text in prompts]
-    for file in files:
-        try:
-            texts.append(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(
-                f"the prompt file {file} can't be read: {why(error)}",
-                hint="name a text file in UTF-8",
-            ) from error
-    for text in texts:
-        options.refuse_damaged(text)
-    if not texts:
-        raise UsageError("no prompt was given", hint='--prompt "…", --prompt-file FILE, or a pipe')
-    if not all(text.strip() for text in texts):
-        raise UsageError("a prompt is empty", hint="write a question")
-    return texts
-
-
-def _prompt(generator: Generator, text: str, *, raw: bool, system: str | None) -> list[int]:
-    if raw:
-        return generator.plain(text)
-    return generator.prompt(text.strip(), system=system)
 
 
 def _answer(
@@ -151,9 +127,9 @@ def _stream(generator: Generator, prompt: Sequence[int], sampling: Sampling) -> 
 
 
 def _json(plan: duoka.Plan, questions: Sequence[str], answers: Sequence[Answer]) -> str:
-    told = [
+    answered = [
         {"prompt": question, **asdict(answer)}
         for question, answer in zip(questions, answers, strict=True)
     ]
-    content = {"model": plan.model, "devices": plan.devices, "answers": told}
-    return json_format.dumps(content, ensure_ascii=False, indent=1)
+    content = {"model": plan.model, "devices": plan.devices, "answers": answered}
+    return json.dumps(content, ensure_ascii=False, indent=1)

@@ -94,11 +94,11 @@ def _missing_library(error: ImportError) -> MachineError | None:
     if library == "duoka":
         return None
     wrong = unmet_requirements()
-    found = "; ".join(wrong) or _one_line(error)
+    problem = "; ".join(wrong) or _one_line(error)
     hint = "install what duoka needs: pip install --upgrade duoka"
     if isinstance(error, ModuleNotFoundError) and not wrong:
         hint = f"install it: pip install {library}"
-    return MachineError(f"a library can't be imported: {found}", hint=hint)
+    return MachineError(f"a library can't be imported: {problem}", hint=hint)
 
 
 def _refusal(error: OSError) -> MachineError | None:

@@ -14,13 +14,14 @@ import typer
 
 import duoka
 
-from . import errors, options, signals
+from . import errors, signals
 from .bench import bench
 from .chat import chat
 from .check import check
 from .compare import compare
 from .demo import demo
 from .generate import generate
+from .groups import Debug, State
 from .plan import plan
 from .suggestions import options_of
 from .terminal import correct_columns
@@ -67,7 +68,7 @@ def _options(
         bool,
         typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
     ] = False,
-    debug: options.Debug = False,
+    debug: Debug = False,
 ) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
@@ -108,20 +109,20 @@ def run(arguments: Sequence[str] | None = None) -> int:
     for library in ("torchao", "torch.utils._pytree", "bitsandbytes"):
         logging.getLogger(library).setLevel(logging.ERROR)
     correct_columns()
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    state = options.State()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    state = State()
     try:
         # Not Typer's own call: its way to run turns Ctrl-C and a closed pipe into exit code 1.
-        code = _invoke(typer.main.get_command(app), given, state)
+        code = _invoke(typer.main.get_command(app), words, state)
         # Here, and not at the interpreter's end, a full disk or a closed pipe can be told.
         sys.stdout.flush()
     except BaseException as error:
-        known = options_of(typer.main.get_command(app), given)
-        return errors.report(error, debug=state.debug, arguments=given, known=known)
+        known = options_of(typer.main.get_command(app), words)
+        return errors.report(error, debug=state.debug, arguments=words, known=known)
     return code
 
 
-def _invoke(program: Any, arguments: list[str], state: options.State) -> int:
+def _invoke(program: Any, arguments: list[str], state: State) -> int:
     try:
         with program.make_context("duoka", arguments, obj=state) as context:
             program.invoke(context)

@@ -5,31 +5,216 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
-
-import typer
+from typing import Annotated, Any, Literal
 
 from duoka.base.files import why
 from duoka.base.text import choose
+from duoka.checkpoint.sampling_params import Sampling
 from duoka.errors import UsageError
 from duoka.forecast import workload
 
-_TOKENS = re.compile(r"([1-9][0-9]{0,9})([kKmM]?)", re.ASCII)
-_PIXELS = re.compile(r"([1-9][0-9]{0,5})[xX]([1-9][0-9]{0,5})", re.ASCII)
-_FACTORS = {"": 1, "K": 1024, "M": 1024 * 1024}
+from .groups import all_but, argument, flag, option
 
+_TOKENS = re.compile(r"([1-9][0-9]{0,9})([kKmM]?)", re.ASCII)
+_PIXELS = re.compile(r"([1-9][0-9]{0,5})[xX×]([1-9][0-9]{0,5})", re.ASCII)
+_FACTORS = {"": 1, "K": 1024, "M": 1024 * 1024}
 _DTYPES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 
+_LONGEST_PIXELS = 16384
+_MOST_PIXELS = 2**26
+_PICTURE = "write its width and height in pixels, as 1120x1120, or name a file"
+
 PLANNING = "What to plan for"
-ANSWERING = "How to answer"
+_ANSWERING = "How to answer"
+_plan = partial(option, panel=PLANNING)
+_plan_flag = partial(flag, panel=PLANNING)
+_answer = partial(option, panel=_ANSWERING)
 
 
-@dataclass(slots=True)
-class State:
-    """What holds for the whole run of the program."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """Which model a person means, and what it may do."""
 
-    debug: bool = False
+    model: str | None = argument(
+        "MODEL",
+        "Directory of a checkpoint (config.json, weights), a config.json to plan for, or a model "
+        'on the Hub, as "org/name" or "org/name@revision".',
+    )
+    revision: str | None = option(
+        "NAME",
+        'Branch, tag or commit of a model on the Hub. By default "main".',
+    )
+    trust_remote_code: bool = flag(
+        "--trust-remote-code",
+        "Run model code that comes with the checkpoint. It can do whatever you can.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What to plan for, in a person's words; None where nothing was said."""
+
+    gpus: str | None = _plan(
+        "GPUS",
+        'GPUs of this machine as nvidia-smi numbers them ("2,3") or by UUID, cards '
+        '("2xRTX4090+1xRTX3090"), budgets ("24GiB,12GiB"), or virtual ones ("virtual:2x24GiB"). '
+        "By default all that this process may use, with their free memory.",
+    )
+    context: str | None = _plan(
+        "TOKENS",
+        "Tokens of a sequence in all, prompt and answer: 8192 or 8K. By default 4K, or the "
+        "model's limit if that is lower.",
+    )
+    new_tokens: str | None = _plan(
+        "TOKENS",
+        "How many of them are for an answer. By default 512, at most a quarter.",
+    )
+    batch: int | None = _plan(
+        "N",
+        "Prompts that run together. By default 1, or as many as are given.",
+    )
+    dtype: str | None = _plan(
+        "DTYPE",
+        "float32, float16 (fp16), bfloat16 (bf16) or auto (the default): the checkpoint's own.",
+    )
+    prefill_chunk: str | None = _plan(
+        "TOKENS",
+        'Prompt tokens that run at once: a number, "none" (all) or "auto" (the default: all if it '
+        "fits, or else the largest chunk that does).",
+    )
+    cache: str | None = _plan(
+        "KIND",
+        "The KV cache: dynamic (the default) grows with each token, static is made for the whole "
+        "context at once, int8 grows and takes half the memory of 16 bit.",
+    )
+    quantize: str | None = _plan(
+        "KIND",
+        "What the weights of linear layers become while they are loaded: none (the default), "
+        "int8, int4, nf4, or auto: the first of none, int8 and int4 that fits.",
+    )
+    images: int | None = _plan(
+        "N",
+        "Images in each prompt; their tokens are part of it. By default none.",
+    )
+    image_size: str | None = _plan(
+        "WIDTHxHEIGHT",
+        "Size of each image in pixels. By default 1024x1024.",
+    )
+    objective: str | None = _plan(
+        "NAME",
+        "headroom, latency, throughput or auto (the default).",
+    )
+    use_all: bool = _plan_flag(
+        "--use-all",
+        "Use every GPU, instead of as few as hold the workload.",
+    )
+    strategy: str | None = _plan(
+        "NAME",
+        "auto (the default: as few GPUs as needed, by the objective), balanced (every GPU, "
+        "equally full) or sequential (in the order given, each filled before the next).",
+    )
+    pin: list[str] | None = _plan(
+        "NAME=GPU",
+        'Put a module or tensor on a GPU: "lm_head=cuda:1". Repeatable.',
+    )
+    uncut: list[str] | None = _plan(
+        "NAME",
+        'Don\'t cut right before a module, "model.layers.12", or within a range, '
+        '"model.layers.0-7". Repeatable.',
+    )
+    reserve: list[str] | None = _plan(
+        "GPU=SIZE",
+        'Leave so much of a GPU free: "cuda:0=2GiB". Repeatable.',
+    )
+    offload: bool = _plan_flag(
+        "--offload",
+        "Where nothing else fits, keep weights in the CPU's memory, as few as can be; they are "
+        "copied to a GPU for each token, which is slow.",
+    )
+    max_context: bool = _plan_flag(
+        "--max-context",
+        "Plan for the longest context that fits, instead of --context.",
+    )
+    max_batch: bool = _plan_flag(
+        "--max-batch",
+        "Plan for the largest batch that fits, instead of --batch.",
+    )
+    replicas: str | None = _plan(
+        "N",
+        'Plan so many copies of the model, each on GPUs of its own; "auto" for as many as fit.',
+    )
+    device_map: Path | None = _plan(
+        "FILE",
+        "Put the modules where a JSON file says, in the names of the model or its checkpoint.",
+    )
+    plan_file: Path | None = _plan(
+        "FILE",
+        "Take a plan that was saved, instead of making one.",
+        names=("--plan",),
+    )
+    replan: bool = _plan_flag(
+        "--replan",
+        "Make the plan of --plan again, for the checkpoint and the GPUs as they are now, and save "
+        "it there.",
+    )
+
+
+RunnablePlan = Annotated[
+    PlanOptions,
+    all_but(PlanOptions, "images", "image_size", "max_context", "max_batch", "replicas"),
+]
+"""What `PlanOptions` says of a plan for a model that is run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """How to answer, and whether loaded weights are kept."""
+
+    temperature: float | None = _answer(
+        None,
+        "0 takes the likeliest token each time. By default what the checkpoint recommends.",
+    )
+    top_p: float | None = _answer(
+        None,
+        "Choose among the likeliest tokens that have this much probability together.",
+    )
+    top_k: int | None = _answer(
+        None,
+        "Choose among this many tokens; 0 for no limit.",
+    )
+    seed: int | None = _answer(
+        None,
+        "The same seed gives the same answer.",
+    )
+    system: str | None = _answer(
+        "TEXT",
+        "What the model is told before the first question.",
+    )
+    cache_weights: bool = flag(
+        "--cache-weights",
+        "Keep stacked weights (a mixture's experts) in duoka's cache in the model's form, so that "
+        "the next load is faster. It takes their size on the disk, and says where.",
+    )
+
+    def chosen(self) -> dict[str, Any]:
+        """What was said of how tokens are chosen; refused here if it makes no sense."""
+        refuse_damaged(self.system or "")
+        named = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "seed")}
+        values: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+        Sampling(**values)
+        return values
+
+
+def option_name(name: str) -> str:
+    """What the field of a group is called on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def is_said(value: object) -> bool:
+    """Whether an option was given."""
+    return value not in (None, False, [])
 
 
 def parse_tokens(text: str) -> int:
@@ -49,15 +234,43 @@ def parse_chunk(text: str) -> int | Literal["auto"] | None:
     return None if text == "none" else parse_tokens(text)
 
 
-def parse_image_size(text: str) -> tuple[int, int]:
-    """Read width and height, as "1120x1120", into height and width."""
+def parse_pixels(text: str) -> tuple[int, int] | None:
+    """Read width and height, as "1120x560"; None where the text is no such thing."""
     match = _PIXELS.fullmatch(text.strip())
-    if match is None:
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
+def picture_size(text: str) -> tuple[int, int]:
+    """Width and height in pixels of a picture, which is named by its size or as a file.
+
+    Examples
+    --------
+    >>> picture_size("1120x560")
+    (1120, 560)
+    """
+    width, height = parse_pixels(text) or _size_of(Path(text))
+    if max(width, height) > _LONGEST_PIXELS or width * height > _MOST_PIXELS:
         raise UsageError(
-            f"{text!r} is not the size of an image",
-            hint="write width and height in pixels, as 1120x1120",
+            f"a picture of {width}x{height} is too large: at most {_LONGEST_PIXELS} pixels a side, "
+            f"and {_MOST_PIXELS} in all",
+            hint="give it the size that it has when it is sent to the model",
         )
-    return int(match[2]), int(match[1])
+    return width, height
+
+
+def _size_of(file: Path) -> tuple[int, int]:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(file) as picture:
+            return picture.size
+    except UnidentifiedImageError:
+        problem = "it is no picture that is known here"
+    except (OSError, ValueError) as error:
+        problem = why(error)
+    except (SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        problem = str(error)  # of a damaged file, and of a huge picture
+    raise UsageError(f"the picture {str(file)!r} can't be read: {problem}", hint=_PICTURE)
 
 
 def parse_dtype(text: str) -> workload.Dtype:
@@ -83,315 +296,3 @@ def refuse_damaged(text: str) -> None:
         raise UsageError(
             f"{text[:60]!a} is no valid text: {error.reason}", hint="write it in UTF-8"
         ) from error
-
-
-Model = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="Directory of a checkpoint (config.json, weights), a config.json to plan for, or a "
-        'model on the Hub, as "org/name" or "org/name@revision".',
-        show_default=False,
-    ),
-]
-Revision = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help='Branch, tag or commit of a model on the Hub. By default "main".',
-        show_default=False,
-    ),
-]
-Gpus = Annotated[
-    str | None,
-    typer.Option(
-        metavar="GPUS",
-        help='GPUs of this machine as nvidia-smi numbers them ("2,3") or by UUID, cards '
-        '("2xRTX4090+1xRTX3090"), budgets ("24GiB,12GiB"), or virtual ones ("virtual:2x24GiB"). '
-        "By default all that this process may use, with their free memory.",
-        rich_help_panel=PLANNING,
-        show_default=False,
-    ),
-]
-Context = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TOKENS",
-        help="Tokens of a sequence in all, prompt and answer: 8192 or 8K. "
-        "By default 4K, or the model's limit if that is lower.",
-        rich_help_panel=PLANNING,
-        show_default=False,
-    ),
-]
-NewTokens = Annotated[
-    str | None,
-    typer.Option(
-        "--new-tokens",
-        metavar="TOKENS",
-        help="How many of them are for an answer. By default 512, at most a quarter.",
-        rich_help_panel=PLANNING,
-        show_default=False,
-    ),
-]
-Batch = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="Prompts that run together. By default 1, or as many as are given.",
-        rich_help_panel=PLANNING,
-        show_default=False,
-    ),
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DTYPE",
-        help="float32, float16 (fp16), bfloat16 (bf16) or auto (the default): the "
-        "checkpoint's own.",
-        rich_help_panel=PLANNING,
-        show_default=False,
-    ),
-]
-PrefillChunk = Annotated[
-    str | None,
-    typer.Option(
-        "--prefill-chunk",
-        metavar="TOKENS",
-        help='Prompt tokens that run at once: a number, "none" (all) or "auto" '
-        "(the default: all if it fits, or else the largest chunk that does).",
-        rich_help_panel=PLANNING,
-        show_default=False,
-    ),
-]
-Cache = Annotated[
-    str | None,
-    typer.Option(
-        metavar="KIND",
-        help="The KV cache: dynamic (the default) grows with each token, static is made for the "
-        "whole context at once, int8 grows and takes half the memory of 16 bit.",
-        rich_help_panel=PLANNING,
-        show_default=False,
-    ),
-]
-Quantize = Annotated[
-    str | None,
-    typer.Option(
-        metavar="KIND",
-        help="What the weights of linear layers become while they are loaded: none (the default), "
-        "int8, int4, nf4, or auto: the first of none, int8 and int4 that fits.",
-        rich_help_panel=PLANNING,
-        show_default=False,
-    ),
-]
-Images = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="Images in each prompt; their tokens are part of it. By default none.",
-        rich_help_panel=PLANNING,
-        show_default=False,
-    ),
-]
-ImageSize = Annotated[
-    str | None,
-    typer.Option(
-        "--image-size",
-        metavar="WIDTHxHEIGHT",
-        help="Size of each image in pixels. By default 1024x1024.",
-        rich_help_panel=PLANNING,
-        show_default=False,
-    ),
-]
-Objective = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="headroom, latency, throughput or auto (the default).",
-        rich_help_panel=PLANNING,
-        show_default=False,
-    ),
-]
-UseAll = Annotated[
-    bool,
-    typer.Option(
-        "--use-all",
-        help="Use every GPU, instead of as few as hold the workload.",
-        rich_help_panel=PLANNING,
-    ),
-]
-Strategy = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="auto (the default: as few GPUs as needed, by the objective), balanced (every GPU, "
-        "equally full) or sequential (in the order given, each filled before the next).",
-        rich_help_panel=PLANNING,
-        show_default=False,
-    ),
-]
-Pin = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME=GPU",
-        help='Put a module or tensor on a GPU: "lm_head=cuda:1". Repeatable.',
-        rich_help_panel=PLANNING,
-        show_default=False,
-    ),
-]
-Uncut = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME",
-        help='Don\'t cut right before a module, "model.layers.12", or within a range, '
-        '"model.layers.0-7". Repeatable.',
-        rich_help_panel=PLANNING,
-        show_default=False,
-    ),
-]
-Reserve = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="GPU=SIZE",
-        help='Leave so much of a GPU free: "cuda:0=2GiB". Repeatable.',
-        rich_help_panel=PLANNING,
-        show_default=False,
-    ),
-]
-Offload = Annotated[
-    bool,
-    typer.Option(
-        "--offload",
-        help="Where nothing else fits, keep weights in the CPU's memory, as few as can be; they "
-        "are copied to a GPU for each token, which is slow.",
-        rich_help_panel=PLANNING,
-    ),
-]
-MaxContext = Annotated[
-    bool,
-    typer.Option(
-        "--max-context",
-        help="Plan for the longest context that fits, instead of --context.",
-        rich_help_panel=PLANNING,
-    ),
-]
-MaxBatch = Annotated[
-    bool,
-    typer.Option(
-        "--max-batch",
-        help="Plan for the largest batch that fits, instead of --batch.",
-        rich_help_panel=PLANNING,
-    ),
-]
-Copies = Annotated[
-    str | None,
-    typer.Option(
-        "--replicas",
-        metavar="N",
-        help='Plan so many copies of the model, each on GPUs of its own; "auto" for as many as '
-        "fit.",
-        rich_help_panel=PLANNING,
-        show_default=False,
-    ),
-]
-DeviceMapFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--device-map",
-        metavar="FILE",
-        help="Put the modules where a JSON file says, in the names of the model or its checkpoint.",
-        rich_help_panel=PLANNING,
-        show_default=False,
-    ),
-]
-PlanFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--plan",
-        metavar="FILE",
-        help="Take a plan that was saved, instead of making one.",
-        rich_help_panel=PLANNING,
-        show_default=False,
-    ),
-]
-Replan = Annotated[
-    bool,
-    typer.Option(
-        "--replan",
-        help="Make the plan of --plan again, for the checkpoint and the GPUs as they are now, and "
-        "save it there.",
-        rich_help_panel=PLANNING,
-    ),
-]
-TrustRemoteCode = Annotated[
-    bool,
-    typer.Option(
-        "--trust-remote-code",
-        help="Run model code that comes with the checkpoint. It can do whatever you can.",
-    ),
-]
-
-
-def _set_debug(context: typer.Context, wanted: bool) -> bool:
-    if isinstance(context.obj, State):
-        context.obj.debug |= wanted
-    return wanted
-
-
-Debug = Annotated[
-    bool,
-    typer.Option(
-        "--debug",
-        help="Show the traceback of every error.",
-        callback=_set_debug,
-        is_eager=True,  # so that it also holds for options that can't be read
-    ),
-]
-CacheWeights = Annotated[
-    bool,
-    typer.Option(
-        "--cache-weights",
-        help="Keep stacked weights (a mixture's experts) in duoka's cache in the model's form, so "
-        "that the next load is faster. It takes their size on the disk, and says where.",
-    ),
-]
-Temperature = Annotated[
-    float | None,
-    typer.Option(
-        help="0 takes the likeliest token each time. By default what the checkpoint recommends.",
-        rich_help_panel=ANSWERING,
-        show_default=False,
-    ),
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        "--top-p",
-        help="Choose among the likeliest tokens that have this much probability together.",
-        rich_help_panel=ANSWERING,
-        show_default=False,
-    ),
-]
-TopK = Annotated[
-    int | None,
-    typer.Option(
-        "--top-k",
-        help="Choose among this many tokens; 0 for no limit.",
-        rich_help_panel=ANSWERING,
-        show_default=False,
-    ),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        help="The same seed gives the same answer.", rich_help_panel=ANSWERING, show_default=False
-    ),
-]
-System = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TEXT",
-        help="What the model is told before the first question.",
-        rich_help_panel=ANSWERING,
-        show_default=False,
-    ),
-]

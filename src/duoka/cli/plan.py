@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import json as json_format
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 import duoka
 from duoka.base.serialization import to_dict
-from duoka.errors import Faults, InfeasibleError, PlacementError, UsageError
+from duoka.errors import InfeasibleError, PlacementError, UsageError
 from duoka.planner.replicas import Replicas
 from duoka.report.export import refuse_unknown
 
-from . import options, outputs, planning, training_options
-from . import replicas as copies
+from . import planning, replicas
+from .groups import flag, option, with_groups
+from .options import ModelOptions, PlanOptions
 from .suggestions import as_json
-from .terminal import stdout
+from .terminal import check_file, stderr, stdout, write_file
+from .training_options import TrainingOptions
 
 
 def _known_tool(tool: str | None) -> str | None:
@@ -28,82 +29,107 @@ def _known_tool(tool: str | None) -> str | None:
     return tool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOutput:
+    """What a person wants to have of the plan, besides seeing it."""
+
+    save: Path | None = option("FILE", "Keep the plan in a file.")
+    save_device_map: Path | None = option(
+        "FILE",
+        "Write the plan's device map, as transformers takes it, to a file; of a --device-map that "
+        "is refused, the completed one.",
+    )
+    explain: bool = flag(
+        "--explain",
+        "Say why: what binds, why each GPU has no less and no more, what else was weighed. With "
+        "--json that alone is printed.",
+    )
+    html: Path | None = option(
+        "FILE", "Write the plan as a page for a browser: one file, no network."
+    )
+    export: str | None = option(
+        "TOOL",
+        "Print the plan as another tool takes it: accelerate, vllm, sglang, llama.cpp, "
+        "torch-pipelining, torchtitan or deepspeed.",
+        callback=_known_tool,
+    )
+    json: bool = flag("--json", "Print the plan as JSON.")
+
+    def check(self, options: PlanOptions) -> None:
+        """Refuse files that can't be written and what doesn't go together, before the work."""
+        check_file(self.save, "the plan")
+        check_file(self.save_device_map, "the device map")
+        check_file(self.html, "the page")
+        beside = [f"--{name}" for name in ("json", "explain") if getattr(self, name)]
+        if self.export is not None and beside:
+            raise UsageError(
+                f"{', '.join(beside)} can't be given with --export, which prints another form",
+                hint="keep the plan with --save FILE, and ask it for each",
+            )
+        if options.replicas is not None:
+            self._refuse_beside_replicas(options)
+
+    def _refuse_beside_replicas(self, options: PlanOptions) -> None:
+        """Refuse what is asked of one plan alone."""
+        said = {
+            "--save-device-map": self.save_device_map is not None,
+            "--html": self.html is not None,
+            "--export": self.export is not None,
+            "--explain": self.explain,
+            "--replan": options.replan,
+            "--device-map": options.device_map is not None,
+            "--max-context": options.max_context,
+            "--max-batch": options.max_batch,
+        }
+        beside = [name for name, is_said in said.items() if is_said]
+        if beside:
+            raise UsageError(
+                f"{', '.join(beside)} can't be given with --replicas: each is for one plan",
+                hint="keep the plans with --save FILE, and ask each of them",
+            )
+
+    def give_replicas(self, copies: Replicas) -> None:
+        """Write and show the plans of several copies."""
+        if self.save is not None:
+            replicas.save_copies(copies, self.save)
+        if self.json:
+            typer.echo(_json(to_dict(copies)))
+        else:
+            replicas.show_copies(copies)
+
+    def refuse(self, error: PlacementError) -> None:
+        """Say what is wrong with a device map, and keep the completed one."""
+        if self.json:
+            typer.echo(_json(asdict(error.faults)))
+        if self.save_device_map is not None and error.completed is not None:
+            planning.save_device_map(error.completed, self.save_device_map)
+            error.hint = f"look it over, then: --device-map {self.save_device_map}"
+
+    def give(self, plan: duoka.Plan) -> None:
+        """Write and show a plan."""
+        if self.save_device_map is not None:
+            planning.save_device_map(plan.device_map, self.save_device_map)
+        if self.save is not None:
+            planning.save_plan(plan, self.save)
+        if self.html is not None:
+            _save_page(plan, self.html)
+        if self.export is not None:
+            typer.echo(str(duoka.export(plan, self.export)))
+            return
+        explanation = duoka.explain(plan) if self.explain else None
+        if self.json:
+            typer.echo(plan.to_json() if explanation is None else _json(explanation.to_dict()))
+            return
+        from duoka.report.terminal import render_explanation, render_plan
+
+        stdout().print(render_plan(plan))
+        if explanation is not None:
+            stdout().print("", render_explanation(explanation))
+
+
+@with_groups
 def plan(
-    model: options.Model = None,
-    gpus: options.Gpus = None,
-    context: options.Context = None,
-    new_tokens: options.NewTokens = None,
-    batch: options.Batch = None,
-    dtype: options.Dtype = None,
-    prefill_chunk: options.PrefillChunk = None,
-    cache: options.Cache = None,
-    quantize: options.Quantize = None,
-    images: options.Images = None,
-    image_size: options.ImageSize = None,
-    objective: options.Objective = None,
-    use_all: options.UseAll = False,
-    strategy: options.Strategy = None,
-    pin: options.Pin = None,
-    uncut: options.Uncut = None,
-    reserve: options.Reserve = None,
-    offload: options.Offload = False,
-    train: training_options.Train = None,
-    optimizer: training_options.Optimizer = None,
-    lora_rank: training_options.LoraRank = None,
-    lora_target: training_options.LoraTarget = None,
-    gradient_checkpointing: training_options.GradientCheckpointing = False,
-    master_weights: training_options.MasterWeights = False,
-    micro_batches: training_options.MicroBatches = None,
-    schedule: training_options.Schedule = None,
-    max_context: options.MaxContext = False,
-    max_batch: options.MaxBatch = False,
-    replicas: options.Copies = None,
-    device_map: options.DeviceMapFile = None,
-    plan_file: options.PlanFile = None,
-    replan: options.Replan = False,
-    save: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Keep the plan in a file.", show_default=False),
-    ] = None,
-    save_device_map: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write the plan's device map, as transformers takes it, to a file; of a "
-            "--device-map that is refused, the completed one.",
-            show_default=False,
-        ),
-    ] = None,
-    explain: Annotated[
-        bool,
-        typer.Option(
-            "--explain",
-            help="Say why: what binds, why each GPU has no less and no more, what else was "
-            "weighed. With --json that alone is printed.",
-        ),
-    ] = False,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write the plan as a page for a browser: one file, no network.",
-            show_default=False,
-        ),
-    ] = None,
-    export: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TOOL",
-            callback=_known_tool,
-            help="Print the plan as another tool takes it: accelerate, vllm, sglang, llama.cpp, "
-            "torch-pipelining, torchtitan or deepspeed.",
-            show_default=False,
-        ),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
-    revision: options.Revision = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    debug: options.Debug = False,
+    options: PlanOptions, training: TrainingOptions, output: PlanOutput, model: ModelOptions
 ) -> None:
     """Find where every module goes, and show what that costs. No weight is read.
 
@@ -115,111 +141,34 @@ def plan(
 
     [bold]duoka plan[/] ./glm-4-9b-chat --gpus 2x24GiB --train lora --context 2K
     """
-    wishes = planning.Wishes.of(locals(), training=training_options.read_training(locals()))
-    asked = planning.Asked(revision=revision, trust_remote_code=trust_remote_code)
-    answer = _Answer(
-        save=save,
-        save_device_map=save_device_map,
-        html=html,
-        export=export,
-        explain=explain,
-        json=json,
-    )
-    answer.check()
+    how_to_train = training.read()
+    output.check(options)
     try:
-        if replicas is not None:
-            answer.refuse_beside_copies(replan=replan)
-            answer.give_copies(planning.make_copies(model, plan_file, wishes, asked=asked))
-            return
-        made = planning.make_plan(model, plan_file, wishes, replan=replan, asked=asked)
+        if options.replicas is None:
+            output.give(planning.make_plan(model, options, how_to_train))
+        else:
+            number = replicas.read_number(options.replicas)
+            output.give_replicas(planning.make_replicas(model, options, how_to_train, number))
     except PlacementError as error:
-        answer.refuse(error)
+        output.refuse(error)
         raise
     except InfeasibleError as error:
-        if json:
+        if output.json:
             typer.echo(as_json(error))
         raise
-    answer.give(made)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
-    """What a person wants to have of the plan, besides seeing it."""
+def _save_page(plan: duoka.Plan, file: Path) -> None:
+    """Keep a plan as a page, with why it is so where the cache has the model's profile."""
+    from duoka.report.html import render_page
 
-    save: Path | None
-    save_device_map: Path | None
-    html: Path | None
-    export: str | None
-    explain: bool
-    json: bool
-
-    def check(self) -> None:
-        """Refuse files that can't be written, before the work."""
-        outputs.check(self.save, "the plan")
-        outputs.check(self.save_device_map, "the device map")
-        outputs.check(self.html, "the page")
-        beside = [f"--{name}" for name in ("json", "explain") if getattr(self, name)]
-        if self.export is not None and beside:
-            raise UsageError(
-                f"{', '.join(beside)} can't be given with --export, which prints another form",
-                hint="keep the plan with --save FILE, and ask it for each",
-            )
-
-    def refuse_beside_copies(self, *, replan: bool) -> None:
-        """Refuse what is made of one plan alone."""
-        said = {"save-device-map": self.save_device_map, "html": self.html, "export": self.export}
-        beside = [f"--{name}" for name, value in said.items() if value is not None]
-        beside += ["--explain"] if self.explain else []
-        beside += ["--replan"] if replan else []
-        if beside:
-            raise UsageError(
-                f"{', '.join(beside)} can't be given with --replicas: each is for one plan",
-                hint="keep the plans with --save FILE, and ask each of them",
-            )
-
-    def give_copies(self, found: Replicas) -> None:
-        """Write and show the plans of several copies."""
-        if self.save is not None:
-            copies.save_copies(found, self.save)
-        if self.json:
-            typer.echo(_json(to_dict(found)))
-        else:
-            copies.show_copies(found)
-
-    def refuse(self, error: PlacementError) -> None:
-        """Say what is wrong with a device map, and keep the completed one."""
-        if self.json:
-            typer.echo(_faults(error.faults))
-        if self.save_device_map is not None and error.completed is not None:
-            planning.save_device_map(error.completed, self.save_device_map)
-            error.hint = f"look it over, then: --device-map {self.save_device_map}"
-
-    def give(self, made: duoka.Plan) -> None:
-        """Write and show a plan."""
-        if self.save_device_map is not None:
-            planning.save_device_map(made.device_map, self.save_device_map)
-        if self.save is not None:
-            planning.save(made, self.save)
-        if self.html is not None:
-            planning.save_page(made, self.html)
-        if self.export is not None:
-            typer.echo(str(duoka.export(made, self.export)))
-            return
-        explanation = duoka.explain(made) if self.explain else None
-        if self.json:
-            typer.echo(made.to_json() if explanation is None else _json(explanation.to_dict()))
-            return
-        from duoka.report.terminal import render_explanation, render_plan
-
-        stdout().print(render_plan(made))
-        if explanation is not None:
-            stdout().print("", render_explanation(explanation))
-
-
-def _faults(faults: Faults) -> str:
-    """Every name at fault, as JSON."""
-    return _json(asdict(faults))
+    explanation = None
+    try:
+        explanation = duoka.explain(plan)
+    except UsageError as error:
+        stderr().print(f"the page says no reasons: {error}", markup=False, soft_wrap=True)
+    write_file(file, render_page(plan, explanation), "the page")
 
 
 def _json(data: object) -> str:
-    return json_format.dumps(data, indent=1)
+    return json.dumps(data, indent=1)

@@ -3,367 +3,336 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import duoka
+from duoka.base.progress import heard_by, say, say_import
 from duoka.base.text import choose
+from duoka.base.units import parse_bytes
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.errors import CheckpointError, UsageError
 from duoka.forecast.workload import CACHES, QUANTIZATIONS, Training
-from duoka.planner.constraints import Constraints
+from duoka.planner.constraints import STRATEGIES, Constraints
 from duoka.planner.device_map import DeviceMap
 from duoka.planner.from_device_map import OBJECTIVE as GIVEN
-from duoka.planner.limits import fleet_for, given_back, usable
+from duoka.planner.limits import given_back
 from duoka.planner.replicas import Replicas
-from duoka.planner.request import Largest, PlanProblem
-from duoka.planner.resolve import answer_checkpoint
+from duoka.planner.request import Largest, PlanRequest
 from duoka.planner.search import OBJECTIVES
 
-from . import outputs
-from . import replicas as copies
-from .constraint_options import read_constraints
-from .options import parse_chunk, parse_dtype, parse_image_size, parse_tokens
-from .profiles import finding
-from .terminal import progress_bars, stderr
+from .options import (
+    ModelOptions,
+    PlanOptions,
+    is_said,
+    option_name,
+    parse_chunk,
+    parse_dtype,
+    parse_pixels,
+    parse_tokens,
+)
+from .terminal import progress_bars, stderr, working, write_file
 
 if TYPE_CHECKING:
     from duoka.runtime import Generator
 
+ALL_GPUS = "all"
 _CONTEXT_TOKENS = 4096
 _NEW_TOKENS = 512
 _NEW_SHARE = 4
-ALL_GPUS = "all"
-_OPTION = {
-    "new_tokens": "--new-tokens",
-    "prefill_chunk": "--prefill-chunk",
-    "use_all": "--use-all",
-    "device_map": "--device-map",
-    "image_size": "--image-size",
-    "max_context": "--max-context",
-    "max_batch": "--max-batch",
-    "training": "--train",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
-    """What a person said about planning; None where nothing was said."""
-
-    gpus: str | None = None
-    context: str | None = None
-    new_tokens: str | None = None
-    batch: int | None = None
-    dtype: str | None = None
-    prefill_chunk: str | None = None
-    objective: str | None = None
-    use_all: bool = False
-    device_map: Path | None = None
-    cache: str | None = None
-    quantize: str | None = None
-    images: int | None = None
-    image_size: str | None = None
-    strategy: str | None = None
-    pin: Sequence[str] | None = None
-    uncut: Sequence[str] | None = None
-    reserve: Sequence[str] | None = None
-    offload: bool = False
-    training: Training | None = None
-    max_context: bool = False
-    max_batch: bool = False
-    replicas: str | None = None
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any], **others: Any) -> Wishes:
-        """Take the options of a command, by their names, and others."""
-        names = {field.name for field in fields(cls)} & options.keys()
-        return cls(**{name: options[name] for name in names - others.keys()}, **others)
-
-    @property
-    def largest(self) -> Largest | None:
-        """What is to be as large as fits."""
-        for wanted, size, option in (
-            (self.max_context, self.context, "context"),
-            (self.max_batch, self.batch, "batch"),
-        ):
-            if wanted and size is not None:
-                raise UsageError(
-                    f"--{option} says how large it is, and --max-{option} asks for that",
-                    hint="give one of the two",
-                )
-        if self.max_context and self.max_batch:
-            raise UsageError(
-                "--max-context and --max-batch: the more of one, the less of the other",
-                hint="give one of them, and a number for the other",
-            )
-        return "context" if self.max_context else "batch" if self.max_batch else None
-
-    @property
-    def constraints(self) -> Constraints:
-        """What was demanded of the placement."""
-        return read_constraints(
-            self.strategy,
-            self.pin or (),
-            self.uncut or (),
-            self.reserve or (),
-            offload=self.offload,
-        )
-
-    def refuse_any(self, *, replan: bool = False) -> None:
-        """Raise UsageError if anything was said: a saved plan has decided it all."""
-        said = [
-            _OPTION.get(field.name, f"--{field.name}")
-            for field in fields(self)
-            if getattr(self, field.name) not in (None, False, [])
-        ]
-        if said:
-            raise UsageError(
-                f"{', '.join(said)} can't be given with --plan: the plan has decided that",
-                hint="leave out --plan to make a new one"
-                if not replan
-                else "--replan asks again what the plan was made for; to ask for something else, "
-                "leave out --plan and --replan",
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """Which checkpoint a person means, besides its name, what it may do, and what for."""
-
-    revision: str | None
-    trust_remote_code: bool
-    to_run: bool = False
+_SHOWN = 60
 
 
 def make_plan(
-    model: str | None,
-    plan_file: Path | None,
-    wishes: Wishes,
+    model: ModelOptions,
+    options: PlanOptions,
+    training: Training | None = None,
     *,
-    replan: bool,
-    asked: Asked,
+    to_run: bool = False,
 ) -> duoka.Plan:
     """Take the saved plan, or make one."""
-    if model is None and asked.revision is not None:
+    if model.model is None and model.revision is not None:
         raise UsageError(
             "--revision is for a model on the Hub, and no model was given",
             hint="name the model; a plan keeps its own revision",
         )
-    if plan_file is not None:
-        wishes.refuse_any(replan=replan)
-        saved = duoka.Plan.load(plan_file)
-        if model is None and not replan and not asked.trust_remote_code:
-            return saved  # to look at it, neither the checkpoint nor the GPUs need be here
-        checkpoint = open_checkpoint(model or saved.source, asked)
-        return _replan(saved, checkpoint, plan_file) if replan else _reuse(saved, checkpoint)
-    if replan:
+    if options.plan_file is not None:
+        refuse_beside_plan(options, training)
+        plan = duoka.Plan.load(options.plan_file)
+        if model.model is None and not options.replan and not model.trust_remote_code:
+            return plan  # to look at it, neither the checkpoint nor the GPUs need be here
+        checkpoint = open_checkpoint(replace(model, model=model.model or plan.source), to_run)
+        if options.replan:
+            plan = _plan_again(plan, checkpoint)
+            save_plan(plan, options.plan_file)
+            return plan
+        plan.refuse_other(checkpoint.fingerprint, checkpoint.source)
+        return replace(plan, source=checkpoint.source)
+    if options.replan:
         raise UsageError("--replan is for a saved plan", hint="name it with --plan FILE")
-    return _answer(*_asked(model, wishes, asked))
+    device_map = None if options.device_map is None else DeviceMap.load(options.device_map)
+    checkpoint, request = read_request(model, options, training, to_run=to_run)
+    return _plan(checkpoint, request, request.gpus, device_map)
 
 
-def make_copies(
-    model: str | None, plan_file: Path | None, wishes: Wishes, *, asked: Asked
+def make_replicas(
+    model: ModelOptions,
+    options: PlanOptions,
+    training: Training | None,
+    number: int | Literal["auto"],
 ) -> Replicas:
     """Make the plans of several copies of a model."""
-    assert wishes.replicas is not None, "they were asked for"
-    if plan_file is not None:
-        wishes.refuse_any()
-    number = copies.read_number(wishes.replicas)
-    return copies.make_copies(*_asked(model, wishes, asked), number)
-
-
-def _asked(model: str | None, wishes: Wishes, asked: Asked) -> tuple[duoka.Checkpoint, PlanProblem]:
-    """The model that a person means, and what is asked of it."""
-    largest, constraints = wishes.largest, wishes.constraints
-    device_map = None if wishes.device_map is None else DeviceMap.load(wishes.device_map)
-    checkpoint = open_checkpoint(model, asked)
-    gpus = ALL_GPUS if wishes.gpus is None else wishes.gpus
-    problem = PlanProblem(
-        fleet=usable(fleet_for(read_fleet(gpus), device_map, offload=wishes.offload), constraints),
-        workload=workload_for(checkpoint, wishes),
-        objective=choose("the objective", wishes.objective or "auto", OBJECTIVES),
-        use_all=wishes.use_all,
-        gpus=gpus,
-        device_map=device_map,
-        constraints=constraints,
-        largest=largest,
-    )
-    return checkpoint, problem
-
-
-def load_generator(plan: duoka.Plan, *, trust_remote_code: bool, cache_weights: bool) -> Generator:
-    """Prove and load a plan, with a progress bar."""
-    plan = plan.here()  # a GPU that is gone is told at once, before torch is imported
-    from duoka.runtime import Generator
-    from duoka.runtime.load import Keeping
-
-    console = stderr()
-
-    def tell(text: str) -> None:
-        console.print(text, markup=False, soft_wrap=True)
-
-    console.print(f"{plan.model} on {', '.join(plan.devices)}", markup=False)
-    with progress_bars() as bar:
-        model: Any = duoka.load(
-            plan,
-            progress=bar("loading"),
-            download_progress=bar("downloading"),
-            trust_remote_code=trust_remote_code,
-            keeping=Keeping(wanted=cache_weights, notify=tell),
+    if options.plan_file is not None:
+        refuse_beside_plan(options, training)
+    checkpoint, request = read_request(model, options, training)
+    with working():
+        return duoka.plan_replicas(
+            checkpoint,
+            request.gpus,
+            request.workload,
+            number=number,
+            use_all=request.use_all,
+            objective=request.objective,
+            constraints=request.constraints,
         )
-    return Generator.of(model, duoka.Checkpoint.open(plan.source), plan.workload)
 
 
-def chosen(**values: float | None) -> dict[str, Any]:
-    """What a person chose of how tokens are chosen; refused here if it makes no sense."""
-    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
-    Sampling(**given)
-    return given
+def _plan(
+    checkpoint: duoka.Checkpoint,
+    request: PlanRequest,
+    fleet: duoka.Fleet | str,
+    device_map: DeviceMap | None,
+) -> duoka.Plan:
+    with working():
+        return duoka.plan(
+            checkpoint,
+            fleet,
+            request.workload,
+            use_all=request.use_all,
+            objective=request.objective,
+            device_map=device_map,
+            constraints=request.constraints,
+            largest=request.largest,
+        )
 
 
-def sampling(plan: duoka.Plan, chosen: dict[str, Any]) -> Sampling:
-    """How tokens are chosen: as the person said, else as the checkpoint recommends."""
-    return Sampling.recommended(duoka.Checkpoint.open(plan.source).generation_config, **chosen)
+def _plan_again(plan: duoka.Plan, checkpoint: duoka.Checkpoint) -> duoka.Plan:
+    """Ask again what was asked for a plan, of the GPUs as they are now; no others than those."""
+    device_map = DeviceMap.of(plan.device_map) if plan.objective == GIVEN else None
+    fleet: duoka.Fleet | str = plan.request.gpus
+    if not fleet:
+        uuids = [device.uuid for device in plan.fleet.devices if device.uuid]
+        fleet = duoka.Fleet.detect(",".join(uuids)) if uuids else given_back(plan)
+    return _plan(checkpoint, plan.request, fleet, device_map)
 
 
-def open_checkpoint(model: str | None, asked: Asked) -> duoka.Checkpoint:
-    """The checkpoint that a person means; what of its code may run is shown."""
-    if not model:
+def refuse_beside_plan(options: PlanOptions, training: Training | None = None) -> None:
+    """Raise UsageError if anything was said to plan for: a saved plan has decided it all."""
+    names = [item.name for item in fields(options) if item.name not in ("plan_file", "replan")]
+    said = [option_name(name) for name in names if is_said(getattr(options, name))]
+    said += ["--train"] if training is not None else []
+    if said:
+        raise UsageError(
+            f"{', '.join(said)} can't be given with --plan: the plan has decided that",
+            hint="leave out --plan to make a new one"
+            if not options.replan
+            else "--replan asks again what the plan was made for; to ask for something else, "
+            "leave out --plan and --replan",
+        )
+
+
+def open_checkpoint(options: ModelOptions, to_run: bool = False) -> duoka.Checkpoint:
+    """The checkpoint that a person means; what of its code may run is shown before it does."""
+    if not options.model:
         raise UsageError(
             "no model was given", hint="name the directory of a checkpoint, or a --plan"
         )
-    checkpoint = duoka.Checkpoint.open(
-        model, revision=asked.revision, trust_remote_code=asked.trust_remote_code
-    )
-    if asked.to_run and not checkpoint.has_weights:
+    with working("reading the checkpoint"):
+        checkpoint = duoka.Checkpoint.open(
+            options.model,
+            revision=options.revision,
+            trust_remote_code=options.trust_remote_code,
+        )
+    if to_run and not checkpoint.has_weights:
         raise CheckpointError(
             f"{checkpoint.source} has no weights to load",
             hint="plan for a directory that holds the weight files",
         )
-    _show_code(checkpoint)
+    if checkpoint.remote_code:
+        console = stderr()
+        console.print(f"code that comes with {checkpoint.source} may run:", markup=False)
+        for name, sha256 in checkpoint.remote_code:
+            console.print(f"  {name}  sha256 {sha256}", markup=False, soft_wrap=True)
     return checkpoint
 
 
-def _show_code(checkpoint: duoka.Checkpoint) -> None:
-    """Say what may run, before it does; a plan made with it holds for this code alone."""
-    if not checkpoint.remote_code:
-        return
-    console = stderr()
-    console.print(f"code that comes with {checkpoint.source} may run:", markup=False)
-    for name, sha256 in checkpoint.remote_code:
-        console.print(f"  {name}  sha256 {sha256}", markup=False, soft_wrap=True)
+# ── from words to a request ──
 
 
-def _answer(checkpoint: duoka.Checkpoint, problem: PlanProblem) -> duoka.Plan:
-    with finding(checkpoint) as find:
-        return answer_checkpoint(checkpoint, problem, find)
-
-
-def _reuse(plan: duoka.Plan, checkpoint: duoka.Checkpoint) -> duoka.Plan:
-    plan.refuse_other(checkpoint.fingerprint, checkpoint.source)
-    return replace(plan, source=checkpoint.source)
-
-
-def _replan(plan: duoka.Plan, checkpoint: duoka.Checkpoint, file: Path) -> duoka.Plan:
-    """Ask again what was asked for a plan, and save the answer in its place."""
-    asked = plan.request
-    device_map = DeviceMap.of(plan.device_map) if plan.objective == GIVEN else None
-    problem = PlanProblem(
-        fleet=usable(
-            fleet_for(_fleet_again(plan), device_map, offload=asked.constraints.offload),
-            asked.constraints,
-        ),
-        workload=asked.workload,
-        objective=asked.objective,
-        use_all=asked.use_all,
-        gpus=asked.gpus,
-        device_map=device_map,
-        constraints=asked.constraints,
-        largest=asked.largest,
+def read_request(
+    model: ModelOptions,
+    options: PlanOptions,
+    training: Training | None = None,
+    *,
+    to_run: bool = False,
+) -> tuple[duoka.Checkpoint, PlanRequest]:
+    """The model that a person means, and what is asked of it."""
+    largest, constraints = _largest(options), read_constraints(options)
+    checkpoint = open_checkpoint(model, to_run)
+    return checkpoint, PlanRequest(
+        workload=workload_for(checkpoint, options, training),
+        objective=choose("the objective", options.objective or "auto", OBJECTIVES),
+        use_all=options.use_all,
+        gpus=ALL_GPUS if options.gpus is None else options.gpus,
+        constraints=constraints,
+        largest=largest,
+        trust_remote_code=model.trust_remote_code,
     )
-    made = _answer(checkpoint, problem)
-    save(made, file)
-    return made
 
 
-def save(plan: duoka.Plan, file: Path) -> None:
-    """Keep a plan in a file, and say so."""
-    outputs.write(file, plan.lasting().to_json() + "\n", "the plan")
-
-
-def save_device_map(device_map: Mapping[str, int | str], file: Path) -> None:
-    """Keep a device map in a file, and say so."""
-    text = json.dumps(dict(device_map), indent=1, ensure_ascii=False)
-    outputs.write(file, text + "\n", "the device map")
-
-
-def save_page(plan: duoka.Plan, file: Path) -> None:
-    """Keep a plan as a page, with why it is so where the cache has the model's profile."""
-    from duoka.report.html import render_page
-
-    explanation = None
-    try:
-        explanation = duoka.explain(plan)
-    except UsageError as error:
-        stderr().print(f"the page says no reasons: {error}", markup=False, soft_wrap=True)
-    outputs.write(file, render_page(plan, explanation), "the page")
-
-
-def read_fleet(gpus: str) -> duoka.Fleet:
-    """The GPUs that were asked for."""
-    return duoka.Fleet.detect() if gpus == ALL_GPUS else duoka.Fleet.parse(gpus)
-
-
-def _fleet_again(plan: duoka.Plan) -> duoka.Fleet:
-    """The GPUs that were asked for, as they are now; no others than those."""
-    if plan.request.gpus:
-        return read_fleet(plan.request.gpus)
-    uuids = [device.uuid for device in plan.fleet.devices if device.uuid]
-    return duoka.Fleet.detect(",".join(uuids)) if uuids else given_back(plan)
-
-
-def workload_for(checkpoint: duoka.Checkpoint, wishes: Wishes) -> duoka.Workload:
-    """What the model will be asked to do, as far as a person said it."""
-    limit = checkpoint.max_context_tokens
-    context = _CONTEXT_TOKENS if limit is None else min(_CONTEXT_TOKENS, limit)
-    if wishes.context is not None:
-        context = parse_tokens(wishes.context)
-    new = max(min(_NEW_TOKENS, context // _NEW_SHARE), 1)
-    if wishes.training is not None:
-        if wishes.new_tokens is not None:
+def _largest(options: PlanOptions) -> Largest | None:
+    for is_wanted, size, name in (
+        (options.max_context, options.context, "context"),
+        (options.max_batch, options.batch, "batch"),
+    ):
+        if is_wanted and size is not None:
             raise UsageError(
-                "--new-tokens is for answers, and training has none",
-                hint="--context is the length of a sequence",
+                f"--{name} says how large it is, and --max-{name} asks for that",
+                hint="give one of the two",
             )
-        new = 0
-    if wishes.new_tokens is not None:
-        new = parse_tokens(wishes.new_tokens)
-    if wishes.max_context:
-        context = max(context, new + 1)  # which is looked for
+    if options.max_context and options.max_batch:
+        raise UsageError(
+            "--max-context and --max-batch: the more of one, the less of the other",
+            hint="give one of them, and a number for the other",
+        )
+    return "context" if options.max_context else "batch" if options.max_batch else None
+
+
+def read_constraints(options: PlanOptions) -> Constraints:
+    """What is demanded of the placement.
+
+    Examples
+    --------
+    >>> read_constraints(PlanOptions(pin=["lm_head=cuda:1"])).pins
+    (('lm_head', 'cuda:1'),)
+    """
+    return Constraints(
+        strategy=choose("the strategy", options.strategy or "auto", STRATEGIES),
+        pins=tuple(_pairs("--pin", options.pin or (), "lm_head=cuda:1")),
+        uncut=tuple(options.uncut or ()),
+        reserve=tuple(
+            (device, parse_bytes(size))
+            for device, size in _pairs("--reserve", options.reserve or (), "cuda:0=2GiB")
+        ),
+        offload=options.offload,
+    )
+
+
+def _pairs(option: str, texts: Sequence[str], example: str) -> Iterator[tuple[str, str]]:
+    for text in texts:
+        name, sign, value = text.rpartition("=")
+        if not sign or not name.strip() or not value.strip():
+            raise UsageError(
+                f"{option} {text[:_SHOWN]!r} is not two parts with a = between them",
+                hint=f"as {option} {example}",
+            )
+        yield name.strip(), value.strip()
+
+
+def workload_for(
+    checkpoint: duoka.Checkpoint, options: PlanOptions, training: Training | None = None
+) -> duoka.Workload:
+    """What the model will be asked to do, as far as a person said it."""
+    context, new = _tokens(checkpoint.max_context_tokens, options, training)
     if new >= context:
         raise UsageError(
             f"{new} new tokens leave no room for a prompt in a context of {context}",
             hint="--context counts the prompt and the answer together",
         )
-    return duoka.Workload(
-        batch=1 if wishes.batch is None else wishes.batch,
+    workload = duoka.Workload(
+        batch=1 if options.batch is None else options.batch,
         prompt_tokens=context - new,
         new_tokens=new,
-        dtype=parse_dtype(wishes.dtype or "auto"),
-        prefill_chunk_tokens=parse_chunk(wishes.prefill_chunk or "auto"),
-        cache=choose("cache", wishes.cache or "dynamic", CACHES),
-        quantize=choose("quantize", wishes.quantize or "none", QUANTIZATIONS),
-        images=wishes.images or 0,
-        training=wishes.training,
-        **_image_size(wishes),
+        dtype=parse_dtype(options.dtype or "auto"),
+        prefill_chunk_tokens=parse_chunk(options.prefill_chunk or "auto"),
+        cache=choose("cache", options.cache or "dynamic", CACHES),
+        quantize=choose("quantize", options.quantize or "none", QUANTIZATIONS),
+        images=options.images or 0,
+        training=training,
     )
-
-
-def _image_size(wishes: Wishes) -> dict[str, Any]:
-    if wishes.image_size is None:
-        return {}
-    if not wishes.images:
+    if options.image_size is None:
+        return workload
+    if not options.images:
         raise UsageError("--image-size is for images, and there are none", hint="say --images N")
-    return {"image_size": parse_image_size(wishes.image_size)}
+    pixels = parse_pixels(options.image_size)
+    if pixels is None:
+        raise UsageError(
+            f"{options.image_size!r} is not the size of an image",
+            hint="write width and height in pixels, as 1120x1120",
+        )
+    return replace(workload, image_size=(pixels[1], pixels[0]))
+
+
+def _tokens(limit: int | None, options: PlanOptions, training: Training | None) -> tuple[int, int]:
+    """Tokens of a sequence in all, and how many of them are new."""
+    context = _CONTEXT_TOKENS if limit is None else min(_CONTEXT_TOKENS, limit)
+    if options.context is not None:
+        context = parse_tokens(options.context)
+    new = max(min(_NEW_TOKENS, context // _NEW_SHARE), 1)
+    if training is not None:
+        if options.new_tokens is not None:
+            raise UsageError(
+                "--new-tokens is for answers, and training has none",
+                hint="--context is the length of a sequence",
+            )
+        new = 0
+    if options.new_tokens is not None:
+        new = parse_tokens(options.new_tokens)
+    if options.max_context:
+        context = max(context, new + 1)  # which is looked for
+    return context, new
+
+
+# ── from a plan to files, and to a model ──
+
+
+def save_plan(plan: duoka.Plan, file: Path) -> None:
+    """Keep a plan in a file, and say so."""
+    write_file(file, plan.lasting().to_json() + "\n", "the plan")
+
+
+def save_device_map(device_map: Mapping[str, int | str], file: Path) -> None:
+    """Keep a device map in a file, and say so."""
+    text = json.dumps(dict(device_map), indent=1, ensure_ascii=False)
+    write_file(file, text + "\n", "the device map")
+
+
+def load_generator(plan: duoka.Plan, model: ModelOptions, *, cache_weights: bool) -> Generator:
+    """Prove and load a plan, with a progress bar."""
+    plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
+    console = stderr()
+
+    def tell(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    with heard_by(tell), progress_bars() as bar:
+        say_import("torch")
+        from duoka.runtime import Generator
+        from duoka.runtime.load import Keeping
+
+        say(f"{plan.model} on {', '.join(plan.devices)}")
+        loaded: Any = duoka.load(
+            plan,
+            progress=bar("loading"),
+            download_progress=bar("downloading"),
+            trust_remote_code=model.trust_remote_code,
+            keeping=Keeping(wanted=cache_weights, notify=tell),
+        )
+    return Generator.of(loaded, duoka.Checkpoint.open(plan.source), plan.workload)
+
+
+def sampling(plan: duoka.Plan, chosen: dict[str, Any]) -> Sampling:
+    """How tokens are chosen: as the person said, else as the checkpoint recommends."""
+    return Sampling.recommended(duoka.Checkpoint.open(plan.source).generation_config, **chosen)

@@ -10,12 +10,9 @@ from typing import Literal
 import duoka
 from duoka.base.units import format_bytes
 from duoka.errors import UsageError
-from duoka.planner.replicas import Replicas, format_copies, replicas_for
-from duoka.planner.request import PlanProblem
+from duoka.planner.replicas import Replicas, format_copies
 
-from . import outputs
-from .profiles import finding
-from .terminal import stdout
+from .terminal import stdout, write_file
 
 
 def read_number(text: str) -> int | Literal["auto"]:
@@ -29,14 +26,6 @@ def read_number(text: str) -> int | Literal["auto"]:
     return int(text)
 
 
-def make_copies(
-    checkpoint: duoka.Checkpoint, problem: PlanProblem, number: int | Literal["auto"]
-) -> Replicas:
-    """The plans of the copies; the model is traced where the cache has no profile."""
-    with finding(checkpoint) as find:
-        return replicas_for(checkpoint, problem, number, find)
-
-
 def files(save: Path, number: int) -> list[Path]:
     """Where the plans of so many copies go: chatglm3-1.plan, chatglm3-2.plan, and so on."""
     width = len(str(number))
@@ -45,27 +34,27 @@ def files(save: Path, number: int) -> list[Path]:
     ]
 
 
-def save_copies(found: Replicas, save: Path) -> None:
+def save_copies(copies: Replicas, save: Path) -> None:
     """Keep each plan in a file of its own, and say so."""
-    for plan, file in zip(found.plans, files(save, len(found.plans)), strict=True):
-        outputs.write(file, plan.lasting().to_json() + "\n", "the plan")
+    for plan, file in zip(copies.plans, files(save, len(copies.plans)), strict=True):
+        write_file(file, plan.lasting().to_json() + "\n", "the plan")
 
 
-def show_copies(found: Replicas) -> None:
+def show_copies(copies: Replicas) -> None:
     """Print what there is, then each plan."""
     from duoka.report.terminal import render_plan
 
-    stdout().print("\n".join(_told(found)), markup=False)
+    stdout().print("\n".join(_summary(copies)), markup=False)
     alike: dict[object, list[int]] = {}
-    for index, plan in enumerate(found.plans):
+    for index, plan in enumerate(copies.plans):
         alike.setdefault(_nameless(plan), []).append(index)
-    for first, *others in alike.values():
-        plan = found.plans[first]
-        title = f"copy {first + 1} of {len(found.plans)}"
-        if others:
+    for first, *like_it in alike.values():
+        plan = copies.plans[first]
+        title = f"copy {first + 1} of {len(copies.plans)}"
+        if like_it:
             title += ", and others like it: " + "; ".join(
-                f"copy {index + 1} on {', '.join(found.plans[index].fleet.names)}"
-                for index in others
+                f"copy {index + 1} on {', '.join(copies.plans[index].fleet.names)}"
+                for index in like_it
             )
         stdout().print("", title, markup=False, sep="\n")
         stdout().print(render_plan(plan))
@@ -76,7 +65,7 @@ def _nameless(plan: duoka.Plan) -> object:
     place = {name: index for index, name in enumerate(plan.devices)}
     return (
         tuple((module, place[at]) for module, at in plan.placement.entries),
-        tuple(replace(each, device="") for each in plan.forecast.devices),
+        tuple(replace(stage, device="") for stage in plan.forecast.devices),
         tuple(
             replace(plan.fleet.device(name), name="cuda:0", uuid="", pci_address="")
             for name in plan.devices
@@ -86,13 +75,13 @@ def _nameless(plan: duoka.Plan) -> object:
     )
 
 
-def _told(found: Replicas) -> Iterator[str]:
-    number = len(found.plans)
+def _summary(copies: Replicas) -> Iterator[str]:
+    number = len(copies.plans)
     what = {
-        "headroom": f"at least {format_bytes(round(found.value))} stay free on each GPU",
-        "latency": f"a request takes {found.value:.3g} s on the slowest",
-        "throughput": f"{found.value:.3g} requests a second together",
-    }[found.objective]
+        "headroom": f"at least {format_bytes(round(copies.value))} stay free on each GPU",
+        "latency": f"a request takes {copies.value:.3g} s on the slowest",
+        "throughput": f"{copies.value:.3g} requests a second together",
+    }[copies.objective]
     yield f"{format_copies(number)}: {what}"
-    if found.idle:
-        yield f"idle: {', '.join(found.idle)}"
+    if copies.idle:
+        yield f"idle: {', '.join(copies.idle)}"

@@ -27,7 +27,7 @@ def as_json(error: InfeasibleError) -> str:
     return json_format.dumps(content, ensure_ascii=False, indent=1)
 
 
-def told(
+def format_suggestions(
     error: InfeasibleError, arguments: Sequence[str], known: Collection[str], columns: int
 ) -> str | None:
     """The ways out as lines of text; None where the command line has none."""
@@ -54,7 +54,7 @@ def command_line(arguments: Sequence[str], way: WayOut) -> str:
     "duoka plan 'my model' --gpus 24GiB --batch 2"
     """
     names = [*_names(way.options), *way.without]
-    if "--plan" in arguments or any(each.startswith("--plan=") for each in arguments):
+    if "--plan" in arguments or any(word.startswith("--plan=") for word in arguments):
         # A saved plan has decided the rest: it takes a new one, made with these.
         return " ".join(["duoka plan …", shlex.join(way.options)])
     return shlex.join(["duoka", *_dropped(arguments, names), *way.options])
@@ -78,8 +78,8 @@ def _names(options: Sequence[str]) -> list[str]:
 
 
 def _numbers(way: WayOut) -> str:
-    on = "on it" if way.num_gpus == 1 else "on the fullest"
-    text = f"{format_count(way.num_gpus, 'GPU')}, {format_bytes(way.free_bytes)} left {on}"
+    place = "on it" if way.num_gpus == 1 else "on the fullest"
+    text = f"{format_count(way.num_gpus, 'GPU')}, {format_bytes(way.free_bytes)} left {place}"
     return f"{text}; it costs {way.loses}" if way.loses else text
 
 

@@ -1,4 +1,4 @@
-"""Where things are printed: answers on the standard output, all else on the standard error.
+"""What is printed and written: answers on the standard output, all else on the standard error.
 
 rich leaves colours out where the output is no terminal, and where NO_COLOR is set. What a model
 or a checkpoint says never reaches a terminal as a command to it.
@@ -6,10 +6,13 @@ or a checkpoint says never reaches a terminal as a command to it.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
@@ -21,11 +24,28 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.segment import Segment
+from rich.text import Text
 
+from duoka.base.files import write_whole
+from duoka.base.progress import heard_by
 from duoka.base.text import printable
+from duoka.errors import UsageError
 
 _NARROWEST = 20
 _UNKNOWN = 80  # a terminal that says it has no columns doesn't know how many
+# Another name may do better; of the rest the machine is the cause.
+_OF_THE_NAME = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EINVAL,
+)
+_HINT = "name a file in a directory that is there and that you may write to"
 
 
 def answer(text: str) -> None:
@@ -59,20 +79,27 @@ def stderr() -> Console:
 
 def correct_columns() -> None:
     """Let nothing be printed for a terminal that is said to have no columns, or next to none."""
-    told = os.environ.get("COLUMNS", "")
-    if told.isdecimal() and int(told) < _NARROWEST:
-        os.environ["COLUMNS"] = str(_NARROWEST if int(told) else _UNKNOWN)
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns) < _NARROWEST:
+        os.environ["COLUMNS"] = str(_NARROWEST if int(columns) else _UNKNOWN)
 
 
 @contextmanager
-def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Say that something takes a while, on a terminal only; what is given says something else."""
+def working(what: str = "") -> Iterator[None]:
+    """Show what is being done and what is said of it: in place on a terminal, else line by line."""
     console = stderr()
-    if not console.is_terminal:
-        yield lambda text: None
+    if console.is_terminal:
+        with console.status(Text(what)) as status, heard_by(lambda text: status.update(Text(text))):
+            yield
         return
-    with console.status(what) as status:
-        yield status.update
+
+    def show(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    if what:
+        show(what)
+    with heard_by(show):
+        yield
 
 
 @contextmanager
@@ -103,3 +130,44 @@ def progress_bars() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
             return drive
 
         yield bar
+
+
+def check_file(file: Path | None, what: str) -> None:
+    """Refuse a file that can't be written, before minutes are spent on what goes into it."""
+    if file is None:
+        return
+    named = file.name and str(file) != "-"
+    why = _obstacle(file) if named else "that is no name of a file"
+    if why:
+        raise _refusal(file, what, why)
+
+
+def write_file(file: Path, text: str, what: str) -> None:
+    """Write a file whole or not at all, and say so."""
+    try:
+        write_whole(file, text)
+    except OSError as error:
+        if error.errno in _OF_THE_NAME:
+            raise _refusal(file, what, str(error.strerror)) from error
+        error.filename = error.filename or str(file)  # writing knows of no name
+        raise
+    stderr().print(f"saved to {file}", markup=False, soft_wrap=True)
+
+
+def _obstacle(file: Path) -> str:
+    try:
+        folder = file.parent.stat()
+        if not stat.S_ISDIR(folder.st_mode):
+            return os.strerror(errno.ENOTDIR)
+        if file.is_dir():
+            return os.strerror(errno.EISDIR)
+        may_write = os.access(file.parent, os.W_OK | os.X_OK)
+    except OSError as error:
+        return str(error.strerror)
+    except ValueError as error:  # a null character
+        return str(error)
+    return "" if may_write else os.strerror(errno.EACCES)
+
+
+def _refusal(file: Path, what: str, why: str) -> UsageError:
+    return UsageError(f"{what} can't be written to {str(file)!r}: {why}", hint=_HINT)

@@ -2,122 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
-
-import typer
+from dataclasses import dataclass, fields
+from functools import partial
 
 from duoka.errors import UsageError
 from duoka.forecast.workload import Training
 
-TRAINING = "Training instead of answering"
+from .groups import flag, option
+from .options import is_said, option_name
 
-Train = Annotated[
-    str | None,
-    typer.Option(
-        metavar="METHOD",
-        help="Plan for training: lora (adapters on frozen weights) or full (every parameter). "
+_PANEL = "Training instead of answering"
+_train = partial(option, panel=_PANEL)
+_train_flag = partial(flag, panel=_PANEL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingOptions:
+    """How to train, in a person's words; None where nothing was said."""
+
+    train: str | None = _train(
+        "METHOD",
+        "Plan for training: lora (adapters on frozen weights) or full (every parameter). "
         "--context is then the length of a sequence, and --batch a micro-batch.",
-        rich_help_panel=TRAINING,
-        show_default=False,
-    ),
-]
-Optimizer = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="adamw (the default) or sgd, torch's own.",
-        rich_help_panel=TRAINING,
-        show_default=False,
-    ),
-]
-LoraRank = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
+    )
+    optimizer: str | None = _train(
+        "NAME",
+        "adamw (the default) or sgd, torch's own.",
+    )
+    lora_rank: int | None = _train(
+        "N",
+        "Rank of the adapters. By default 8.",
         min=1,
-        help="Rank of the adapters. By default 8.",
-        rich_help_panel=TRAINING,
-        show_default=False,
-    ),
-]
-LoraTarget = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME",
-        help="Modules that get adapters, by the end of their names (q_proj). Repeatable; by "
-        "default every linear layer but the head.",
-        rich_help_panel=TRAINING,
-        show_default=False,
-    ),
-]
-GradientCheckpointing = Annotated[
-    bool,
-    typer.Option(
+    )
+    lora_target: list[str] | None = _train(
+        "NAME",
+        "Modules that get adapters, by the end of their names (q_proj). Repeatable; by default "
+        "every linear layer but the head.",
+    )
+    gradient_checkpointing: bool = _train_flag(
         "--gradient-checkpointing",
-        help="Compute activations again in the backward pass instead of keeping them.",
-        rich_help_panel=TRAINING,
-    ),
-]
-MasterWeights = Annotated[
-    bool,
-    typer.Option(
+        "Compute activations again in the backward pass instead of keeping them.",
+    )
+    master_weights: bool = _train_flag(
         "--master-weights",
-        help="Keep what is trained, gradients and optimizer states in float32, and compute under "
+        "Keep what is trained, gradients and optimizer states in float32, and compute under "
         "autocast in the plan's type.",
-        rich_help_panel=TRAINING,
-    ),
-]
-MicroBatches = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
+    )
+    micro_batches: int | None = _train(
+        "N",
+        "Micro-batches whose gradients are added up for a step. By default 1.",
         min=1,
-        help="Micro-batches whose gradients are added up for a step. By default 1.",
-        rich_help_panel=TRAINING,
-        show_default=False,
-    ),
-]
-Schedule = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="sequential (the default: one micro-batch after another), gpipe (all forward, then "
-        "all backward) or 1f1b (as many in flight as there are stages to the end).",
-        rich_help_panel=TRAINING,
-        show_default=False,
-    ),
-]
+    )
+    schedule: str | None = _train(
+        "NAME",
+        "sequential (the default: one micro-batch after another), gpipe (all forward, then all "
+        "backward) or 1f1b (as many in flight as there are stages to the end).",
+    )
 
-_OPTION = {
-    "optimizer": "--optimizer",
-    "lora_rank": "--lora-rank",
-    "lora_target": "--lora-target",
-    "gradient_checkpointing": "--gradient-checkpointing",
-    "master_weights": "--master-weights",
-    "micro_batches": "--micro-batches",
-    "schedule": "--schedule",
-}
-
-
-def read_training(said: Mapping[str, Any]) -> Training | None:
-    """How to train, as far as a person said it; None where a model is to answer."""
-    method = said["train"]
-    given = {name: said[name] for name in _OPTION if said[name] not in (None, False, [])}
-    if method is None:
-        if given:
-            told = ", ".join(_OPTION[name] for name in given)
+    def read(self) -> Training | None:
+        """How to train, as far as a person said it; None where a model is to answer."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        values = {name: value for name, value in values.items() if is_said(value)}
+        method = values.pop("train", None)
+        names = ", ".join(map(option_name, values))
+        if method is None and values:
             raise UsageError(
-                f"{told} {'are' if len(given) > 1 else 'is'} for training, and the plan is to "
+                f"{names} {'are' if len(values) > 1 else 'is'} for training, and the plan is to "
                 "answer",
                 hint="say how to train: --train lora or --train full",
             )
-        return None
-    adapters = [_OPTION[name] for name in ("lora_rank", "lora_target") if name in given]
-    if method == "full" and adapters:
-        raise UsageError(
-            f"{', '.join(adapters)} is for adapters, and --train full has none",
-            hint="leave it out, or say --train lora",
-        )
-    targets = tuple(given.pop("lora_target", ()))
-    return Training(method=method, lora_targets=targets, **given)
+        if method is None:
+            return None
+        adapters = [option_name(name) for name in ("lora_rank", "lora_target") if name in values]
+        if method == "full" and adapters:
+            raise UsageError(
+                f"{', '.join(adapters)} is for adapters, and --train full has none",
+                hint="leave it out, or say --train lora",
+            )
+        targets = tuple(values.pop("lora_target", ()))
+        return Training(method=method, lora_targets=targets, **values)

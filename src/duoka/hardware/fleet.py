@@ -8,7 +8,7 @@ subtracted before a budget was made from free memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from duoka.base.units import format_bytes
@@ -190,6 +190,13 @@ class Fleet:
                     hint="reserve less, or leave that GPU out",
                 )
         return replace(self, devices=tuple(_less(d, sizes.get(d.name, 0)) for d in self.devices))
+
+    def only(self, names: Collection[str]) -> Fleet:
+        """The fleet without its other devices, and with the links between those that remain."""
+        return Fleet(
+            devices=tuple(device for device in self.devices if device.name in names),
+            links=tuple(link for link in self.links if {link.source, link.target} <= {*names}),
+        )
 
     def device(self, name: str) -> Device:
         """Find a device by its name.

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 from duoka.forecast.workload import Training, Workload
 
-from .constraints import Constraints
 from .plan import Plan
 from .request import PlanRequest
 
@@ -27,59 +26,73 @@ def command(plan: Plan) -> str | None:
     None where no command asks for that: of a device map a plan keeps only what came of it, and a
     model or fleet that was given as an object has no name.
     """
-    asked = plan.request
-    if not plan.source or not asked.gpus or plan.objective == "given":
+    request = plan.request
+    if not plan.source or not request.gpus or plan.objective == "given":
         return None
-    if asked.workload.logits != _DEFAULT.logits:
+    if request.workload.logits != _DEFAULT.logits:
         return None
     words = ["duoka", "plan", plan.source]
-    for told in options(asked).values():
-        words += told
+    for option in options(request).values():
+        words += option
     return shlex.join(words)
 
 
-def options(asked: PlanRequest) -> Options:
+def options(request: PlanRequest) -> Options:
     """What a request says on the command line, but for the model."""
-    found: Options = {"--gpus": ("--gpus", asked.gpus)} if asked.gpus not in ("", "all") else {}
-    for told in (
-        *_sizes(asked),
-        *_training(asked.workload.training),
-        *_wishes(asked),
-        *_demands(asked.constraints),
-    ):
+    words: Options = {}
+    for option in _options(request):
         # What can be said several times is one thing.
-        found[told[0]] = (*found.get(told[0], ()), *told)
-    return found
+        words[option[0]] = (*words.get(option[0], ()), *option)
+    return words
 
 
-def change(asked: PlanRequest, other: PlanRequest) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def change(request: PlanRequest, other: PlanRequest) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What to add to the command for one request, and what to leave out, to ask for another."""
-    old, new = options(asked), options(other)
+    old, new = options(request), options(other)
     added = tuple(word for name, words in new.items() if old.get(name) != words for word in words)
     return added, tuple(name for name in old if name not in new)
 
 
-def _sizes(asked: PlanRequest) -> Iterator[tuple[str, ...]]:
-    workload = asked.workload
+def _options(request: PlanRequest) -> Iterator[tuple[str, ...]]:
+    if request.gpus not in ("", "all"):
+        yield ("--gpus", request.gpus)
+    yield from _sizes(request)
+    yield from _training(request.workload.training)
+    constraints = request.constraints
+    yield from _unusual(("--objective", request.objective, "auto"))
+    yield from _flags(
+        ("--use-all", request.use_all), ("--trust-remote-code", request.trust_remote_code)
+    )
+    yield from _unusual(("--strategy", constraints.strategy, "auto"))
+    for name, device in constraints.pins:
+        yield ("--pin", f"{name}={device}")
+    for name in constraints.uncut:
+        yield ("--uncut", name)
+    for device, size in constraints.reserve:
+        yield ("--reserve", f"{device}={size}B")
+    yield from _flags(("--offload", constraints.offload))
+
+
+def _sizes(request: PlanRequest) -> Iterator[tuple[str, ...]]:
+    workload = request.workload
     new = ("--new-tokens", str(workload.new_tokens)) if workload.training is None else ()
-    if asked.largest == "context":
+    if request.largest == "context":
         yield ("--max-context", *new)
     else:
         yield ("--context", str(workload.context_tokens), *new)
-    if asked.largest == "batch":
+    if request.largest == "batch":
         yield ("--max-batch",)
-    elif workload.batch != _DEFAULT.batch:
-        yield ("--batch", str(workload.batch))
-    for option, told, usual in (
+    else:
+        yield from _unusual(("--batch", workload.batch, _DEFAULT.batch))
+    yield from _unusual(
         ("--dtype", workload.dtype, _DEFAULT.dtype),
         ("--cache", workload.cache, _DEFAULT.cache),
         ("--quantize", workload.quantize, _DEFAULT.quantize),
-    ):
-        if told != usual:
-            yield (option, told)
+    )
     chunk = workload.prefill_chunk_tokens
-    if chunk != _DEFAULT.prefill_chunk_tokens and workload.training is None:
-        yield ("--prefill-chunk", "none" if chunk is None else str(chunk))
+    if workload.training is None:
+        usual = _DEFAULT.prefill_chunk_tokens
+        yield from _unusual(("--prefill-chunk", "none" if chunk is None else chunk, usual))
     if workload.images:
         height, width = workload.image_size
         yield ("--images", str(workload.images))
@@ -90,39 +103,24 @@ def _training(training: Training | None) -> Iterator[tuple[str, ...]]:
     if training is None:
         return
     yield ("--train", training.method)
-    for option, told, usual in (
+    yield from _unusual(
         ("--optimizer", training.optimizer, _TRAINING.optimizer),
         ("--lora-rank", training.lora_rank, _TRAINING.lora_rank),
         ("--micro-batches", training.micro_batches, _TRAINING.micro_batches),
         ("--schedule", training.schedule, _TRAINING.schedule),
-    ):
-        if told != usual:
-            yield (option, str(told))
+    )
     for name in training.lora_targets:
         yield ("--lora-target", name)
-    if training.gradient_checkpointing:
-        yield ("--gradient-checkpointing",)
-    if training.master_weights:
-        yield ("--master-weights",)
+    yield from _flags(
+        ("--gradient-checkpointing", training.gradient_checkpointing),
+        ("--master-weights", training.master_weights),
+    )
 
 
-def _wishes(asked: PlanRequest) -> Iterator[tuple[str, ...]]:
-    if asked.objective != "auto":
-        yield ("--objective", asked.objective)
-    if asked.use_all:
-        yield ("--use-all",)
-    if asked.trust_remote_code:
-        yield ("--trust-remote-code",)
+def _unusual(*options: tuple[str, object, object]) -> Iterator[tuple[str, ...]]:
+    """The options whose value is another one than where nothing is said."""
+    return ((name, str(value)) for name, value, usual in options if value != usual)
 
 
-def _demands(constraints: Constraints) -> Iterator[tuple[str, ...]]:
-    if constraints.strategy != "auto":
-        yield ("--strategy", constraints.strategy)
-    for name, device in constraints.pins:
-        yield ("--pin", f"{name}={device}")
-    for name in constraints.uncut:
-        yield ("--uncut", name)
-    for device, size in constraints.reserve:
-        yield ("--reserve", f"{device}={size}B")
-    if constraints.offload:
-        yield ("--offload",)
+def _flags(*options: tuple[str, bool]) -> Iterator[tuple[str, ...]]:
+    return ((name,) for name, is_set in options if is_set)

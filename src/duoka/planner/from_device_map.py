@@ -31,27 +31,8 @@ OBJECTIVE = "given"
 
 
 def plan(profile: Profile, problem: PlanProblem, *, source: str = "") -> Plan:
-    """The plan for the problem's device map.
-
-    Parameters
-    ----------
-    profile : Profile
-    problem : PlanProblem
-        With a `device_map`.
-    source : str
-        The checkpoint's directory, kept in the plan.
-
-    Raises
-    ------
-    PlacementError
-        If the map isn't complete: with all names at fault, and a completed one.
-    InfeasibleError
-        If the map doesn't fit: with the shortfall.
-    UsageError
-        If the context is longer than the model was made for, or the problem asks for an optimum
-        where a map has decided.
-    """
-    return _given(profile, problem).plan(source)
+    """The plan for the problem's device map, if that is complete and fits."""
+    return _judged(profile, problem).plan(source)
 
 
 def attempt(profile: Profile, problem: PlanProblem) -> Plan | None:
@@ -62,7 +43,7 @@ def attempt(profile: Profile, problem: PlanProblem) -> Plan | None:
         return None
 
 
-def _given(profile: Profile, problem: PlanProblem) -> _Given:
+def _judged(profile: Profile, problem: PlanProblem) -> _Judged:
     """The problem's map, judged."""
     assert problem.device_map is not None, "the planner answers without one"
     if problem.use_all or problem.objective != "auto":
@@ -84,10 +65,10 @@ def _given(profile: Profile, problem: PlanProblem) -> _Given:
         )
     judgement = judge(problem.device_map, profile.outline, problem.fleet)
     check_context(problem.workload, profile.max_context_tokens, profile.model)
-    return _Given(profile, problem, judgement)
+    return _Judged(profile, problem, judgement)
 
 
-class _Given:
+class _Judged:
     def __init__(self, profile: Profile, problem: PlanProblem, judgement: Judgement) -> None:
         self.profile = profile
         self.problem = problem
@@ -101,7 +82,7 @@ class _Given:
         for workload in with_chunks(self.problem.workload):
             needs = self._needs(workload)
             if all(map(_fits, needs)):
-                return self._made(workload, needs, source)
+                return self._plan_with(workload, needs, source)
         raise self._infeasible(needs)
 
     def _needs(self, workload: Workload) -> list[StageBytes]:
@@ -121,11 +102,11 @@ class _Given:
         assert peaks is not None, "nothing limits this run"
         return peaks.placed(device)
 
-    def _made(self, workload: Workload, needs: list[StageBytes], source: str) -> Plan:
+    def _plan_with(self, workload: Workload, needs: list[StageBytes], source: str) -> Plan:
         problem, profile = self.problem, self.profile
-        own = self._own()
+        automatic = self._automatic()
         best = self._best(workload)
-        tightest = min(needs, key=lambda each: each.free_bytes)
+        tightest = min(needs, key=lambda need: need.free_bytes)
         free = float(tightest.free_bytes)
         return Plan(
             source=source,
@@ -140,10 +121,10 @@ class _Given:
             bound=free if best is None else max(free, best),
             binding_device=tightest.device,
             request=problem.request,
-            why=tuple(reason.text for reason in self._reasons(workload, tightest, own)),
+            why=tuple(reason.text for reason in self._reasons(workload, tightest, automatic)),
         )
 
-    def _own(self) -> Plan | None:
+    def _automatic(self) -> Plan | None:
         """What duoka would have done; None where the GPUs are more than can be searched."""
         try:
             return planner.attempt(self.profile, replace(self.problem, device_map=None))
@@ -168,15 +149,15 @@ class _Given:
         return None if best is None else best.value
 
     def _reasons(
-        self, workload: Workload, tightest: StageBytes, own: Plan | None
+        self, workload: Workload, tightest: StageBytes, automatic: Plan | None
     ) -> Iterator[Reason]:
         crossings = _crossings(self.device_of)
         yield Reason("device-map", crossing_values(crossings, tightest.free_bytes))
         yield from (Reason("note", {"text": f"{note}."}) for note in self.notes)
-        if own is not None and own.device_map != self.placement.device_map:
-            crossings = _crossings(_devices(self.profile, own.placement))
-            least = min(device.free_bytes for device in own.forecast.devices)
-            values = {"devices": ", ".join(own.devices), **crossing_values(crossings, least)}
+        if automatic is not None and automatic.device_map != self.placement.device_map:
+            crossings = _crossings(_devices(self.profile, automatic.placement))
+            least = min(device.free_bytes for device in automatic.forecast.devices)
+            values = {"devices": ", ".join(automatic.devices), **crossing_values(crossings, least)}
             yield Reason("own-plan", values)
         yield from chunk_reason(self.problem.workload, workload)
 
@@ -196,9 +177,9 @@ class _Given:
         over = [need for need in needs if not _fits(need)]
         missing = [max(need.allocated_bytes - need.budget_bytes, 1) for need in over]
         workload = self.problem.workload
-        told = "; ".join(map(_shortage, over))
+        shortages = "; ".join(map(_shortage, over))
         return InfeasibleError(
-            f"the device map does not fit: {told}. {self.profile.model}, "
+            f"the device map does not fit: {shortages}. {self.profile.model}, "
             f"{workload.context_tokens} tokens, batch {workload.batch}",
             hint="spread the model over more GPUs",
             shortfall_bytes=sum(missing),
@@ -207,14 +188,14 @@ class _Given:
 
 def _devices(profile: Profile, placement: Placement) -> list[str]:
     """The device of every block."""
-    found: list[str] = []
+    devices: list[str] = []
     for block in profile.blocks:
         # What the caller does has no module; it happens where the block is that it's tied to.
-        root = None if block.tied_to is None else found[block.tied_to]
+        root = None if block.tied_to is None else devices[block.tied_to]
         device = placement.device_of(block.modules[0]) if block.modules else root
         assert device is not None, "a judged placement is complete"
-        found.append(device)
-    return found
+        devices.append(device)
+    return devices
 
 
 def _crossings(device_of: list[str]) -> int:

@@ -29,19 +29,7 @@ Write = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upgrade:
-    """A fleet on which something fits.
-
-    Parameters
-    ----------
-    text : str
-        What is new, for people.
-    gpus : str
-        The fleet, as `Fleet.parse` reads it.
-    plan : Plan
-        The plan on it.
-    new_bytes : int
-        Memory of what is new.
-    """
+    """A fleet on which something fits, in the words of `Fleet.parse`, and its plan there."""
 
     text: str
     gpus: str
@@ -71,8 +59,11 @@ def upgrades(
     if not devices:
         return []  # nobody says what card that machine could take
     search = _Upgrades(problem, devices, conceivable, attempt)
-    found = [search.one_more(), search.replaced(), search.more_alike()]
-    return sorted((each for each in found if each is not None), key=lambda each: each.new_bytes)
+    candidates = [search.one_more(), search.replaced(), search.more_alike()]
+    return sorted(
+        (upgrade for upgrade in candidates if upgrade is not None),
+        key=lambda upgrade: upgrade.new_bytes,
+    )
 
 
 class _Upgrades:
@@ -94,8 +85,8 @@ class _Upgrades:
         """The smallest card beside the others."""
         if self._most < 1:
             return None
-        found = self._smallest(self._sizes, self._with_more)
-        return found and replace(found, text=f"one more card with {found.text}")
+        upgrade = self._smallest(self._sizes, self._with_more)
+        return upgrade and replace(upgrade, text=f"one more card with {upgrade.text}")
 
     def replaced(self) -> Upgrade | None:
         """The smallest card in the place of the smallest that is there.
@@ -107,9 +98,12 @@ class _Upgrades:
         old = self._devices[index]
         larger = [size for size in self._sizes if size.budget_bytes > old.budget_bytes]
         gpus = self._problem.gpus
-        found = self._smallest(larger, lambda name: with_replaced(gpus, self._devices, index, name))
-        return found and replace(
-            found, text=f"a card with {found.text}, in the place of {old.name} ({_told(old)})"
+        upgrade = self._smallest(
+            larger, lambda name: with_replaced(gpus, self._devices, index, name)
+        )
+        return upgrade and replace(
+            upgrade,
+            text=f"a card with {upgrade.text}, in the place of {old.name} ({_size_of(old)})",
         )
 
     def more_alike(self) -> Upgrade | None:
@@ -117,10 +111,10 @@ class _Upgrades:
         best = max(self._devices, key=lambda device: device.budget_bytes)
         for count in range(1, self._most + 1):
             gpus = with_more(self._problem.gpus, self._devices, _entry(best), count)
-            plan = self._on(gpus)
+            plan = self._plan_on(gpus)
             if plan is None:
                 continue
-            text = f"{count} more GPUs like {best.name} ({_told(best)})"
+            text = f"{count} more GPUs like {best.name} ({_size_of(best)})"
             bought = count * best.budget_bytes
             # One more is told of as a card of its size, or a smaller one.
             return (
@@ -136,29 +130,29 @@ class _Upgrades:
         low, high = 0, len(sizes)
         while low < high:
             middle = (low + high) // 2
-            if self._may(write(sizes[middle].name)):
+            if self._is_conceivable(write(sizes[middle].name)):
                 high = middle
             else:
                 low = middle + 1
         for size in sizes[low:]:
             gpus = write(size.name)
-            plan = self._on(gpus)
+            plan = self._plan_on(gpus)
             if plan is not None:
                 text = f"{size.gib} GB (such as {size.name})"
                 return Upgrade(text=text, gpus=gpus, plan=plan, new_bytes=size.gib * _GIB)
         return None
 
-    def _may(self, gpus: str) -> bool:
-        problem = self._with(gpus)
+    def _is_conceivable(self, gpus: str) -> bool:
+        problem = self._problem_on(gpus)
         return problem is not None and self._conceivable(problem)
 
-    def _on(self, gpus: str) -> Plan | None:
-        problem = self._with(gpus)
+    def _plan_on(self, gpus: str) -> Plan | None:
+        problem = self._problem_on(gpus)
         if problem is None or not self._conceivable(problem):
             return None
         return self._attempt(problem)
 
-    def _with(self, gpus: str) -> PlanProblem | None:
+    def _problem_on(self, gpus: str) -> PlanProblem | None:
         """The problem on another fleet, read as the command line would read it."""
         try:
             fleet = usable(Fleet.parse(gpus), self._problem.constraints)
@@ -186,7 +180,7 @@ def _entry(device: Device) -> str:
     return exact_bytes(device.budget_bytes)
 
 
-def _told(device: Device) -> str:
+def _size_of(device: Device) -> str:
     if device.memory_bytes is not None:
         return f"{round(device.memory_bytes / _GIB)} GB"
     return format_bytes(device.budget_bytes)

@@ -19,6 +19,7 @@ from duoka.hardware.host import available_bytes
 from .constraints import Constraints
 from .device_map import DeviceMap, Names, find_device
 from .plan import Plan
+from .request import PlanProblem, PlanRequest
 from .search import Limits
 
 _RANGE = re.compile(
@@ -34,8 +35,8 @@ def fleet_for(fleet: Fleet, device_map: DeviceMap | None, *, offload: bool = Fal
     this machine's: of another one it isn't known how much memory its processor has.
     """
     named = device_map is not None and device_map.names_cpu
-    here = offload and any(device.uuid for device in fleet.devices)
-    if "cpu" in fleet.names or not (named or here):
+    is_present = offload and any(device.uuid for device in fleet.devices)
+    if "cpu" in fleet.names or not (named or is_present):
         return fleet
     budget = available_bytes()
     if not budget:
@@ -44,6 +45,15 @@ def fleet_for(fleet: Fleet, device_map: DeviceMap | None, *, offload: bool = Fal
             hint='give it a budget: Fleet.from_max_memory({0: "24GiB", "cpu": "30GiB"})',
         )
     return replace(fleet, devices=(*fleet.devices, Device(name="cpu", budget_bytes=budget)))
+
+
+def on_fleet(
+    request: PlanRequest, fleet: Fleet | str, device_map: DeviceMap | None = None
+) -> PlanProblem:
+    """The request on a fleet, as it is or as `Fleet.parse` reads it."""
+    fleet = Fleet.parse(fleet) if isinstance(fleet, str) else fleet
+    fleet = fleet_for(fleet, device_map, offload=request.constraints.offload)
+    return PlanProblem.of(request, usable(fleet, request.constraints), device_map)
 
 
 def limits_for(
@@ -67,22 +77,22 @@ class _Reader:
 
     def pins(self, pins: Sequence[tuple[str, str]], fleet: Fleet) -> dict[int, int]:
         """The device of each place in the chain that has one."""
-        found: dict[int, int] = {}
+        devices: dict[int, int] = {}
         said: dict[int, str] = {}
-        for name, told in pins:
-            device, blocks = self._pinned(name, told, fleet)
+        for name, target in pins:
+            device, blocks = self._pinned(name, target, fleet)
             for block in blocks:
                 place = self._place[self._root(block)]
-                if found.setdefault(place, device) != device:
+                if devices.setdefault(place, device) != device:
                     raise UsageError(
                         f"{name} is to be on {fleet.names[device]}, and {said[place]}, which is "
-                        f"{self._why_same(name, block)}, on {fleet.names[found[place]]}",
+                        f"{self._why_same(name, block)}, on {fleet.names[devices[place]]}",
                         hint="pin one of the two",
                     )
                 said.setdefault(place, name)
-        return found
+        return devices
 
-    def _pinned(self, name: str, told: str, fleet: Fleet) -> tuple[int, list[int]]:
+    def _pinned(self, name: str, target: str, fleet: Fleet) -> tuple[int, list[int]]:
         """The device of a pin and its blocks; both are told where both are wrong."""
         problems = []
         try:
@@ -90,13 +100,13 @@ class _Reader:
         except UsageError as error:
             problems.append(error)
         try:
-            device = fleet.names.index(find_device(told, fleet))
+            device = fleet.names.index(find_device(target, fleet))
         except UsageError as error:
             problems.append(error)
         if problems:
             hints = "; ".join(error.hint for error in problems if error.hint)
             raise UsageError(
-                f"the pin {name}={told}: {' and '.join(map(str, problems))}", hint=hints
+                f"the pin {name}={target}: {' and '.join(map(str, problems))}", hint=hints
             )
         return device, blocks
 
@@ -127,7 +137,9 @@ class _Reader:
         inside = [
             block
             for block in self._blocks(name)
-            if any(self._names.holds(name, each) for each in self._profile.blocks[block].modules)
+            if any(
+                self._names.holds(name, module) for module in self._profile.blocks[block].modules
+            )
         ]
         for block in inside[:1]:
             if block not in self._place:
@@ -162,13 +174,13 @@ class _Reader:
 
 def reserves(constraints: Constraints, fleet: Fleet) -> Mapping[str, int]:
     """Bytes to take off the budgets, by the names of the fleet's devices."""
-    found: dict[str, int] = {}
-    for told, size in constraints.reserve:
-        name = find_device(told, fleet)
-        if name in found:
+    sizes: dict[str, int] = {}
+    for device, size in constraints.reserve:
+        name = find_device(device, fleet)
+        if name in sizes:
             raise UsageError(f"the reserve of {name} is said twice", hint="say it once")
-        found[name] = size
-    return found
+        sizes[name] = size
+    return sizes
 
 
 def usable(fleet: Fleet, constraints: Constraints) -> Fleet:

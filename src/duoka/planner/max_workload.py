@@ -32,15 +32,15 @@ def find_largest(profile: Profile, problem: PlanProblem) -> Plan | None:
     """The plan for the largest context or batch that fits; None where not even the least does."""
     numbers = candidates(profile, problem)
 
-    def asked(index: int) -> PlanProblem:
-        return replace(problem, workload=_with(problem, numbers[index]))
+    def resized(index: int) -> PlanProblem:
+        return replace(problem, workload=_workload(problem, numbers[index]))
 
     def ruled_out(index: int) -> bool:
-        return not conceivable(profile, asked(index))
+        return not conceivable(profile, resized(index))
 
     stop = bisect_left(range(len(numbers)), True, key=ruled_out)
     for index in reversed(range(stop)):
-        if (plan := attempt(profile, asked(index))) is not None:
+        if (plan := attempt(profile, resized(index))) is not None:
             reason = _reason(profile, problem, plan, is_last=index == len(numbers) - 1)
             return replace(plan, why=(reason.text, *plan.why))
     return None
@@ -48,7 +48,9 @@ def find_largest(profile: Profile, problem: PlanProblem) -> Plan | None:
 
 def least(profile: Profile, problem: PlanProblem) -> PlanProblem:
     """The problem for the least context or batch that there is."""
-    return replace(problem, workload=_with(problem, candidates(profile, problem)[0]), largest=None)
+    return replace(
+        problem, workload=_workload(problem, candidates(profile, problem)[0]), largest=None
+    )
 
 
 def candidates(profile: Profile, problem: PlanProblem) -> Sequence[int]:
@@ -69,7 +71,7 @@ def candidates(profile: Profile, problem: PlanProblem) -> Sequence[int]:
     return numbers
 
 
-def _with(problem: PlanProblem, number: int) -> Workload:
+def _workload(problem: PlanProblem, number: int) -> Workload:
     workload = problem.workload
     if problem.largest == "batch":
         return replace(workload, batch=number)

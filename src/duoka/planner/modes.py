@@ -19,10 +19,10 @@ def find(profile: Profile, problem: PlanProblem, *, source: str = "") -> Plan:
     if problem.largest is None:
         return from_device_map.plan(profile, problem, source=source)
     _refuse_map(problem)
-    found = max_workload.find_largest(profile, problem)
-    if found is None:
+    plan = max_workload.find_largest(profile, problem)
+    if plan is None:
         return planner.solve(profile, max_workload.least(profile, problem), source=source)
-    return replace(found, source=source)
+    return replace(plan, source=source)
 
 
 def attempt(profile: Profile, problem: PlanProblem) -> Plan | None:

@@ -22,8 +22,8 @@ def candidates(profile: Profile) -> list[tuple[int, tuple[int, ...]]]:
 
     Of equally many bytes the blocks that run later come first.
     """
-    found = set(_runs(profile))
-    return sorted(found, key=lambda each: (each[0], [-block for block in each[1]]))
+    runs = set(_runs(profile))
+    return sorted(runs, key=lambda run: (run[0], [-block for block in run[1]]))
 
 
 def _runs(profile: Profile) -> Iterator[tuple[int, tuple[int, ...]]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from duoka.base.text import is_within, longest_prefix
 from duoka.errors import Faults, PlacementError
 from duoka.forecast.profile import Profile
 from duoka.forecast.tensor_names import Outline
@@ -108,32 +109,25 @@ class Placement:
 
     def device_of(self, name: str) -> str | None:
         """The device of a parameter, buffer or module; None when nothing names it."""
-        return _lookup(self.device_map, name)
+        device_map = self.device_map
+        entry = longest_prefix(name, device_map)
+        return None if entry is None else device_map[entry]
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse the placement unless it names a device for every parameter and buffer.
-
-        Parameters
-        ----------
-        names : iterable of str
-            All parameters and buffers of the model, each under every name it has.
-
-        Raises
-        ------
-        PlacementError
-            With *all* names that are missing, and all entries that name nothing.
-        """
+        """Refuse names without a device and entries that name nothing, with all of them."""
         names = tuple(names)
         device_map = self.device_map
-        missing = [name for name in names if _lookup(device_map, name) is None]
-        unknown = [entry for entry in device_map if not any(_holds(entry, name) for name in names)]
+        missing = [name for name in names if longest_prefix(name, device_map) is None]
+        unknown = [
+            entry for entry in device_map if not any(is_within(name, entry) for name in names)
+        ]
         faults = [
-            f"{len(found)} {text}: {', '.join(found)}"
-            for found, text in (
+            f"{len(wrong)} {text}: {', '.join(wrong)}"
+            for wrong, text in (
                 (missing, "parameters and buffers have no device"),
                 (unknown, "entries name nothing in the model"),
             )
-            if found
+            if wrong
         ]
         if faults:
             raise PlacementError(
@@ -141,16 +135,3 @@ class Placement:
                 hint="let `duoka plan` make the placement",
                 faults=Faults(missing=tuple(missing), unknown=tuple(unknown)),
             )
-
-
-def _holds(entry: str, name: str) -> bool:
-    return entry in ("", name) or name.startswith(entry + ".")
-
-
-def _lookup(device_map: Mapping[str, str], name: str) -> str | None:
-    prefix = name
-    while prefix not in device_map:
-        if not prefix:
-            return None
-        prefix = prefix.rpartition(".")[0]
-    return device_map[prefix]

@@ -1,7 +1,7 @@
 """Plan: fleet, workload, placement, forecast and why, as one file that can be kept.
 
 The file is JSON, with a version and a schema (``plan.schema.json`` beside this module). It is for
-one checkpoint, by its fingerprint, and for GPUs by their identity: `Plan.on` finds them again
+one checkpoint, by its fingerprint, and for GPUs by their identity: `Plan.on_fleet` finds them again
 whatever they are called by now.
 """
 
@@ -200,18 +200,7 @@ class Plan:
         )
 
     def refuse_other(self, fingerprint: str, source: str) -> None:
-        """Refuse a checkpoint that the plan wasn't made for.
-
-        Parameters
-        ----------
-        fingerprint, source : str
-            The checkpoint's, and where it lies.
-
-        Raises
-        ------
-        FormatError
-            If the fingerprint isn't the plan's.
-        """
+        """Raise FormatError unless the fingerprint is that of the plan's checkpoint."""
         if fingerprint != self.fingerprint:
             differ = ", ".join(differences(self.fingerprint, fingerprint))
             raise FormatError(
@@ -220,16 +209,11 @@ class Plan:
                 hint=_REPLAN,
             )
 
-    def here(self) -> Plan:
-        """The same plan on this machine's GPUs, as they are now; see `on`.
+    def on_this_machine(self) -> Plan:
+        """The same plan on this machine's GPUs, as they are now; see `on_fleet`.
 
         Where the driver doesn't tell memory, as of GPUs that share the processor's, there is
         nothing to hold a plan for declared GPUs against: it stays as it is.
-
-        Raises
-        ------
-        FleetError
-            As `on`, and if there is no driver, or no GPU that can be used.
         """
         if not any(name.startswith("cuda") for name in self.devices):
             return self
@@ -239,45 +223,39 @@ class Plan:
             if any(self.fleet.device(name).uuid for name in self.devices) or tells_memory():
                 raise
             return self
-        return self.on(present)
+        return self.on_fleet(present)
 
-    def on(self, present: Fleet) -> Plan:
-        """The same plan on the GPUs that are there now.
+    def on_fleet(self, present: Fleet) -> Plan:
+        """The same plan on the GPUs that are present now, as `Fleet.detect` finds them.
 
         GPUs are found by their UUID, and have the names and no more than the budgets that they
-        have in `present`. Declared ones are found by name. Other devices stay as they are.
-
-        Parameters
-        ----------
-        present : Fleet
-            As `Fleet.detect` finds it.
+        have now. Declared ones are found by name. Other devices stay as they are.
 
         Raises
         ------
         FleetError
-            If a GPU that the plan uses is gone, or has less memory now than the plan needs: with
-            every difference.
+            If a GPU is gone, or has less memory now than the plan needs: with every difference.
         """
-        found = {
+        devices = {
             device.name: _find(device, present) if device.name.startswith("cuda") else device
             for device in self.fleet.devices
         }
-        problems = list(self._problems(found))
+        problems = list(self._problems(devices))
         if problems:
             raise FleetError(
                 f"the plan doesn't fit the GPUs that are here: {'; '.join(problems)}",
                 hint="\n".join([_REPLAN, "here are", *map(_line, present.devices)]),
             )
-        now = {name: here for name, here in found.items() if here is not None}
+        now = {name: device for name, device in devices.items() if device is not None}
         return self._moved(now)
 
     def _moved(self, now: Mapping[str, Device]) -> Plan:
         """The plan under other names, and with no more memory than there is or was planned for."""
         now = {
             name: replace(
-                here, budget_bytes=min(here.budget_bytes, self.fleet.device(name).budget_bytes)
+                device, budget_bytes=min(device.budget_bytes, self.fleet.device(name).budget_bytes)
             )
-            for name, here in now.items()
+            for name, device in now.items()
         }
         links = tuple(
             replace(link, source=now[link.source].name, target=now[link.target].name)
@@ -287,12 +265,12 @@ class Plan:
         entries = tuple((module, now[at].name) for module, at in self.placement.entries)
         forecasts = tuple(
             replace(
-                each,
-                device=now[each.device].name,
-                budget_bytes=now[each.device].budget_bytes,
-                reserved_bytes=min(each.reserved_bytes, now[each.device].budget_bytes),
+                stage,
+                device=now[stage.device].name,
+                budget_bytes=now[stage.device].budget_bytes,
+                reserved_bytes=min(stage.reserved_bytes, now[stage.device].budget_bytes),
             )
-            for each in self.forecast.devices
+            for stage in self.forecast.devices
         )
         return replace(
             self,
@@ -302,25 +280,25 @@ class Plan:
             binding_device=now[self.binding_device].name,
         )
 
-    def _problems(self, found: dict[str, Device | None]) -> Iterator[str]:
+    def _problems(self, devices: dict[str, Device | None]) -> Iterator[str]:
         """Why the plan can't run on what was found for its devices."""
-        for each in self.forecast.devices:
-            told, here = _named(self.fleet.device(each.device)), found[each.device]
-            if here is None:
-                yield f"{told} is gone, hidden, or full"
-            elif here.budget_bytes < each.requested_bytes:
+        for stage in self.forecast.devices:
+            label, gpu = _named(self.fleet.device(stage.device)), devices[stage.device]
+            if gpu is None:
+                yield f"{label} is gone, hidden, or full"
+            elif gpu.budget_bytes < stage.requested_bytes:
                 yield (
-                    f"{told} can give {format_bytes(here.budget_bytes)} now, and the plan needs "
-                    f"{format_bytes(each.requested_bytes)} there: "
-                    f"{format_bytes(each.requested_bytes - here.budget_bytes)} are missing"
+                    f"{label} can give {format_bytes(gpu.budget_bytes)} now, and the plan needs "
+                    f"{format_bytes(stage.requested_bytes)} there: "
+                    f"{format_bytes(stage.requested_bytes - gpu.budget_bytes)} are missing"
                 )
 
 
 def _find(device: Device, present: Fleet) -> Device | None:
     """The same GPU among those that are present; a declared one is known by its name alone."""
-    for here in present.devices:
-        if here.uuid == device.uuid if device.uuid else here.name == device.name:
-            return here
+    for candidate in present.devices:
+        if candidate.uuid == device.uuid if device.uuid else candidate.name == device.name:
+            return candidate
     return None
 
 

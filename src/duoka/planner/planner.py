@@ -41,16 +41,16 @@ def solve(profile: Profile, problem: PlanProblem, *, source: str = "") -> Plan:
     check_context(problem.workload, profile.max_context_tokens, profile.model)
     if problem.constraints.offload:
         _refuse_offload(problem.workload)
-    found = _solve(profile, problem, source)
-    if isinstance(found, NoPlacement):
-        raise _infeasible(profile, _ready(profile, problem), found)
-    return found
+    plan = _solve(profile, problem, source)
+    if isinstance(plan, NoPlacement):
+        raise _infeasible(profile, _ready(profile, problem), plan)
+    return plan
 
 
 def attempt(profile: Profile, problem: PlanProblem) -> Plan | None:
     """The plan that `solve` finds; None where it would say what fits instead, which takes long."""
-    found = _solve(profile, problem, "")
-    return None if isinstance(found, NoPlacement) else found
+    plan = _solve(profile, problem, "")
+    return None if isinstance(plan, NoPlacement) else plan
 
 
 def conceivable(profile: Profile, problem: PlanProblem) -> bool:
@@ -79,7 +79,10 @@ def _conceivable(profile: Profile, ready: PlanProblem) -> bool:
 
 def _chunked(profile: Profile, problem: PlanProblem) -> list[Costs]:
     """The costs of each chunk that the prompt may run in, the largest first."""
-    return [costs_of(profile, each, problem.replay_cache) for each in with_chunks(problem.workload)]
+    return [
+        costs_of(profile, workload, problem.replay_cache)
+        for workload in with_chunks(problem.workload)
+    ]
 
 
 def _refuse_offload(workload: Workload) -> None:
@@ -99,13 +102,13 @@ def _refuse_offload(workload: Workload) -> None:
 def _solve(profile: Profile, problem: PlanProblem, source: str) -> Plan | NoPlacement:
     assert problem.device_map is None, "from_device_map follows maps"
     ready = _ready(profile, problem)
-    found = _best(profile, ready, source)
+    plan = _best(profile, ready, source)
     may_offload = problem.constraints.offload and problem.workload.training is None
-    if may_offload and isinstance(found, NoPlacement):
-        found = _offloaded(profile, replace(problem, limits=ready.limits), source) or found
-    if ready.fleet == problem.fleet or isinstance(found, NoPlacement):
-        return found
-    return replace(found, why=(*found.why, Reason("cpu-unused", {}).text))
+    if may_offload and isinstance(plan, NoPlacement):
+        plan = _offloaded(profile, replace(problem, limits=ready.limits), source) or plan
+    if ready.fleet == problem.fleet or isinstance(plan, NoPlacement):
+        return plan
+    return replace(plan, why=(*plan.why, Reason("cpu-unused", {}).text))
 
 
 def _ready(profile: Profile, problem: PlanProblem) -> PlanProblem:
@@ -132,14 +135,14 @@ def _offloaded(profile: Profile, problem: PlanProblem, source: str) -> Plan | No
     if not _conceivable(lightest(profile), problem):
         return None
     for num_bytes, blocks in candidates(profile):
-        if num_bytes < missing or any(num_bytes > each for each in most):
+        if num_bytes < missing or any(num_bytes > limit for limit in most):
             continue
         streaming = profile.offloading(blocks)
         if _conceivable(streaming, problem):
-            found = _best(streaming, problem, source)
-            if not isinstance(found, NoPlacement):
+            plan = _best(streaming, problem, source)
+            if not isinstance(plan, NoPlacement):
                 unknown = () if most else (Reason("host-unknown", {}).text,)
-                return replace(found, why=(*found.why, *unknown))
+                return replace(plan, why=(*plan.why, *unknown))
     return None
 
 
@@ -154,9 +157,8 @@ def objective_of(problem: PlanProblem) -> Objective:
 
 def without_cpu(fleet: Fleet) -> Fleet:
     """The GPUs of a fleet; the CPU too where it has nothing else."""
-    gpus = tuple(device for device in fleet.devices if device.name != "cpu")
-    links = tuple(link for link in fleet.links if "cpu" not in (link.source, link.target))
-    return replace(fleet, devices=gpus, links=links) if gpus else fleet
+    gpus = [name for name in fleet.names if name != "cpu"]
+    return fleet.only(gpus) if gpus else fleet
 
 
 def _best(profile: Profile, problem: PlanProblem, source: str) -> Plan | NoPlacement:
@@ -166,9 +168,9 @@ def _best(profile: Profile, problem: PlanProblem, source: str) -> Plan | NoPlace
     try:
         for limits in _limits_to_try(chunked, problem):
             for costs in chunked:
-                asked = replace(problem, limits=limits)
+                limited = replace(problem, limits=limits)
                 try:
-                    return _plan(costs, *_search(costs, asked), problem, source)
+                    return _plan(costs, *_search(costs, limited), problem, source)
                 except NoPlacement as none:
                     shortage |= none
     except NoPlacement as none:
@@ -199,7 +201,7 @@ def _search(costs: Costs, problem: PlanProblem) -> tuple[Solution, list[StageByt
             limits=_limits(problem),
         )
         peaks = [*_peaks(costs, solution, problem.fleet)]
-        known = [each for each in peaks if each is not None]
+        known = [stage for stage in peaks if stage is not None]
         if len(known) == len(peaks):
             return solution, known
 
@@ -243,11 +245,11 @@ def check_context(workload: Workload, limit: int | None, model: str) -> None:
 
 def _device_of(costs: Costs, solution: Solution, fleet: Fleet) -> list[str]:
     """The device of every block."""
-    found: dict[int, str] = {}
+    devices: dict[int, str] = {}
     for stage in solution.stages:
         name = fleet.devices[stage.device].name
-        found.update(dict.fromkeys(costs.blocks_of(stage.start, stage.stop), name))
-    return [found[index] for index in range(len(costs.profile.blocks))]
+        devices.update(dict.fromkeys(costs.blocks_of(stage.start, stage.stop), name))
+    return [devices[index] for index in range(len(costs.profile.blocks))]
 
 
 def _plan(
@@ -311,10 +313,10 @@ def _copy_seconds(costs: Costs, solution: Solution, fleet: Fleet) -> float | Non
 
 
 def _reasons(costs: Costs, solution: Solution, problem: PlanProblem) -> Iterator[Reason]:
-    used, given = len(solution.stages), len(problem.fleet.devices)
+    used, available = len(solution.stages), len(problem.fleet.devices)
     if problem.constraints.strategy == "auto":
         first = problem.fleet.devices[solution.stages[0].device].name
-        yield from gpus_reason(used, given, first, is_limited=bool(problem.limits))
+        yield from gpus_reason(used, available, first, is_limited=bool(problem.limits))
     names = problem.fleet.names
     devices = [names[stage.device] for stage in solution.stages]
     reserved = reserves(problem.constraints, problem.fleet)
@@ -350,15 +352,17 @@ def _infeasible(profile: Profile, problem: PlanProblem, shortage: NoPlacement) -
 
 def _in_the_way(profile: Profile, problem: PlanProblem) -> str:
     """Whether it is only what was demanded of the placement that doesn't fit."""
-    asked = problem.constraints
-    if not asked.demands:
+    constraints = problem.constraints
+    if not constraints.demands:
         return ""
     free = replace(
-        problem, constraints=replace(asked, strategy="auto", pins=(), uncut=()), limits=NO_LIMITS
+        problem,
+        constraints=replace(constraints, strategy="auto", pins=(), uncut=()),
+        limits=NO_LIMITS,
     )
     if attempt(profile, free) is None:
         return ""
-    said = [f"the strategy {asked.strategy}"] if asked.strategy != "auto" else []
-    said += ["the pins"] if asked.pins else []
-    said += ["the modules that stay uncut"] if asked.uncut else []
+    said = [f"the strategy {constraints.strategy}"] if constraints.strategy != "auto" else []
+    said += ["the pins"] if constraints.pins else []
+    said += ["the modules that stay uncut"] if constraints.uncut else []
     return f"; without {' and '.join(said)} it fits"

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from duoka.base.progress import say
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import InfeasibleError, UsageError
 from duoka.forecast.profile import Profile
@@ -49,8 +50,7 @@ class Replicas:
         Each for a fleet of its group's devices alone, in the order of the first of them.
     idle : tuple of str
         The devices that no group uses.
-    objective : {"headroom", "latency", "throughput"}
-    value : float
+    objective, value : str, float
         Bytes free on the tightest device of all; seconds of the slowest group; or requests a
         second of all groups.
     """
@@ -79,25 +79,7 @@ def plan_replicas(
     profile_for: ProfileFor | None = None,
     request: PlanRequest | None = None,
 ) -> Replicas:
-    """Find the most copies that the fleet holds, or so many.
-
-    Parameters
-    ----------
-    profile : Profile
-    problem : PlanProblem
-        What each copy is asked; with `use_all` no device may stay idle.
-    number : int or "auto"
-        How many copies.
-    source, profile_for, request
-        As for `resolve.answer`.
-
-    Raises
-    ------
-    InfeasibleError
-        If the fleet doesn't hold one copy, with what would fit; or not as many as were asked for.
-    UsageError
-        If copies make no sense with what else was asked for.
-    """
+    """Find the most copies that the fleet holds, or so many; with `use_all` none stays idle."""
     _refuse_senseless(problem, number)
     request = request or problem.request
     problem = replace(problem, fleet=without_cpu(problem.fleet))
@@ -113,10 +95,10 @@ def plan_replicas(
     wanted = max(best, default=0) if number == "auto" else number
     if wanted not in best:
         raise _too_many(profile, problem, wanted, max(best, default=0))
-    found = dealer.answer(best[wanted])
+    copies = dealer.answer(best[wanted])
     return replace(
-        found,
-        plans=tuple(_asking(plan, request, problem, found.objective) for plan in found.plans),
+        copies,
+        plans=tuple(_asking(plan, request, problem, copies.objective) for plan in copies.plans),
     )
 
 
@@ -145,23 +127,23 @@ def _asking(plan: Plan, request: PlanRequest, problem: PlanProblem, objective: O
     uuids = [device.uuid for device in plan.fleet.devices]
     gpus = ",".join(filter(None, uuids)) if all(uuids) else ""
     alone = objective_of(replace(problem, fleet=plan.fleet))
-    asked = replace(
+    again = replace(
         request,
         gpus=request.gpus if len(names) == len(fleet.names) else gpus,
         objective=request.objective if alone == objective else objective,
         constraints=_of_group(request.constraints, fleet, names),
     )
-    return replace(plan, request=asked)
+    return replace(plan, request=again)
 
 
 def _of_group(constraints: Constraints, fleet: Fleet, names: Collection[str]) -> Constraints:
     """What is demanded of a group: what other devices leave free is no matter of it."""
-    reserve = [each for each in constraints.reserve if find_device(each[0], fleet) in names]
+    reserve = [entry for entry in constraints.reserve if find_device(entry[0], fleet) in names]
     return replace(constraints, reserve=tuple(reserve))
 
 
 def _refuse_senseless(problem: PlanProblem, number: int | Literal["auto"]) -> None:
-    asked = problem.constraints
+    constraints = problem.constraints
     if number != "auto" and not 1 <= number <= len(problem.fleet.devices):
         raise UsageError(
             f"{number} copies of a model on {len(problem.fleet.devices)} devices",
@@ -169,9 +151,9 @@ def _refuse_senseless(problem: PlanProblem, number: int | Literal["auto"]) -> No
         )
     for is_said, what in (
         (problem.device_map is not None, "a device map"),
-        (bool(asked.pins), "a pin"),
-        (asked.strategy != "auto", f"the strategy {asked.strategy}"),
-        (asked.offload, "offloading"),
+        (bool(constraints.pins), "a pin"),
+        (constraints.strategy != "auto", f"the strategy {constraints.strategy}"),
+        (constraints.offload, "offloading"),
         (problem.largest is not None, f"the largest {problem.largest}"),
     ):
         if is_said:
@@ -205,10 +187,10 @@ class _Dealer:
     def best(self) -> dict[int, _Deal]:
         """The best way to deal all devices, by the number of groups."""
         groups = [counts for counts in self._by_size() if self._plan(counts) is not None]
-        found: dict[Counts, dict[int, _Deal]] = {}
+        deals: dict[Counts, dict[int, _Deal]] = {}
         for left in itertools.product(*(range(count + 1) for count in self._all)):
-            found[left] = self._deal(left, groups, found)
-        return {number: deal for number, deal in found[self._all].items() if number}
+            deals[left] = self._deal(left, groups, deals)
+        return {number: deal for number, deal in deals[self._all].items() if number}
 
     def answer(self, deal: _Deal) -> Replicas:
         """The plans of a deal, on the devices that the user named first."""
@@ -220,7 +202,7 @@ class _Dealer:
                 taken += kind[:count]
                 del kind[:count]
             dealt.append(tuple(sorted(taken)))
-        plans = [self._made(devices) for devices in sorted(dealt)]
+        plans = [self._plan_on(devices) for devices in sorted(dealt)]
         assert all(plan is not None for plan in plans), "its kind of group has a plan"
         names = self._problem.fleet.names
         return Replicas(
@@ -231,7 +213,7 @@ class _Dealer:
         )
 
     def _deal(
-        self, left: Counts, groups: Sequence[Counts], found: dict[Counts, dict[int, _Deal]]
+        self, left: Counts, groups: Sequence[Counts], deals: dict[Counts, dict[int, _Deal]]
     ) -> dict[int, _Deal]:
         """The best ways to deal what is left: the first device stays idle, or is in a group."""
         if not any(left):
@@ -240,27 +222,29 @@ class _Dealer:
         best: dict[int, _Deal] = {}
         if not self._problem.use_all:
             idle = (*left[:first], left[first] - 1, *left[first + 1 :])
-            best = dict(found[idle])
+            best = dict(deals[idle])
         for counts in groups:
             rest = tuple(have - take for have, take in zip(left, counts, strict=True))
             if not counts[first] or min(rest) < 0:
                 continue
             plan = self._plan(counts)
             assert plan is not None, "only groups that hold a copy are dealt"
-            for number, deal in found[rest].items():
-                made = _Deal(
+            for number, deal in deals[rest].items():
+                longer = _Deal(
                     deal.devices - sum(counts),
                     self._join((deal.value, self._worth(plan))),
                     (counts, *deal.groups),
                 )
-                if number + 1 not in best or _is_better(made, best[number + 1]):
-                    best[number + 1] = made
+                if number + 1 not in best or _is_better(longer, best[number + 1]):
+                    best[number + 1] = longer
         return best
 
     def _by_size(self) -> Iterator[Counts]:
         """All groups that could be, the smallest first, but for those that are never needed."""
         every = itertools.product(*(range(count + 1) for count in self._all))
-        for counts in sorted((each for each in every if any(each)), key=lambda each: sum(each)):
+        for counts in sorted(
+            (counts for counts in every if any(counts)), key=lambda counts: sum(counts)
+        ):
             if self._problem.use_all or not self._is_larger(counts):
                 yield counts
 
@@ -274,20 +258,18 @@ class _Dealer:
         if counts not in self._plans:
             kinds = zip(self._kinds, counts, strict=True)
             chosen = itertools.chain.from_iterable(kind[:count] for kind, count in kinds)
-            self._plans[counts] = self._made(tuple(sorted(chosen)))
+            self._plans[counts] = self._plan_on(tuple(sorted(chosen)))
             if self._plans[counts] is not None:
                 self._holding.append(counts)
         return self._plans[counts]
 
-    def _made(self, devices: Sequence[int]) -> Plan | None:
+    def _plan_on(self, devices: Sequence[int]) -> Plan | None:
         """The plan that uses each of these devices."""
         fleet = self._problem.fleet
-        chosen = tuple(fleet.devices[index] for index in devices)
-        names = {device.name for device in chosen}
-        links = tuple(link for link in fleet.links if {link.source, link.target} <= names)
+        names = [fleet.names[index] for index in devices]
         group = replace(
             self._problem,
-            fleet=Fleet(devices=chosen, links=links),
+            fleet=fleet.only(names),
             objective=self._objective,
             use_all=True,
             gpus="",
@@ -320,6 +302,7 @@ def replicas_for(
     checkpoint: Checkpoint, problem: PlanProblem, number: int | Literal["auto"], find: Find
 ) -> Replicas:
     """The copies of a checkpoint."""
+    say("planning")
     workload = workload_for(checkpoint, problem.workload)
     if workload.quantize == "auto":
         raise UsageError(

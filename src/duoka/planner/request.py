@@ -7,7 +7,7 @@ resolved. What the names in it mean for one model and one fleet is found out whe
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 from duoka.forecast.costs import ReplayCache
 from duoka.forecast.workload import Workload
@@ -54,16 +54,10 @@ class PlanRequest:
 class PlanProblem(PlanRequest):
     """A request on the GPUs that are there: what the planner solves for a profile.
 
-    Parameters
-    ----------
-    fleet : Fleet
-        What the constraints reserve is taken off its budgets already (`limits.usable`).
-    device_map : DeviceMap, optional
-        Where the modules go, if a person has decided that (`from_device_map`).
-    limits : Limits, optional
-        What the constraints mean for the profile; None until that is looked at.
-    replay_cache : ReplayCache
-        What one replay tells all problems that are made of this one.
+    What the constraints reserve is taken off the fleet's budgets already (`limits.usable`). With a
+    device map a person has decided where the modules go (`from_device_map`). `limits` is what the
+    constraints mean for the profile, once that is known; what replays have found out is shared by
+    all problems that are made of one.
     """
 
     fleet: Fleet
@@ -71,7 +65,18 @@ class PlanProblem(PlanRequest):
     limits: Limits | None = None
     replay_cache: ReplayCache = field(default_factory=ReplayCache, compare=False, repr=False)
 
+    @classmethod
+    def of(
+        cls, request: PlanRequest, fleet: Fleet, device_map: DeviceMap | None = None
+    ) -> PlanProblem:
+        """A request on a fleet."""
+        return cls(fleet=fleet, device_map=device_map, **_values(request))
+
     @property
     def request(self) -> PlanRequest:
         """What a plan keeps of it."""
-        return PlanRequest(**{each.name: getattr(self, each.name) for each in fields(PlanRequest)})
+        return PlanRequest(**_values(self))
+
+
+def _values(request: PlanRequest) -> dict[str, Any]:
+    return {field.name: getattr(request, field.name) for field in fields(PlanRequest)}

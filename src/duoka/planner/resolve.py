@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from typing import cast
 
+from duoka.base.progress import say
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import InfeasibleError, UsageError
@@ -37,27 +38,29 @@ def answer(
     try:
         return replace(find(profile, problem, source=source), request=request)
     except InfeasibleError as error:
+        say("looking for what would fit instead")
         ways = WaysOut(profile, problem, profile_for, request)
-        raise error.with_ways_out(ways.found()) from None
+        raise error.with_ways_out(ways.search()) from None
 
 
 def answer_checkpoint(checkpoint: Checkpoint, problem: PlanProblem, find: Find) -> Plan:
     """The plan for a checkpoint; of an "auto" quantization for the first one that fits."""
+    say("planning")
     refuse_offload(checkpoint, problem)
     find = cache(find)
-    request = replace(problem.request, trust_remote_code=checkpoint.trust_remote_code)
-    *others, last = _resolved(checkpoint, problem)
-    chosen, tried = last, [each.workload.quantize for each in others]
-    for number, each in enumerate(others):
-        if attempt(find(each.workload), each) is not None:
-            chosen, tried = each, tried[:number]
+    problem = replace(problem, trust_remote_code=checkpoint.trust_remote_code)
+    *earlier, last = _resolved(checkpoint, problem)
+    chosen, tried = last, [candidate.workload.quantize for candidate in earlier]
+    for number, candidate in enumerate(earlier):
+        if attempt(find(candidate.workload), candidate) is not None:
+            chosen, tried = candidate, tried[:number]
             break
     plan = answer(
         find(chosen.workload),
         chosen,
         source=checkpoint.source,
         profile_for=lambda other: find(workload_for(checkpoint, other)),
-        request=request,
+        request=problem.request,
     )
     reasons = quantization_reason(plan.workload, tried, is_offloaded=bool(plan.offloaded))
     return replace(plan, why=(*(reason.text for reason in reasons), *plan.why))
@@ -65,17 +68,17 @@ def answer_checkpoint(checkpoint: Checkpoint, problem: PlanProblem, find: Find) 
 
 def _resolved(checkpoint: Checkpoint, problem: PlanProblem) -> Iterator[PlanProblem]:
     """The problem with what it leaves open of the weights: what to try, in this order."""
-    first, *others = with_quantization(workload_for(checkpoint, problem.workload))
-    asked = replace(problem, workload=first)
-    if not others:
-        yield asked
+    first, *smaller = with_quantization(workload_for(checkpoint, problem.workload))
+    first_choice = replace(problem, workload=first)
+    if not smaller:
+        yield first_choice
         return
     # Weights are quantized or offloaded; to read them over PCIe for each token costs more.
-    here = replace(problem, constraints=replace(problem.constraints, offload=False))
-    for workload in (first, *others):
-        yield replace(here, workload=workload)
+    on_gpus = replace(problem, constraints=replace(problem.constraints, offload=False))
+    for workload in (first, *smaller):
+        yield replace(on_gpus, workload=workload)
     if problem.constraints.offload:
-        yield asked
+        yield first_choice
 
 
 def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
@@ -99,10 +102,10 @@ def _unquantized(checkpoint: Checkpoint, workload: Workload) -> Workload:
             f"{workload.quantize}",
             hint="leave quantize out, or take the 16-bit checkpoint",
         )
-    own = checkpoint.default_dtype or "float32"
-    if workload.dtype not in ("auto", own):
+    dtype = checkpoint.default_dtype or "float32"
+    if workload.dtype not in ("auto", dtype):
         raise UsageError(
-            f"{checkpoint.name} is quantized already ({method.name}) for {own}; it can't compute "
+            f"{checkpoint.name} is quantized already ({method.name}) for {dtype}; it can't compute "
             f"in {workload.dtype}",
             hint="leave the dtype out, or take the 16-bit checkpoint",
         )

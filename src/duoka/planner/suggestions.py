@@ -33,18 +33,10 @@ _QUALITY = "some accuracy: `duoka bench --quality FILE{}` measures it on your te
 
 
 class WaysOut:
-    """The search for ways out of one problem that has no answer.
+    """The search for ways out of one problem that has no plan.
 
-    Parameters
-    ----------
-    profile : Profile
-        For the problem's workload.
-    problem : PlanProblem
-    profile_for : callable, optional
-        The profile for another workload. It raises an error for one that the model can't do. By
-        default there is none but the one given.
-    request : PlanRequest, optional
-        What the command line says that is to be changed; by default the problem.
+    For a workload that the model can't do `profile_for` raises an error; without it the one profile
+    is all there is. The ways change the `request`, by default the problem's.
     """
 
     def __init__(
@@ -58,9 +50,9 @@ class WaysOut:
         self._problem = problem
         self._request = request or problem.request
         self._workload = problem.workload
-        self._profile_for = profile_for or self._own
+        self._profile_for = profile_for or self._own_profile
 
-    def found(self) -> Iterator[WayOut]:
+    def search(self) -> Iterator[WayOut]:
         """The ways, cheapest for quality first."""
         if self._workload.training is None:
             context = list(self._context())
@@ -93,7 +85,7 @@ class WaysOut:
     def _chunk(self) -> Iterator[WayOut]:
         if self._workload.prefill_chunk_tokens == "auto":
             return
-        plan = self._plan(self._asked(prefill_chunk_tokens="auto"))
+        plan = self._plan(self._changed(prefill_chunk_tokens="auto"))
         if plan is not None:
             loses = "nothing but a little time before the first token"
             yield self._way("chunk", _chunk_text(plan), plan, loses=loses)
@@ -103,7 +95,7 @@ class WaysOut:
         if problem.largest is not None or problem.device_map is not None:
             return
         if self._workload.batch > 1:
-            plan = self._plan(replace(self._asked(**changes), largest="batch"))
+            plan = self._plan(replace(self._changed(**changes), largest="batch"))
             if plan is not None:
                 yield self._way("batch", f"{what} of {plan.workload.batch}", plan)
 
@@ -112,26 +104,26 @@ class WaysOut:
     def _fewer_bits(self, *, shorten: bool) -> Iterator[WayOut]:
         """In a cache, in weights, in both; of fewer tokens too, where fewer alone won't do."""
         if self._workload.cache != "int8":
-            plan = self._plan_or_chunked(self._asked(cache="int8"))
+            plan = self._plan_or_chunked(self._changed(cache="int8"))
             if plan is not None:
                 text = f"the KV cache in 8 bit{self._pieces(plan)}"
                 yield self._way("cache", text, plan, loses=_QUALITY.format(_CACHE))
         for scheme in _smaller(self._workload):
-            asked = self._asked(quantize=scheme)
-            both = self._asked(quantize=scheme, cache="int8")
-            for problem in dict.fromkeys((asked, both)):
+            smaller = self._changed(quantize=scheme)
+            both = self._changed(quantize=scheme, cache="int8")
+            for problem in dict.fromkeys((smaller, both)):
                 plan = self._plan_or_chunked(problem)
                 if plan is not None:
                     yield self._quantized(scheme, plan)
                     break
             else:
-                if shorten and asked.largest is None and asked.device_map is None:
-                    plan = self._plan(replace(asked, largest="context"))
+                if shorten and smaller.largest is None and smaller.device_map is None:
+                    plan = self._plan(replace(smaller, largest="context"))
                     if plan is not None:
                         yield self._quantized(scheme, plan, f", and {_context_text(plan)}")
 
     def _quantized(self, scheme: str, plan: Plan, more: str = "") -> WayOut:
-        weights = sum(each.weight_bytes for each in plan.forecast.devices)
+        weights = sum(stage.weight_bytes for stage in plan.forecast.devices)
         cache = "" if plan.workload.cache == self._workload.cache else _CACHE
         if cache:
             more += ", and the KV cache in 8 bit"
@@ -162,7 +154,7 @@ class WaysOut:
             yield from self._learning("lora", text, tried, "what adapters can't learn")
         if training.optimizer != "sgd":
             text = "the optimizer SGD instead of AdamW, which keeps two numbers for each weight"
-            tried = [replace(each, optimizer="sgd") for each in (training, again)]
+            tried = [replace(way, optimizer="sgd") for way in (training, again)]
             yield from self._learning("sgd", text, tried, "Adam's own step for each weight")
 
     def _learning(
@@ -170,7 +162,7 @@ class WaysOut:
     ) -> Iterator[WayOut]:
         """The first way to train that fits."""
         for training in dict.fromkeys(tried):
-            plan = self._plan(self._asked(training=training))
+            plan = self._plan(self._changed(training=training))
             if plan is not None:
                 again = training != tried[0] and training.gradient_checkpointing
                 more = ", and activations that are computed again" if again else ""
@@ -208,20 +200,20 @@ class WaysOut:
         plan = self._plan(problem)
         if plan is not None:
             sizes = ", ".join(
-                f"{each.device} {format_bytes(each.requested_bytes)} of "
-                f"{format_bytes(each.budget_bytes)}"
-                for each in plan.forecast.devices
+                f"{stage.device} {format_bytes(stage.requested_bytes)} of "
+                f"{format_bytes(stage.budget_bytes)}"
+                for stage in plan.forecast.devices
             )
             text = f"duoka's own plan instead of the map: {sizes}"
             yield replace(self._way("map", text, plan), without=("--device-map",))
             return
-        for way in WaysOut(self._profile, problem, self._profile_for, self._request).found():
+        for way in WaysOut(self._profile, problem, self._profile_for, self._request).search():
             text = f"{way.text}, with duoka's own plan instead of the map"
             yield replace(way, text=text, without=(*way.without, "--device-map"))
 
     # ── asking the planner ──
 
-    def _asked(self, **changes: Any) -> PlanProblem:
+    def _changed(self, **changes: Any) -> PlanProblem:
         """The problem about another workload."""
         return replace(self._problem, workload=replace(self._workload, **changes))
 
@@ -268,23 +260,23 @@ class WaysOut:
         budget_bytes = sum(device.budget_bytes for device in problem.fleet.devices)
         return self._profile.weight_bytes * least_bits > budget_bytes * bits
 
-    def _own(self, workload: Workload) -> Profile | None:
+    def _own_profile(self, workload: Workload) -> Profile | None:
         same = workload.conditions == self._profile.conditions
         return self._profile if same else None
 
     def _pieces(self, plan: Plan) -> str:
         """What is to be said of a chunk that wasn't asked for."""
-        asked = self._workload.prefill_chunk_tokens
-        if asked in ("auto", plan.workload.prefill_chunk_tokens):
+        chunk = self._workload.prefill_chunk_tokens
+        if chunk in ("auto", plan.workload.prefill_chunk_tokens):
             return ""
         return f", and {_chunk_text(plan)}"
 
     def _way(self, kind: str, text: str, plan: Plan, *, loses: str = "") -> WayOut:
         """A way with the numbers of its plan, and what its command line has to say."""
-        made, largest = plan.workload, self._problem.largest
+        workload, largest = plan.workload, self._problem.largest
         if largest is not None and plan.request.largest == largest:
             text += f"; then {_size(plan, largest)}"
-        chunk = made.prefill_chunk_tokens
+        chunk = workload.prefill_chunk_tokens
         options, without = change(self._request, self._requested(plan))
         return WayOut(
             kind=kind,
@@ -292,24 +284,24 @@ class WaysOut:
             loses=loses,
             options=options,
             without=without,
-            context_tokens=made.context_tokens,
-            batch=made.batch,
+            context_tokens=workload.context_tokens,
+            batch=workload.batch,
             prefill_chunk_tokens=chunk if isinstance(chunk, int) else None,
             num_gpus=len(plan.devices),
-            free_bytes=min(each.free_bytes for each in plan.forecast.devices),
+            free_bytes=min(stage.free_bytes for stage in plan.forecast.devices),
         )
 
     def _requested(self, plan: Plan) -> PlanRequest:
         """What asks for a way's plan: numbers instead of the largest, where this asks for it."""
-        asked, found = self._request, plan.request
-        workload = found.workload
-        if found.largest != asked.largest:
-            found, workload = replace(found, largest=None), plan.workload
+        original, changed = self._request, plan.request
+        workload = changed.workload
+        if changed.largest != original.largest:
+            changed, workload = replace(changed, largest=None), plan.workload
         chunk: int | Literal["auto"] | None = "auto"
-        if asked.workload.prefill_chunk_tokens != "auto":
+        if original.workload.prefill_chunk_tokens != "auto":
             chunk = plan.workload.prefill_chunk_tokens
-        workload = replace(workload, dtype=asked.workload.dtype, prefill_chunk_tokens=chunk)
-        return replace(found, workload=workload, trust_remote_code=asked.trust_remote_code)
+        workload = replace(workload, dtype=original.workload.dtype, prefill_chunk_tokens=chunk)
+        return replace(changed, workload=workload, trust_remote_code=original.trust_remote_code)
 
 
 def _smaller(workload: Workload) -> tuple[Literal["int8", "int4"], ...]:

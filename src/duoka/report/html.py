@@ -14,7 +14,7 @@ from importlib.metadata import version
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from duoka.base.text import printable
-from duoka.base.units import format_bytes, format_count
+from duoka.base.units import format_bytes, format_count, unit_for
 from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.tensor_names import layer_of, main_list
 from duoka.hardware.device import Device
@@ -26,7 +26,6 @@ from .terminal import explain
 from .terminal.plan import facts, kinds_of, render_seconds, title
 from .terminal.words import without_prefix
 
-_GIB, _MIB = 2**30, 2**20
 _MOST_CELLS = 1200
 
 
@@ -183,7 +182,7 @@ def _gpu_name(device: Device) -> str:
 def _table(plan: Plan) -> _Table:
     devices = plan.forecast.devices
     largest = max(device.budget_bytes for device in devices)
-    unit, divisor = ("GiB", _GIB) if largest >= _GIB else ("MiB", _MIB)
+    unit, divisor = unit_for(largest)
     kinds = [kind for kind, _ in kinds_of(devices[0])]
     used = [
         place

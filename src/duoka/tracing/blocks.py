@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from duoka import virtual
+from duoka.base.text import containing, prefixes
 from duoka.models.quantization import parts
 
 from .device_moves import Moves
@@ -94,17 +95,6 @@ def find_containers(model: nn.Module, groups: Sequence[Group]) -> list[tuple[int
     return [tuple(firsts) for firsts in inside]
 
 
-def containing(name: str) -> Iterator[str]:
-    """The modules that contain a module or parameter, but for the model itself."""
-    while name := name.rpartition(".")[0]:
-        yield name
-
-
-def _with_containers(name: str) -> Iterator[str]:
-    """A module, all that contain it, and the model, whose name is empty."""
-    yield from dict.fromkeys((name, *containing(name), ""))
-
-
 class _Experiment:
     """A run with tags: who executes when, and which owners an operation mixes."""
 
@@ -112,9 +102,7 @@ class _Experiment:
         self.model = model
         self.hears_moves = hears_moves
         self.owners = [name for name, module in model.named_modules() if _owns(module)]
-        self.containers = {
-            container for owner in self.owners for container in _with_containers(owner)
-        }
+        self.containers = {container for owner in self.owners for container in prefixes(owner)}
         self.first: dict[str, int] = {}
         self.last: dict[str, int] = {}
         self.parent: dict[str, str] = {}
@@ -253,7 +241,7 @@ class _Experiment:
         """Groups of owners with the stretch of execution that they cover."""
         entries: dict[str, str] = {}
         for owner in sorted(self.first, key=self.first.__getitem__):
-            for container in _with_containers(owner):
+            for container in prefixes(owner):
                 entries.setdefault(container, owner)
         for container, owner in entries.items():
             # What enters a module is moved to where it begins. Where it meets something that
@@ -362,7 +350,7 @@ def _blocks_inside(blocks: list[list[str]]) -> dict[str, set[int]]:
     inside: dict[str, set[int]] = {}
     for number, block in enumerate(blocks):
         for owner in block:
-            for container in _with_containers(owner):
+            for container in prefixes(owner):
                 inside.setdefault(container, set()).add(number)
     return inside
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
+from duoka.base.text import longest_prefix
 from duoka.forecast.tensor_names import NamedTensor, TensorNames
 from duoka.models.conversion import Recipe, plan_tensors, published_tensors
 from duoka.models.quantization import num_bytes
@@ -47,11 +48,8 @@ def by_block(named: Sequence[NamedTensor], blocks: Sequence[Sequence[str]]) -> T
 
 
 def _block(name: str, block_of: Mapping[str, int]) -> int | None:
-    while name not in block_of:
-        if not name:
-            return None
-        name = name.rpartition(".")[0]
-    return block_of[name]
+    owner = longest_prefix(name, block_of)
+    return None if owner is None else block_of[owner]
 
 
 def _sources(model: nn.Module, published: Collection[str] | None) -> dict[str, list[str]]:

@@ -16,9 +16,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from duoka import virtual
+from duoka.base.text import containing
 from duoka.models.quantization import parts
 
-from .blocks import Group, containing, tensors_in
+from .blocks import Group, tensors_in
 from .op_costs import count_bytes, count_flops, launches
 
 Home = tuple[int, int, int]

@@ -8,7 +8,7 @@ map. Nothing here needs the model, its weights or torch, nor knows what a device
 
 from .names import Names, find_device
 from .read import DeviceMap
+from .suggest import meant, runs, shorten
 from .validate import Judgement, judge
-from .wording import meant, runs, shorten
 
 __all__ = ["DeviceMap", "Judgement", "Names", "find_device", "judge", "meant", "runs", "shorten"]

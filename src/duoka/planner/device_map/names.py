@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from duoka.base.text import is_within, longest_prefix, prefixes
 from duoka.errors import UsageError
-from duoka.forecast.tensor_names import Outline
+from duoka.forecast.tensor_names import NamedTensor, Outline
 from duoka.hardware.fleet import Fleet
 
-from .read import Devices, NoDevice
-from .spelling import Spelling, is_within
-from .suggest import Finder
+from .read import DeviceMap, Devices, NoDevice
+from .suggest import Finder, Nearest, shown
 
 
 class Names:
@@ -34,13 +39,13 @@ class Names:
 
     def holds(self, name: str, module: str) -> bool:
         """Whether a name means a native module, or one around it."""
-        held = [
+        tensors = [
             tensor.name
             for block in self._outline.blocks
             for tensor in block.tensors
             if is_within(tensor.name, module)
         ]
-        return bool(held) and all(self._is_of(tensor, name) for tensor in held)
+        return bool(tensors) and all(self._is_of(tensor, name) for tensor in tensors)
 
     def nearest(self, name: str) -> tuple[str, ...]:
         """Real names like one that isn't real."""
@@ -52,12 +57,187 @@ class Names:
         return tensor in self._spelling.published[name]
 
 
-def find_device(told: str, fleet: Fleet) -> str:
+def find_device(text: str, fleet: Fleet) -> str:
     """The name of the fleet's device that a person means: "cuda:1", or "1" alone."""
     try:
-        return Devices(fleet).find(told)
+        return Devices(fleet).find(text)
     except NoDevice:
         raise UsageError(
-            f"{told[:60]!r} is no device of these GPUs",
+            f"{text[:60]!r} is no device of these GPUs",
             hint=f"the devices are {', '.join(fleet.names)}",
         ) from None
+
+
+class Spelling:
+    """All names of an outline, and what each convention calls its modules.
+
+    A name that both know means the model's own.
+    """
+
+    def __init__(self, outline: Outline) -> None:
+        self.outline = outline
+        self.tensors = [tensor for block in outline.blocks for tensor in block.tensors]
+        self.native = {""}
+        for tensor in self.tensors:
+            self.native.update(prefixes(tensor.name))
+
+    @cached_property
+    def renamed(self) -> set[str]:
+        """The native names of what the checkpoint calls otherwise."""
+        return {n for t in self.tensors if t.published for n in prefixes(t.name)} - {""}
+
+    @cached_property
+    def published(self) -> dict[str, set[str]]:
+        """For each name that only the checkpoint knows, the native names of what it holds."""
+        names: dict[str, set[str]] = {}
+        for tensor in self.tensors:
+            for source in tensor.published:
+                for prefix in prefixes(source):
+                    if prefix not in self.native:
+                        names.setdefault(prefix, set()).add(tensor.name)
+        return names
+
+    def is_known(self, name: str) -> bool:
+        """Whether a name is a module's or tensor's."""
+        return name in self.native or name in self.published
+
+    def module(self, name: str, tensors: tuple[NamedTensor, ...], *, published: bool) -> str:
+        """What a module of a block is called; natively where the checkpoint has no name for it."""
+        inside = {tensor.name: tensor for tensor in tensors if is_within(tensor.name, name)}
+        if not published or not all(tensor.published for tensor in inside.values()):
+            return name
+        sources = [source for tensor in inside.values() for source in tensor.published]
+        common = _common(sources) if sources else ""
+        if common in sources and name not in inside:
+            common = common.rpartition(".")[0] if self._is_whole(common, set(inside)) else common
+        # It must hold the same tensors as the module and no others.
+        return common if self.published.get(common) == set(inside) else name
+
+    def _is_whole(self, tensor: str, names: set[str]) -> bool:
+        """Whether the module around a published tensor holds nothing else."""
+        return self.published.get(tensor.rpartition(".")[0]) == names
+
+
+def _common(names: list[str]) -> str:
+    """The longest prefix of all names."""
+    shared = []
+    for parts in zip(*(name.split(".") for name in names), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What a map says of one tensor.
+
+    `devices` are none, one, or several that contradict each other; `missing` names what of it has
+    no entry, `clash` entries in its native and in published names that say different things.
+    """
+
+    devices: tuple[str, ...]
+    missing: tuple[str, ...]
+    clash: tuple[str, ...] = ()
+
+
+class Matcher:
+    """A map's entries by convention; the device of an entry is None where it has none.
+
+    An entry that one convention's longest name gives and one that the other's does may both speak
+    of a tensor. If one of the two names contains the other, the longer decides, as everywhere.
+    """
+
+    def __init__(self, spelling: Spelling, entries: Mapping[str, str | None]) -> None:
+        self._entries = entries
+        self._native = {key for key in entries if key in spelling.native}
+        self._published = {key for key in entries if key in spelling.published}
+
+    def match(self, tensor: NamedTensor) -> Match:
+        """Find what the map says of a tensor under one of its names."""
+        native = longest_prefix(tensor.name, self._native)
+        used: dict[str, None] = {}
+        missing: list[str] = []
+        clash: tuple[str, ...] = ()
+        for source, other in self._by_source(tensor):
+            keys = _stronger(native, other)
+            said = {device for key in keys if (device := self._entries[key]) is not None}
+            clash += keys if len(said) > 1 else ()
+            if not keys:
+                missing.append(source)
+            used.update(dict.fromkeys(keys))
+        devices = dict.fromkeys(self._entries[key] for key in used)
+        return Match(tuple(d for d in devices if d is not None), tuple(missing), clash)
+
+    def _by_source(self, tensor: NamedTensor) -> Iterator[tuple[str, str | None]]:
+        """Each published tensor that makes this one, with the longest entry that contains it."""
+        for source in tensor.published:
+            yield source, longest_prefix(source, self._published)
+        if not tensor.published:
+            yield tensor.name, None
+
+
+def _stronger(native: str | None, other: str | None) -> tuple[str, ...]:
+    """Which of two entries decide: one where one name contains the other."""
+    if native is None or other is None:
+        return tuple(key for key in (native, other) if key is not None)
+    # The other way round can't be: what contains a native name is one.
+    return (other,) if is_within(other, native) else (native, other)
+
+
+# A hostile map may hold a million unknown names.
+_MOST_LOOKED_FOR = 5_000
+
+
+@dataclass(slots=True)
+class Entries:
+    """What the entries of a map say by themselves.
+
+    Real names with their devices are `known`, with None for a device that isn't one; names of
+    nothing `unknown`; `meant` are real names that unknown ones surely mean. What was given as a
+    device and isn't one is `misplaced`, with why not; names that stand twice are `doubled`.
+    """
+
+    known: dict[str, str | None] = field(default_factory=dict)
+    unknown: dict[str, Nearest] = field(default_factory=dict)
+    meant: dict[str, str] = field(default_factory=dict)
+    misplaced: dict[str, str] = field(default_factory=dict)
+    doubled: tuple[str, ...] = ()
+    is_numbered: bool = False
+
+    @classmethod
+    def read(cls, device_map: DeviceMap, spelling: Spelling, devices: Devices) -> Entries:
+        """Look at every entry."""
+        count = Counter(name for name, _ in device_map.entries)
+        read = cls(doubled=tuple(name for name in count if count[name] > 1))
+        finder: Finder | None = None
+        numbered = []
+        for name, value in device_map.entries:
+            device = None
+            try:
+                device = devices.find(value)
+                numbered += [str(value).isdecimal()] if device != "cpu" else []
+            except NoDevice as problem:
+                read.misplaced[name] = f"{shown(str(value))} ({problem})"
+            if spelling.is_known(name):
+                read.known[name] = device
+                continue
+            finder = finder or Finder([*spelling.native, *spelling.published])
+            read._look_up(name, device, finder)
+        read.is_numbered = bool(numbered) and all(numbered)
+        return read
+
+    def _look_up(self, name: str, device: str | None, finder: Finder) -> None:
+        if name not in self.unknown:
+            is_looked_for = len(self.unknown) < _MOST_LOOKED_FOR
+            self.unknown[name] = finder.find(name) if is_looked_for else Nearest()
+        meant = self.unknown[name].meant
+        if meant is not None and device is not None:
+            self.meant.setdefault(meant, device)
+
+    def are_published(self, spelling: Spelling) -> bool:
+        """Whether the map is written in the checkpoint's names, mostly."""
+        nearest = (near.names[0] for near in self.unknown.values() if near.names)
+        names = [*self.known, *nearest]
+        published = sum(name in spelling.published for name in names)
+        return published > sum(name in spelling.renamed for name in names)

@@ -46,19 +46,19 @@ class DeviceMap:
     entries: tuple[tuple[str, object], ...]
 
     @classmethod
-    def of(cls, given: object) -> DeviceMap:
+    def of(cls, value: object) -> DeviceMap:
         """Take a map, or one device for the whole model, as transformers' ``device_map=`` does."""
-        if isinstance(given, DeviceMap):
-            return given
-        if isinstance(given, Mapping):
-            pairs = ((key if isinstance(key, str) else repr(key), given[key]) for key in given)
+        if isinstance(value, DeviceMap):
+            return value
+        if isinstance(value, Mapping):
+            pairs = ((key if isinstance(key, str) else repr(key), value[key]) for key in value)
             return cls(tuple(pairs))
-        if isinstance(given, str) and given.strip().lower() in _AUTOMATIC:
-            raise UsageError(f"{given!r} is no device map", hint=_LEAVE_OUT)
-        if isinstance(given, str) or _whole(given) is not None or _is_torch_device(given):
-            return cls((("", given),))
+        if isinstance(value, str) and value.strip().lower() in _AUTOMATIC:
+            raise UsageError(f"{value!r} is no device map", hint=_LEAVE_OUT)
+        if isinstance(value, str) or _whole(value) is not None or _is_torch_device(value):
+            return cls((("", value),))
         raise UsageError(
-            f"a device map is a mapping from names to devices, not {type(given).__name__}",
+            f"a device map is a mapping from names to devices, not {type(value).__name__}",
             hint='{"": 0} puts the whole model on the first GPU',
         )
 
@@ -117,15 +117,10 @@ class NoDevice(Exception):
 
 
 class Devices:
-    """What a map's devices mean.
+    """What a map's devices mean; without a fleet every device that torch could have will do.
 
     A number N is the device with that number in the fleet, ``cuda:N`` or ``vgpu:N``; "cuda" alone
     is the fleet's only GPU, or its number 0.
-
-    Parameters
-    ----------
-    fleet : Fleet, optional
-        Without one every device that torch could have will do, and numbers mean CUDA's.
     """
 
     def __init__(self, fleet: Fleet | None) -> None:

@@ -7,11 +7,14 @@ hundreds of entries, asks only a few problems.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from itertools import pairwise
 
-_LONGEST_NAME = 200
+from duoka.errors import Faults
+
+_LONGEST_COMPARED = 200
 # Comparing letters takes long; a hostile map must not make it last. Beyond so many comparisons
 # only names with a part more or less are found.
 _MOST_COMPARISONS = 20_000
@@ -31,35 +34,29 @@ class Nearest:
 
 
 class Finder:
-    """Looks for real names.
-
-    Parameters
-    ----------
-    names : iterable of str
-        All real names of modules and tensors.
-    """
+    """Looks for real names of modules and tensors."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._numbered: dict[str, dict[Numbers, str]] = {}
         for name in names:
             pattern, numbers = _pattern(name)
             self._numbered.setdefault(pattern, {}).setdefault(numbers, name)
-        self._found: dict[str, list[tuple[float, str]]] = {}
+        self._similar: dict[str, list[tuple[float, str]]] = {}
         self._ordered: dict[str, list[Numbers]] = {}
         self._comparisons = 0
 
     def find(self, name: str) -> Nearest:
         """Find what a name that isn't real means."""
-        if len(name) > _LONGEST_NAME:
+        if len(name) > _LONGEST_COMPARED:
             return Nearest()
         pattern, numbers = _pattern(name.strip().strip("."))
-        if pattern not in self._found:
-            if len(self._found) >= _MOST_PATTERNS:
+        if pattern not in self._similar:
+            if len(self._similar) >= _MOST_PATTERNS:
                 return Nearest()
-            self._found[pattern] = self._like(pattern)
+            self._similar[pattern] = self._like(pattern)
         near: dict[str, float] = {}
         meant = None
-        for score, other in self._found[pattern]:
+        for score, other in self._similar[pattern]:
             known = self._numbered[other]
             if meant is None and not near and score >= _ALMOST:
                 meant = known.get(numbers)
@@ -113,3 +110,83 @@ def _is_within(short: list[str], long: list[str]) -> bool:
     """Whether the parts of one stand in the other in the same order."""
     rest = iter(long)
     return all(part in rest for part in short)
+
+
+_LONGEST_NAME = 120
+_MOST_RUNS = 60
+
+
+def shorten(names: Iterable[str]) -> str:
+    """Write names with those that differ in one number as a run.
+
+    Examples
+    --------
+    >>> shorten(["embed", "layers.0.norm", "layers.1.norm", "layers.2.norm", "layers.7.norm"])
+    'embed, layers.0-2,7.norm'
+    """
+    return listed(runs(names))
+
+
+def runs(names: Iterable[str]) -> list[str]:
+    """The same as a list."""
+    numbers_of: dict[tuple[str, str | None], list[int]] = {}
+    for name in names:
+        head, number, tail = _parted(name)
+        if number is None:
+            numbers_of[name, None] = []
+        else:
+            numbers_of.setdefault((head, tail), []).append(number)
+    return [
+        shown(head) if tail is None else shown(f"{head}{_ranges(numbers)}{tail}")
+        for (head, tail), numbers in numbers_of.items()
+    ]
+
+
+def arrows(pairs: Mapping[str, str]) -> Iterator[str]:
+    """Write what each name becomes, runs beside runs; a name that becomes nothing stands alone."""
+    groups: dict[tuple[str, ...], tuple[list[str], list[str]]] = {}
+    for old, new in pairs.items():
+        before, after = _parted(old), _parted(new)
+        key = (before[0], before[2], after[0], after[2]) if before[1] == after[1] else (old, new)
+        group = groups.setdefault(key, ([], []))
+        group[0].append(old)
+        group[1].append(new)
+    for olds, news in groups.values():
+        left = shorten(olds)
+        yield f"{left} → {shorten(news)}" if any(news) else left
+
+
+def meant(faults: Faults) -> list[str]:
+    """Write the names of nothing, each with the nearest real one if there is one."""
+    nearest = {name: [*faults.nearest.get(name, ()), ""][0] for name in faults.unknown}
+    return list(arrows(nearest))
+
+
+def listed(texts: list[str], between: str = ", ") -> str:
+    """Join texts; of very many only the first, and how many more there are."""
+    more = [f"and {len(texts) - _MOST_RUNS} more"] if len(texts) > _MOST_RUNS else []
+    return between.join([*texts[:_MOST_RUNS], *more])
+
+
+def shown(name: str) -> str:
+    """A name that is safe to print: what was given may hold anything."""
+    safe = name if name.isprintable() and name == name.strip() and name else ascii(name)
+    return safe if len(safe) <= _LONGEST_NAME else safe[: _LONGEST_NAME - 1] + "…"
+
+
+def _parted(name: str) -> tuple[str, int | None, str]:
+    """What stands before the first number in a name, that number, and what stands behind it."""
+    parts = name.split(".")
+    for place, part in enumerate(parts):
+        # Written in another way than numbers are ("007"), it is no part of a run.
+        if part.isascii() and part.isdecimal() and len(part) < 10 and str(int(part)) == part:
+            head, tail = ".".join(parts[:place]), ".".join(parts[place + 1 :])
+            return f"{head}." if place else "", int(part), f".{tail}" if tail else ""
+    return name, None, ""
+
+
+def _ranges(numbers: list[int]) -> str:
+    ordered = sorted(set(numbers))
+    breaks = [i for i, (a, b) in enumerate(pairwise(ordered), start=1) if b != a + 1]
+    groups = [ordered[i:j] for i, j in pairwise([0, *breaks, len(ordered)])]
+    return ",".join(f"{g[0]}-{g[-1]}" if len(g) > 1 else str(g[0]) for g in groups)

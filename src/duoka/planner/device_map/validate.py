@@ -6,15 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from duoka.base.text import is_within
 from duoka.errors import Faults, PlacementError
 from duoka.forecast.tensor_names import NamedTensor, Outline, OutlineBlock
 from duoka.hardware.fleet import Fleet
 
-from .entries import Entries
-from .matching import Match, Matcher
+from .names import Entries, Match, Matcher, Spelling
 from .read import DeviceMap, Devices
-from .spelling import Spelling, is_within
-from .wording import listed, meant, runs, shorten, shown
+from .suggest import listed, meant, runs, shorten, shown
 
 _HINT = (
     "`duoka plan --device-map … --save-device-map FILE` writes the completed map; in Python it is "
@@ -26,15 +25,7 @@ Placed = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What a good map says: a device for every module, and what a person should know of it.
-
-    Parameters
-    ----------
-    placed : tuple of (str, str)
-        Native names of the blocks' modules and devices, in execution order.
-    notes : tuple of str
-        What goes elsewhere than the map says, in sentences.
-    """
+    """What a good map says: modules with devices, in execution order, and what goes elsewhere."""
 
     placed: Placed
     notes: tuple[str, ...] = ()
@@ -73,10 +64,10 @@ class _Part:
 
     def following(self) -> Iterator[tuple[str, str]]:
         """Buffers that go elsewhere than the map says, and where it says."""
-        (here,) = self.devices()
+        (target,) = self.devices()
         for tensor in self.tensors:
             for device in self.matches[tensor.name].devices:
-                if device != here:
+                if device != target:
                     yield tensor.name, device
 
     def heaviest(self) -> str | None:
@@ -132,12 +123,12 @@ class _Judge:
     def _matches(self, matcher: Matcher, tensors: Sequence[NamedTensor]) -> dict[str, Match]:
         """What the map says of tensors; a name that it lacks has the device of its tie."""
         matches = {tensor.name: matcher.match(tensor) for tensor in tensors}
-        given = {
+        known = {
             tensor.tied_to or tensor.name for tensor in tensors if not matches[tensor.name].missing
         }
         return {
             tensor.name: replace(matches[tensor.name], missing=())
-            if (tensor.tied_to or tensor.name) in given
+            if (tensor.tied_to or tensor.name) in known
             else matches[tensor.name]
             for tensor in tensors
         }
@@ -178,11 +169,11 @@ class _Judge:
 
     def _followed(self, part: _Part) -> Iterator[str]:
         """What follows the parameters of its block, in a sentence for each device."""
-        held = {t.name.rpartition(".")[0] for t in part.tensors if not t.is_buffer}
+        owners = {t.name.rpartition(".")[0] for t in part.tensors if not t.is_buffer}
         away: dict[str, dict[str, None]] = {}
         for name, device in part.following():
             owner = name.rpartition(".")[0]
-            away.setdefault(device, {})[name if owner in held else owner] = None
+            away.setdefault(device, {})[name if owner in owners else owner] = None
         for device, names in away.items():
             goes, it, hold = ("goes", "it", "holds") if len(names) == 1 else ("go", "they", "hold")
             with_what = next(t.name.rpartition(".")[0] for t in part.tensors if not t.is_buffer)
@@ -195,8 +186,8 @@ class _Judge:
 
     def _completed(self) -> dict[str, int | str]:
         """What could be kept, what was meant, and for the rest the device of its neighbours."""
-        kept = {name: device for name, device in self.entries.known.items() if device}
-        parts = self._parts({**self.entries.meant, **kept})
+        usable = {name: device for name, device in self.entries.known.items() if device}
+        parts = self._parts({**self.entries.meant, **usable})
         chosen = {part: part.heaviest() for part in parts}
         part_of = {id(block): part for part in parts for block in part.blocks}
         blocks = [block for block in self.outline.blocks if block.modules]
@@ -223,19 +214,19 @@ class _Judge:
             ("cuts what must stay whole", listed(list(self._cuts(parts)))),
             ("names devices that can't be used", listed(self._no_devices(), "; ")),
         ]
-        told = "\n".join(f"  it {what}: {names}" for what, names in lines if names)
-        return f"the device map doesn't place {self.outline.model}:\n{told}"
+        faulty = "\n".join(f"  it {what}: {names}" for what, names in lines if names)
+        return f"the device map doesn't place {self.outline.model}:\n{faulty}"
 
     def _missing_modules(self, parts: Sequence[_Part]) -> Iterator[str]:
         """What is missing, with one name for a module of which all is."""
         pairs = ((part, block) for part in parts for block in part.blocks)
         for part, block in pairs:
             for module, called in zip(block.modules, self._modules([block]), strict=True):
-                held = [tensor for tensor in block.tensors if is_within(tensor.name, module)]
-                if all(part.matches[tensor.name].missing for tensor in held):
+                tensors = [tensor for tensor in block.tensors if is_within(tensor.name, module)]
+                if all(part.matches[tensor.name].missing for tensor in tensors):
                     yield called
                 else:
-                    yield from self._missing(part, held)
+                    yield from self._missing(part, tensors)
 
     def _cuts(self, parts: Sequence[_Part]) -> Iterator[str]:
         cut: dict[tuple[bool, tuple[str, ...]], list[str]] = {}
@@ -251,7 +242,7 @@ class _Judge:
         at: dict[str, list[str]] = {}
         for name, problem in self.entries.misplaced.items():
             at.setdefault(problem, []).append(name)
-        told = [f"{problem} for {listed(runs(names))}" for problem, names in at.items()]
-        if told and self.devices.names:
-            told.append(f"the fleet is {', '.join(self.devices.names)}")
-        return told
+        lines = [f"{problem} for {listed(runs(names))}" for problem, names in at.items()]
+        if lines and self.devices.names:
+            lines.append(f"the fleet is {', '.join(self.devices.names)}")
+        return lines

@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from duoka.base.units import format_bytes, format_count
+from duoka.base.units import format_bytes, format_count, unit_for
 from duoka.errors import Faults
 from duoka.planner.device_map import meant, runs
 
@@ -336,7 +336,7 @@ class _Memory:
                 yield _set_by(peak)
 
     def _table(self) -> Iterator[RenderableType]:
-        unit, divisor = _unit(max(peak.allocated_bytes for peak in self._memory))
+        unit, divisor = unit_for(max(peak.allocated_bytes for peak in self._memory))
         kinds = list(dict.fromkeys(kind for peak in self._memory for kind in peak.kinds))
         kinds = [kind for kind in kinds if any(peak.kinds.get(kind) for peak in self._memory)]
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
@@ -357,11 +357,6 @@ class _Memory:
             table.add_row(peak.device, *cells, style=style)
         yield Text.assemble(("memory at its peak", "bold"), f", in {unit}")
         yield table
-
-
-def _unit(largest_bytes: int) -> tuple[str, int]:
-    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
-    return next((unit for unit in units.items() if largest_bytes >= unit[1]), ("KiB", 2**10))
 
 
 def _list_peak(peak: PeakMemory) -> Text:

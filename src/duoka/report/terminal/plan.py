@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from duoka.base.units import format_bytes, format_count
+from duoka.base.units import format_bytes, format_count, unit_for
 from duoka.forecast.latency import Seconds
 from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.workload import Training, Workload
@@ -25,7 +25,6 @@ from .words import name_modules
 
 _TABLE_COLUMNS = 72  # with fewer there is a list instead
 _WIDEST_BAR = 60
-_GIB, _MIB = 2**30, 2**20
 _CHOSEN = {"given": "as given", "balance": "balanced", "order": "filled in order"}
 _SPEEDS = ("memory_bytes_per_second", "flops_per_second")
 
@@ -237,7 +236,7 @@ def _modules(plan: Plan, device: str) -> str:
 
 def _unit(plan: Plan) -> tuple[str, int]:
     largest = max(device.budget_bytes for device in plan.forecast.devices)
-    return ("GiB", _GIB) if largest >= _GIB else ("MiB", _MIB)
+    return unit_for(largest)
 
 
 def title(plan: Plan) -> tuple[str, str]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from duoka.base.text import containing
 from duoka.planner.placement import Placement
 
 from .movers import MOVER, Enter, Frames, Leave, Mover, moving_class, plain_class, settle_class
@@ -71,20 +72,14 @@ def _containers(
     Its own code may combine an argument with what comes out of that part (a residual around a
     layer whose parts are entries). The model itself leaves its arguments where they are.
     """
-    containers = {owner for entry, _ in placement.entries for owner in _owners(entry)}
+    containers = {owner for entry, _ in placement.entries for owner in containing(entry)}
     first: dict[str, torch.device] = {}
     for name, device in devices.items():  # in the order of execution
-        for owner in _owners(name):
+        for owner in containing(name):
             first.setdefault(owner, device)
     for name, module in model.named_modules():
         if name in containers and is_callable(module):
             yield module, first[name]
-
-
-def _owners(name: str) -> Iterator[str]:
-    """The modules that contain a module or parameter, but for the model itself."""
-    while name := name.rpartition(".")[0]:
-        yield name
 
 
 def _entry_modules(model: nn.Module, placement: Placement) -> Iterator[tuple[str, nn.Module]]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from duoka.base.text import longest_prefix
 from duoka.errors import Faults, ModelError, PlacementError
 from duoka.models.quantization import empty_weight, is_composed, moved
 from duoka.planner.placement import Placement
@@ -46,9 +47,9 @@ def devices_by_name(model: nn.Module, placement: Placement) -> dict[str, torch.d
 
 def _rank(ranks: Mapping[str, int], name: str) -> int:
     """The place of the entry that a name belongs to: the longest one that contains it."""
-    while name not in ranks:
-        name = name.rpartition(".")[0]
-    return ranks[name]
+    entry = longest_prefix(name, ranks)
+    assert entry is not None, "the placement is complete"
+    return ranks[entry]
 
 
 def _refuse_split(tensors: Mapping[str, Tensor], devices: Mapping[str, torch.device]) -> None:

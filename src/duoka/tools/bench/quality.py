@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from duoka.api.load import load
-from duoka.api.plan import plan_checkpoint
+from duoka.api.plan import plan as make_plan
 from duoka.base.files import read_text, why
 from duoka.base.text import choose
 from duoka.checkpoint.checkpoint import Checkpoint
@@ -156,7 +156,7 @@ def measure_quality(
             cache=kind,
         )
         progress(f"{_called(form)}: planning and loading")
-        plan = plan_checkpoint(checkpoint, replace(question, workload=work))
+        plan = make_plan(checkpoint, question.fleet, work)
         model = load(plan, trust_remote_code=checkpoint.trust_remote_code)
         progress(f"{_called(form)}: reading the text")
         perplexity = _perplexity(model, prefix, ids, windows, kind)
