@@ -28,6 +28,7 @@ SIZES = ("--context", "96", "--new-tokens", "32")
 TINY = {
     **CONFIG,
     "hidden_size": 64,
+    "padded_vocab_size": 1536,
     "ffn_hidden_size": 96,
     "num_layers": 3,
     "num_attention_heads": 4,

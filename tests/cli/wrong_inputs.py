@@ -26,7 +26,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "errors.md"
 HEAD = "| command | exit code | message | hint |\n|---|---|---|---|\n"
 _CELLS = re.compile(r"\| `(.+?)` \| (\d+) \| (.*) \| (.*) \|")
 TINY = {"hidden_size": 64, "ffn_hidden_size": 96, "num_layers": 3}
-TINY |= {"num_attention_heads": 4, "kv_channels": 16}
+TINY |= {"num_attention_heads": 4, "kv_channels": 16, "padded_vocab_size": 1536}
 
 
 @dataclass(frozen=True, slots=True)
