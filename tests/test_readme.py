@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import typer
+from progress import without_progress
 
 import duoka
 from duoka import errors
@@ -116,13 +117,13 @@ def outcome(command: Command) -> tuple[int, str]:
     own = _OWN.fullmatch(command.arguments[-1])
     if own is None or command.arguments[0] != "bash":
         done = subprocess.run(command.arguments, capture_output=True, text=True, check=False)
-        return done.returncode, done.stdout + done.stderr
+        return done.returncode, done.stdout + without_progress(done.stderr)
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
         code = run(shlex.split(own[1]))
         if own[2] and code:
             sys.stdout.write(f"exit code {code}\n")
             code = 0
-    return code, out.getvalue() + err.getvalue()
+    return code, out.getvalue() + without_progress(err.getvalue())
 
 
 # The other README shows the same commands and outputs, which is tested below.

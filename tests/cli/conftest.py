@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -35,19 +34,7 @@ TINY = {
     "kv_channels": 16,
 }
 
-PROGRESS = re.compile(
-    r"^(reading the checkpoint|importing torch|planning|looking for what would fit instead"
-    r"|tracing \S+ \(once; the next plan takes a second\)|running the model on virtual GPUs"
-    r"|proving the plan on virtual GPUs|reading the weights|repairing, and proving it)\n",
-    re.MULTILINE,
-)
-
 Program = Callable[..., subprocess.CompletedProcess[str]]
-
-
-def without_progress(stderr: str) -> str:
-    """What stands on the standard error beside what is being done."""
-    return PROGRESS.sub("", stderr)
 
 
 @pytest.fixture(scope="session")

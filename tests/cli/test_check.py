@@ -13,12 +13,13 @@ import jsonschema
 import pytest
 import yaml
 from PIL import Image
+from progress import without_progress
 
 import duoka
 from duoka.errors import MachineError
 from duoka.report.check_report import Report
 
-from .conftest import GPUS, SIZES, Program, without_progress
+from .conftest import GPUS, SIZES, Program
 
 CONFIGURATION = """\
 from transformers import PretrainedConfig

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from progress import without_progress
 
 import duoka
 
-from .conftest import SIZES, Program, without_progress
+from .conftest import SIZES, Program
 
 FLEET = ("--gpus", "virtual:3x64MiB")
 WORDS = "transformer.embedding.word_embeddings"

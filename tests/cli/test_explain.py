@@ -7,11 +7,12 @@ import shlex
 from pathlib import Path
 
 import pytest
+from progress import without_progress
 
 from duoka import Plan
 from duoka.planner.command_line import command
 
-from .conftest import GPUS, SIZES, Program, without_progress
+from .conftest import GPUS, SIZES, Program
 
 
 def test_a_plan_is_explained(tiny: Path, program: Program, tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from progress import without_progress
 
-from .conftest import GPUS, PROGRAM, SIZES, Program, without_progress
+from .conftest import GPUS, PROGRAM, SIZES, Program
 
 
 def test_only_the_answer_goes_to_the_standard_output(

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from progress import without_progress
 from recordings import replay
 
 import duoka
 
-from .conftest import SIZES, Program, without_progress
+from .conftest import SIZES, Program
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,11 @@ import hub_server
 import huggingface_hub
 import pytest
 from hub_server import COMMIT, HubServer, Repo
+from progress import without_progress
 
 from duoka import Plan
 
-from .conftest import GPUS, PROGRAM, SIZES, Program, without_progress
+from .conftest import GPUS, PROGRAM, SIZES, Program
 
 NAME = "org/tiny"
 

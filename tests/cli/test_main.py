@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from progress import without_progress
 
 from duoka import __version__, errors
 from duoka.cli.main import run
 
-from .conftest import GPUS, PROGRAM, SIZES, Program, without_progress
+from .conftest import GPUS, PROGRAM, SIZES, Program
 
 COMMANDS = ("plan", "check", "generate", "chat", "demo")
 

@@ -4,9 +4,11 @@ import json
 import shutil
 from pathlib import Path
 
+from progress import without_progress
+
 import duoka
 
-from .conftest import GPUS, SIZES, Program, without_progress
+from .conftest import GPUS, SIZES, Program
 
 
 def test_a_plan_is_shown(tiny: Path, program: Program) -> None:

@@ -11,10 +11,11 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from progress import without_progress
 
 from duoka.cli.main import run
 
-from .conftest import GPUS, MAIN, PROGRAM, SIZES, without_progress
+from .conftest import GPUS, MAIN, PROGRAM, SIZES
 
 pytestmark = pytest.mark.process
 

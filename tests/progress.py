@@ -1,0 +1,17 @@
+"""What commands say of their progress, which no answer depends on."""
+
+from __future__ import annotations
+
+import re
+
+PROGRESS = re.compile(
+    r"^(reading the checkpoint|importing torch|planning|looking for what would fit instead"
+    r"|tracing \S+ \(once; the next plan takes a second\)|running the model on virtual GPUs"
+    r"|proving the plan on virtual GPUs|reading the weights|repairing, and proving it)\n",
+    re.MULTILINE,
+)
+
+
+def without_progress(stderr: str) -> str:
+    """What stands on the standard error beside what is being done."""
+    return PROGRESS.sub("", stderr)
