@@ -162,7 +162,7 @@ class WayOut:
     free_bytes: int
 
     @property
-    def told(self) -> str:
+    def sentence(self) -> str:
         """The text, and how to ask for it."""
         said = [" ".join(self.options)] if self.options else []
         said += [f"without {' '.join(self.without)}"] if self.without else []
@@ -192,8 +192,8 @@ class InfeasibleError(DuokaError):
         shortfall_bytes: int = 0,
         ways_out: Sequence[WayOut] = (),
     ) -> None:
-        told = "; or ".join(way.told for way in ways_out)
-        super().__init__(message, hint=told or hint)
+        ways = "; or ".join(way.sentence for way in ways_out)
+        super().__init__(message, hint=ways or hint)
         self.shortfall_bytes = shortfall_bytes
         self.ways_out = tuple(ways_out)
 

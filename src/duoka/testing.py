@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 from torch import nn
 
@@ -16,15 +16,6 @@ from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
 from duoka.report.terminal import plain, render_report
 
-_STAGES = (2, 3)
-
-
-class Choices(TypedDict, total=False):
-    """The further keyword arguments of `assert_device_safe`."""
-
-    devices: int | Sequence[int]
-    memory: int | str | None
-
 
 def assert_device_safe(
     model: nn.Module,
@@ -33,7 +24,8 @@ def assert_device_safe(
     inputs: Inputs | None = None,
     workload: Workload | None = None,
     train: bool = False,
-    **choices: Unpack[Choices],
+    devices: int | Sequence[int] = (2, 3),
+    memory: int | str | None = None,
 ) -> None:
     """Assert that a model's own code runs on several devices.
 
@@ -75,15 +67,11 @@ def assert_device_safe(
     >>> assert_device_safe(layers, inputs=(__import__("torch").zeros(1, 4),))
     """
     __tracebackhide__ = True
-    unknown = choices.keys() - Choices.__annotations__.keys()
-    if unknown:
-        raise TypeError(f"assert_device_safe() has no argument {', '.join(sorted(unknown))}")
-    memory = choices.get("memory")
-    for split, told in _placements(model, placement, choices.get("devices", _STAGES)):
+    for split, trial in _placements(model, placement, devices):
         fleet = None if memory is None or isinstance(split, Plan) else _fleet(split, memory)
         report = check(model, split, inputs, workload, train, fleet=fleet)
         if not report.ok:
-            raise AssertionError(f"{told}\n\n{plain(render_report(report))}")
+            raise AssertionError(f"{trial}\n\n{plain(render_report(report))}")
 
 
 def _placements(
@@ -94,14 +82,14 @@ def _placements(
         yield placement, "the model doesn't run on this placement"
         return
     numbers = [devices] if isinstance(devices, int) else devices
-    found = [(number, split) for number in numbers for split in splits(model, number)]
-    if not found:
+    trials = [(number, split) for number in numbers for split in splits(model, number)]
+    if not trials:
         raise UsageError(
             f"{type(model).__name__} has too few parts for "
             f"{' or '.join(str(number) for number in numbers)} stages",
             hint="give a placement: assert_device_safe(model, {'encoder': 0, 'head': 1}, …)",
         )
-    for number, split in found:
+    for number, split in trials:
         yield split, f"the model doesn't run on {number} devices, split as {_shown(split)}"
 
 
@@ -119,7 +107,7 @@ def _fleet(placement: Any, memory: int | str) -> Fleet:
         devices = [device for _, device in placement.entries]
     else:
         devices = [str(device) for device in dict(placement).values()]
-    numbers = [int(number) for each in devices if (number := each.rpartition(":")[2]).isdecimal()]
-    kind = "virtual:" if any(each.startswith("vgpu") for each in devices) else ""
+    numbers = [int(number) for name in devices if (number := name.rpartition(":")[2]).isdecimal()]
+    kind = "virtual:" if any(name.startswith("vgpu") for name in devices) else ""
     size = f"{memory}B" if isinstance(memory, int) else memory
     return Fleet.parse(f"{kind}{max(numbers, default=0) + 1}x{size}")

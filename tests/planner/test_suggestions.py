@@ -93,7 +93,7 @@ def test_every_way_works_as_it_is_told(gpus: str) -> None:
     assert "gpu" in kinds(error)
     for way in error.ways_out:
         assert matches(way, solve(LAYERS, follow(way, problem))), way
-    assert error.hint == "; or ".join(way.told for way in error.ways_out)
+    assert error.hint == "; or ".join(way.sentence for way in error.ways_out)
 
 
 def test_fewer_tokens_and_smaller_batches_go_as_far_as_they_can() -> None:
@@ -194,7 +194,7 @@ def test_a_way_for_a_map_and_one_without() -> None:
     assert kinds(error) == ["map"]
     (own,) = error.ways_out
     assert own.without == ("--device-map",)
-    assert own.told.endswith("(without --device-map)")
+    assert own.sentence.endswith("(without --device-map)")
     for way in error.ways_out:
         assert matches(way, answer(LAYERS, follow(way, problem)))
 

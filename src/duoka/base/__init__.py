@@ -3,5 +3,6 @@
 - `units`: "24GiB" ↔ bytes
 - `files`: regular files read within limits, written whole or not at all; the cache's directory
 - `serialization`: frozen dataclasses ↔ JSON, typed and strict
+- `progress`: what a long call is doing, said to whoever shows it
 - `text`: texts that others wrote, made harmless to show; choices among a few names
 """

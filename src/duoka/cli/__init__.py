@@ -1,7 +1,13 @@
 """The command line: parse, call duoka's public functions, print.
 
-One file per command. The answer goes to the standard output, everything else to the standard
-error. What needs torch is imported inside the commands, so that ``--help`` starts at once.
+The answer goes to the standard output, everything else to the standard error. What needs torch is
+imported inside the commands, so that ``--help`` starts at once.
+
+- `main`: the program and its commands; `signals`, `errors`, `machine`: what ends it early
+- `plan`, `check`, `generate`, `chat`, `compare`, `bench`, `demo`: a command each
+- `options`, `training_options`, `groups`: the options that commands share
+- `planning`: from options to a plan; `replicas`, `suggestions`: several plans, other ways
+- `terminal`: what is printed and written
 """
 
 import signal

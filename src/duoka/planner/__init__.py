@@ -1,1 +1,15 @@
-"""Planner: a fleet, a profile and a workload become the best plan, or what would fit instead."""
+"""Planner: a request and a profile become the best plan, or what would fit instead.
+
+- `request`, `constraints`, `limits`: what was asked, what it demands, and what that means for one
+  model and one fleet
+- `resolve`: a request to its plan, by one of its `modes`: the best (`planner`), the largest
+  (`max_workload`), or that of a map (`from_device_map`)
+- `search`: the exact optimum over cuts and devices
+- `offload`: the weights that may stay in the host's memory
+- `suggestions`, `gpu_upgrades`: what would fit where nothing does
+- `replicas`: several copies of a model on one fleet
+- `placement`, `plan`: module → device; the plan as one file
+- `device_map`: maps that people write
+- `reasons`, `explain`, `compare`: why a plan is as it is, and two side by side
+- `command_line`: the command that asks for a plan again
+"""

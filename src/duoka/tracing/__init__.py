@@ -1,4 +1,14 @@
-"""Tracing: a model, run without data on one virtual GPU, becomes a profile."""
+"""Tracing: a model, run without data on one virtual GPU, becomes a profile.
+
+- `get_profile`: from the cache, or traced and kept there
+- `trace`, `trace_training`: a model → its profile, for inference and for training
+- `blocks`, `device_moves`: what must stay whole, and where model code moves tensors by itself
+- `probe_sizes`: the steps that are recorded
+- `record`, `record_returns`, `record_training`: what one step allocates, frees and passes on
+- `op_costs`: what one operator computes, reads and writes
+- `fit`: recordings at several sizes → rules
+- `names`: a model's tensors under their own names and their checkpoint's
+"""
 
 from .trace import Irregular, Subject, trace, trace_call, trace_workload
 from .trace_training import profile_training

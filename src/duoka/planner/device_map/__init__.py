@@ -1,9 +1,14 @@
-"""Maps by hand: a `device_map` as people write it, judged against a model's outline.
+"""Device maps by hand: a `device_map` as people write it, held against a model's tensors.
 
 A map names modules or tensors by the model's own names, by those of its published checkpoint, or
 by both, and gives each a device. It becomes one device for every block, or an error that lists
 everything that is missing, unknown, doubled and split, with the nearest real names and a completed
 map. Nothing here needs the model, its weights or torch, nor knows what a device can hold.
+
+- `read`: a map as it is given: a dict, one device, or a file
+- `names`: the modules, tensors and devices that a text names
+- `validate`: one device for every block, or everything that is wrong at once
+- `suggest`: the real names that an unknown one probably means
 """
 
 from .names import Names, find_device
