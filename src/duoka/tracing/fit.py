@@ -1,4 +1,8 @@
-"""Fitting: tapes recorded at several sizes become one tape with rules."""
+"""Fitting: tapes recorded at several sizes become one tape with rules.
+
+A rule is a polynomial that meets every recorded number exactly, found over fractions: floating
+point would leave a byte open. Only work (FLOPs, traffic) may be met nearly.
+"""
 
 from __future__ import annotations
 

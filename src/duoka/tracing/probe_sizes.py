@@ -1,4 +1,7 @@
-"""Runs: which steps are recorded to make rules from."""
+"""Probe sizes: which steps are recorded to make rules from.
+
+They cover each phase at more sizes than a rule has coefficients. What a step does is unknown here.
+"""
 
 from __future__ import annotations
 

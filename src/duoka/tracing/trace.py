@@ -1,4 +1,7 @@
-"""From a model to its profile."""
+"""From a model to its profile: rules from recorded steps, or the steps of one workload.
+
+A model is whole on one virtual GPU. Nothing is known here of several, nor of budgets.
+"""
 
 from __future__ import annotations
 
