@@ -42,7 +42,9 @@ def test_a_fused_tensor_is_the_source_of_three() -> None:
         fused = "transformer.encoder.layers.2.self_attention.query_key_value.weight"
         assert tensor.published == (fused,)
     assert found["lm_head.weight"].published == ("transformer.output_layer.weight",)
-    assert found["lm_head.weight"].num_bytes == CONFIG["padded_vocab_size"] * CONFIG["hidden_size"] * 2
+    assert (
+        found["lm_head.weight"].num_bytes == CONFIG["padded_vocab_size"] * CONFIG["hidden_size"] * 2
+    )
 
 
 @pytest.mark.parametrize("has_index", [False, True])
