@@ -27,14 +27,7 @@ def say_import(library: str) -> None:
 
 @contextmanager
 def heard_by(listener: Listener) -> Iterator[None]:
-    """A scope in which what is said is passed to a listener.
-
-    Examples
-    --------
-    >>> with heard_by(print):
-    ...     say("planning")
-    planning
-    """
+    """A scope in which what is said is passed to a listener."""
     token = _listener.set(listener)
     try:
         yield

@@ -34,14 +34,7 @@ class _Mismatch(Exception):
 
 
 def to_dict(value: object) -> Any:
-    """Turn a dataclass, and all that it holds, into what `json.dumps` takes.
-
-    Examples
-    --------
-    >>> from duoka.forecast.workload import Workload
-    >>> to_dict(Workload(batch=4))["batch"]
-    4
-    """
+    """Turn a dataclass, and all that it holds, into what `json.dumps` takes."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_dict(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -55,14 +48,7 @@ def to_dict(value: object) -> Any:
 
 
 def from_dict(cls: type[T], data: object) -> T:
-    """Build a dataclass from its JSON form.
-
-    Examples
-    --------
-    >>> from duoka.forecast.workload import Workload
-    >>> from_dict(Workload, to_dict(Workload(batch=4))) == Workload(batch=4)
-    True
-    """
+    """Build a dataclass from its JSON form."""
     try:
         return typing.cast(T, _reader(typing.cast(Any, cls))(data))
     except _Mismatch as mismatch:

@@ -17,13 +17,7 @@ Name = TypeVar("Name", bound=str)
 
 
 def printable(text: str) -> str:
-    r"""Spell out what a terminal would obey instead of showing.
-
-    Examples
-    --------
-    >>> printable("red: \x1b[31m")
-    'red: \\x1b[31m'
-    """
+    r"""Spell out what a terminal would obey instead of showing."""
     if text.isprintable():
         return text
     return "".join(map(_spelled, text))
@@ -36,13 +30,7 @@ def _spelled(character: str) -> str:
 
 
 def choose(what: str, text: str, known: Sequence[Name]) -> Name:
-    """Return the name that a text is.
-
-    Examples
-    --------
-    >>> choose("colour", "red", ("green", "red"))
-    'red'
-    """
+    """Return the name that a text is."""
     for name in known:
         if name == text:
             return name
@@ -58,13 +46,7 @@ def prefixes(name: str) -> Iterator[str]:
 
 
 def longest_prefix(name: str, names: Container[str]) -> str | None:
-    """The longest of some names that is a dotted name or contains it; None where none does.
-
-    Examples
-    --------
-    >>> longest_prefix("layers.0.norm", {"", "layers.0", "layers.1"})
-    'layers.0'
-    """
+    """The longest of some names that is a dotted name or contains it; None where none does."""
     return next((prefix for prefix in prefixes(name) if prefix in names), None)
 
 

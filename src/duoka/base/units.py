@@ -21,15 +21,7 @@ _SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_bytes(text: str) -> int:
-    """Read a size: a number and a unit, in powers of 1024 (``GiB``) or of 1000 (``GB``).
-
-    Examples
-    --------
-    >>> parse_bytes("24GiB")
-    25769803776
-    >>> parse_bytes("1.5 MiB")
-    1572864
-    """
+    """Read a size: a number and a unit, in powers of 1024 (``GiB``) or of 1000 (``GB``)."""
     match = _SIZE.fullmatch(text)
     unit = match.group(2).upper() if match else ""
     if match is None or unit not in _UNIT_BYTES:
@@ -43,13 +35,7 @@ def parse_bytes(text: str) -> int:
 
 
 def exact_bytes(num_bytes: int) -> str:
-    """Write a size so that `parse_bytes` reads it as the same number.
-
-    Examples
-    --------
-    >>> exact_bytes(24 * 2**30), exact_bytes(1537)
-    ('24GiB', '1537B')
-    """
+    """Write a size so that `parse_bytes` reads it as the same number."""
     for unit in ("GiB", "MiB", "KiB"):
         count, rest = divmod(num_bytes, _UNIT_BYTES[unit.upper()])
         if not rest:
@@ -58,26 +44,12 @@ def exact_bytes(num_bytes: int) -> str:
 
 
 def format_count(number: int, noun: str) -> str:
-    """Write how many of something there are.
-
-    Examples
-    --------
-    >>> format_count(1, "device")
-    '1 device'
-    >>> format_count(2, "device")
-    '2 devices'
-    """
+    """Write how many of something there are."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def unit_for(largest_bytes: int) -> tuple[str, int]:
-    """The unit of a table of sizes, and its bytes.
-
-    Examples
-    --------
-    >>> unit_for(24 * 2**30), unit_for(100)
-    (('GiB', 1073741824), ('KiB', 1024))
-    """
+    """The unit of a table of sizes, and its bytes."""
     for unit in ("GiB", "MiB"):
         if largest_bytes >= _UNIT_BYTES[unit.upper()]:
             return unit, _UNIT_BYTES[unit.upper()]
@@ -85,15 +57,7 @@ def unit_for(largest_bytes: int) -> tuple[str, int]:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Write a size for people, in powers of 1024.
-
-    Examples
-    --------
-    >>> format_bytes(25769803776)
-    '24.00 GiB'
-    >>> format_bytes(-1572864)
-    '-1.50 MiB'
-    """
+    """Write a size for people, in powers of 1024."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:

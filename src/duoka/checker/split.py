@@ -23,11 +23,6 @@ def splits(model: nn.Module, num_stages: int) -> list[Split]:
     an `nn.Sequential`, counts as its elements. As long as the largest part holds more than its
     share of the bytes, its own children take its place; but an element of a list, such as a
     decoder layer, stays whole. Parts that share a tensor are in one stage.
-
-    Examples
-    --------
-    >>> splits(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), 2)
-    [{'0': 0, '1': 1, '2': 1}]
     """
     parts = _parts(model, num_stages)
     if len(parts) < num_stages:

@@ -338,13 +338,7 @@ _PARTS = ("config.json", "the names, shapes, types or files of its tensors", "it
 
 
 def differences(one: str, other: str) -> tuple[str, ...]:
-    """What two checkpoints differ in, by their fingerprints; all of it if one is no checkpoint's.
-
-    Examples
-    --------
-    >>> differences("1-2-3", "1-5-3")
-    ('the names, shapes, types or files of its tensors',)
-    """
+    """What two checkpoints differ in by their fingerprints; all of it if one is no checkpoint's."""
     pairs = list(zip(one.split("-"), other.split("-"), strict=False))
     if len(pairs) != len(_PARTS):
         return _PARTS

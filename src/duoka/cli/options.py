@@ -241,13 +241,7 @@ def parse_pixels(text: str) -> tuple[int, int] | None:
 
 
 def picture_size(text: str) -> tuple[int, int]:
-    """Width and height in pixels of a picture, which is named by its size or as a file.
-
-    Examples
-    --------
-    >>> picture_size("1120x560")
-    (1120, 560)
-    """
+    """Width and height in pixels of a picture, which is named by its size or as a file."""
     width, height = parse_pixels(text) or _size_of(Path(text))
     if max(width, height) > _LONGEST_PIXELS or width * height > _MOST_PIXELS:
         raise UsageError(

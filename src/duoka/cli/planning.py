@@ -211,13 +211,7 @@ def _largest(options: PlanOptions) -> Largest | None:
 
 
 def read_constraints(options: PlanOptions) -> Constraints:
-    """What is demanded of the placement.
-
-    Examples
-    --------
-    >>> read_constraints(PlanOptions(pin=["lm_head=cuda:1"])).pins
-    (('lm_head', 'cuda:1'),)
-    """
+    """What is demanded of the placement."""
     return Constraints(
         strategy=choose("the strategy", options.strategy or "auto", STRATEGIES),
         pins=tuple(_pairs("--pin", options.pin or (), "lm_head=cuda:1")),

@@ -43,16 +43,7 @@ def format_suggestions(
 
 
 def command_line(arguments: Sequence[str], way: WayOut) -> str:
-    """The command that was given, with what a way changes of it.
-
-    Examples
-    --------
-    >>> from duoka.errors import WayOut
-    >>> way = WayOut(kind="batch", text="", options=("--batch", "2"), context_tokens=1, batch=2,
-    ...              num_gpus=1, free_bytes=0)
-    >>> command_line(["plan", "my model", "--batch=8", "--gpus", "24GiB"], way)
-    "duoka plan 'my model' --gpus 24GiB --batch 2"
-    """
+    """The command that was given, with what a way changes of it."""
     names = [*_names(way.options), *way.without]
     if "--plan" in arguments or any(word.startswith("--plan=") for word in arguments):
         # A saved plan has decided the rest: it takes a new one, made with these.

@@ -74,13 +74,7 @@ def _aligned(tokens: int, multiple: int = ALIGNED_TOKENS) -> int:
 
 
 def buffer_bytes(streamed_bytes: Sequence[int]) -> tuple[int, ...]:
-    """The buffers on a device for weights that come for a call: while one computes, one comes.
-
-    Examples
-    --------
-    >>> buffer_bytes([3, 5, 4])
-    (4, 5)
-    """
+    """The buffers on a device for weights that come for a call: while one computes, one comes."""
     return tuple(
         max(streamed_bytes[number::NUM_BUFFERS])
         for number in range(min(NUM_BUFFERS, len(streamed_bytes)))

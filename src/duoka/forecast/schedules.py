@@ -85,19 +85,7 @@ class _Stage:
 
 
 def pipeline_seconds(stages: Sequence[Passes], number: int) -> float:
-    """Seconds from the first forward pass to the end of the last backward pass.
-
-    Examples
-    --------
-    Four equal stages and eight micro-batches: (8 + 4 - 1) times one.
-
-    >>> stages = [
-    ...     Passes(forward_seconds=1.0, backward_seconds=2.0, later_seconds=2.0, in_flight=4 - at)
-    ...     for at in range(4)
-    ... ]
-    >>> pipeline_seconds(stages, 8)
-    33.0
-    """
+    """Seconds from the first forward pass to the end of the last backward pass."""
     if number <= _MOST_SIMULATED:
         return _simulate(stages, number)
     half = _MOST_SIMULATED // 2

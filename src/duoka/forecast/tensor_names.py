@@ -114,12 +114,6 @@ class Outline:
 
         Every module that holds some is taken for a block; what must stay whole beyond that, and
         which tensors are tied, nobody can tell from names.
-
-        Examples
-        --------
-        >>> outline = Outline.of_names(["embed.weight", "layer.0.weight", "layer.0.bias"])
-        >>> [block.modules for block in outline.blocks]
-        [('embed',), ('layer.0',)]
         """
         owners: dict[str, list[NamedTensor]] = {}
         for name in dict.fromkeys(names):
@@ -134,15 +128,7 @@ class Outline:
 
 
 def layer_of(module: str) -> tuple[str, int] | None:
-    """The list that a module is in, and its number there; None where it is in no list.
-
-    Examples
-    --------
-    >>> layer_of("model.layers.12.mlp")
-    ('model.layers', 12)
-    >>> layer_of("lm_head") is None
-    True
-    """
+    """The list that a module is in, and its number there; None where it is in no list."""
     match = _NUMBERED.fullmatch(module)
     return None if match is None else (match[1].rstrip("."), int(match[2]))
 
@@ -152,11 +138,6 @@ def main_list(modules: Sequence[str]) -> str | None:
 
     A vision tower has its list too, and runs before the text's layers; what runs last is the
     model's own.
-
-    Examples
-    --------
-    >>> main_list(["vision.blocks.0", "vision.blocks.1", "layers.0", "layers.1", "head"])
-    'layers'
     """
     sizes: dict[str, set[int]] = {}
     for module in modules:

@@ -293,13 +293,7 @@ def refuse_short(workload: Workload, least_tokens: int) -> None:
 
 
 def with_quantization(workload: Workload) -> tuple[Workload, ...]:
-    """The workload with its quantization resolved: what to try, in this order.
-
-    Examples
-    --------
-    >>> [each.quantize for each in with_quantization(Workload(quantize="auto"))]
-    ['none', 'int8', 'int4']
-    """
+    """The workload with its quantization resolved: what to try, in this order."""
     if workload.quantize != "auto":
         return (workload,)
     return tuple(replace(workload, quantize=form) for form in AUTO_QUANTIZATIONS)

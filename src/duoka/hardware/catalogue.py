@@ -113,13 +113,7 @@ def knows(text: str) -> bool:
 
 
 def find(text: str) -> Card:
-    """Find a card by a name that a person wrote.
-
-    Examples
-    --------
-    >>> find("rtx 4090").name
-    'RTX 4090'
-    """
+    """Find a card by a name that a person wrote."""
     wanted = text.strip()
     key = _key(wanted)
     if key in _by_name():

@@ -283,25 +283,13 @@ def _short(text: str) -> str:
 
 
 def with_more(text: str, devices: Sequence[Device], entry: str, count: int = 1) -> str:
-    """Write a fleet with more devices at its end.
-
-    Examples
-    --------
-    >>> with_more("2xRTX4090", (), "RTX 3060")
-    '2xRTX4090,RTX 3060'
-    """
+    """Write a fleet with more devices at its end."""
     prefix, entries = _entries_of(text, devices)
     return prefix + _joined([*entries, *[entry] * count])
 
 
 def with_replaced(text: str, devices: Sequence[Device], index: int, entry: str) -> str:
-    """Write a fleet with something else in the place of one device.
-
-    Examples
-    --------
-    >>> with_replaced("virtual:2x24GiB,12GiB", (), 1, "RTX 5090")
-    'virtual:24GiB,RTX 5090,12GiB'
-    """
+    """Write a fleet with something else in the place of one device."""
     prefix, entries = _entries_of(text, devices)
     entries[index] = entry
     return prefix + _joined(entries)

@@ -36,13 +36,7 @@ def make_trainable(model: nn.Module, training: Training, dtype: torch.dtype) -> 
 
 
 def base_name(name: str) -> str:
-    """The name that a module or tensor had before adapters were put into its model.
-
-    Examples
-    --------
-    >>> base_name("layers.0.q_proj.base_layer.weight")
-    'layers.0.q_proj.weight'
-    """
+    """The name that a module or tensor had before adapters were put into its model."""
     return name.replace(_ADAPTED, "")
 
 

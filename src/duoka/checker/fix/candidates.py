@@ -35,13 +35,7 @@ class Candidate:
 
 
 def candidates(fault: Fault, sources: Sources, subject: Subject | None) -> Iterator[Candidate]:
-    """What may cure a fault, the best first.
-
-    Raises
-    ------
-    SourceError
-        If nothing is known that may, with the reason.
-    """
+    """What may cure a fault, the best first."""
     tree = sources.tree(fault.file)
     node = tree.find(fault.place)
     if node is None:

@@ -38,13 +38,7 @@ class Wanted:
 
 
 def parse_name(text: str, revision: str | None = None) -> HubName | None:
-    """Read a repository's name; None for what can't be one.
-
-    Examples
-    --------
-    >>> parse_name("zai-org/chatglm3-6b@v1.0")
-    HubName(repo='zai-org/chatglm3-6b', revision='v1.0')
-    """
+    """Read a repository's name; None for what can't be one."""
     match = _NAME.fullmatch(text)
     if match is None:
         return None

@@ -85,14 +85,7 @@ def tool_function(tool: Tool) -> Mapping[str, Any]:
 
 
 def parse_python_call(metadata: str, content: str) -> ToolCall | None:
-    r"""Read ChatGLM3's form: the name, and ``tool_call(k='v')`` in a fenced block.
-
-    Examples
-    --------
-    >>> parse_python_call("weather", "```python\ntool_call(city='北京', days=2)\n```").arguments
-    {'city': '北京', 'days': 2}
-    >>> parse_python_call("weather", "```python\ntool_call(city=open('/etc/passwd'))\n```")
-    """
+    r"""Read ChatGLM3's form: the name, and ``tool_call(k='v')`` in a fenced block."""
     name = metadata.strip()
     fenced = _FENCED.fullmatch(content) if len(content) <= _MAX_CHARACTERS else None
     if fenced is None or not _NAME.fullmatch(name):
@@ -135,14 +128,7 @@ def _refuse_odd(value: object) -> None:
 
 
 def parse_json_call(metadata: str, content: str) -> ToolCall | None:
-    """Read GLM-4's form: the name, and the arguments as a JSON object.
-
-    Examples
-    --------
-    >>> parse_json_call("weather", '{"city": "北京"}').arguments
-    {'city': '北京'}
-    >>> parse_json_call("weather", '["北京"]')
-    """
+    """Read GLM-4's form: the name, and the arguments as a JSON object."""
     name = metadata.strip()
     if len(content) > _MAX_CHARACTERS or not _NAME.fullmatch(name):
         return None

@@ -117,13 +117,7 @@ _MOST_RUNS = 60
 
 
 def shorten(names: Iterable[str]) -> str:
-    """Write names with those that differ in one number as a run.
-
-    Examples
-    --------
-    >>> shorten(["embed", "layers.0.norm", "layers.1.norm", "layers.2.norm", "layers.7.norm"])
-    'embed, layers.0-2,7.norm'
-    """
+    """Write names with those that differ in one number as a run."""
     return listed(runs(names))
 
 

@@ -30,13 +30,7 @@ class Limits:
         return frozenset(device for _, device in self.pins)
 
     def allow(self, num_blocks: int, device: int) -> npt.NDArray[np.bool_]:
-        """[num_blocks + 1, num_blocks + 1]: whether a stage may be on a device.
-
-        Examples
-        --------
-        >>> Limits(uncut=frozenset({1})).allow(2, device=0)[:2, 1:].tolist()
-        [[False, True], [False, False]]
-        """
+        """[num_blocks + 1, num_blocks + 1]: whether a stage may be on a device."""
         allowed = np.ones((num_blocks + 1, num_blocks + 1), np.bool_)
         for block in self.uncut - {0}:
             allowed[block, :] = False

@@ -53,15 +53,7 @@ def assignments(environment: Sequence[tuple[str, str]]) -> str:
 def command_line(
     environment: Sequence[tuple[str, str]], words: Sequence[str], options: Sequence[tuple[str, str]]
 ) -> str:
-    r"""A command for a POSIX shell, an option a line; everything is quoted where it must be.
-
-    Examples
-    --------
-    >>> print(command_line([("A", "1,2")], ["serve", "my model"], [("--size", "3")]))
-    A=1,2 \
-    serve 'my model' \
-      --size 3
-    """
+    r"""A command for a POSIX shell, an option a line; everything is quoted where it must be."""
     lines = [assignments(environment), shlex.join(words)]
     lines += [f"  {name} {shlex.quote(value)}".rstrip() for name, value in options]
     return " \\\n".join(line for line in lines if line)

@@ -224,13 +224,7 @@ def _with_margin(margin: str, text: Text) -> Text:
 
 
 def cells(line: str) -> Iterator[int]:
-    r"""The cell in which each character begins, and at last the one behind them all.
-
-    Examples
-    --------
-    >>> list(cells("\tx = 卡"))
-    [0, 4, 5, 6, 7, 8, 10]
-    """
+    r"""The cell in which each character begins, and at last the one behind them all."""
     at = 0
     for character in line:
         yield at

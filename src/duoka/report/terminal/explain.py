@@ -78,13 +78,7 @@ def amount(explanation: Explanation, value: float) -> str:
 
 
 def shortly(seconds: float) -> str:
-    """A time for people.
-
-    Examples
-    --------
-    >>> shortly(0.03346), shortly(2.5), shortly(1.5e-5)
-    ('33.5 ms', '2.50 s', '15.0 µs')
-    """
+    """A time for people."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"

@@ -310,13 +310,7 @@ def _is_measured(device: Device) -> bool:
 
 
 def roughly(number: float) -> str:
-    """Write a number with two digits that count.
-
-    Examples
-    --------
-    >>> roughly(1234.5), roughly(31.4), roughly(1.94), roughly(0.0351)
-    ('1,200', '31', '1.9', '0.035')
-    """
+    """Write a number with two digits that count."""
     if not number:
         return "0"
     digits = max(1 - floor(log10(abs(number))), -15)
@@ -325,13 +319,7 @@ def roughly(number: float) -> str:
 
 
 def roughly_seconds(seconds: float) -> str:
-    """Write a time with two digits that count.
-
-    Examples
-    --------
-    >>> roughly_seconds(0.0314), roughly_seconds(1.94), roughly_seconds(400)
-    ('31 ms', '1.9 s', '6.7 min')
-    """
+    """Write a time with two digits that count."""
     if seconds < 0.1:
         return f"{roughly(seconds * 1e3)} ms"
     return f"{roughly(seconds)} s" if seconds < 100 else f"{roughly(seconds / 60)} min"

@@ -52,13 +52,7 @@ def going(operand: Operand, fault: Fault) -> str:
 
 
 def joined(texts: Sequence[str]) -> str:
-    """Join texts as people do.
-
-    Examples
-    --------
-    >>> joined(["cuda:0", "cuda:1", "cpu"])
-    'cuda:0, cuda:1 and cpu'
-    """
+    """Join texts as people do."""
     *most, last = texts
     return f"{', '.join(most)} and {last}" if most else last
 
@@ -86,50 +80,26 @@ def linked(place: Place, *, brief: bool = False) -> Text:
 
 
 def module(name: str) -> str:
-    """A module's name; long ones lose their middle.
-
-    Examples
-    --------
-    >>> module("")
-    'the model'
-    """
+    """A module's name; long ones lose their middle."""
     return cropped(name or _WITHOUT_NAME)
 
 
 def modules(names: Sequence[str]) -> str:
-    """How many modules, and which.
-
-    Examples
-    --------
-    >>> modules(["layers.0.mlp", "layers.1.mlp", "layers.2.mlp", "layers.3.mlp"])
-    '4 modules: layers.0-3.mlp'
-    """
+    """How many modules, and which."""
     if len(names) == 1:
         return module(names[0])
     return f"{format_count(len(names), 'module')}: {shorten(n or _WITHOUT_NAME for n in names)}"
 
 
 def during(phase: str) -> str:
-    """In which step.
-
-    Examples
-    --------
-    >>> during("prefill"), during("")
-    ('in prefill', 'before the first step')
-    """
+    """In which step."""
     if phase == "build":
         return "while it was built"
     return f"in {phase}" if phase else "before the first step"
 
 
 def times(count: int) -> str:
-    """How often.
-
-    Examples
-    --------
-    >>> times(1), times(3)
-    ('once', '3 times')
-    """
+    """How often."""
     return "once" if count == 1 else f"{count} times"
 
 
@@ -154,13 +124,7 @@ def origin(source: Origin) -> str:
 
 
 def cropped(text: str, longest: int = _LONGEST) -> str:
-    """A text without its middle, where it is too long.
-
-    Examples
-    --------
-    >>> cropped("abcdefgh", 5)
-    'ab…gh'
-    """
+    """A text without its middle, where it is too long."""
     if len(text) <= longest:
         return text
     head = (longest - 1) // 2
@@ -168,25 +132,13 @@ def cropped(text: str, longest: int = _LONGEST) -> str:
 
 
 def name_modules(names: Sequence[str]) -> str:
-    """Shorten the modules of a stage: a run of numbered ones becomes its ends.
-
-    Examples
-    --------
-    >>> name_modules(["model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2"])
-    'embed_tokens, layers.0-2'
-    """
+    """Shorten the modules of a stage: a run of numbered ones becomes its ends."""
     short = [without_prefix(name) for name in names]
     return ", ".join(_runs(short))
 
 
 def count_layers(parts: Sequence[Sequence[str]]) -> list[int] | None:
-    """How many of the model's layers each part has; None where the model has no list of them.
-
-    Examples
-    --------
-    >>> count_layers([["embed", "layers.0", "layers.1"], ["layers.2", "norm"]])
-    [2, 1]
-    """
+    """How many of the model's layers each part has; None where the model has no list of them."""
     main = main_list([name for part in parts for name in part])
     if main is None:
         return None
