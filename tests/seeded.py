@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from duoka import Placement, virtual
 from duoka.report.check_report import Fault
-from duoka.runtime.dispatch.place import place
+from duoka.runtime.dispatch.place_tensors import place
 
 CORPUS = Path(__file__).parent / "checker" / "corpus"
 _CASE = re.compile(r"^# case: (\w+)\n", re.MULTILINE)

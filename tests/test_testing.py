@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from duoka import Placement
-from duoka.checker.split import splits
+from duoka.checker.stage_splits import splits
 from duoka.errors import UsageError
 from duoka.testing import assert_device_safe
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from duoka.api.check import Inputs, Where, check
-from duoka.checker.split import splits
+from duoka.checker.stage_splits import splits
 from duoka.errors import UsageError
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet

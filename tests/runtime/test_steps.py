@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel
 
 from duoka import Placement, Workload, virtual
-from duoka.runtime.dispatch.place import place
+from duoka.runtime.dispatch.place_tensors import place
 from duoka.runtime.steps import Stepper
 
 SIZES: dict[str, Any] = {

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from duoka import models, virtual
 from duoka.planner.placement import Placement
 from duoka.runtime.dispatch.dispatch import dispatch
-from duoka.runtime.dispatch.place import place
+from duoka.runtime.dispatch.place_tensors import place
 from duoka.runtime.steps import Stepper
 from duoka.tracing.blocks import Group, find_groups
 

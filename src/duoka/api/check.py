@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from duoka.base.progress import say
 from duoka.checker.run import check_subject
-from duoka.checker.split import splits
+from duoka.checker.stage_splits import splits
 from duoka.checker.subject import Subject, build_own, complete, native_hint, read_entries, stop_of
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import Faults, InfeasibleError, ModelError, PlacementError, UsageError
@@ -27,7 +27,7 @@ from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
 from duoka.planner.resolve import workload_for
 from duoka.report.check_report import Report, Stop
-from duoka.runtime.dispatch.place import tensor_names
+from duoka.runtime.dispatch.place_tensors import tensor_names
 from duoka.runtime.image_inputs import image_inputs
 
 from .plan import find_or_trace, plan

@@ -1,6 +1,6 @@
 """Base: what every district uses, and what knows nothing of models.
 
-- `units`: "24GiB" ↔ bytes
+- `units`: "24GiB" ↔ bytes; counts and times in words
 - `files`: regular files read within limits, written whole or not at all; the cache's directory
 - `serialization`: frozen dataclasses ↔ JSON, typed and strict
 - `progress`: what a long call is doing, said to whoever shows it

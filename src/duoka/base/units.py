@@ -1,8 +1,9 @@
-"""Sizes as people write them ("24GiB") and as the code counts them (int, bytes)."""
+"""Sizes, counts and times as people write them ("24GiB") and as the code counts them (bytes)."""
 
 from __future__ import annotations
 
 import re
+from math import floor, log10
 
 from duoka.errors import UsageError
 
@@ -64,3 +65,21 @@ def format_bytes(num_bytes: int) -> str:
             return f"{num_bytes} B" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1024
     return f"{size:.2f} TiB"
+
+
+def format_roughly(number: float) -> str:
+    """Write a number with two digits that count."""
+    if not number:
+        return "0"
+    digits = max(1 - floor(log10(abs(number))), -15)
+    rounded = round(number, digits)
+    return f"{rounded:,.{max(digits, 0)}f}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a time with two digits that count."""
+    if seconds < 0.1:
+        return f"{format_roughly(seconds * 1e3)} ms"
+    return (
+        f"{format_roughly(seconds)} s" if seconds < 100 else f"{format_roughly(seconds / 60)} min"
+    )

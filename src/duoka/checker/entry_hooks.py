@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from duoka.runtime.dispatch.movers import Frames, Mover
-from duoka.runtime.dispatch.place import tensor_names
+from duoka.runtime.dispatch.place_tensors import tensor_names
 
 from .execute import tensors_in
 from .mixed_call import clear_cause

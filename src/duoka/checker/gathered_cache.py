@@ -14,7 +14,7 @@ import torch
 from duoka.base.units import format_bytes
 from duoka.report.check_report import Fault, Operand
 
-from .names import ReportNames
+from .report_names import ReportNames
 from .source_map import Spot, assigned_to, place_of
 
 _FOREIGN = "_duoka_foreign"

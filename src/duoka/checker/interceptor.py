@@ -51,7 +51,7 @@ from .mixed_call import (
     sampled,
     tensors_of,
 )
-from .names import ReportNames, at_hand
+from .report_names import ReportNames, at_hand
 from .source_map import (
     SPOT,
     Spot,

@@ -14,7 +14,7 @@ from duoka.report.check_report import PeakMemory, Sync, Transfer
 from duoka.virtual import Gpu, VirtualTensor
 
 from .execute import BETWEEN
-from .names import ReportNames
+from .report_names import ReportNames
 from .source_map import Spot, model_frame, place_of, spot_of
 
 _aten = torch.ops.aten

@@ -19,13 +19,13 @@ from duoka.errors import DuokaError, ModelError
 from duoka.models.quantization import parts
 from duoka.planner.placement import Placement
 from duoka.report.check_report import Fault, PeakMemory, Report, Stop
-from duoka.runtime.dispatch.install import moving_modules
+from duoka.runtime.dispatch.install_movers import moving_modules
 
 from .entry_hooks import watch_entries
 from .execute import StepListener, eager, run
 from .interceptor import Interceptor
-from .names import ReportNames
 from .observer import Observer
+from .report_names import ReportNames
 from .snapshot import globals_restored, on_virtual_gpus
 from .source_map import Spot, forget_sources, is_model_code, place_of
 from .subject import Subject, module_names, named_tensors, placed_modules, tensor_devices

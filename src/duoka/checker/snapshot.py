@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from duoka.models.quantization import empty_weight, is_composed, moved, parts
 from duoka.runtime.dispatch.dispatch import stream
-from duoka.runtime.dispatch.install import install_on
-from duoka.runtime.dispatch.place import on_host, tensor_names
+from duoka.runtime.dispatch.install_movers import install_on
+from duoka.runtime.dispatch.place_tensors import on_host, tensor_names
 from duoka.virtual import VirtualTensor
 
 from .source_map import is_installed

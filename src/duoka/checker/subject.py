@@ -24,8 +24,8 @@ from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import Faults, ModelError, PlacementError
 from duoka.forecast.workload import Dtype, Workload
 from duoka.report.check_report import OriginKind, Place, Stop
-from duoka.runtime.dispatch.install import is_callable
-from duoka.runtime.dispatch.place import tensor_names
+from duoka.runtime.dispatch.install_movers import is_callable
+from duoka.runtime.dispatch.place_tensors import tensor_names
 
 Entries = tuple[tuple[str, str], ...]
 

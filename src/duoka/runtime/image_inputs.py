@@ -24,7 +24,7 @@ from duoka.errors import ModelError
 from duoka.forecast.workload import Conditions
 from duoka.planner.placement import Placement
 
-from .dispatch.place import Snapshot, place
+from .dispatch.place_tensors import Snapshot, place
 
 Size = tuple[int, int]
 """Width and height in pixels."""

@@ -7,7 +7,7 @@
 - `record`, `record_returns`, `record_training`: what one step allocates, frees and passes on
 - `op_costs`: what one operator computes, reads and writes
 - `fit`: recordings at several sizes → rules
-- `names`: a model's tensors under their own names and their checkpoint's
+- `published_names`: a model's tensors under their own names and their checkpoint's
 """
 
 from .trace import Irregular, Subject, trace, trace_call, trace_workload

@@ -23,14 +23,14 @@ from duoka.forecast.tensor_names import NamedTensor
 from duoka.forecast.workload import Conditions, Workload
 from duoka.models.quantization import is_composed, parts
 from duoka.planner.placement import Placement
-from duoka.runtime.dispatch.place import place
+from duoka.runtime.dispatch.place_tensors import place
 from duoka.runtime.image_inputs import ImagePrompts, prompts_for
 from duoka.runtime.steps import Stepper
 
 from .blocks import Group, find_containers, find_groups
 from .fit import Sample, Unlike, fit
-from .names import by_block, name_tensors
 from .probe_sizes import Run, crossing_runs, image_runs, plain_runs, static_runs
+from .published_names import by_block, name_tensors
 from .record import Recorder
 from .record_returns import ReturningRecorder
 

@@ -22,7 +22,7 @@ from duoka.runtime.steps import Learner
 
 from .blocks import Group, find_groups
 from .fit import Sample, Unlike, fit
-from .names import name_tensors
+from .published_names import name_tensors
 from .record_training import TrainingRecorder
 from .trace import (
     ENDLESS,

@@ -3,19 +3,19 @@
 Nothing happens on import: the backend is registered with torch on the first `set_gpus` or `gpus`.
 
 - `backend`, `device_module`: the device as torch knows it
-- `state`: the GPUs of a world, their memory and what it refuses
+- `world`: the GPUs of a world, their memory and what it refuses
 - `tensor`, `factories`, `transfers`: tensors, made and moved
-- `operators`, `calls`, `autocast`: every operation: what it takes, gives and charges
-- `values`: which values and shapes are known on a GPU with meta data
+- `operators`, `op_call`, `autocast`: every operation: what it takes, gives and charges
+- `known_values`: which values and shapes are known on a GPU with meta data
 - `attention`, `attention_numbers`, `cuda_only`: kernels that CUDA has and the CPU lacks
 - `faults`: what CUDA refuses; `threads`: backward's threads
 """
 
 from .backend import gpus, register, set_gpus
 from .faults import MixedDevicesError
-from .state import Gpu, Listener, World, active_world, carry_over, observe, settled_by
+from .known_values import UnknownValueError
 from .tensor import VirtualTensor
-from .values import UnknownValueError
+from .world import Gpu, Listener, World, active_world, carry_over, observe, settled_by
 
 __all__ = [
     "Gpu",

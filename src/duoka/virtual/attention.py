@@ -18,11 +18,11 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 
-from . import attention_numbers, calls
+from . import attention_numbers, op_call
 from .attention_numbers import Inputs, differentiate
 from .operators import handlers
-from .state import Gpu
 from .tensor import VirtualTensor, place
+from .world import Gpu
 
 Kernel = Literal["flash", "efficient", "math"]
 
@@ -177,10 +177,10 @@ def _attend_below(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _flash(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    plain, gpu = calls.unwrap(func, args, kwargs)
+    plain, gpu = op_call.unwrap(func, args, kwargs)
     query, key = plain.args[0], plain.args[1]
     if query.is_cuda:
-        return calls.wrap_results(func(*plain.args, **plain.kwargs), gpu)
+        return op_call.wrap_results(func(*plain.args, **plain.kwargs), gpu)
     inputs = Inputs(
         query,
         key,
@@ -197,10 +197,10 @@ def _flash(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _flash_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    plain, gpu = calls.unwrap(func, args, kwargs)
+    plain, gpu = op_call.unwrap(func, args, kwargs)
     grad, query, key, value, out, rows, _, _, _, _, dropout, is_causal, seed, _ = plain.args
     if query.is_cuda:
-        return calls.wrap_results(func(*plain.args, **plain.kwargs), gpu)
+        return op_call.wrap_results(func(*plain.args, **plain.kwargs), gpu)
     inputs = Inputs(
         query, key, value, dropout=dropout, is_causal=is_causal, scale=kwargs.get("scale"),
         seed=seed,
@@ -220,10 +220,10 @@ def _flash_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _efficient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    plain, gpu = calls.unwrap(func, args, kwargs)
+    plain, gpu = op_call.unwrap(func, args, kwargs)
     query, key, value, bias, needs_rows = plain.args[:5]
     if query.is_cuda:
-        return calls.wrap_results(func(*plain.args, **plain.kwargs), gpu)
+        return op_call.wrap_results(func(*plain.args, **plain.kwargs), gpu)
     inputs = Inputs(
         query, key, value, bias,
         dropout=plain.args[5] if len(args) > 5 else 0.0,
@@ -244,10 +244,10 @@ def _efficient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _efficient_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    plain, gpu = calls.unwrap(func, args, kwargs)
+    plain, gpu = op_call.unwrap(func, args, kwargs)
     grad, query, key, value, bias, out, rows, seed, _, dropout, needed = plain.args[:11]
     if query.is_cuda:
-        return calls.wrap_results(func(*plain.args, **plain.kwargs), gpu)
+        return op_call.wrap_results(func(*plain.args, **plain.kwargs), gpu)
     inputs = Inputs(
         query, key, value, bias, dropout=dropout,
         is_causal=len(args) > 11 and bool(args[11]), scale=kwargs.get("scale"), seed=seed,

@@ -22,8 +22,8 @@ from . import (
     tensor,
     transfers,
 )
-from .state import World, set_process_world, use_world
 from .threads import arm
+from .world import World, set_process_world, use_world
 
 NAME = "vgpu"
 TESTED_TORCH = ("2.11", "2.13")

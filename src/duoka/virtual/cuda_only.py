@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from . import calls, values
+from . import known_values, op_call
 from .faults import MixedDevicesError
 from .operators import Handler, handlers, make
-from .state import Gpu
 from .tensor import place
+from .world import Gpu
 
 _aten = torch.ops.aten
 _ROWS, _COLUMNS, _LANES = 8, 16, 32
@@ -26,7 +26,7 @@ _MIDDLE = 8  # numbers are 0 to 15
 
 def _histc(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Count integers too; the CPU counts only floating-point numbers."""
-    plain, gpu = calls.unwrap(func, args, kwargs)
+    plain, gpu = op_call.unwrap(func, args, kwargs)
     counted = plain.args[0]
     if gpu.meta:
         # The number of bins is given: no value is needed for the shape.
@@ -44,7 +44,7 @@ def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _, dim, half_to_float = args
     if not half_to_float:
         return make(func, args, kwargs)
-    plain, gpu = calls.unwrap(func, args, kwargs)
+    plain, gpu = op_call.unwrap(func, args, kwargs)
     backing = plain.args[0]
     if backing.is_cuda or backing.is_meta:
         return place(func(backing, dim, True), gpu)
@@ -53,16 +53,16 @@ def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _softmax_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the gradient in the dtype of the softmax's input, as on CUDA."""
-    plain, gpu = calls.unwrap(func, args, kwargs)
+    plain, gpu = op_call.unwrap(func, args, kwargs)
     grad, output, dim, input_dtype = plain.args
     if grad.is_cuda or grad.is_meta or grad.dtype == input_dtype:
-        return calls.wrap_results(calls.execute(func, plain, gpu), gpu)
+        return op_call.wrap_results(op_call.execute(func, plain, gpu), gpu)
     return place(func(grad, output, dim, grad.dtype).to(input_dtype), gpu)
 
 
 def _pack_int4(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Lay out a weight [rows, columns / 2] of two numbers in a byte."""
-    plain, gpu = calls.unwrap(func, args, kwargs)
+    plain, gpu = op_call.unwrap(func, args, kwargs)
     numbers, tiles = plain.args
     if numbers.is_cuda:
         return place(func(numbers, tiles), gpu)
@@ -75,7 +75,7 @@ def _pack_int4(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _multiply_int4(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Multiply activations [tokens, columns] with a packed weight."""
-    plain, gpu = calls.unwrap(func, args, kwargs)
+    plain, gpu = op_call.unwrap(func, args, kwargs)
     left, packed, group, scale_and_zero = plain.args
     if packed.is_cuda:
         return place(func(left, packed, group, scale_and_zero), gpu)
@@ -173,12 +173,12 @@ def _computing(compute: Any) -> Handler:
     """Make the handler that computes on backing tensors, or leaves it to a real GPU's kernel."""
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        plain, gpu = calls.unwrap(func, args, kwargs)
+        plain, gpu = op_call.unwrap(func, args, kwargs)
         if gpu.data_device.type == "cuda":
-            return calls.wrap_results(func(*plain.args), gpu)
+            return op_call.wrap_results(func(*plain.args), gpu)
         operands = plain.args
-        if values.count(operands, {})[1]:
-            operands = [values.without_values(value) for value in operands]
+        if known_values.count(operands, {})[1]:
+            operands = [known_values.without_values(value) for value in operands]
         return tuple(_placed(item, gpu) for item in compute(*operands))
 
     return handle
@@ -200,7 +200,7 @@ def _pack_sequence(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         )
         error.for_cpu = lengths
         raise error
-    plain, gpu = calls.unwrap(func, args, kwargs)
+    plain, gpu = op_call.unwrap(func, args, kwargs)
     data, batch_sizes = func(*plain.args, **plain.kwargs)
     return place(data, gpu), batch_sizes
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .state import active_world, num_gpus, thread
+from .world import active_world, num_gpus, thread
 
 
 def _index(device: Any = None) -> int:

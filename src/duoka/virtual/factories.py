@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from . import values
+from . import known_values
 from .operators import run
-from .state import Gpu, thread
 from .tensor import VirtualTensor, place
 from .threads import arm
 from .transfers import gpu_of
+from .world import Gpu, thread
 
 _libraries: list[torch.library.Library] = []
 
 
 def _data_device(
-    gpu: Gpu, dtype: torch.dtype, size: Sequence[int], keeps: Any = values.keeps_values
+    gpu: Gpu, dtype: torch.dtype, size: Sequence[int], keeps: Any = known_values.keeps_values
 ) -> torch.device:
     if not gpu.meta:
         return gpu.data_device
@@ -77,7 +77,7 @@ def _filled(name: str) -> Any:
     ) -> VirtualTensor:
         gpu = _ready(device)
         dtype = dtype or torch.get_default_dtype()
-        where = _data_device(gpu, dtype, size, values.keeps_constant)
+        where = _data_device(gpu, dtype, size, known_values.keeps_constant)
         return place(make(size, dtype=dtype, layout=layout or torch.strided, device=where), gpu)
 
     return filled
@@ -94,7 +94,7 @@ def _full(
     """Implement ``aten::full``; without a dtype it is that of the number."""
     gpu = _ready(device)
     dtype = dtype or torch.full((), fill_value).dtype
-    where = _data_device(gpu, dtype, size, values.keeps_constant)
+    where = _data_device(gpu, dtype, size, known_values.keeps_constant)
     return place(torch.full(size, fill_value, dtype=dtype, device=where), gpu)
 
 

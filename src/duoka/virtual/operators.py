@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from . import calls, values
+from . import known_values, op_call
 from .faults import MixedDevicesError
-from .state import Gpu, thread
 from .tensor import VirtualTensor, place, resync, wrap
 from .threads import arm
+from .world import Gpu, thread
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -77,8 +77,8 @@ def with_failures(engine: Callable[..., Any]) -> Callable[..., Any]:
 
 def make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Make new tensors: the handler of operators that neither view nor write."""
-    plain, gpu = calls.unwrap(func, args, kwargs)
-    return calls.wrap_results(calls.execute(func, plain, gpu), gpu)
+    plain, gpu = op_call.unwrap(func, args, kwargs)
+    return op_call.wrap_results(op_call.execute(func, plain, gpu), gpu)
 
 
 def _choose(func: Any) -> Handler:
@@ -110,7 +110,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _wrapped_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    plain, _ = calls.unwrap(func, args, kwargs)
+    plain, _ = op_call.unwrap(func, args, kwargs)
     block = args[0].block
     out = func(*plain.args, **plain.kwargs)
     if isinstance(out, torch.Tensor):
@@ -145,10 +145,10 @@ class _Write:
         return None
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        plain, gpu = calls.unwrap(func, args, kwargs)
+        plain, gpu = op_call.unwrap(func, args, kwargs)
         if gpu.meta:
             plain = self._forget_written(func, plain, args, kwargs)
-            out = values.execute(func, plain.args, plain.kwargs, writes=True)
+            out = known_values.execute(func, plain.args, plain.kwargs, writes=True)
         else:
             out = func(*plain.args, **plain.kwargs)
         if self._reshapes:
@@ -171,7 +171,7 @@ class _Write:
         kwargs: dict[str, Any],
         gpu: Gpu,
     ) -> Any:
-        return calls.wrap_results(out, gpu) if source is None else _argument(source, args, kwargs)
+        return op_call.wrap_results(out, gpu) if source is None else _argument(source, args, kwargs)
 
     def _written_tensors(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -185,15 +185,15 @@ class _Write:
         return tensors
 
     def _forget_written(
-        self, func: Any, plain: calls.Plain, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> calls.Plain:
+        self, func: Any, plain: op_call.Plain, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> op_call.Plain:
         """Values that nobody knows were written: what was known there no longer is."""
-        _, num_unknown = values.count(plain.args, plain.kwargs)
+        _, num_unknown = known_values.count(plain.args, plain.kwargs)
         if not num_unknown:
             return plain
         for tensor in self._written_tensors(args, kwargs):
-            values.forget(tensor)
-        return calls.unwrap(func, args, kwargs)[0]
+            known_values.forget(tensor)
+        return op_call.unwrap(func, args, kwargs)[0]
 
 
 def _argument(source: tuple[int | None, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -207,8 +207,8 @@ def _follow(tensor: VirtualTensor, gpu: Gpu) -> None:
     backing = tensor.backing
     if tensor.shape != backing.shape or tensor.stride() != backing.stride():
         resync(tensor)
-        if gpu.meta and tensor.storage_bytes > values.KNOWN_LIMIT_BYTES:
-            values.forget(tensor)
+        if gpu.meta and tensor.storage_bytes > known_values.KNOWN_LIMIT_BYTES:
+            known_values.forget(tensor)
 
 
 __all__ = ["handlers", "make", "place", "run"]

@@ -10,8 +10,8 @@ import torch
 
 from duoka.errors import VirtualDeviceError
 
-from .state import Block, Gpu, blocks_by_storage, thread
 from .threads import arm
+from .world import Block, Gpu, blocks_by_storage, thread
 
 _make = torch.Tensor._make_wrapper_subclass
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from .state import thread
+from .world import thread
 
 
 def arm() -> None:

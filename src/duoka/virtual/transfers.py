@@ -8,10 +8,10 @@ import torch
 
 from duoka.errors import VirtualDeviceError
 
-from . import calls, values
+from . import known_values, op_call
 from .operators import handlers
-from .state import Gpu, active_world, thread
 from .tensor import RestoredStorage, VirtualTensor, place, resync
+from .world import Gpu, active_world, thread
 
 _aten = torch.ops.aten
 _CONSTANT = frozenset(
@@ -46,13 +46,13 @@ def gpu_of(device: torch.device | None, near: Gpu | None = None) -> Gpu:
 
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor: VirtualTensor = args[0]
-    plain, gpu = calls.unwrap(func, args, kwargs)
+    plain, gpu = op_call.unwrap(func, args, kwargs)
     backing = plain.args[0]
     options = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
     device = kwargs.get("device")
     if device is not None and device.type != "vgpu":
         if backing.is_meta and device.type != "meta":
-            raise values.unknown_value(f"a copy of {tuple(tensor.shape)} to {device}")
+            raise known_values.unknown_value(f"a copy of {tuple(tensor.shape)} to {device}")
         return func(backing, device=device, **options)
     target = gpu_of(device, gpu)
     return place(func(backing, **options), target)
@@ -66,12 +66,12 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if origin.is_meta and not target.gpu.meta:
             raise NotImplementedError("Cannot copy out of meta tensor; no data!")
         if origin.is_meta and not to.is_meta:
-            values.forget(target)
+            known_values.forget(target)
             to = target.backing
         if to.is_meta and not origin.is_meta:
-            origin = values.without_values(origin)
+            origin = known_values.without_values(origin)
     elif origin.is_meta and not to.is_meta:
-        raise values.unknown_value(f"a copy of {tuple(source.shape)} to {target.device}")
+        raise known_values.unknown_value(f"a copy of {tuple(source.shape)} to {target.device}")
     func(to, origin, *args[2:], **kwargs)
     return target
 
@@ -79,11 +79,11 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _backing(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, VirtualTensor):
         return tensor
-    return tensor.backing if tensor.block.unknown is None else values.current(tensor)
+    return tensor.backing if tensor.block.unknown is None else known_values.current(tensor)
 
 
 def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    plain, gpu = calls.unwrap(func, args, kwargs)
+    plain, gpu = op_call.unwrap(func, args, kwargs)
     options = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
     device = kwargs.get("device")
     if device is not None and device.type != "vgpu":
@@ -92,7 +92,7 @@ def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not target.meta:
         return place(func(*plain.args, device=target.data_device, **options), target)
     shaped = func(*plain.args, device="meta", **_without_generator(options))
-    keeps = values.keeps_constant if func in _CONSTANT else values.keeps_values
+    keeps = known_values.keeps_constant if func in _CONSTANT else known_values.keeps_values
     if keeps(shaped.dtype, shaped.numel()):
         return place(func(*plain.args, device="cpu", **options), target)
     return place(shaped, target)
@@ -125,8 +125,8 @@ def _take_over(target: VirtualTensor, source: RestoredStorage, geometry: tuple[A
     backing.set_(source, *geometry)
     if not gpu.meta:
         backing = backing.to(gpu.data_device)
-    elif not values.keeps_values(backing.dtype, backing.numel()):
-        backing = values.without_values(backing)
+    elif not known_values.keeps_values(backing.dtype, backing.numel()):
+        backing = known_values.without_values(backing)
     placed = place(backing, gpu)
     target.backing, target.block = placed.backing, placed.block
     resync(target)
@@ -135,7 +135,7 @@ def _take_over(target: VirtualTensor, source: RestoredStorage, geometry: tuple[A
 def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     backing = _backing(args[0])
     if backing.is_meta:
-        raise values.unknown_value("a read of a value")
+        raise known_values.unknown_value("a read of a value")
     return func(backing)
 
 

@@ -26,7 +26,7 @@ from duoka import virtual
 from duoka.errors import ModelError, PlacementError
 from duoka.planner.placement import Placement
 from duoka.runtime.dispatch.dispatch import dispatch, undispatch
-from duoka.runtime.dispatch.place import tensor_names
+from duoka.runtime.dispatch.place_tensors import tensor_names
 
 NUM_LAYERS = 4
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import duoka
 from duoka import virtual
-from duoka.runtime.dispatch.place import tensor_names
+from duoka.runtime.dispatch.place_tensors import tensor_names
 
 # The model's own loss brings labels and logits together nowhere.
 LOSS_ON_ONE_DEVICE = ("cpmant", "fsmt")

@@ -16,7 +16,7 @@ from duoka import virtual
 from duoka.errors import ModelError, PlacementError, UsageError
 from duoka.planner.placement import Placement
 from duoka.runtime.dispatch.dispatch import dispatch, undispatch
-from duoka.runtime.dispatch.place import tensor_names
+from duoka.runtime.dispatch.place_tensors import tensor_names
 
 NUM_LAYERS = 6
 LAYERS = tuple(f"model.layers.{index}" for index in range(1, NUM_LAYERS))

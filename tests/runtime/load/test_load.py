@@ -31,7 +31,7 @@ from duoka.errors import LoadError, PlacementError
 from duoka.models import build
 from duoka.planner.placement import Placement
 from duoka.runtime.dispatch.dispatch import dispatch
-from duoka.runtime.dispatch.place import tensor_names
+from duoka.runtime.dispatch.place_tensors import tensor_names
 from duoka.runtime.load import load_weights
 from duoka.runtime.load.fill import copy_in_chunks
 

@@ -13,7 +13,7 @@ from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import MachineError
 from duoka.models import build
 from duoka.planner.placement import Placement
-from duoka.runtime.dispatch.place import tensor_names
+from duoka.runtime.dispatch.place_tensors import tensor_names
 from duoka.runtime.load import Keeping, load_weights, weight_cache
 
 from .test_load import assert_equal_to_transformers, write

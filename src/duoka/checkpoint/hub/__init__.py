@@ -4,13 +4,13 @@ Where the Hub is, who asks it, whether it may be asked at all and where its file
 huggingface_hub's to say (HF_ENDPOINT, HF_TOKEN or a login, HF_HUB_OFFLINE, HF_HOME). What a server
 sends is believed as little as a file.
 
-- `names`: "org/name@revision"
+- `repo_name`: "org/name@revision"
 - `listing`: the files of a repository at one commit, and their hashes
 - `snapshot`: these files, fetched when needed; headers alone where those suffice
 - `limits`, `errors`: how much is read and how often is asked; what goes wrong, in sentences
 """
 
-from .names import HubName, parse_name
+from .repo_name import HubName, parse_name
 from .snapshot import Snapshot, open_snapshot
 
 __all__ = ["HubName", "Snapshot", "open_snapshot", "parse_name"]

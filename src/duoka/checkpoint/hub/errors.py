@@ -26,7 +26,7 @@ from huggingface_hub.errors import (
 from duoka.errors import CheckpointError
 
 from .limits import Busy, TooLong, guarded, http
-from .names import Wanted
+from .repo_name import Wanted
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from duoka.errors import CheckpointError
 from ..directory import CHAT_TEMPLATES
 from ..headers import is_plain_name, parse_json
 from .errors import ask, breaking, endpoint
-from .names import COMMIT, HubName, Wanted
+from .repo_name import COMMIT, HubName, Wanted
 
 _MOST_BYTES = 32 * 2**20
 _NO_HUB = "is HF_ENDPOINT the address of a Hub?"

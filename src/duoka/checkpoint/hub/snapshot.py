@@ -43,7 +43,7 @@ from ..headers import (
 )
 from .errors import Broken, ask, breaking, endpoint, offline
 from .listing import Listing, RemoteFile, ask_listing, is_right, kept_listing
-from .names import COMMIT, HubName, Wanted
+from .repo_name import COMMIT, HubName, Wanted
 
 T = TypeVar("T")
 

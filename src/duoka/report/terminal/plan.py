@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from math import floor, log10
 from typing import NamedTuple
 
 from rich import box
@@ -13,7 +12,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from duoka.base.units import format_bytes, format_count, unit_for
+from duoka.base.units import format_bytes, format_count, format_roughly, format_seconds, unit_for
 from duoka.forecast.latency import Seconds
 from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.workload import Training, Workload
@@ -309,31 +308,17 @@ def _is_measured(device: Device) -> bool:
     return set(_SPEEDS) <= set(device.measured)
 
 
-def roughly(number: float) -> str:
-    """Write a number with two digits that count."""
-    if not number:
-        return "0"
-    digits = max(1 - floor(log10(abs(number))), -15)
-    rounded = round(number, digits)
-    return f"{rounded:,.{max(digits, 0)}f}"
-
-
-def roughly_seconds(seconds: float) -> str:
-    """Write a time with two digits that count."""
-    if seconds < 0.1:
-        return f"{roughly(seconds * 1e3)} ms"
-    return f"{roughly(seconds)} s" if seconds < 100 else f"{roughly(seconds / 60)} min"
-
-
 def _pace(plan: Plan, seconds: Seconds) -> str:
-    busy = f"{roughly(seconds.tokens_per_second)} tokens/s"
+    busy = f"{format_roughly(seconds.tokens_per_second)} tokens/s"
     if seconds.step_seconds is not None:
-        return f"a step takes about {roughly_seconds(seconds.step_seconds)}: about {busy}"
+        return f"a step takes about {format_seconds(seconds.step_seconds)}: about {busy}"
     if seconds.first_token_seconds is None:
         return f"about {busy}"
-    pace = f"first token after about {roughly_seconds(seconds.first_token_seconds)}"
+    pace = f"first token after about {format_seconds(seconds.first_token_seconds)}"
     if seconds.token_seconds:
-        pace += f", then about {roughly(plan.workload.batch / seconds.token_seconds)} tokens/s"
+        pace += (
+            f", then about {format_roughly(plan.workload.batch / seconds.token_seconds)} tokens/s"
+        )
     if len(seconds.stages) > 1:
         pace += f"; with every GPU busy, prompts included, about {busy}"
     return pace

@@ -19,10 +19,17 @@ from torch import nn
 
 from duoka.planner.placement import Placement
 
-from .install import Installed, install, install_on, is_callable, moving_modules, streamed_modules
+from .install_movers import (
+    Installed,
+    install,
+    install_on,
+    is_callable,
+    moving_modules,
+    streamed_modules,
+)
 from .movers import Frames, Mover
 from .offload import Streamer
-from .place import devices_by_name, move_tensors, on_host, place, refuse_meta, tensor_names
+from .place_tensors import devices_by_name, move_tensors, on_host, place, refuse_meta, tensor_names
 
 __all__ = [
     "Frames",

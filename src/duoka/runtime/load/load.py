@@ -20,7 +20,7 @@ from duoka.errors import LoadError
 from duoka.models.conversion import Recipe, initialize_derived, plan_tensors
 from duoka.planner.placement import Placement
 
-from ..dispatch.place import Snapshot, devices_by_name, move_tensors, on_host, tensor_names
+from ..dispatch.place_tensors import Snapshot, devices_by_name, move_tensors, on_host, tensor_names
 from .fill import Filler, Progress
 from .sources import Source, list_sources
 from .weight_cache import Keeping, Kept, taken

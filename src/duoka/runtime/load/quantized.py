@@ -26,7 +26,7 @@ from duoka.models import resolve
 from duoka.models.quantization import is_composed
 from duoka.planner.placement import Placement
 
-from ..dispatch.place import devices_by_name
+from ..dispatch.place_tensors import devices_by_name
 from .fill import Progress
 from .load import nothing_left
 

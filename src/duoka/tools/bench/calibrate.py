@@ -27,7 +27,7 @@ from duoka.hardware.fleet import Fleet
 from duoka.planner.placement import Placement
 from duoka.runtime import devices
 from duoka.runtime.devices import can_pin
-from duoka.runtime.dispatch.place import place
+from duoka.runtime.dispatch.place_tensors import place
 from duoka.runtime.steps import Stepper
 
 Progress = Callable[[str], None]

@@ -13,7 +13,7 @@ from duoka.base.text import containing
 from duoka.planner.placement import Placement
 
 from .movers import MOVER, Enter, Frames, Leave, Mover, moving_class, plain_class, settle_class
-from .place import tensor_names
+from .place_tensors import tensor_names
 
 
 def install(

@@ -8,7 +8,7 @@ from torch import nn
 
 from duoka.errors import ModelError, PlacementError
 from duoka.planner.placement import Placement
-from duoka.runtime.dispatch.place import place, refuse_meta, tensor_names
+from duoka.runtime.dispatch.place_tensors import place, refuse_meta, tensor_names
 
 
 class Tied(nn.Module):

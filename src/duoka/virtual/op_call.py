@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from . import faults, values
-from .state import Gpu, thread
+from . import faults, known_values
 from .tensor import VirtualTensor, place
+from .world import Gpu, thread
 
 
 class Plain:
@@ -35,7 +35,7 @@ class Plain:
                     self.gpu = gpu
                 else:
                     self.mixed = True
-            return value.backing if value.block.unknown is None else values.current(value)
+            return value.backing if value.block.unknown is None else known_values.current(value)
         if kind is list or kind is tuple:
             # Sizes, dimensions and strides are by far the most frequent lists.
             if value and type(value[0]) is not int:
@@ -69,7 +69,7 @@ def unwrap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Pl
 def execute(func: Any, plain: Plain, gpu: Gpu) -> Any:
     """Compute on the backing tensors."""
     if gpu.meta:
-        return values.execute(func, plain.args, plain.kwargs)
+        return known_values.execute(func, plain.args, plain.kwargs)
     return func(*plain.args, **plain.kwargs)
 
 

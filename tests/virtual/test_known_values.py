@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from duoka import virtual
 from duoka.virtual import UnknownValueError
-from duoka.virtual.values import KNOWN_LIMIT_BYTES
+from duoka.virtual.known_values import KNOWN_LIMIT_BYTES
 
 pytestmark = pytest.mark.usefixtures("meta_world")
 

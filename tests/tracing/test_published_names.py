@@ -19,11 +19,11 @@ from duoka.base.serialization import from_dict, to_dict
 from duoka.errors import PlacementError
 from duoka.forecast.tensor_names import NamedTensor, Outline, TensorNames
 from duoka.planner.device_map import judge
-from duoka.runtime.dispatch.place import tensor_names
+from duoka.runtime.dispatch.place_tensors import tensor_names
 from duoka.tools.demo.checkpoint import CONFIG
 from duoka.tracing import get_profile
 from duoka.tracing.blocks import Group, find_containers
-from duoka.tracing.names import by_block, name_tensors
+from duoka.tracing.published_names import by_block, name_tensors
 
 LOAD = Workload(prompt_tokens=7, new_tokens=3)
 

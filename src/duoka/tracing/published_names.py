@@ -11,7 +11,7 @@ from duoka.base.text import longest_prefix
 from duoka.forecast.tensor_names import NamedTensor, TensorNames
 from duoka.models.conversion import Recipe, plan_tensors, published_tensors
 from duoka.models.quantization import num_bytes
-from duoka.runtime.dispatch.place import tensor_names
+from duoka.runtime.dispatch.place_tensors import tensor_names
 
 
 def name_tensors(model: nn.Module, published: Collection[str] | None) -> list[NamedTensor]:

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from duoka.runtime.dispatch.install import is_callable
-from duoka.runtime.dispatch.place import tensor_names
+from duoka.runtime.dispatch.install_movers import is_callable
+from duoka.runtime.dispatch.place_tensors import tensor_names
 
 Split = dict[str, int]
 
