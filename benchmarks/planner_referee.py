@@ -105,7 +105,7 @@ def _cache_at_the_end(replay: Replay, block: int) -> int:
         tape, sizes = replay.tape(block, step), replay.sizes(block, step)
         dropped = {ref.index for ref in tape.events if ref is not None and ref.origin == "kept"}
         slots = [size for index, size in enumerate(slots) if index not in dropped]
-        slots += [sizes[index] for index in tape.kept]
+        slots += [sizes[index] for index in tape.retained]
     return sum(slots)
 
 

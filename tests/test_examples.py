@@ -22,6 +22,7 @@ def test_examples(name: str) -> None:
     module = public if isinstance(public, ModuleType) else sys.modules[public.__module__]
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     printed: list[str] = []
-    for example in doctest.DocTestFinder().find(public, name, module, globs=dict(vars(module))):
+    names = {**vars(module), "duoka": duoka}
+    for example in doctest.DocTestFinder().find(public, name, module, globs=names):
         runner.run(example, out=printed.append)
     assert not printed

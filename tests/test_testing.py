@@ -106,11 +106,6 @@ def test_a_model_of_one_part_is_refused() -> None:
         assert_device_safe(nn.Linear(8, 8), inputs=(X,))
 
 
-def test_unknown_arguments_are_refused() -> None:
-    with pytest.raises(TypeError, match="no argument gpus"):
-        assert_device_safe(nn.Linear(8, 8), inputs=(X,), gpus=2)  # type: ignore[call-arg]
-
-
 # ── splits ──
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from closeness import close
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -154,7 +155,7 @@ def test_reference_models(reference: Any) -> None:
     assemble(model, recipe, reference.weights)
     with torch.no_grad():
         logits = model(reference.values["input_ids"]).logits
-    assert (logits - reference.values["logits"]).abs().max() <= 1e-5
+    assert close(logits, reference.values["logits"])
 
 
 def test_query_key_value_are_row_slices(reference: Any) -> None:

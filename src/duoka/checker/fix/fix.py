@@ -41,9 +41,10 @@ def repair(report: Report) -> Repairs:
 
     Examples
     --------
-    >>> report = duoka.check(model, {"body": 0, "head": 1}, inputs=(x,))
-    >>> for patch in duoka.repair(report):
-    ...     print(patch.proved, patch.diff)
+    >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    >>> report = duoka.check(layers, {"0": 0, "1": 1}, inputs=(torch.zeros(1, 2),))
+    >>> [patch.diff for patch in duoka.repair(report)]  # nothing to cure
+    []
     """
     sources = Sources()
     subject = report.subject
