@@ -7,6 +7,7 @@ import sys
 from types import ModuleType
 
 import pytest
+import torch
 
 import duoka
 from duoka.testing import assert_device_safe
@@ -22,7 +23,7 @@ def test_examples(name: str) -> None:
     module = public if isinstance(public, ModuleType) else sys.modules[public.__module__]
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     printed: list[str] = []
-    names = {**vars(module), "duoka": duoka}
+    names = {**vars(module), "duoka": duoka, "torch": torch}
     for example in doctest.DocTestFinder().find(public, name, module, globs=names):
         runner.run(example, out=printed.append)
-    assert not printed
+    assert not printed, "".join(printed)
