@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,6 +50,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal: Terminal) -> None
     terminal.wait_for(r"NVLink\?\s+\S+")
     terminal.send("\x03")
     terminal.wait_for(r"stopped\s[^>]*> ")
+    time.sleep(1)  # a signal just before the prompt's blocking read would wait for a key
     terminal.send("\x03")
     terminal.wait_for(r"/exit leaves\s[^>]*> ")
     terminal.send("/clear\n")
