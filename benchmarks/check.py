@@ -251,16 +251,16 @@ def first_device(model: Any, split: Mapping[str, Any], given: Mapping[str, Any])
 
 def own_maps(model: Any, inputs: dict[str, Any]) -> Iterator[tuple[int, int, Placement]]:
     """Stages of duoka's blocks, as a plan has them."""
-    from duoka.tracing import Subject, trace_call
+    from duoka.tracing import TraceSpec, trace_call
     from duoka.tracing.get_profile import without_data
 
-    subject = Subject(fingerprint="benchmark")
+    spec = TraceSpec(fingerprint="benchmark")
     try:
-        profile = trace_call(without_data(model), subject, inputs)
+        profile = trace_call(without_data(model), spec, inputs)
     except (ModelError, VirtualDeviceError):
         # A tower that reads pixels can't be traced without them. It goes where its relatives go.
         text = {name: value for name, value in inputs.items() if name in TEXT}
-        profile = trace_call(without_data(model), subject, text)
+        profile = trace_call(without_data(model), spec, text)
     blocks = [block for block in profile.blocks if block.modules]
     for stages, fractions in CUTS.items():
         for cut, fraction in enumerate(fractions):

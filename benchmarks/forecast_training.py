@@ -27,7 +27,7 @@ from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Conditions, Training
 from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
-from duoka.tracing import Subject, profile_training
+from duoka.tracing import TraceSpec, profile_training
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ def profile_of(known: dict[tuple[str, Conditions], Profile], one: Pair) -> Profi
     workload = one.workload
     key = one.model, workload.conditions
     if key not in known:
-        subject = Subject(fingerprint=one.model, conditions=workload.conditions)
-        known[key] = profile_training(lambda: build(one.model), subject, workload)[0]
+        spec = TraceSpec(fingerprint=one.model, conditions=workload.conditions)
+        known[key] = profile_training(lambda: build(one.model), spec, workload)[0]
     return known[key]
 
 

@@ -21,7 +21,7 @@ from duoka.planner.request import PlanProblem
 from duoka.runtime import devices
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.steps import Stepper
-from duoka.tracing import Subject, trace
+from duoka.tracing import TraceSpec, trace
 
 MIB, GIB = 2**20, 2**30
 _COMMON = {"max_position_embeddings": 32768, "pad_token_id": 0}
@@ -126,8 +126,8 @@ def pairs(device: str, *, small: bool) -> Iterator[dict[str, Any]]:
 
 def planned(config: dict[str, Any], workload: duoka.Workload, stages: int) -> duoka.Plan:
     """A plan for as many budgets as there are stages, none of which is under pressure."""
-    subject = Subject(fingerprint="pair", max_context_tokens=32768)
-    profile = trace(models.build(config, dtype=torch.bfloat16), subject)
+    spec = TraceSpec(fingerprint="pair", max_context_tokens=32768)
+    profile = trace(models.build(config, dtype=torch.bfloat16), spec)
     fleet = Fleet.parse(f"virtual:{stages}x16GiB")
     return solve(profile, PlanProblem(fleet=fleet, workload=workload, use_all=True))
 

@@ -29,7 +29,7 @@ from duoka.forecast.tensor_names import NamedTensor, TensorNames
 from duoka.forecast.workload import Conditions, Training
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.steps import Learner
-from duoka.tracing import Subject, profile_training
+from duoka.tracing import TraceSpec, profile_training
 
 _EVERYWHERE = (0, 2**40)
 
@@ -119,7 +119,7 @@ def traced(name: str, conditions: Conditions) -> Profile:
     workload = Workload(new_tokens=0, dtype="bfloat16", training=conditions.training)
     build = functools.partial(models.build, tiny.CONFIGS[name], dtype=torch.bfloat16)
     profile, is_regular = profile_training(
-        build, Subject(fingerprint=name, conditions=conditions), workload
+        build, TraceSpec(fingerprint=name, conditions=conditions), workload
     )
     assert is_regular
     return profile

@@ -33,7 +33,7 @@ from duoka.planner.planner import with_chunks
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.image_inputs import prompts_for
 from duoka.runtime.steps import Stepper
-from duoka.tracing import Irregular, Subject, trace, trace_workload
+from duoka.tracing import Irregular, TraceSpec, trace, trace_workload
 
 MIB = 2**20
 ENDLESS = 2**40
@@ -155,8 +155,8 @@ _PLAIN = Conditions()
 def regular(name: str, conditions: Conditions = _PLAIN) -> Profile:
     """The profile of a small model, for all workloads."""
     model = models.build(CONFIGS[name], dtype=torch.bfloat16)
-    subject = Subject(fingerprint=name, max_context_tokens=8192, conditions=conditions)
-    return trace(model, subject)
+    spec = TraceSpec(fingerprint=name, max_context_tokens=8192, conditions=conditions)
+    return trace(model, spec)
 
 
 def profile_for(name: str, workload: Workload) -> Profile:
@@ -164,8 +164,8 @@ def profile_for(name: str, workload: Workload) -> Profile:
     if (name, workload.cache) not in IRREGULAR:
         return regular(name, workload.conditions)
     model = models.build(CONFIGS[name], dtype=torch.bfloat16)
-    subject = Subject(fingerprint=name, conditions=workload.conditions)
-    return trace_workload(model, subject, list(with_chunks(workload)))
+    spec = TraceSpec(fingerprint=name, conditions=workload.conditions)
+    return trace_workload(model, spec, list(with_chunks(workload)))
 
 
 def is_irregular(name: str) -> bool:

@@ -19,7 +19,7 @@ from duoka.errors import PlacementError, ProofError
 from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
 from duoka.runtime.steps import Stepper
-from duoka.tracing import Subject
+from duoka.tracing import TraceSpec
 from duoka.tracing.trace_training import trace_training_workload
 
 LOAD = Workload(
@@ -165,8 +165,8 @@ def test_the_proof_leaves_no_virtual_gpus_behind(plan: Plan) -> None:
 def test_a_plan_for_training_is_proved_by_training() -> None:
     workload = rehearsing.load(64, method="full", micro_batches=3, schedule="1f1b")
     model = models.build(tiny.CONFIGS["glm"], dtype=torch.bfloat16)
-    subject = Subject(fingerprint="glm", conditions=workload.conditions)
-    profile = trace_training_workload(copy.deepcopy(model), subject, workload)
+    spec = TraceSpec(fingerprint="glm", conditions=workload.conditions)
+    profile = trace_training_workload(copy.deepcopy(model), spec, workload)
     fleet = Fleet.parse("virtual:3x48MiB")
     plan = solve(profile, PlanProblem(fleet=fleet, workload=workload, use_all=True))
     measured = prove(plan, copy.deepcopy(model))

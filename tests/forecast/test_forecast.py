@@ -29,7 +29,7 @@ from duoka.forecast.stage_bytes import StageBytes
 from duoka.planner.constraints import Constraints
 from duoka.planner.planner import attempt, solve
 from duoka.planner.request import PlanProblem
-from duoka.tracing import Subject, trace_workload
+from duoka.tracing import TraceSpec, trace_workload
 
 ONE, TWO = "virtual:1GiB", "virtual:2x1GiB"
 UNEQUAL = "virtual:512MiB,1GiB"
@@ -139,8 +139,8 @@ def test_a_cut_in_a_tower_is_measured_as_it_is_forecast(
     workload = load(400, 3, images=1, image_size=(towers.IMAGE_SIZE, towers.IMAGE_SIZE))
     model = towers.build(name)
     config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-    subject = Subject(fingerprint=name, conditions=workload.conditions)
-    profile = trace_workload(models.build(config, dtype=torch.bfloat16), subject, [workload])
+    spec = TraceSpec(fingerprint=name, conditions=workload.conditions)
+    profile = trace_workload(models.build(config, dtype=torch.bfloat16), spec, [workload])
     modules = [module for block in profile.blocks for module in block.modules]
     behind = modules[modules.index(last) + 1]
     pins = ((last, "vgpu:0"), (behind, "vgpu:1"))

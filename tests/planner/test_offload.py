@@ -26,7 +26,7 @@ from duoka.planner.constraints import Constraints
 from duoka.planner.offload import candidates, offloadable, weight_bytes
 from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
-from duoka.tracing import Subject, trace
+from duoka.tracing import TraceSpec, trace
 
 LOAD = Workload(prompt_tokens=700, new_tokens=40, dtype="bfloat16", prefill_chunk_tokens=None)
 LAYERS = tiny.made_up([60 * MIB, *[40 * MIB] * 6, 60 * MIB], tiny.Costs(cache=2048))
@@ -189,7 +189,7 @@ def test_gpus_that_differ_in_their_link_to_the_host_are_not_exchanged() -> None:
 @functools.cache
 def deep() -> Profile:
     model = models.build(DEEP, dtype=torch.bfloat16)
-    return trace(model, Subject(fingerprint="deep", max_context_tokens=8192))
+    return trace(model, TraceSpec(fingerprint="deep", max_context_tokens=8192))
 
 
 @pytest.mark.parametrize(

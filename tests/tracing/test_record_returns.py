@@ -18,7 +18,7 @@ from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.image_inputs import image_inputs
-from duoka.tracing import Subject, trace_workload
+from duoka.tracing import TraceSpec, trace_workload
 
 TOWER, TEXT = "model.vision_tower", "model.language_model"
 WORKLOAD = Workload(
@@ -84,8 +84,8 @@ def test_a_cut_inside_the_tower_is_measured_as_it_is_forecast(cut: int) -> None:
 @pytest.mark.parametrize("name", ["glm4v", "qwen2_5_vl", "llava_next"])
 def test_a_cut_inside_a_tower_gives_the_same_logits(name: str) -> None:
     workload = dataclasses.replace(WORKLOAD, dtype="float32", image_size=(112, 112))
-    subject = Subject(fingerprint=name, conditions=workload.conditions)
-    blocks = trace_workload(towers.build(name).to("meta"), subject, [workload]).blocks
+    spec = TraceSpec(fingerprint=name, conditions=workload.conditions)
+    blocks = trace_workload(towers.build(name).to("meta"), spec, [workload]).blocks
     model = towers.build(name)
     inputs = image_inputs(model, [(112, 112)], prompt_tokens=400)
     with torch.no_grad():

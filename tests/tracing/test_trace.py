@@ -18,10 +18,10 @@ from duoka.models.quantization import parts, quantize_model
 from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
 from duoka.runtime.dispatch.dispatch import dispatch
-from duoka.tracing import Irregular, Subject, trace, trace_call, trace_workload
+from duoka.tracing import Irregular, TraceSpec, trace, trace_call, trace_workload
 from duoka.tracing.trace import whole
 
-SUBJECT = Subject(fingerprint="x")
+SPEC = TraceSpec(fingerprint="x")
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -95,7 +95,7 @@ def test_full_and_sliding_layers_are_of_different_kinds() -> None:
     }
     load = Workload(prompt_tokens=50, new_tokens=4, prefill_chunk_tokens=None)
     model = models.build(config, dtype=torch.bfloat16)
-    profile = trace_workload(model, SUBJECT, [load])
+    profile = trace_workload(model, SPEC, [load])
     _, full, sliding, again, last, *_ = [block.kind for block in profile.blocks]
     assert full != sliding
     assert sliding != last
@@ -113,7 +113,7 @@ def test_a_context_that_ends_early_is_never_exceeded() -> None:
         positions.append(kwargs["attention_mask"].shape[-1])
 
     model.register_forward_pre_hook(note, with_kwargs=True)
-    trace(model, Subject(fingerprint="x", max_context_tokens=160))
+    trace(model, TraceSpec(fingerprint="x", max_context_tokens=160))
     assert 50 < max(positions) <= 160
 
 
@@ -121,7 +121,7 @@ def test_irregular_models_are_said_to_be() -> None:
     assert tiny.is_irregular("mamba2")
     t5 = models.build({"model_type": "t5", "d_model": 32, "num_layers": 1, "vocab_size": 64})
     with pytest.raises(Irregular):
-        trace(t5, SUBJECT)
+        trace(t5, SPEC)
 
 
 def test_one_workloads_profile_knows_that_one() -> None:
@@ -129,14 +129,14 @@ def test_one_workloads_profile_knows_that_one() -> None:
         Workload(prompt_tokens=300, new_tokens=9, prefill_chunk_tokens=chunk)
         for chunk in (None, 100)
     ]
-    profile = trace_workload(models.build(tiny.CONFIGS["mamba2"]), SUBJECT, loads)
+    profile = trace_workload(models.build(tiny.CONFIGS["mamba2"]), SPEC, loads)
     for load in loads:
         assert Replay(profile, load).run(range(len(profile.blocks))) is not None
 
 
 def test_one_workload_or_all_workloads_cost_the_same() -> None:
     load = Workload(batch=2, prompt_tokens=333, new_tokens=6, prefill_chunk_tokens=150)
-    one = trace_workload(models.build(tiny.CONFIGS["tied"], dtype=torch.bfloat16), SUBJECT, [load])
+    one = trace_workload(models.build(tiny.CONFIGS["tied"], dtype=torch.bfloat16), SPEC, [load])
     whole = tiny.regular("tied")
     blocks = range(len(whole.blocks))
     assert len(one.blocks) == len(blocks)
@@ -174,7 +174,7 @@ def inputs() -> dict[str, Any]:
 
 @pytest.mark.parametrize("fleet", ["virtual:64MiB", "virtual:2x32MiB"])
 def test_the_call_of_a_module_is_forecast(fleet: str) -> None:
-    profile = trace_call(Branches().to("meta"), SUBJECT, inputs())
+    profile = trace_call(Branches().to("meta"), SPEC, inputs())
     assert placed_blocks(profile) == [("up",), ("down",), ("head",)]
     problem = PlanProblem(
         fleet=Fleet.parse(fleet),
@@ -196,7 +196,7 @@ def test_the_call_of_a_module_is_forecast(fleet: str) -> None:
 
 def test_a_call_that_fails_says_which_model_and_where() -> None:
     with pytest.raises(ModelError, match=r"Branches can't be traced: \w+.*\(\S+:\d+\)") as caught:
-        trace_call(Branches().to("meta"), SUBJECT, {"x": torch.zeros(3, 5)})
+        trace_call(Branches().to("meta"), SPEC, {"x": torch.zeros(3, 5)})
     assert re.search("inputs", str(caught.value.hint))
 
 
@@ -214,7 +214,7 @@ class Reads(nn.Module):
 
 def test_a_value_that_nobody_knows_is_named_with_its_place() -> None:
     with pytest.raises(Exception, match=r"test_trace\.py:\d+") as caught:
-        trace_call(Reads().to("meta"), SUBJECT, (torch.ones(2, 4),))
+        trace_call(Reads().to("meta"), SPEC, (torch.ones(2, 4),))
     assert isinstance(caught.value, (ModelError, virtual.UnknownValueError))
 
 
@@ -223,13 +223,13 @@ def test_weights_count_buffers_and_each_tie_once() -> None:
     model.up.register_buffer("scale", torch.ones(100))
     model.tail = nn.Linear(512, 8)
     model.tail.weight = model.head.weight
-    profile = trace_call(model.to("meta"), SUBJECT, inputs())
+    profile = trace_call(model.to("meta"), SPEC, inputs())
     tensors = {id(t): t.nbytes for t in (*model.parameters(), *model.buffers())}
     assert profile.weight_bytes == sum(tensors.values())
 
 
 def test_placements_follow_the_blocks() -> None:
-    profile = trace_call(Branches().to("meta"), SUBJECT, inputs())
+    profile = trace_call(Branches().to("meta"), SPEC, inputs())
     names = [name for block in profile.blocks for name in block.modules]
     Placement(entries=tuple((name, "cpu") for name in names)).check(
         name for name, _ in Branches().named_parameters()

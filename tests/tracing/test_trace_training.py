@@ -17,7 +17,7 @@ from duoka.forecast.allocator import SEGMENT_ROUND_BYTES
 from duoka.forecast.costs import costs_of
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Conditions, Training
-from duoka.tracing import Subject
+from duoka.tracing import TraceSpec
 from duoka.tracing import trace_training as tracing
 
 FULL = {"method": "full"}
@@ -123,8 +123,8 @@ def test_what_a_left_out_block_keeps_for_its_backward_pass_is_counted() -> None:
 
 def trace_alone(name: str, workload: Any, **changes: Any) -> Profile:
     model = models.build({**tiny.CONFIGS[name], **changes}, dtype=torch.bfloat16)
-    subject = Subject(fingerprint=name, conditions=workload.conditions)
-    return tracing.trace_training_workload(model, subject, workload)
+    spec = TraceSpec(fingerprint=name, conditions=workload.conditions)
+    return tracing.trace_training_workload(model, spec, workload)
 
 
 def test_blocks_have_the_names_of_the_model_without_adapters() -> None:
@@ -163,6 +163,6 @@ class Mute(nn.Module):
 
 
 def test_a_model_without_a_loss_is_refused() -> None:
-    subject = Subject(fingerprint="x", conditions=Conditions(training=Training(method="full")))
+    spec = TraceSpec(fingerprint="x", conditions=Conditions(training=Training(method="full")))
     with pytest.raises(ModelError, match="computes no loss"):
-        tracing.trace_training(Mute(), subject, torch.float32)
+        tracing.trace_training(Mute(), spec, torch.float32)

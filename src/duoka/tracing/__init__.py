@@ -10,12 +10,12 @@
 - `published_names`: a model's tensors under their own names and their checkpoint's
 """
 
-from .trace import Irregular, Subject, trace, trace_call, trace_workload
+from .trace import Irregular, TraceSpec, trace, trace_call, trace_workload
 from .trace_training import profile_training
 
 __all__ = [
     "Irregular",
-    "Subject",
+    "TraceSpec",
     "profile_training",
     "trace",
     "trace_call",

@@ -24,7 +24,7 @@ from duoka.planner.planner import with_chunks
 from duoka.planner.resolve import workload_for
 from duoka.runtime import load as loader
 from duoka.runtime.dispatch.dispatch import undispatch
-from duoka.tracing import Irregular, Subject, profile_training, trace, trace_call, trace_workload
+from duoka.tracing import Irregular, TraceSpec, profile_training, trace, trace_call, trace_workload
 
 
 def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
@@ -37,14 +37,14 @@ def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
             # Such a plan could never be loaded.
             loader.refuse_differences(model, checkpoint)
         notes = notes_of(model, checkpoint, workload)
-        subject = Subject(
+        spec = TraceSpec(
             fingerprint=checkpoint.fingerprint,
             max_context_tokens=checkpoint.max_context_tokens,
             published=None if checkpoint.tensors is None else tuple(checkpoint.tensors),
             conditions=workload.conditions,
         )
         build = partial(build_model, checkpoint, workload)
-        profile, regular = _trace(build, subject, workload)
+        profile, regular = _trace(build, spec, workload)
         # Where parts keep another type, the first parameter may be one of them.
         profile = replace(profile, dtype=workload.dtype, notes=notes)
         profile_cache.keep_profile(profile, workload, alone=not regular)
@@ -55,28 +55,28 @@ def profile_module(
     model: nn.Module, workload: Workload, inputs: Mapping[str, Any] | tuple[Any, ...] | None
 ) -> Profile:
     """The profile of a model that is given as an object; the object isn't touched."""
-    subject = Subject(fingerprint=fingerprint_module(model), conditions=workload.conditions)
+    spec = TraceSpec(fingerprint=fingerprint_module(model), conditions=workload.conditions)
     if inputs is not None:
-        return trace_call(without_data(model), subject, inputs)
+        return trace_call(without_data(model), spec, inputs)
     if not hasattr(model, "prepare_inputs_for_generation"):
         raise UsageError(
             f"{type(model).__name__} is no generating model of transformers",
             hint="give example inputs as well: plan(model, fleet, inputs=(x,))",
         )
-    return _trace(lambda: without_data(model), subject, workload)[0]
+    return _trace(lambda: without_data(model), spec, workload)[0]
 
 
 def _trace(
-    build: Callable[[], nn.Module], subject: Subject, workload: Workload
+    build: Callable[[], nn.Module], spec: TraceSpec, workload: Workload
 ) -> tuple[Profile, bool]:
     """Trace for every workload where rules hold, which the second result says, or for this one."""
     if workload.training is not None:
-        return profile_training(build, subject, workload)
+        return profile_training(build, spec, workload)
     with suppress(Irregular):
-        profile = trace(build(), subject)
+        profile = trace(build(), spec)
         if profile.answers(workload.batch):
             return profile, True
-    return trace_workload(build(), subject, list(with_chunks(workload))), False
+    return trace_workload(build(), spec, list(with_chunks(workload))), False
 
 
 def fingerprint_module(model: nn.Module) -> str:

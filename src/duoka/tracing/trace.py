@@ -53,8 +53,8 @@ RegimeTapes = tuple[Regime, list[Tape]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """What is traced, besides the model itself.
+class TraceSpec:
+    """What a trace holds besides the model: whose it is, and what it is run under.
 
     `published` are the checkpoint's names of its tensors, where they are known; `conditions` are
     what the model is run under.
@@ -70,27 +70,27 @@ class Irregular(Exception):
     """A model whose costs follow no rule that the profile could hold for every workload."""
 
 
-def trace(model: nn.Module, subject: Subject) -> Profile:
+def trace(model: nn.Module, spec: TraceSpec) -> Profile:
     """Run a causal language model without data and record what it costs."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise Irregular("what an encoder and its decoder cost depends on two lengths")
-    named = name_tensors(model, subject.published)
-    steps = _Steps.of(model, subject)
+    named = name_tensors(model, spec.published)
+    steps = _Steps.of(model, spec)
     with running(model), whole(model) as device:
-        tracer = _Tracer(model, device, subject.max_context_tokens or ENDLESS, steps)
+        tracer = _Tracer(model, device, spec.max_context_tokens or ENDLESS, steps)
         try:
             regimes = list(tracer.rules())
-            profile = as_profile(model, tracer.groups, subject, regimes, named)
+            profile = as_profile(model, tracer.groups, spec, regimes, named)
             return replace(profile, least_prompt_tokens=steps.least_tokens)
         except (Unlike, *FAILURES) as error:
             # A step far from any that is asked for may fail where the asked one doesn't.
             raise Irregular(f"{type(model).__name__}: {error}") from error
 
 
-def trace_workload(model: nn.Module, subject: Subject, workloads: Sequence[Workload]) -> Profile:
+def trace_workload(model: nn.Module, spec: TraceSpec, workloads: Sequence[Workload]) -> Profile:
     """Run the steps of certain workloads, and record what just these cost."""
-    named = name_tensors(model, subject.published)
-    steps = _Steps.of(model, subject)
+    named = name_tensors(model, spec.published)
+    steps = _Steps.of(model, spec)
     with running(model), whole(model) as device:
         tracer = _Tracer(model, device, ENDLESS, steps)
         regimes = {
@@ -98,16 +98,16 @@ def trace_workload(model: nn.Module, subject: Subject, workloads: Sequence[Workl
             for workload in workloads
             for regime, tapes in tracer.points(workload)
         }
-        profile = as_profile(model, tracer.groups, subject, list(regimes.values()), named)
+        profile = as_profile(model, tracer.groups, spec, list(regimes.values()), named)
         return replace(profile, least_prompt_tokens=steps.least_tokens)
 
 
 def trace_call(
-    model: nn.Module, subject: Subject, inputs: Mapping[str, Any] | Sequence[Any]
+    model: nn.Module, spec: TraceSpec, inputs: Mapping[str, Any] | Sequence[Any]
 ) -> Profile:
     """Run any module once on example inputs and record what that call costs."""
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
-    named = name_tensors(model, subject.published)
+    named = name_tensors(model, spec.published)
     with running(model), whole(model) as device:
 
         def call() -> None:
@@ -119,7 +119,7 @@ def trace_call(
         regime = Regime(
             phase="prefill", many=False, query=EVERYWHERE, past=EVERYWHERE, keys=EVERYWHERE
         )
-        return as_profile(model, groups, subject, [_fitted(regime, [sample])], named)
+        return as_profile(model, groups, spec, [_fitted(regime, [sample])], named)
 
 
 # What model code raises when it can't run as it is asked to.
@@ -194,8 +194,8 @@ class _Steps(NamedTuple):
     prompts: ImagePrompts | None
 
     @classmethod
-    def of(cls, model: Any, subject: Subject) -> _Steps:
-        return cls(subject.conditions, prompts_for(model, subject.conditions))
+    def of(cls, model: Any, spec: TraceSpec) -> _Steps:
+        return cls(spec.conditions, prompts_for(model, spec.conditions))
 
     @property
     def least_tokens(self) -> int:
@@ -393,7 +393,7 @@ def _moved(tree: Any, device: torch.device) -> Any:
 def as_profile(
     model: nn.Module,
     groups: Sequence[Group],
-    subject: Subject,
+    spec: TraceSpec,
     regimes: Sequence[RegimeTapes],
     named: Sequence[NamedTensor],
 ) -> Profile:
@@ -420,15 +420,15 @@ def as_profile(
         )
     first = next(iter(model.parameters()), None)
     return Profile(
-        fingerprint=subject.fingerprint,
+        fingerprint=spec.fingerprint,
         model=type(model).__name__,
         dtype="float32" if first is None else str(first.dtype).removeprefix("torch."),
         blocks=tuple(blocks),
         kinds=tuple(kinds),
         regimes=tuple(regime for regime, _ in regimes),
-        max_context_tokens=subject.max_context_tokens,
+        max_context_tokens=spec.max_context_tokens,
         tensor_names=by_block(named, [block.modules for block in blocks]),
-        conditions=subject.conditions,
+        conditions=spec.conditions,
     )
 
 

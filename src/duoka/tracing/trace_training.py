@@ -30,7 +30,7 @@ from .trace import (
     FAILURES,
     Irregular,
     RegimeTapes,
-    Subject,
+    TraceSpec,
     as_profile,
     ranges,
     running,
@@ -46,11 +46,11 @@ _ODD = (1, 43, 86, 59)
 _TILE = 128
 
 
-def trace_training(model: nn.Module, subject: Subject, dtype: torch.dtype) -> Profile:
+def trace_training(model: nn.Module, spec: TraceSpec, dtype: torch.dtype) -> Profile:
     """Train a model without data, and record what it costs."""
-    named = name_tensors(model, subject.published)
+    named = name_tensors(model, spec.published)
     with running(model):
-        tracer = _Tracer(model, subject, dtype)
+        tracer = _Tracer(model, spec, dtype)
         with whole(model) as device:
             tracer.start(device)
             try:
@@ -61,7 +61,7 @@ def trace_training(model: nn.Module, subject: Subject, dtype: torch.dtype) -> Pr
 
 
 def profile_training(
-    build: Callable[[], nn.Module], subject: Subject, workload: Workload
+    build: Callable[[], nn.Module], spec: TraceSpec, workload: Workload
 ) -> tuple[Profile, bool]:
     """A profile for every workload where rules hold, which the second result says, or for one."""
     model = build()
@@ -69,16 +69,16 @@ def profile_training(
         first = next(p for p in model.parameters() if p.is_floating_point())
         workload = workload.resolved(dtype=_dtype_name(first.dtype))
     try:
-        return trace_training(model, subject, getattr(torch, workload.dtype)), True
+        return trace_training(model, spec, getattr(torch, workload.dtype)), True
     except Irregular:
-        return trace_training_workload(build(), subject, workload), False
+        return trace_training_workload(build(), spec, workload), False
 
 
-def trace_training_workload(model: nn.Module, subject: Subject, workload: Workload) -> Profile:
+def trace_training_workload(model: nn.Module, spec: TraceSpec, workload: Workload) -> Profile:
     """Run micro-batches of one workload, and record what just these cost."""
-    named = name_tensors(model, subject.published)
+    named = name_tensors(model, spec.published)
     with running(model):
-        tracer = _Tracer(model, subject, getattr(torch, workload.dtype))
+        tracer = _Tracer(model, spec, getattr(torch, workload.dtype))
         with whole(model) as device:
             tracer.start(device)
             batch, tokens = workload.batch, workload.prompt_tokens
@@ -93,12 +93,12 @@ class _Tracer:
     skip = True
     """Run blocks that are alike once."""
 
-    def __init__(self, model: nn.Module, subject: Subject, dtype: torch.dtype) -> None:
-        training = subject.conditions.training
+    def __init__(self, model: nn.Module, spec: TraceSpec, dtype: torch.dtype) -> None:
+        training = spec.conditions.training
         assert training is not None, "the conditions are those of training"
         make_trainable(model, training, dtype)
         self.model: Any = model
-        self.subject = subject
+        self.spec = spec
         self.training: Training = training
         self.dtype = dtype
         self.groups: list[Group] = []
@@ -116,7 +116,7 @@ class _Tracer:
 
     def rules(self) -> Iterator[RegimeTapes]:
         """Regimes for every micro-batch."""
-        longest = self.subject.max_context_tokens or ENDLESS
+        longest = self.spec.max_context_tokens or ENDLESS
         for many in (False, True):
             for start, stop in ranges(self.model.config, longest):
                 yield from self._cell(many, start, stop, longest)
@@ -185,7 +185,7 @@ class _Tracer:
             replace(group, names=tuple(dict.fromkeys(map(base_name, group.names))))
             for group in self.groups
         ]
-        profile = as_profile(self.model, groups, self.subject, regimes, named)
+        profile = as_profile(self.model, groups, self.spec, regimes, named)
         kinds: dict[Kind, int] = {}
         blocks = []
         for block, group in zip(profile.blocks, groups, strict=True):

@@ -23,7 +23,7 @@ from duoka.models.from_checkpoint import build_model
 from duoka.planner.device_map import judge
 from duoka.planner.resolve import workload_for
 from duoka.tools.demo.checkpoint import CONFIG
-from duoka.tracing import Subject, trace_workload
+from duoka.tracing import TraceSpec, trace_workload
 
 FIRST = ("transformer.word_embeddings", "transformer.final_layernorm", "lm_head")
 FIRST_LAYERS = "transformer.layers"
@@ -76,12 +76,12 @@ LOAD = Workload(prompt_tokens=20, new_tokens=4, prefill_chunk_tokens=None)
 def outlined(path: Path) -> Outline:
     """The names of a checkpoint's tensors, without all the rules of what it costs."""
     checkpoint = Checkpoint.open(path)
-    subject = Subject(
+    spec = TraceSpec(
         fingerprint=checkpoint.fingerprint,
         published=None if checkpoint.tensors is None else tuple(checkpoint.tensors),
     )
     load = workload_for(checkpoint, LOAD)
-    return trace_workload(build_model(checkpoint, load), subject, [load]).outline
+    return trace_workload(build_model(checkpoint, load), spec, [load]).outline
 
 
 @pytest.fixture(scope="module")
