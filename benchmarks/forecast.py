@@ -30,7 +30,7 @@ from duoka.planner.request import PlanProblem
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.image_inputs import prompts_for
 from duoka.runtime.steps import Stepper
-from duoka.tracing import Irregular, Subject, trace, trace_workload
+from duoka.tracing import Irregular, TraceSpec, trace, trace_workload
 
 _LINE = "{:16} {:24} {:>15} {:>3} {:>5} {:>7} {:>7} {:7} {:>9} {:>7} {:>9} {:>7}"
 
@@ -120,7 +120,7 @@ def profile_of(pair: Pair, known: dict[Any, Profile]) -> Profile:
     key = pair.model, workload.conditions
     if key in known and known[key].answers(pair.batch):
         return known[key]
-    subject = Subject(fingerprint=pair.model, conditions=workload.conditions)
+    spec = TraceSpec(fingerprint=pair.model, conditions=workload.conditions)
 
     def build() -> Any:
         return models.build(SIZES[pair.model], dtype=torch.bfloat16)
@@ -128,13 +128,13 @@ def profile_of(pair: Pair, known: dict[Any, Profile]) -> Profile:
     try:
         if build().config.is_encoder_decoder:
             raise Irregular("two lengths")
-        found = trace(build(), subject)
+        found = trace(build(), spec)
         if found.answers(pair.batch):
             known[key] = found
             return found
     except Irregular:
         pass
-    return trace_workload(build(), subject, list(with_chunks(workload)))
+    return trace_workload(build(), spec, list(with_chunks(workload)))
 
 
 def measure(plan: duoka.Plan, config: dict[str, Any]) -> Iterator[tuple[str, int, int, int, int]]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from duoka import Placement, Workload
 from duoka.api.check import check
 from duoka.runtime.image_inputs import image_inputs
-from duoka.tracing import Subject, trace_call
+from duoka.tracing import TraceSpec, trace_call
 from duoka.tracing.get_profile import without_data
 
 FAST = (
@@ -27,7 +27,7 @@ WORK = Workload(prompt_tokens=12, new_tokens=4, prefill_chunk_tokens=None)
 
 def splits(model: PreTrainedModel, inputs: dict[str, Any]) -> Iterator[Placement]:
     """Two and three stages of duoka's blocks."""
-    profile = trace_call(without_data(model), Subject(fingerprint="test"), inputs)
+    profile = trace_call(without_data(model), TraceSpec(fingerprint="test"), inputs)
     blocks = [block for block in profile.blocks if block.modules]
     for bounds in ((1 / 2,), (1 / 3, 2 / 3)):
         stages = [
