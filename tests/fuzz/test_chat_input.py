@@ -7,20 +7,18 @@ text comes out of it again.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzzing import JSON, damaged_text, examples, fuzz, told_of
-from hypothesis import given, settings
+from fuzzing import JSON, damaged_text, fuzz, told_of
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from duoka.errors import CheckpointError, UsageError
-from duoka.models.text import template_process, template_sandbox
 from duoka.models.text.messages import (
     Message,
     ToolCall,
@@ -33,7 +31,6 @@ from duoka.models.text.prompts import ChatFormat, chat_format
 from duoka.models.text.tokenizer import load_tokenizer
 
 CHATGLM = {"model_type": "chatglm"}
-IN_A_PROCESS = template_process._ask
 TOKENS = ("<|user|>", "<|system|>", "<|assistant|>", "<|observation|>", "[gMASK]", "sop", "<sop>")
 TOKENS += ("<|endoftext|>", "</s>", "<s>", "<|im_start|>", "<|im_end|>", "[MASK]", "\ue0f0", "x")
 PIECES = st.sampled_from((*TOKENS, "<|im_", "end|>", "<|", "|>", "<", ">", "|im_end|", "\n", " "))
@@ -83,14 +80,8 @@ def template_tokenizer() -> PreTrainedTokenizerBase:
 
 
 @pytest.fixture(scope="module")
-def template(template_tokenizer: PreTrainedTokenizerBase) -> Iterator[ChatFormat]:
-    def render_here(request: bytes) -> dict[str, Any]:
-        return template_sandbox.render(json.loads(request))
-
-    # A process for each of ten thousand would take most of the time; they are tested elsewhere.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(template_process, "_ask", render_here)
-        yield chat_format(template_tokenizer, {"model_type": "llama"})
+def template(template_tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
+    return chat_format(template_tokenizer, {"model_type": "llama"})
 
 
 def special_in(chat: Any, ids: list[int]) -> list[int]:
@@ -190,21 +181,6 @@ def test_templates(
         assert "<class" not in shown or "<class" in text + said
     finally:
         template_tokenizer.chat_template = TEMPLATE
-
-
-@pytest.mark.fuzz
-@settings(max_examples=max(examples(10) // 50, 10))
-@given(text=TEMPLATES)
-def test_templates_in_their_process(text: str) -> None:
-    chat = [{"role": "user", "content": "y"}]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(template_process, "_ask", IN_A_PROCESS)
-        try:
-            (shown,) = template_process.render(text, [chat], {})
-        except (UsageError, CheckpointError) as error:
-            told_of(error, "", 700)
-        else:
-            assert "<class" not in shown or "<class" in text
 
 
 NAMES = st.sampled_from(("weather", "x", "")) | st.text(max_size=6)

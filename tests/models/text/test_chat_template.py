@@ -6,6 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from duoka.errors import CheckpointError, UsageError
+from duoka.models.text.chat_template import MOST_TEMPLATE_CHARACTERS
 from duoka.models.text.messages import Message, ToolCall
 from duoka.models.text.prompts import TemplateFormat, chat_format
 
@@ -131,4 +132,76 @@ def test_a_tokenizer_without_the_template_that_is_needed(
 ) -> None:
     template_tokenizer.chat_template = template
     with pytest.raises(CheckpointError, match="no usable chat template"):
+        chat.prompt([user("hi")])
+
+
+ESCAPES = [
+    "{{ ''.__class__ }}",
+    "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "{{ joiner.__init__.__globals__ }}",
+    "{{ namespace.__init__.__globals__ }}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ self._TemplateReference__context.environment }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ strftime_now.__globals__['__builtins__'] }}",
+    "{{ (messages | map(attribute='__class__') | list)[0].mro() }}",
+    "{{ messages | attr('__class__') | attr('__base__') }}",
+    "{{ '{0.__class__.__mro__}'.format(messages) }}",
+    "{{ '{x.__globals__}'.format_map({'x': raise_exception}) }}",
+    "{{ ['{0.__class__}'] | map('format', messages) | first }}",
+    "{{ messages | map('format') }}{{ ('{0.__init__}' | attr('format'))(cycler) }}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update(role='system') }}",
+    "{{ messages[0].pop('role') }}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}{{ os }}",
+    "{% extends 'x' %}",
+    "{{ range(10 ** 6) }}",
+    "{{ open('/etc/passwd') }}",
+    "{{ (joiner(', ').__call__).__self__.__class__.__init__.__globals__ }}",
+    "{% for x in messages %}{{ loop._iterator.gi_frame.f_globals }}{% endfor %}",
+    "{% for x in messages %}{{ loop.__class__ }}{% endfor %}",
+    "{% macro m() %}{{ caller.__globals__ }}{% endmacro %}{% call m() %}x{% endcall %}",
+    "{{ 1 / 0 }}",
+    "{{ messages[99].content.x }}",
+    "{{ undefined_function() }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ raise_exception('no system message, please') }}",
+]
+
+
+@pytest.mark.parametrize("template", ESCAPES, ids=range(len(ESCAPES)))
+def test_nothing_outside_is_reached(
+    template: str, chat: Any, template_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    template_tokenizer.chat_template = template
+    try:
+        shown = template_tokenizer.decode(chat.prompt([user("hi"), user("there")]))
+    except UsageError as error:
+        shown = str(error)
+    assert len(shown) < 600
+    assert "<class" not in shown
+    assert "built-in" not in shown
+    assert "<function" not in shown
+
+
+DAMAGED = [
+    "{% for m in messages %}",
+    "{{",
+    "{% endfor %}",
+    "{{ x | no_such_filter }}",
+    "{% no_such_tag %}",
+    "{{ 'a' * 10 ** 15 }}",
+    "x" * (MOST_TEMPLATE_CHARACTERS + 1),
+    "\ud800",
+]
+
+
+@pytest.mark.parametrize("template", DAMAGED, ids=range(len(DAMAGED)))
+def test_what_is_no_template(
+    template: str, chat: Any, template_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    template_tokenizer.chat_template = template
+    with pytest.raises(CheckpointError, match="template"):
         chat.prompt([user("hi")])

@@ -3,5 +3,4 @@
 - `tokenizer`: a checkpoint's tokenizer, the ChatGLM family's from its own files
 - `messages`, `prompts`: a conversation → token ids, and an answer with its tool calls
 - `chat_template`: the same by a checkpoint's own template, without imitated special tokens
-- `template_process`, `template_sandbox`: templates are programs: they run in a bounded process
 """

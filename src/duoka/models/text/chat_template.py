@@ -13,13 +13,17 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from duoka.errors import CheckpointError, UsageError
 
 from .messages import Message, Tool, tool_function
-from .template_process import render
 from .tokenizer import special_id
+
+MOST_TEMPLATE_CHARACTERS = 1 << 18  # the longest published ones have some ten thousand
+_MOST_WHY_CHARACTERS = 500
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def encode_template(
@@ -143,6 +147,7 @@ def _render(
     contents_of: Sequence[Sequence[str]],
     tools: Sequence[Tool] | None,
 ) -> list[str]:
+    """Render in Jinja's sandbox, as transformers does, once for each list of contents."""
     if any(message.tool_call is not None for message in messages):
         raise UsageError("how this model writes its tool calls is not known")
     conversations = [
@@ -152,22 +157,37 @@ def _render(
         ]
         for contents in contents_of
     ]
-    variables: dict[str, Any] = {
-        **{name: _plain(token) for name, token in tokenizer.special_tokens_map.items()},
-        "tools": [dict(tool) for tool in tools] if tools else None,
-        "documents": None,
-        "add_generation_prompt": True,
-    }
     try:
         template = tokenizer.get_chat_template(tools=[{}] if tools else None)
     except ValueError as error:
         raise CheckpointError(f"the tokenizer has no usable chat template: {error}") from error
-    return render(template, conversations, variables)
+    if len(template) > MOST_TEMPLATE_CHARACTERS:
+        raise CheckpointError(
+            f"the model's chat template has {len(template)} characters; "
+            f"at most {MOST_TEMPLATE_CHARACTERS} are read"
+        )
+    render: Any = tokenizer.apply_chat_template
+    try:
+        texts: list[str] = render(
+            conversations,
+            tools=[dict(tool) for tool in tools] if tools else None,
+            chat_template=template,
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+    except (TemplateSyntaxError, SyntaxError, MemoryError) as error:
+        raise CheckpointError(f"the model's chat template is damaged: {_why(error)}") from error
+    except Exception as error:  # a program of the checkpoint's: it can raise anything
+        raise UsageError(
+            f"the model's chat template refuses the messages: {_why(error)}"
+        ) from error
+    if any(_LONE_SURROGATE.search(text) for text in texts):
+        raise CheckpointError("the model's chat template is damaged: it is no valid text")
+    return texts
 
 
-def _plain(token: Any) -> Any:
-    """A special token, or several, as text; transformers may have objects for them."""
-    return [str(one) for one in token] if isinstance(token, list | tuple) else str(token)
+def _why(error: BaseException) -> str:
+    return (str(error) or type(error).__name__)[:_MOST_WHY_CHARACTERS]
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

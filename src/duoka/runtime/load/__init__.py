@@ -1,7 +1,7 @@
 """Load: tensors go from the files straight to their devices, each once.
 
 - `load`: a checkpoint into a placed model; loaded must be what was expected
-- `sources`, `pickle_scan`: the tensors of files; what a pickle holds, told without running it
+- `sources`, `pickles`: the tensors of files; a pickle that holds anything else is refused
 - `read_ahead`, `fill`: files read in stretches; their pieces copied, or quantized, into the model
 - `weight_cache`: weights that had to be fused, kept for the next time
 - `quantized`: checkpoints that were published quantized, loaded by transformers

@@ -24,7 +24,7 @@ from duoka.base.files import Stamp
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import LoadError
 
-from .pickle_scan import load_pickle
+from .pickles import load_pickle
 
 DAMAGED = "the download may be incomplete: fetch it again"
 

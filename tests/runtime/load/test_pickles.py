@@ -1,4 +1,4 @@
-"""Pickles are looked through before anything in them is believed, and nothing in them runs."""
+"""A pickle gives tensors or is refused, and nothing in it runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from duoka.errors import LoadError
-from duoka.runtime.load.pickle_scan import load_pickle
+from duoka.runtime.load.pickles import load_pickle
 
 DAMAGE = (LoadError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError)
 
@@ -85,13 +85,13 @@ def test_a_bare_pickle_with_a_program(protocol: int, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     file = tmp_path / "x.bin"
     file.write_bytes(pickle.dumps(Command(f"touch {victim}"), protocol))
-    assert "is refused" in refused(file)
+    assert ("is refused" if protocol < 4 else "more than tensors") in refused(file)
     assert not victim.exists()
 
 
 def test_memory_is_not_taken_for_a_word(tmp_path: Path) -> None:
     torch.save({"a": Allocation()}, file := tmp_path / "x.bin")
-    assert "'__builtin__.bytearray'" in refused(file)
+    assert "damaged, or holds more than tensors" in refused(file)
 
 
 def rewritten(file: Path, change: Callable[[str, bytes], bytes | None], **options: Any) -> Path:
@@ -157,7 +157,7 @@ def test_a_tensor_larger_than_its_data(tmp_path: Path) -> None:
             content.replace(b"Kd", b"J\xff\xff\xff\x7f") if name.endswith("data.pkl") else content
         )
 
-    assert "declares a size of 2147483647" in refused(rewritten(file, enlarge))
+    assert "damaged, or holds more than tensors" in refused(rewritten(file, enlarge))
 
 
 def test_two_programs_in_one_archive(tmp_path: Path) -> None:

@@ -1,0 +1,98 @@
+"""Pickles: the files of 2023 (``pytorch_model*.bin``).
+
+A pickle is a program. torch loads it with ``weights_only``, which runs nothing but what builds
+tensors; what it refuses is named here. The zip archives that `torch.save` writes are looked at
+first: torch maps their entries as they lie in the file, and takes compressed ones for weights.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from duoka.base.files import open_regular
+from duoka.errors import LoadError
+
+_ZIP_START = b"PK\x03\x04"
+_MAX_PICKLE_BYTES = 100_000_000
+_ORDER = "don't load it another way either, unless you know who made it"
+_OTHER = "is this the file of weights that was published with the model?"
+_CUT_OFF = "the download may be incomplete: fetch it again"
+# How torch's refusals name what a pickle asks for.
+_NAMED = re.compile(r"GLOBAL ([\w.]+)")
+
+
+def load_pickle(file: Path, *, map_location: str) -> dict[str, Tensor]:
+    """Load a dict of tensors, mapped from the file where its format allows it."""
+    loaded = _load(file, map_location, is_archive=_is_archive(file))
+    if not isinstance(loaded, dict):
+        raise LoadError(f"{file} holds {type(loaded).__name__}, not a dict of tensors", hint=_OTHER)
+    strange = [_shown(name) for name, value in loaded.items() if not _is_entry(name, value)]
+    if strange:
+        raise LoadError(
+            f"{file} holds {len(strange)} entries that are no tensors: {', '.join(strange[:20])}",
+            hint=_OTHER,
+        )
+    return loaded
+
+
+def _load(file: Path, map_location: str, *, is_archive: bool) -> Any:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of pickle protocols that it may not know
+            return torch.load(file, map_location=map_location, weights_only=True, mmap=is_archive)
+    except OSError:
+        raise
+    except Exception as error:  # what a damaged pickle makes its reader raise is no short list
+        # torch's own text advises to load it with code allowed.
+        named = _NAMED.search(str(error))
+        if named is None:
+            raise LoadError(
+                f"{file} can't be read: it is damaged, or holds more than tensors", hint=_CUT_OFF
+            ) from error
+        raise LoadError(
+            f"{file} is refused: it asks for {_shown(named[1])}, and weights need no code",
+            hint=_ORDER,
+        ) from error
+
+
+def _is_archive(file: Path) -> bool:
+    """Whether it is a zip archive, as since PyTorch 1.6; refuses one that torch didn't write."""
+    with open_regular(file) as opened:
+        if opened.read(len(_ZIP_START)) != _ZIP_START:
+            return False
+        if not zipfile.is_zipfile(opened):
+            raise LoadError(f"{file} is cut off: it has no end", hint=_CUT_OFF)
+        with zipfile.ZipFile(opened) as archive:
+            _look_through_archive(file, archive)
+    return True
+
+
+def _is_entry(name: object, value: object) -> bool:
+    return isinstance(name, str) and name.isprintable() and isinstance(value, Tensor)
+
+
+def _look_through_archive(file: Path, archive: zipfile.ZipFile) -> None:
+    size = file.stat().st_size
+    entries = archive.infolist()
+    squeezed = [e.filename for e in entries if e.compress_type != zipfile.ZIP_STORED]
+    declared = sum(entry.file_size for entry in entries)
+    if squeezed or declared > size:
+        what = f"{squeezed[0]!r} in it is compressed" if squeezed else f"it declares {declared}"
+        raise LoadError(
+            f"{file} has {size} bytes, and {what}: PyTorch writes no such file", hint=_ORDER
+        )
+    pickles = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
+    if len(pickles) != 1 or pickles[0].file_size > _MAX_PICKLE_BYTES:
+        raise LoadError(
+            f"{file} is no file of PyTorch's: it doesn't hold one data.pkl", hint=_OTHER
+        )
+
+
+def _shown(argument: object) -> str:
+    return ascii(str(argument).replace(" ", ".")[:80])
