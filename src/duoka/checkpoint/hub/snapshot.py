@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any, TypeVar
 
 from huggingface_hub import (
@@ -334,9 +336,28 @@ def _counter(moved: Callable[[int], object]) -> type:
 
 
 def at_once(action: Callable[[str], T], names: Sequence[str], *, most: int) -> dict[str, T]:
-    """Do something for several names, in up to so many threads; none is waited for on an error."""
-    pool = ThreadPoolExecutor(most, thread_name_prefix="duoka-hub")
+    """Do something for several names, in up to so many threads.
+
+    Nobody waits for these threads after Ctrl-C. Those of `concurrent.futures` would keep the
+    process from ending for as long as a request that isn't answered is tried again.
+    """
+    results: dict[str, Future[T]] = {name: Future() for name in names}
+    waiting = deque(results)
+
+    def work() -> None:
+        with suppress(IndexError):
+            while True:
+                name = waiting.popleft()
+                try:
+                    results[name].set_result(action(name))
+                except BaseException as error:
+                    results[name].set_exception(error)
+                    # Those before it have begun, and those after it are of no use.
+                    waiting.clear()
+
+    for _ in range(min(most, len(results))):
+        Thread(target=work, daemon=True).start()
     try:
-        return dict(zip(names, pool.map(action, names), strict=True))
+        return {name: result.result() for name, result in results.items()}
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        waiting.clear()
