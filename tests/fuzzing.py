@@ -21,7 +21,7 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 
 def examples(default: int = 200) -> int:
     """DUOKA_FUZZ_EXAMPLES if that is set; else this number, and a fifth in the quick profile."""
-    wanted = max(default * settings().max_examples // 100, 2)
+    wanted = max(default * settings().max_examples // 100, 10)
     return int(os.environ.get("DUOKA_FUZZ_EXAMPLES") or wanted)
 
 

@@ -114,6 +114,14 @@ def test_cards_are_written_in_many_ways(text: str) -> None:
     assert Fleet.parse(text) == Fleet.parse("RTX4090,RTX4090,RTX3090")
 
 
+@pytest.mark.parametrize(
+    "name", [name for card in catalogue.cards() for name in (card.name, *card.aliases)]
+)
+def test_every_name_of_the_catalogue_is_a_card(name: str) -> None:
+    one, other = Fleet.parse(f"1x{name.replace(' ', '')}+1x{name}").devices
+    assert one.product == other.product == catalogue.find(name).name
+
+
 def test_which_cards_have_bfloat16() -> None:
     fleet = Fleet.parse("P100,V100-16GB,T4,RTX 2080 Ti,A100-80GB,RTX 3060,L4,B200,24GiB+My:24GiB")
     has = [device.has_bfloat16 for device in fleet.devices]

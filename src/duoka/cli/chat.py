@@ -59,8 +59,8 @@ def _talk_with_a_person(conversation: Conversation) -> None:
         try:
             goes_on = _turn(conversation, _read_prompted(), is_stoppable=True)
         except KeyboardInterrupt:
-            signals.taken()
             stderr().print("\n/exit leaves")
+            signals.taken()  # not before: an impatient second Ctrl-C would end the program
 
 
 def _turn(conversation: Conversation, said: str | None, *, is_stoppable: bool = False) -> bool:

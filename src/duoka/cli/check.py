@@ -194,7 +194,7 @@ def _arguments(model: ModelOptions, options: PlanOptions, *, train: bool) -> dic
     return {
         "model": checkpoint,
         "placement": device_map,
-        "workload": planning.workload_for(checkpoint, options),
+        "workload": planning.workload_for(checkpoint.max_context_tokens, options),
         "fleet": fleet,
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -78,7 +79,10 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program and end the process with its exit code."""
     signals.install()
-    code = _open_streams() or run(arguments)
+    try:
+        code = _open_streams() or run(arguments)
+    except (KeyboardInterrupt, signals.Terminated):  # once more, while the first one was told
+        code = 128 + (signals.stopped_by() or signal.SIGINT)
     signals.ignore()
     for stream in (sys.stdout, sys.stderr):
         try:

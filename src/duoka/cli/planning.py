@@ -15,6 +15,7 @@ from duoka.base.units import parse_bytes
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.errors import CheckpointError, UsageError
 from duoka.forecast.workload import CACHES, QUANTIZATIONS, Training
+from duoka.hardware.parse import devices_in
 from duoka.planner.constraints import STRATEGIES, Constraints
 from duoka.planner.device_map import DeviceMap
 from duoka.planner.from_device_map import OBJECTIVE as GIVEN
@@ -179,17 +180,21 @@ def read_request(
     to_run: bool = False,
 ) -> tuple[duoka.Checkpoint, PlanRequest]:
     """The model that a person means, and what is asked of it."""
-    largest, constraints = _largest(options), read_constraints(options)
-    checkpoint = open_checkpoint(model, to_run)
-    return checkpoint, PlanRequest(
-        workload=workload_for(checkpoint, options, training),
+    # What is wrong in itself is told before a model is read, which may be a download.
+    request = PlanRequest(
+        workload=workload_for(None, options, training),
         objective=choose("the objective", options.objective or "auto", OBJECTIVES),
         use_all=options.use_all,
         gpus=ALL_GPUS if options.gpus is None else options.gpus,
-        constraints=constraints,
-        largest=largest,
+        constraints=read_constraints(options),
+        largest=_largest(options),
         trust_remote_code=model.trust_remote_code,
     )
+    if devices_in(request.gpus) is not None:
+        duoka.Fleet.parse(request.gpus)
+    checkpoint = open_checkpoint(model, to_run)
+    workload = workload_for(checkpoint.max_context_tokens, options, training)
+    return checkpoint, replace(request, workload=workload)
 
 
 def _largest(options: PlanOptions) -> Largest | None:
@@ -236,10 +241,10 @@ def _pairs(option: str, texts: Sequence[str], example: str) -> Iterator[tuple[st
 
 
 def workload_for(
-    checkpoint: duoka.Checkpoint, options: PlanOptions, training: Training | None = None
+    limit: int | None, options: PlanOptions, training: Training | None = None
 ) -> duoka.Workload:
-    """What the model will be asked to do, as far as a person said it."""
-    context, new = _tokens(checkpoint.max_context_tokens, options, training)
+    """What a model of that longest context will be asked to do, as far as a person said it."""
+    context, new = _tokens(limit, options, training)
     if new >= context:
         raise UsageError(
             f"{new} new tokens leave no room for a prompt in a context of {context}",

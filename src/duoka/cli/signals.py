@@ -36,7 +36,9 @@ class _Handler:
         self._raised_at = 0.0
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        if self.stopped_by is None or time.monotonic() - self._raised_at > _PATIENCE_SECONDS:
+        is_other = signum != signal.SIGINT and self.stopped_by == signal.SIGINT
+        is_late = time.monotonic() - self._raised_at > _PATIENCE_SECONDS
+        if self.stopped_by is None or is_other or is_late:
             self.stopped_by, self._raised_at = signum, time.monotonic()
             raise KeyboardInterrupt if signum == signal.SIGINT else Terminated(signum)
 

@@ -160,8 +160,8 @@ def _count(digits: str | None, entry: str) -> int:
 def _entry(entry: str, text: str, known: Calibration) -> _Entry:
     if ":" in entry:
         return _Entry(device=_own_card(entry))
-    # "3090" is a name, too: it comes here after a count, as in "2x3090".
-    if _SIZE.fullmatch(entry) and not (entry.isdecimal() and catalogue.knows(entry)):
+    # "3090 Ti" is a name, too: "Ti" could be tebibytes.
+    if _SIZE.fullmatch(entry) and not catalogue.knows(entry):
         return _Entry(device=Device(name="cuda", budget_bytes=_size(entry, text)))
     card = catalogue.find(entry)
     figures = calibration.of_card(card, known)

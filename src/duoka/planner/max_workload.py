@@ -5,7 +5,7 @@ where a slightly shorter one doesn't. So what is sought is said exactly. Context
 multiples of `STEP_TOKENS` (from `COARSE_FROM_TOKENS` on, of `COARSE_STEP_TOKENS`) and the model's
 own limit; batches are whole numbers. The answer is the largest of them for which the planner finds
 a plan, among all below the first one that lower bounds rule out: bounds have no fragmentation in
-them, and grow with the number.
+them, and grow with the number. With weights in the host's memory it is found by halves.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ def find_largest(profile: Profile, problem: PlanProblem) -> Plan | None:
         return not conceivable(profile, resized(index))
 
     stop = bisect_left(range(len(numbers)), True, key=ruled_out)
+    if problem.constraints.offload:
+        # Each answer is a search for what to offload, and takes seconds: here nothing is sought
+        # above a number for which there is no plan.
+        stop = bisect_left(range(stop), True, key=lambda i: attempt(profile, resized(i)) is None)
     for index in reversed(range(stop)):
         if (plan := attempt(profile, resized(index))) is not None:
             reason = _reason(profile, problem, plan, is_last=index == len(numbers) - 1)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations, pairwise
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -151,15 +152,22 @@ def whole(model: nn.Module) -> Iterator[torch.device]:
         yield torch.device("vgpu:0")
 
 
+_TRACING = RLock()
+
+
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute on one thread: what masks take is too little for several, which wait for work."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
+    """Compute on one thread: what masks take is too little for several, which wait for work.
+
+    The number is the process's: traces in several threads take turns, so that it is put back.
+    """
+    with _TRACING:
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(num_threads)
 
 
 def _forget_values(model: nn.Module) -> None:

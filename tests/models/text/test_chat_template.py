@@ -193,6 +193,7 @@ DAMAGED = [
     "{{ x | no_such_filter }}",
     "{% no_such_tag %}",
     "{{ 'a' * 10 ** 15 }}",
+    "{{ 'a' * 2 ** 25 }}",
     "x" * (MOST_TEMPLATE_CHARACTERS + 1),
     "\ud800",
 ]

@@ -32,7 +32,7 @@ def quantize_model(model: PreTrainedModel, scheme: Scheme) -> None:
         parameter = module.get_parameter(key)
         if _reason(model, scheme, name, left) is None:
             shape = parameter.shape, parameter.dtype
-            if shape in alike:
+            if parameter.is_meta and shape in alike:
                 tensor = empty_on(alike[shape], parameter.device)
             else:
                 tensor = quantize(parameter.detach(), scheme)

@@ -22,6 +22,7 @@ from .messages import Message, Tool, tool_function
 from .tokenizer import special_id
 
 MOST_TEMPLATE_CHARACTERS = 1 << 18  # the longest published ones have some ten thousand
+_MOST_CHARACTERS = 1 << 24  # a million tokens of text are a quarter of it
 _MOST_WHY_CHARACTERS = 500
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -175,12 +176,17 @@ def _render(
             add_generation_prompt=True,
             tokenize=False,
         )
-    except (TemplateSyntaxError, SyntaxError, MemoryError) as error:
+    except (TemplateSyntaxError, SyntaxError, MemoryError, RecursionError) as error:
         raise CheckpointError(f"the model's chat template is damaged: {_why(error)}") from error
     except Exception as error:  # a program of the checkpoint's: it can raise anything
         raise UsageError(
             f"the model's chat template refuses the messages: {_why(error)}"
         ) from error
+    if any(len(text) > _MOST_CHARACTERS for text in texts):
+        raise CheckpointError(
+            "the model's chat template is damaged: it gives more than "
+            f"{_MOST_CHARACTERS} characters"
+        )
     if any(_LONE_SURROGATE.search(text) for text in texts):
         raise CheckpointError("the model's chat template is damaged: it is no valid text")
     return texts

@@ -53,7 +53,8 @@ def _load(file: Path, map_location: str, *, is_archive: bool) -> Any:
         named = _NAMED.search(str(error))
         if named is None:
             raise LoadError(
-                f"{file} can't be read: it is damaged, or holds more than tensors", hint=_CUT_OFF
+                f"{file} can't be read: it is damaged, or holds more than tensors",
+                hint=f"{_CUT_OFF}; {_ORDER}",
             ) from error
         raise LoadError(
             f"{file} is refused: it asks for {_shown(named[1])}, and weights need no code",
