@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from importlinter.cli import lint_imports
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "duoka"
 FIRST_DISTRICT_WITH_TORCH = "virtual"
@@ -62,14 +64,20 @@ def modules_of(district: str) -> list[str]:
     return [f"duoka.{name}".removesuffix(".__init__") for name in names]
 
 
-@pytest.mark.parametrize("district", districts_above_the_torch_line())
-def test_importing_a_district_above_the_line_imports_nothing_heavy(district: str) -> None:
+def test_importing_what_is_above_the_line_imports_nothing_heavy() -> None:
+    districts = districts_above_the_torch_line()
+    modules = [name for district in districts for name in modules_of(district)]
     done = run_python(
-        f"import sys, {', '.join(modules_of(district))}\n"
+        f"import sys, {', '.join(modules)}\n"
         f"print([name for name in {HEAVY} if name in sys.modules])"
     )
     assert done.stderr == ""
     assert done.stdout == "[]\n"
+
+
+def test_public_names_are_imported_without_a_word() -> None:
+    done = run_python("import duoka; [getattr(duoka, name) for name in duoka.__all__]")
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["plan", "--help"]])

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import errors
+from .base.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from .api.check import check
@@ -79,5 +80,6 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+        with quiet_libraries():
+            return getattr(import_module(f".{_MODULES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

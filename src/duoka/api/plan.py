@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
 from duoka.base.progress import say, say_import
+from duoka.base.quiet import quiet_libraries
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import UsageError
 from duoka.forecast.profile import Profile
@@ -157,12 +158,20 @@ def find_or_trace(checkpoint: Checkpoint, workload: Workload) -> Profile:
     if profile is not None:
         return profile
     say_import("torch")
-    from duoka.tracing.get_profile import profile_checkpoint
+    with quiet_libraries():
+        from duoka.tracing.get_profile import profile_checkpoint
 
-    say(f"tracing {checkpoint.name} (once; the next plan takes a second)")
+    say(f"tracing {checkpoint.name}{_form(workload)} (once; the next plan takes a second)")
     profile = profile_checkpoint(checkpoint, workload)
     say("planning")
     return profile
+
+
+def _form(workload: Workload) -> str:
+    """In which form a model is traced, where it isn't its own."""
+    forms = [f"weights in {workload.quantize}"] if workload.quantize != "none" else []
+    forms += [f"{workload.cache} cache"] if workload.cache != "dynamic" else []
+    return f" with {' and '.join(forms)}" if forms else ""
 
 
 def _opened(model: str | os.PathLike[str] | Checkpoint) -> Checkpoint:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 import duoka
+from duoka.base.quiet import quiet_libraries
 
 from . import errors, signals
 from .bench import bench
@@ -109,15 +109,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # It imports torchao too, where that is, which speaks of kernels for hardware that isn't here.
-    for library in ("torchao", "torch.utils._pytree", "bitsandbytes"):
-        logging.getLogger(library).setLevel(logging.ERROR)
     correct_columns()
     words = list(sys.argv[1:] if arguments is None else arguments)
     state = State()
     try:
         # Not Typer's own call: its way to run turns Ctrl-C and a closed pipe into exit code 1.
-        code = _invoke(typer.main.get_command(app), words, state)
+        with quiet_libraries():
+            code = _invoke(typer.main.get_command(app), words, state)
         # Here, and not at the interpreter's end, a full disk or a closed pipe can be told.
         sys.stdout.flush()
     except BaseException as error:

@@ -4,7 +4,7 @@ It stands on transformers' `generate`, which also works without it. It knows not
 or terminals; of a plan it takes the placement, and the workload, whose limits it keeps.
 
 - `generate`, `stream`, `conversation`: one answer or several, piece by piece, and in rounds
-- `steps`, `learning`: a model called as `generate` and a training loop do
+- `steps`: a model called as `generate` and a training loop do
 - `devices`: what torch knows of real and virtual devices
 - `image_inputs`: made-up images, as a model's ``forward`` takes them
 - `dispatch`: the one place where activations change device
