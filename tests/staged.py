@@ -12,6 +12,7 @@ from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
+from duoka.planner.reasons import Reason
 from duoka.planner.request import PlanRequest
 
 GIB = 2**30
@@ -62,7 +63,7 @@ def staged(counts: Sequence[int], gpus: str = "24GiB,12GiB,8GiB,8GiB", **changes
         bound=1.0,
         binding_device=devices[0],
         request=PlanRequest(workload=WORKLOAD, gpus=gpus),
-        why=("Because.",),
+        why=(Reason("note", {"text": "Because."}),),
     )
     return replace(plan, **changes)
 

@@ -67,7 +67,7 @@ def test_the_forecast_of_a_quantized_model_is_measured(
     plain = duoka.plan(glm, "virtual:2x64MiB", WORK)
     weights = sum(each.weight_bytes for each in plan.forecast.devices)
     assert weights < sum(each.weight_bytes for each in plain.forecast.devices)
-    assert any(f"quantized to {quantize}" in reason for reason in plan.why)
+    assert any(f"quantized to {quantize}" in reason.text for reason in plan.why)
     profile = profile_cache.find_profile(glm.fingerprint, plan.workload)
     assert profile is not None
     assert not any(block.streams for block in profile.blocks)
@@ -79,7 +79,7 @@ def test_auto_is_the_first_that_fits(glm: Checkpoint, budget: str, chosen: str) 
     plan = duoka.plan(glm, f"virtual:{budget}", work)
     assert plan.workload.quantize == chosen
     assert plan.request.workload.quantize == "auto"
-    assert (chosen == "none") == (not any("they don't fit" in reason for reason in plan.why))
+    assert (chosen == "none") == (not any("they don't fit" in reason.text for reason in plan.why))
     profile = profile_cache.find_profile(glm.fingerprint, plan.workload)
     assert profile is not None
     asked = PlanProblem(fleet=duoka.Fleet.parse(f"virtual:{budget}"), workload=plan.workload)

@@ -145,9 +145,9 @@ def test_the_plan_says_what_was_asked() -> None:
     assert plan.source == "here"
     tokens = plan.workload.context_tokens
     reason = f"The longest context that fits is {tokens} tokens, in steps of 64: memory is what"
-    assert plan.why[0].startswith(reason)
+    assert plan.why[0].text.startswith(reason)
     batch = answer(LAYERS, ask(240, 200, largest="batch"))
-    assert batch.why[0].startswith(
+    assert batch.why[0].text.startswith(
         f"The largest batch that fits 740 tokens each is {batch.workload.batch}: memory"
     )
     more = replace(LOAD, prompt_tokens=plan.workload.prompt_tokens + 64)
@@ -158,7 +158,7 @@ def test_the_models_limit_is_one_of_the_contexts() -> None:
     profile = replace(LAYERS, max_context_tokens=1000)
     plan = answer(profile, ask(2000))
     assert plan.workload.context_tokens == 1000
-    assert plan.why[0] == "The longest context is 1000 tokens: the model was made for no more."
+    assert plan.why[0].text == "The longest context is 1000 tokens: the model was made for no more."
 
 
 def test_what_a_profile_does_not_know_is_told() -> None:

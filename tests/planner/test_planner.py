@@ -88,13 +88,13 @@ def test_the_same_question_has_the_same_answer() -> None:
 def test_one_gpu_when_one_suffices() -> None:
     plan = solve(LAYERS, ask(300, 1000, 600))
     assert plan.devices == ("vgpu:1",)
-    assert any("One GPU suffices: vgpu:1" in reason for reason in plan.why)
+    assert any("One GPU suffices: vgpu:1" in reason.text for reason in plan.why)
 
 
 def test_all_gpus_when_asked() -> None:
     plan = solve(LAYERS, ask(300, 1000, 600, use_all=True))
     assert set(plan.devices) == {"vgpu:0", "vgpu:1", "vgpu:2"}
-    assert not any("suffices" in reason for reason in plan.why)
+    assert not any("suffices" in reason.text for reason in plan.why)
     with pytest.raises(UsageError, match="8 blocks"):
         solve(LAYERS, ask(*[400] * 9, use_all=True))
 
@@ -102,7 +102,9 @@ def test_all_gpus_when_asked() -> None:
 def test_as_few_as_needed() -> None:
     plan = solve(LAYERS, ask(250, 250, 250, 250))
     assert len(plan.devices) == 2
-    assert "2 of 4 GPUs are needed; no single one holds the workload." in plan.why
+    assert "2 of 4 GPUs are needed; no single one holds the workload." in [
+        reason.text for reason in plan.why
+    ]
 
 
 def test_a_plan_is_whole_and_contiguous() -> None:
@@ -120,7 +122,7 @@ def test_a_tied_head_runs_on_its_partners_device() -> None:
     plan = solve(TIED, ask(160, 240, use_all=True))
     assert plan.device_map["block.5"] == plan.device_map["block.0"]
     assert plan.device_map["block.4"] != plan.device_map["block.5"]
-    assert any("Tied" in reason for reason in plan.why)
+    assert any("Tied" in reason.text for reason in plan.why)
     assert sum(d.weight_bytes for d in plan.forecast.devices) == TIED.weight_bytes
 
 
@@ -155,7 +157,7 @@ def test_the_largest_chunk_that_fits_where_it_does_not() -> None:
     plan = solve(HUNGRY, ask(300, load=load))
     chunk = plan.workload.prefill_chunk_tokens
     assert chunk == 2048
-    assert any("chunks of 2048 tokens" in reason for reason in plan.why)
+    assert any("chunks of 2048 tokens" in reason.text for reason in plan.why)
     with pytest.raises(InfeasibleError):
         solve(HUNGRY, ask(300, load=replace(load, prefill_chunk_tokens=None)))
     solve(HUNGRY, ask(300, load=replace(load, prefill_chunk_tokens=chunk)))
@@ -180,7 +182,7 @@ def test_what_was_demanded_is_told_where_it_matters() -> None:
         constraints = Constraints(**demands)
         fleet = usable(tiny.fleet(*budgets), constraints)
         problem = PlanProblem(fleet=fleet, workload=Workload(), constraints=constraints)
-        return " ".join(solve(profile, problem).why)
+        return " ".join(reason.text for reason in solve(profile, problem).why)
 
     unused = "As asked, 300.00 MiB of vgpu:0 were to stay free; it isn't used."
     assert unused in why(400, 400, reserve=(("vgpu:0", 300 * tiny.MIB),))

@@ -54,7 +54,8 @@ def test_weights_are_quantized_before_any_are_offloaded(
     plan = answer_checkpoint(checkpoint, asked, profile_for)
     assert plan.workload.quantize == chosen
     assert plan.offloaded == ()
-    assert [each for each in plan.why if "they don't fit" in each] == ([reason] if reason else [])
+    sentences = [each.text for each in plan.why]
+    assert [each for each in sentences if "they don't fit" in each] == ([reason] if reason else [])
     assert plan.request.constraints.offload == offload
 
 
@@ -73,6 +74,6 @@ def test_weights_are_offloaded_where_four_bits_do_not_fit(checkpoint: Checkpoint
     plan = answer_checkpoint(checkpoint, asked, find)
     assert plan.workload.quantize == "none"
     assert plan.offloaded
-    assert plan.why[0] == (
+    assert plan.why[0].text == (
         "Some weights leave the GPUs: unquantized or in int8 or in int4 they don't fit."
     )

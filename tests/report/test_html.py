@@ -15,6 +15,7 @@ from duoka.forecast.workload import Training, Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.plan import Plan
 from duoka.planner.planner import solve
+from duoka.planner.reasons import Reason
 from duoka.planner.request import PlanProblem
 from duoka.report.html import render_page
 
@@ -105,7 +106,7 @@ def test_markup_of_a_plan_stays_text() -> None:
         plan,
         model=HOSTILE,
         source=HOSTILE + "\udcff",
-        why=(HOSTILE,),
+        why=(Reason("note", {"text": HOSTILE}),),
         fleet=Fleet(devices=devices),
         request=replace(plan.request, gpus=HOSTILE),
     )

@@ -121,7 +121,7 @@ class _Judged:
             bound=free if best is None else max(free, best),
             binding_device=tightest.device,
             request=problem.request,
-            why=tuple(reason.text for reason in self._reasons(workload, tightest, automatic)),
+            why=tuple(self._reasons(workload, tightest, automatic)),
         )
 
     def _automatic(self) -> Plan | None:

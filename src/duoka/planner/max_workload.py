@@ -46,7 +46,7 @@ def find_largest(profile: Profile, problem: PlanProblem) -> Plan | None:
     for index in reversed(range(stop)):
         if (plan := attempt(profile, resized(index))) is not None:
             reason = _reason(profile, problem, plan, is_last=index == len(numbers) - 1)
-            return replace(plan, why=(reason.text, *plan.why))
+            return replace(plan, why=(reason, *plan.why))
     return None
 
 

@@ -26,11 +26,11 @@ from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 
 from .placement import Placement
-from .reasons import Reason, read_reason
+from .reasons import Reason
 from .request import PlanRequest
 
 _FORMAT = "duoka.plan"
-_VERSION = 4
+_VERSION = 5
 _MAX_BYTES = 64 * 2**20
 _REPLAN = "--replan makes a new plan for what is there now"
 
@@ -63,8 +63,9 @@ class Plan:
         The device that limits the objective.
     request : PlanRequest
         What was asked for.
-    why : tuple of str
-        The reasons, as sentences.
+    why : tuple of Reason
+        Each with its `kind`, the numbers and names that belong to it (`values`) and its sentence
+        (`text`).
     offloaded : tuple of str
         Modules whose weights stay in the host's memory, in the order in which they run; each is
         copied to its device whenever it is called.
@@ -87,7 +88,7 @@ class Plan:
     bound: float
     binding_device: str
     request: PlanRequest
-    why: tuple[str, ...] = ()
+    why: tuple[Reason, ...] = ()
     offloaded: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -116,11 +117,6 @@ class Plan:
     def devices(self) -> tuple[str, ...]:
         """The devices that are used, in order of first use."""
         return self.placement.devices
-
-    @property
-    def reasons(self) -> tuple[Reason, ...]:
-        """What `why` says, as data: each reason's kind, with its numbers."""
-        return tuple(map(read_reason, self.why))
 
     def to_json(self) -> str:
         """The plan as JSON text, with its format and version."""

@@ -108,7 +108,7 @@ def _solve(profile: Profile, problem: PlanProblem, source: str) -> Plan | NoPlac
         plan = _offloaded(profile, replace(problem, limits=ready.limits), source) or plan
     if ready.fleet == problem.fleet or isinstance(plan, NoPlacement):
         return plan
-    return replace(plan, why=(*plan.why, Reason("cpu-unused", {}).text))
+    return replace(plan, why=(*plan.why, Reason("cpu-unused")))
 
 
 def _ready(profile: Profile, problem: PlanProblem) -> PlanProblem:
@@ -141,7 +141,7 @@ def _offloaded(profile: Profile, problem: PlanProblem, source: str) -> Plan | No
         if _conceivable(streaming, problem):
             plan = _best(streaming, problem, source)
             if not isinstance(plan, NoPlacement):
-                unknown = () if most else (Reason("host-unknown", {}).text,)
+                unknown = () if most else (Reason("host-unknown"),)
                 return replace(plan, why=(*plan.why, *unknown))
     return None
 
@@ -288,7 +288,7 @@ def _plan(
         bound=float(solution.bound),
         binding_device=fleet.devices[solution.binding_device].name,
         request=problem.request,
-        why=tuple(reason.text for reason in _reasons(costs, solution, problem)),
+        why=tuple(_reasons(costs, solution, problem)),
         offloaded=profile.offloaded,
     )
 
@@ -322,7 +322,7 @@ def _reasons(costs: Costs, solution: Solution, problem: PlanProblem) -> Iterator
     reserved = reserves(problem.constraints, problem.fleet)
     yield from demand_reasons(problem.constraints, problem.fleet, reserved, devices)
     if costs.has_ties and used > 1:
-        yield Reason("tied", {})
+        yield Reason("tied")
     yield from (Reason("note", {"text": note}) for note in costs.profile.notes)
     if problem.constraints.offload:
         yield offload_reason(

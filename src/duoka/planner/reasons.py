@@ -1,17 +1,18 @@
 """Why a plan is as it is: reasons as data, and the one table of the sentences that they make.
 
-A plan keeps its reasons as sentences, and `read_reason` has their kind and numbers again by the
-same table, so that nobody else needs to know a sentence. What other placements would have been
-worth is no reason of a plan: that is an explanation.
+A plan keeps its reasons as kinds with numbers and names, in its file too, so that a sentence can
+be reworded. What other placements would have been worth is no reason of a plan: that is an
+explanation.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from string import Formatter
 
 from duoka.base.units import format_bytes, format_count
+from duoka.errors import FormatError
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 
@@ -47,50 +48,35 @@ _SENTENCES = {
     "model-limit": "The longest context is {tokens} tokens: the model was made for no more.",
     "device-map": f"As the device map says: {_CROSSINGS}",
     "own-plan": f"duoka's own plan for these GPUs uses {{devices}}: {_CROSSINGS}",
+    "note": "{text}",  # of whoever made the profile or the device map
 }
-
-_NUMBER = re.compile("0|[1-9][0-9]{0,17}")  # not what int() would write otherwise
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """One reason of a plan, with the numbers and names that its sentence has.
+    """One reason of a plan: a kind of the table, with the numbers and names of its sentence.
 
-    Its kind is a key of the table, or "note": a sentence of whoever made the profile, the "text".
+    Raises
+    ------
+    FormatError
+        If there is no such kind, or the values aren't those of its sentence.
     """
 
     kind: str
-    values: Mapping[str, int | str]
+    values: Mapping[str, int | str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        template = _SENTENCES.get(self.kind)
+        if template is None:
+            raise FormatError(f"there is no reason {self.kind[:40]!r}")
+        names = {name for _, name, _, _ in Formatter().parse(template) if name}
+        if names != set(self.values):
+            raise FormatError(f"the reason {self.kind} has other values than its sentence")
 
     @property
     def text(self) -> str:
         """The sentence."""
-        return _SENTENCES.get(self.kind, "{text}").format_map(self.values)
-
-
-def read_reason(sentence: str) -> Reason:
-    """The reason that a sentence was made of; what no reason makes is a note."""
-    for kind, template in _SENTENCES.items():
-        values = _read_values(template, sentence)
-        if values is not None:
-            return Reason(kind, values)
-    return Reason("note", {"text": sentence})
-
-
-def _read_values(template: str, sentence: str) -> dict[str, int | str] | None:
-    """The values with which a template makes a sentence; None where it doesn't."""
-    start, *parts = re.split(r"\{(\w+)\}", template)
-    names, ends = parts[::2], parts[1::2]
-    if not sentence.startswith(start):
-        return None
-    rest, values = sentence[len(start) :], dict[str, int | str]()
-    for name, end in zip(names, ends, strict=True):
-        is_last = name == names[-1]
-        value, between, rest = rest.rpartition(end) if is_last else rest.partition(end)
-        if not between:
-            return None
-        values[name] = int(value) if _NUMBER.fullmatch(value) else value
-    return None if rest else values
+        return _SENTENCES[self.kind].format_map(self.values)
 
 
 def gpus_reason(used: int, gpus: int, first: str, *, is_limited: bool) -> Iterator[Reason]:
@@ -112,7 +98,7 @@ def demand_reasons(
 ) -> Iterator[Reason]:
     """What was demanded, and obeyed. What stays free on devices in use stands beside them."""
     if constraints.strategy != "auto":
-        yield Reason(constraints.strategy, {})
+        yield Reason(constraints.strategy)
     if constraints.pins:
         pins = [f"{name} on {find_device(at, fleet)}" for name, at in constraints.pins]
         yield Reason("pins", {"pins": ", ".join(pins)})
@@ -126,7 +112,7 @@ def demand_reasons(
 def offload_reason(num_modules: int, num_bytes: int, seconds: float | None) -> Reason:
     """What lies in the host's memory, and what that costs, where offloading was asked for."""
     if not num_modules:
-        return Reason("nothing-offloaded", {})
+        return Reason("nothing-offloaded")
     values = {
         "modules": format_count(num_modules, "module"),
         "size": format_bytes(num_bytes),

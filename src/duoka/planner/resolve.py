@@ -63,7 +63,7 @@ def answer_checkpoint(checkpoint: Checkpoint, problem: PlanProblem, find: Find) 
         request=problem.request,
     )
     reasons = quantization_reason(plan.workload, tried, is_offloaded=bool(plan.offloaded))
-    return replace(plan, why=(*(reason.text for reason in reasons), *plan.why))
+    return replace(plan, why=(*reasons, *plan.why))
 
 
 def _resolved(checkpoint: Checkpoint, problem: PlanProblem) -> Iterator[PlanProblem]:

@@ -214,12 +214,12 @@ def _seconds(plan: Plan) -> Iterator[str]:
 
 def _why(plan: Plan, explanation: Explanation | None) -> Iterator[str]:
     if explanation is None:
-        yield from plan.why
+        yield from (reason.text for reason in plan.why)
         return
     yield from explain.aim(explanation)
     yield from filter(None, (explain.fewer(explanation), explain.whole_prompt(explanation)))
     # The explanation has said these, with numbers.
-    yield from (reason.text for reason in plan.reasons if reason.kind not in ("gpus", "chunks"))
+    yield from (reason.text for reason in plan.why if reason.kind not in ("gpus", "chunks"))
 
 
 def _reasons(explanation: Explanation) -> Iterator[tuple[str, list[str]]]:

@@ -15,6 +15,7 @@ from duoka.hardware.device import Device, Link
 from duoka.hardware.fleet import Fleet
 from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
+from duoka.planner.reasons import gpus_reason
 from duoka.planner.request import PlanRequest
 from duoka.report.terminal import name_modules, render_plan
 from duoka.report.terminal.plan import render_seconds
@@ -58,7 +59,7 @@ PLAN = Plan(
     bound=1.0,
     binding_device="cuda:1",
     request=PlanRequest(workload=Workload()),
-    why=("2 of 3 GPUs are needed; no single one holds the workload.",),
+    why=tuple(gpus_reason(2, 3, "cuda:0", is_limited=False)),
 )
 
 

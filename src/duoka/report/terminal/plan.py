@@ -69,7 +69,7 @@ class _View:
         yield _bars(self._plan, options.max_width, ascii_only=options.ascii_only)
         yield from render_seconds(self._plan)
         for reason in self._plan.why:
-            yield Text(reason)
+            yield Text(reason.text)
 
 
 def _heading(plan: Plan) -> Text:
