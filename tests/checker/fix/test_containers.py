@@ -69,8 +69,8 @@ SHAPES = [
             return [self.a(x), self.b(x)]
         """,
         lines=[
-            "all_output = self.all(x)",
-            "return torch.stack([each.to(all_output[-1].device) for each in all_output])",
+            "parts = list(self.all(x))",
+            "return torch.stack([each.to(parts[-1].device) for each in parts])",
         ],
     ),
     Shape(

@@ -119,9 +119,7 @@ def test_calls_of_several_lines_keep_their_form(tmp_path: Path) -> None:
     )
     [patch] = repair_text(tmp_path, text)
     wanted = patch.before.replace("  x,\n", "  x.to(h.device),\n")
-    wanted = wanted.replace(
-        "            4,  # four\n", "            4,  # four\n            device=h.device,\n"
-    )
+    wanted = wanted.replace("            4,  # four\n", "            4, device=h.device,  # four\n")
     wanted = wanted.replace("2.0)", "2.0, device=h.device)")
     assert patch.after == wanted
 

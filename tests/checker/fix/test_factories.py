@@ -65,7 +65,7 @@ SHAPES = [
         )
         """,
         lines=[
-            "device=h.device,",
+            "4, device=h.device,  # four",
         ],
     ),
     Shape(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from duoka.checker.fix.search import LineMap, is_same
+from duoka.checker.fix.search import is_same, line_after
 from duoka.report.check_report import Fault, Operand, Place
 
 BEFORE = "a = 1\nb = f(a) + g(a)\nc = 3\n"
@@ -24,8 +24,7 @@ def fault(line: int, moved: str, *, op: str = "Tensor.add") -> Fault:
 
 
 def test_lines_after_an_inserted_one() -> None:
-    lines = LineMap(BEFORE, AFTER)
-    assert [lines.after(line) for line in (1, 2, 3)] == [1, 3, 4]
+    assert [line_after(BEFORE, AFTER, line) for line in (1, 2, 3)] == [1, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -39,4 +38,4 @@ def test_lines_after_an_inserted_one() -> None:
     ],
 )
 def test_a_fault_that_is_still_there(after: Fault, same: bool) -> None:
-    assert is_same(fault(2, "f( a )"), after, LineMap(BEFORE, AFTER)) is same
+    assert is_same(fault(2, "f( a )"), after, line_after(BEFORE, AFTER, 2)) is same

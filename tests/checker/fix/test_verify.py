@@ -73,23 +73,24 @@ def subject(model: nn.Module, entries: dict[str, int]) -> Subject:
 def test_a_twin_has_a_layer_of_each_kind() -> None:
     twin = twin_of(subject(llama(), split(3) | {"model.layers.2.mlp": 1}))
     assert twin is not None
-    assert twin.num_layers == 5  # 0 (and 1), 2, 3, 4, and the last
-    devices = dict(twin.subject.entries)
+    small, num_layers = twin
+    assert num_layers == 5  # 0 (and 1), 2, 3, 4, and the last
+    devices = dict(small.entries)
     assert devices["model.layers.1.mlp"] == "cuda:1"
     assert devices["model.layers.2"] == "cuda:0"
     assert devices["model.layers.3"] == "cuda:1"
     assert "model.layers.5" not in devices
-    small = twin.subject.model
-    assert isinstance(small, PreTrainedModel)
-    assert small.config.hidden_size == 32
-    assert small.config.vocab_size == 512
-    assert not any(each.is_meta for each in small.parameters())
+    model = small.model
+    assert isinstance(model, PreTrainedModel)
+    assert model.config.hidden_size == 32
+    assert model.config.vocab_size == 512
+    assert not any(each.is_meta for each in model.parameters())
 
 
 def test_one_device_for_all_makes_a_twin_of_two_layers() -> None:
     twin = twin_of(subject(llama(), {"": 0}))
     assert twin is not None
-    assert twin.num_layers == 2
+    assert twin[1] == 2
 
 
 def test_other_modules_have_no_twin() -> None:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import libcst as cst
@@ -30,7 +31,7 @@ class NewBuffer:
 def as_buffer(site: Site, operand: Operand) -> tuple[Edit, NewBuffer] | None:
     """Let `__init__` register a buffer in place of assigning an attribute, where that cures."""
     origin, subject = operand.origin, site.subject
-    if origin is None or origin.kind != "attribute" or subject is None:
+    if origin is None or origin.kind != "attribute":
         return None
     if device_of(origin.name, dict(subject.entries)) is None:
         return None  # the map would miss the buffer
@@ -93,26 +94,19 @@ def _registration(tree: Tree, node: cst.Assign | cst.AnnAssign, attribute: str) 
 @contextmanager
 def registered(model: nn.Module, buffers: Sequence[NewBuffer]) -> Iterator[None]:
     """Let live modules hold buffers, as they would had their `__init__` been repaired."""
-    before: list[tuple[nn.Module, dict[str, Any], list[str]]] = []
+    before: list[tuple[nn.Module, dict[str, Any], str]] = []
     try:
-        for module in model.modules():
-            attributes = dict(vars(module))
-            names = [
-                buffer.attribute
-                for buffer in buffers
-                if isinstance(module, buffer.owner)
-                and isinstance(attributes.get(buffer.attribute), torch.Tensor)
-            ]
-            if names:
-                before.append((module, attributes, names))
-            for name in names:
+        for module, buffer in product(model.modules(), buffers):
+            name, attributes = buffer.attribute, dict(vars(module))
+            tensor = attributes.get(name)
+            if isinstance(module, buffer.owner) and isinstance(tensor, torch.Tensor):
+                before.append((module, attributes, name))
                 del vars(module)[name]
-                module.register_buffer(name, attributes[name], persistent=False)
+                module.register_buffer(name, tensor, persistent=False)
         yield
     finally:
-        for module, attributes, names in before:
-            for name in names:
-                module._buffers.pop(name, None)
-                module._non_persistent_buffers_set.discard(name)
+        for module, attributes, name in reversed(before):
+            module._buffers.pop(name, None)
+            module._non_persistent_buffers_set.discard(name)
             vars(module).clear()
             vars(module).update(attributes)

@@ -16,7 +16,7 @@ from duoka.report.check_report import Fault, Operand
 from ..subject import Subject
 from .buffers import NewBuffer, as_buffer
 from .containers import container_of, move_contents
-from .device_exprs import is_hidden, lucky_devices, target_devices
+from .device_exprs import is_hidden, lucky_devices, staying_operands, target_devices
 from .edits import move, name_first, to_cpu
 from .factories import make_on_target
 from .sources import Site, SourceError, Sources
@@ -34,7 +34,7 @@ class Candidate:
     buffers: tuple[NewBuffer, ...] = ()
 
 
-def candidates(fault: Fault, sources: Sources, subject: Subject | None) -> Iterator[Candidate]:
+def candidates(fault: Fault, sources: Sources, subject: Subject) -> Iterator[Candidate]:
     """What may cure a fault, the best first."""
     tree = sources.tree(fault.file)
     node = tree.find(fault.place)
@@ -109,14 +109,12 @@ def _at_use(site: Site, node: cst.BaseExpression) -> Iterator[tuple[Edit, ...]]:
         yield (to_cpu(tree, node),)
     for device in target_devices(site, node):
         yield (move(tree, node, device),)
-    nodes = [(operand, tree.find(operand.place)) for operand in fault.operands]
-    written = [target for _, target in nodes if isinstance(target, cst.BaseExpression)]
-    for operand, target in nodes:
-        stays = not operand.moved and operand.device == fault.target
-        if stays and isinstance(target, cst.BaseExpression):
-            by_name = name_first(tree, written, target)
-            if by_name is not None:
-                device, edits = by_name
-                yield (*edits, move(tree, node, device))
+    nodes = [tree.find(operand.place) for operand in fault.operands]
+    written = [target for target in nodes if isinstance(target, cst.BaseExpression)]
+    for _, target in staying_operands(site):
+        by_name = name_first(tree, written, target)
+        if by_name is not None:
+            device, edits = by_name
+            yield (*edits, move(tree, node, device))
     for device in lucky_devices(site, node):
         yield (move(tree, node, device),)

@@ -12,22 +12,19 @@ from duoka.report.check_report import Operand
 
 from .device_exprs import lucky_devices, target_devices
 from .edits import (
-    calls_before,
-    can_precede,
     free_name,
     insert_before,
     move,
     move_each,
     move_item,
-    name_for,
     on_a_line,
     replace,
+    statement_to_precede,
 )
 from .sources import Site
-from .syntax import Edit, Tree, folded, is_plain, last_name
+from .syntax import Edit, Tree, element_at, folded, is_plain, last_name
 
 _LOOPS = (cst.ListComp, cst.GeneratorExp, cst.SetComp)
-_ONE_PASS = frozenset({"values", "map", "filter", "reversed", "zip", "chain", "items"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +50,14 @@ def container_of(tree: Tree, node: cst.CSTNode, operand: Operand) -> Container |
     is_item = expression.startswith(f"{text}[")
     index = expression.removeprefix(text)
     if is_item and isinstance(written, (cst.List, cst.Tuple)):
-        return _element_of(written, index)
+        element = element_at(written, index)
+        if element is None:
+            return None
+        return Container(element.value, element.value if type(element) is cst.Element else None)
     key = re.fullmatch(r"\[(['\"]\w+['\"])\]", index)
     if is_item and key is not None:
         return Container(written, key=key[1])
     return Container(written) if starred or is_item else None
-
-
-def _element_of(listed: cst.List | cst.Tuple, item: str) -> Container | None:
-    """The part of ``[a, *rest]`` that gives an item, such as "[2]"."""
-    index = re.match(r"\[(\d+)\]", item)
-    for at, element in enumerate(listed.elements if index else ()):
-        if isinstance(element, cst.StarredElement):
-            return Container(element.value)
-        if index is not None and at == int(index[1]):
-            return Container(element.value, element.value)
-    return None
 
 
 def move_contents(site: Site, container: Container) -> Iterator[tuple[Edit, ...]]:
@@ -111,18 +100,14 @@ def _staying_index(site: Site, container: Container) -> int | None:
 
 def _named_first(tree: Tree, node: cst.BaseExpression, staying: int) -> Iterator[tuple[Edit, ...]]:
     """Give a list that is made on the spot a name, then move each of it."""
-    statement = tree.statement_of(node)
-    if statement is None or not can_precede(tree, statement, node):
-        return
-    if calls_before(tree, statement, [node], node):
+    statement = statement_to_precede(tree, [node], node)
+    if statement is None:
         return
     text = on_a_line(tree, node.with_changes(lpar=[], rpar=[]))
-    if isinstance(node, cst.GeneratorExp):
-        text = f"[{text}]"
-    elif isinstance(node, cst.Call) and last_name(node.func) in _ONE_PASS:
-        text = f"list({text})"
-    name = "parts" if text.startswith(("list(", "tuple(")) else name_for(node, "parts")
-    name = free_name(name, tree.all_names(node))
+    is_list = isinstance(node, cst.Call) and last_name(node.func) in ("list", "tuple")
+    if isinstance(node, (cst.Call, cst.GeneratorExp)) and not is_list:
+        text = f"list({text})"  # it may be gone through only once
+    name = free_name("parts", tree.all_names(node))
     yield (
         insert_before(tree, statement, f"{name} = {text}"),
         replace(tree, node, name),

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import takewhile
 
 import libcst as cst
 
 from duoka.report.check_report import Fault, Operand
 
 from .sources import Site
-from .syntax import Tree, folded, is_plain
+from .syntax import Tree, element_at, folded, is_plain
 
 _VIEWS = ("T", "mT", "data", "grad")
 _MOVES = ("to", "cuda", "cpu")
@@ -28,13 +27,19 @@ def target_devices(site: Site, node: cst.BaseExpression) -> Iterator[str]:
     first.
     """
     texts: dict[str, None] = {}
-    for operand in site.fault.operands:
-        written = site.tree.find(operand.place)
-        stays = not operand.moved and operand.device == site.fault.target
-        if stays and isinstance(written, cst.BaseExpression):
-            texts |= dict.fromkeys(_names_of(site, written, operand))
+    for operand, written in staying_operands(site):
+        texts |= dict.fromkeys(_names_of(site, written, operand))
     own_text = folded(site.tree.code(node))
     yield from (f"{text}.device" for text in texts if folded(text) != own_text)
+
+
+def staying_operands(site: Site) -> Iterator[tuple[Operand, cst.BaseExpression]]:
+    """The operands that are on the target of the fault, with the expressions that give them."""
+    for operand in site.fault.operands:
+        node = site.tree.find(operand.place)
+        stays = not operand.moved and operand.device == site.fault.target
+        if stays and isinstance(node, cst.BaseExpression):
+            yield operand, node
 
 
 def lucky_devices(site: Site, node: cst.BaseExpression) -> Iterator[str]:
@@ -64,7 +69,9 @@ def _names_of(site: Site, written: cst.BaseExpression, operand: Operand) -> Iter
     tree = site.tree
     text = tree.code(written.with_changes(lpar=[], rpar=[]))
     if folded(operand.expression) != folded(text):
-        yield from _listed(tree, written, folded(operand.expression).removeprefix(folded(text)))
+        element = element_at(written, folded(operand.expression).removeprefix(folded(text)))
+        if isinstance(element, cst.Element) and is_plain(element.value):
+            yield tree.code(element.value)
         return
     if isinstance(written, cst.NamedExpr):
         yield tree.code(written.target)
@@ -75,15 +82,6 @@ def _names_of(site: Site, written: cst.BaseExpression, operand: Operand) -> Iter
         yield name
     if is_plain(written):
         yield text
-
-
-def _listed(tree: Tree, written: cst.BaseExpression, item: str) -> Iterator[str]:
-    """One of several tensors in a list, if that is written out up to it."""
-    index = re.fullmatch(r"\[(\d+)\]", item)
-    elements = written.elements if isinstance(written, (cst.List, cst.Tuple)) else ()
-    values = [one.value for one in takewhile(lambda one: isinstance(one, cst.Element), elements)]
-    if index is not None and int(index[1]) < len(values) and is_plain(values[int(index[1])]):
-        yield tree.code(values[int(index[1])])
 
 
 def _base(tree: Tree, node: cst.BaseExpression) -> tuple[cst.BaseExpression, bool]:

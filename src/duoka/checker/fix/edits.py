@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import libcst as cst
@@ -15,7 +16,6 @@ _CLOSED = (
     cst.SetComp, cst.DictComp, cst.BaseString,
 )  # fmt: skip
 _ITEM_NAMES = ("each", "part", "item", "tensor", "each_one")
-_SPACE = cst.SimpleWhitespace(" ")
 # What stands in one of these may be evaluated several times, or not at all: an `elif`, whose
 # question is asked only when all before it was false; `if x: return y`.
 _UNMOVABLE = (
@@ -134,28 +134,17 @@ def set_device(tree: Tree, call: cst.Call, device: str) -> Edit:
 
 
 def _with_keyword(args: Sequence[cst.Arg], value: cst.BaseExpression) -> list[cst.Arg]:
-    """Arguments and ``device=value``, with commas and line breaks as they are there."""
+    """Arguments and ``device=value``, with the line breaks that are there."""
     tight = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
     new = cst.Arg(keyword=cst.Name("device"), value=value, equal=tight)
     if not args:
         return [new]
     *before, last = args
-    new = new.with_changes(whitespace_after_arg=last.whitespace_after_arg)
-    last = last.with_changes(whitespace_after_arg=cst.SimpleWhitespace(""))
-    ending = last.comma
-    if not isinstance(ending, cst.Comma) or not isinstance(
-        ending.whitespace_after, cst.ParenthesizedWhitespace
-    ):
-        one_a_line = isinstance(new.whitespace_after_arg, cst.ParenthesizedWhitespace) and before
-        between = before[-1].comma if one_a_line else cst.Comma(whitespace_after=_SPACE)
-        return [*before, last.with_changes(comma=between), new]
-    # One argument a line, each with a comma: the comment behind the last one stays with it.
-    after = ending.whitespace_after
-    indent = cst.SimpleWhitespace(after.last_line.value + " " * 4)
-    bare_end = cst.TrailingWhitespace(newline=after.first_line.newline)
-    to_new = cst.Comma(whitespace_after=after.with_changes(empty_lines=[], last_line=indent))
-    closing = cst.Comma(whitespace_after=after.with_changes(first_line=bare_end))
-    return [*before, last.with_changes(comma=to_new), new.with_changes(comma=closing)]
+    # What stands between the last argument and the parenthesis, a comment say, comes after both.
+    new = new.with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
+    between = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    blank = cst.SimpleWhitespace("")
+    return [*before, last.with_changes(comma=between, whitespace_after_arg=blank), new]
 
 
 def closed(node: cst.BaseExpression, *, loop: bool = False) -> cst.BaseExpression:
@@ -180,20 +169,18 @@ def name_first(
 
     The device of `target` by that name, and the edits; None where the order would change.
     """
-    statement = tree.statement_of(target)
-    if statement is None or not can_precede(tree, statement, target):
-        return None
     end = tree.span(target)[2:]
     unique = dict.fromkeys(nodes)
     first = [node for node in unique if tree.span(node)[2:] <= end and not is_plain(node)]
-    if calls_before(tree, statement, first, target):
+    statement = statement_to_precede(tree, first, target)
+    if statement is None:
         return None
     edits: list[Edit] = []
     taken = tree.all_names(target)
     name = ""
     for node in sorted(first, key=tree.span):
         value = node.with_changes(lpar=[], rpar=[])
-        name = free_name(name_for(node), taken)
+        name = free_name(_name_for(node), taken)
         if isinstance(value, cst.NamedExpr):
             name, value = tree.code(value.target), value.value
         taken.add(name)
@@ -202,37 +189,34 @@ def name_first(
     return (f"{name}.device", edits) if name else None
 
 
-def can_precede(tree: Tree, statement: cst.BaseStatement, node: cst.BaseExpression) -> bool:
-    """Whether `node` is evaluated once each time that its statement is reached."""
-    for outer in tree.around(node):
-        if outer is statement:
-            break
+def statement_to_precede(
+    tree: Tree, nodes: Sequence[cst.BaseExpression], last: cst.BaseExpression
+) -> cst.BaseStatement | None:
+    """The statement that some expressions are evaluated in, if they can be evaluated before it.
+
+    So the last of them must be evaluated once each time that the statement is reached, and nothing
+    else may be called before.
+    """
+    statement = tree.statement_of(last)
+    if not isinstance(statement, (cst.SimpleStatementLine, cst.If)):
+        return None
+    for outer in takewhile(lambda outer: outer is not statement, tree.around(last)):
         if isinstance(outer, _UNMOVABLE):
-            return False
-    return isinstance(statement, (cst.SimpleStatementLine, cst.If))
-
-
-def calls_before(
-    tree: Tree,
-    statement: cst.BaseStatement,
-    named_first: list[cst.BaseExpression],
-    last: cst.BaseExpression,
-) -> bool:
-    """Whether a statement calls something else before the last of what gets a name."""
+            return None
     kinds = (cst.Call, cst.Await, cst.Yield, cst.NamedExpr)
     end = tree.span(last)[2:]
     before = [call for call in tree.inside(statement, *kinds) if tree.span(call)[2:] <= end]
-    known = {id(call) for node in named_first for call in tree.inside(node, *kinds)}
-    return any(id(call) not in known for call in before)
+    known = {id(call) for node in nodes for call in tree.inside(node, *kinds)}
+    return None if any(id(call) not in known for call in before) else statement
 
 
-def name_for(node: cst.BaseExpression, plain: str = "result") -> str:
+def _name_for(node: cst.BaseExpression) -> str:
     """A name for the result of an expression: of what is called, where something is."""
-    called = node.func if isinstance(node, cst.Call) else node
+    called = node.func if isinstance(node, cst.Call) else None
     while isinstance(called, cst.Subscript):
         called = called.value
-    name = last_name(called) if isinstance(node, cst.Call) else ""
-    return f"{name.strip('_')}_output" if name else plain
+    name = "" if called is None else last_name(called)
+    return f"{name.strip('_')}_output" if name else "result"
 
 
 def free_name(name: str, taken: set[str]) -> str:

@@ -22,12 +22,6 @@ _FACTORIES = frozenset(
         "tril_indices", "triu_indices", "zeros",
     }
 )  # fmt: skip
-_LIKE = frozenset(
-    {
-        "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like",
-        "zeros_like",
-    }
-)  # fmt: skip
 _TORCH = ("torch", "th", "nn")
 
 
@@ -70,7 +64,7 @@ def _made_on(tree: Tree, node: cst.Call, device: str) -> Edit | None:
     if asked_for is not None and not is_literal_device(asked_for.value):
         return None  # it follows another tensor on purpose
     is_layer = name[:1].isupper() and last_name(node.func.value) == "nn"
-    if name in _FACTORIES or (name in _LIKE and asked_for is not None) or is_layer:
+    if name in _FACTORIES or asked_for is not None or is_layer:
         return set_device(tree, node, device)
     if name == "from_numpy" or name.endswith("Tensor"):
         return move(tree, node, device)

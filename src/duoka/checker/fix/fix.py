@@ -9,6 +9,7 @@ from functools import partial
 
 from torch import nn
 
+from duoka.errors import UsageError
 from duoka.report.check_report import Report, Stop
 
 from ..run import check_subject
@@ -16,11 +17,9 @@ from ..subject import Subject
 from .buffers import registered
 from .live_code import ClosureError, SwapError, live_functions, swapped
 from .patch import Patch, Repairs, unified_diff
-from .search import Draft, Outcome, guess, search
+from .search import Draft, Outcome, search
 from .sources import Sources
 from .verify import Proof, prove
-
-_UNCHECKED = "the report doesn't hold what was checked, so nothing could be checked again"
 
 
 def repair(report: Report) -> Repairs:
@@ -39,6 +38,11 @@ def repair(report: Report) -> Repairs:
     Repairs
         A sequence of patches, one for each file; `uncured` says what could not be cured.
 
+    Raises
+    ------
+    UsageError
+        If there are faults, and the report doesn't hold what was checked.
+
     Examples
     --------
     >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
@@ -46,11 +50,15 @@ def repair(report: Report) -> Repairs:
     >>> [patch.diff for patch in duoka.repair(report)]  # nothing to cure
     []
     """
-    sources = Sources()
+    if not report.faults:
+        return Repairs()
     subject = report.subject
     if not isinstance(subject, Subject):
-        return _assembled(guess(report, sources), sources, Proof(False, _UNCHECKED))
-    live = live_functions()
+        raise UsageError(
+            "the report doesn't hold what was checked, so nothing can be checked again",
+            hint="repair a report as duoka.check returned it",
+        )
+    sources, live = Sources(), live_functions()
 
     @contextmanager
     def patched(draft: Draft, model: nn.Module) -> Iterator[None]:
@@ -74,15 +82,13 @@ def repair(report: Report) -> Repairs:
         outcome = search(report, sources, subject, check)
         proof = _left_over(outcome) or prove(report, subject, partial(patched, outcome.draft))
     except SwapError as error:
-        outcome, proof = guess(report, sources), Proof(False, str(error))
+        return Repairs(uncured=tuple((fault, str(error)) for fault in report.faults))
     return _assembled(outcome, sources, proof)
 
 
 def _left_over(outcome: Outcome) -> Proof | None:
     """What the last check of the patched code still found, if anything."""
     report = outcome.report
-    if report is None:
-        return Proof(False, _UNCHECKED)
     if report.stop is not None:
         return Proof(False, f"the patched code doesn't run to its end: {report.stop.message}")
     if report.faults:
@@ -105,4 +111,4 @@ def _assembled(outcome: Outcome, sources: Sources, proof: Proof) -> Repairs:
         for file, after in outcome.draft.texts.items()
         if (before := sources.text(file)) != after
     )
-    return Repairs(patches=patches, uncured=tuple(outcome.uncured))
+    return Repairs(patches=patches, uncured=tuple(outcome.uncured()))

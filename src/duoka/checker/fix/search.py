@@ -11,6 +11,7 @@ import difflib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import libcst as cst
 
@@ -29,6 +30,7 @@ MINIMISE_SECONDS = 10
 _NO_WAY = "no way to cure it is known"
 _IN_VAIN = "it was still there after every change that was tried"
 _NEAR_LINES = 1
+_MOST_TEXTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,6 @@ class Round:
         self._base = base
         self.choices = choices
         self._postponed: list[Choice] = []
-        self._line_maps: dict[tuple[str, str], LineMap] = {}
 
     def run(self, check: Check, max_checks: int) -> tuple[Draft, Report, int]:
         """Change candidates until none of these faults is left that could be cured.
@@ -149,9 +150,8 @@ class Round:
 
     def is_uncured(self, fault: Fault, draft: Draft) -> bool:
         """Whether a fault of a later check is one of these that nothing has cured."""
-        line_map = self._line_map(fault.file, draft)
         return any(
-            choice.candidate is None and is_same(choice.fault, fault, line_map)
+            choice.candidate is None and self._is_left(choice, [fault], draft)
             for choice in self.choices
         )
 
@@ -161,21 +161,16 @@ class Round:
         for choice in self.choices:
             if choice.candidate is None or choice in self._postponed:
                 continue
-            if (broken is not None and _changes(choice, broken)) or any(
-                is_same(choice.fault, fault, self._line_map(fault.file, draft))
-                for fault in report.faults
-            ):
+            is_broken = broken is not None and _changes(choice, broken)
+            if is_broken or self._is_left(choice, report.faults, draft):
                 yield choice
 
-    def _line_map(self, file: str, draft: Draft) -> LineMap:
-        try:
-            before = self._sources.text(file)
-        except SourceError:
-            return LineMap("", "")
-        after = draft.texts.get(file, before)
-        if (file, after) not in self._line_maps:
-            self._line_maps[file, after] = LineMap(before, after)
-        return self._line_maps[file, after]
+    def _is_left(self, choice: Choice, faults: Iterable[Fault], draft: Draft) -> bool:
+        """Whether a choice's fault is among those of a draft."""
+        line, after = choice.fault.line, draft.texts.get(choice.fault.file)
+        if after is not None:
+            line = line_after(self._sources.text(choice.fault.file), after, line)
+        return any(is_same(choice.fault, fault, line) for fault in faults)
 
 
 def _changes(choice: Choice, place: Place) -> bool:
@@ -200,28 +195,26 @@ def _collide(new: Edit, old: Edit) -> bool:
     )
 
 
-class LineMap:
-    """Which line of a changed text is which of the text before."""
-
-    def __init__(self, before: str, after: str) -> None:
-        self._blocks = difflib.SequenceMatcher(
-            None, before.splitlines(), after.splitlines(), autojunk=False
-        ).get_opcodes()
-
-    def after(self, line: int) -> int:
-        """Where a line of the text before is now, both from 1."""
-        for _, start, end, new_start, new_end in self._blocks:
-            if start < line <= end:
-                # Lines are added before the statement that they are for: count from the end.
-                return max(new_end - (end - line), new_start + 1)
-        return line
+@lru_cache(maxsize=_MOST_TEXTS)
+def _line_blocks(before: str, after: str) -> Sequence[tuple[str, int, int, int, int]]:
+    lines = before.splitlines(), after.splitlines()
+    return difflib.SequenceMatcher(None, *lines, autojunk=False).get_opcodes()
 
 
-def is_same(before: Fault, after: Fault, line_map: LineMap) -> bool:
-    """Whether a fault is still there: the place, the operation and what moves are the same."""
+def line_after(before: str, after: str, line: int) -> int:
+    """Where a line of a text is in the changed text, both from 1."""
+    for _, start, end, new_start, new_end in _line_blocks(before, after):
+        if start < line <= end:
+            # Lines are added before the statement that they are for: count from the end.
+            return max(new_end - (end - line), new_start + 1)
+    return line
+
+
+def is_same(before: Fault, after: Fault, line: int) -> bool:
+    """Whether a fault, which is on this line now, is still there: the same operands move."""
     if (before.file, before.function, before.op) != (after.file, after.function, after.op):
         return False
-    if abs(line_map.after(before.line) - after.line) > _NEAR_LINES:
+    if abs(line - after.line) > _NEAR_LINES:
         return False
     old = [folded(operand.expression) for operand in before.operands if operand.moved]
     new = [folded(operand.expression) for operand in after.operands if operand.moved]
@@ -234,9 +227,18 @@ class Outcome:
 
     draft: Draft
     choices: list[Choice]
-    report: Report | None = None
-    """Of the last check; None where none was made."""
-    uncured: list[tuple[Fault, str]] = field(default_factory=list)
+    report: Report
+    """Of the last check."""
+    late: Sequence[Fault] = ()
+    """What came up when others were cured, and was not cured itself."""
+
+    def uncured(self) -> Iterator[tuple[Fault, str]]:
+        """The faults for which nothing is changed, each with the reason."""
+        for choice in self.choices:
+            if choice.candidate is None:
+                yield choice.fault, choice.reason
+        for fault in self.late:
+            yield fault, "it came up when others were cured, and was not cured itself"
 
 
 def search(report: Report, sources: Sources, subject: Subject, check: Check) -> Outcome:
@@ -247,28 +249,14 @@ def search(report: Report, sources: Sources, subject: Subject, check: Check) -> 
     for _ in range(MAX_ROUNDS):
         texts = Sources({**sources.texts, **outcome.draft.texts})
         choices = [Choice(fault, candidates(fault, texts, subject)) for fault in faults]
+        outcome.choices += choices
+        if not any(choice.candidate for choice in choices):
+            return outcome
         current = Round(report, choices, texts, outcome.draft)
         draft, report, max_checks = current.run(check, max_checks)
-        outcome.choices += choices
         outcome.draft, outcome.report = draft, report
         faults = [fault for fault in report.faults if not current.is_uncured(fault, draft)]
-        if not faults or max_checks <= 0 or not any(choice.candidate for choice in choices):
+        if not faults or max_checks <= 0:
             break
-    outcome.uncured = list(_uncured(outcome, faults))
+    outcome.late = faults
     return outcome
-
-
-def guess(report: Report, sources: Sources) -> Outcome:
-    """The most likely changes, unchecked: of a report that doesn't hold what was checked."""
-    choices = [Choice(fault, candidates(fault, sources, None)) for fault in report.faults]
-    outcome = Outcome(Round(report, choices, sources, Draft()).draft(), choices)
-    outcome.uncured = list(_uncured(outcome, ()))
-    return outcome
-
-
-def _uncured(outcome: Outcome, faults: Iterable[Fault]) -> Iterator[tuple[Fault, str]]:
-    for choice in outcome.choices:
-        if choice.candidate is None:
-            yield choice.fault, choice.reason
-    for fault in faults:
-        yield fault, "it came up when others were cured, and was not cured itself"

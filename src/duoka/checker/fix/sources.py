@@ -68,12 +68,12 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A fault, the tree of its file, the other files, and what was checked, if it is at hand."""
+    """A fault, the tree of its file, the other files, and what was checked."""
 
     fault: Fault
     tree: Tree
     sources: Sources
-    subject: Subject | None
+    subject: Subject
 
 
 def read_source(path: Path) -> str:

@@ -211,6 +211,17 @@ def last_name(called: cst.BaseExpression) -> str:
     return called.value if isinstance(called, cst.Name) else ""
 
 
+def element_at(listed: cst.CSTNode, item: str) -> cst.BaseElement | None:
+    """The part of a written list or tuple, ``[a, *rest]``, that gives an item such as "[1]"."""
+    index = re.fullmatch(r"\[(\d+)\]", item)
+    if index is None or not isinstance(listed, (cst.List, cst.Tuple)):
+        return None
+    for at, element in enumerate(listed.elements):
+        if at == int(index[1]) or isinstance(element, cst.StarredElement):
+            return element
+    return None
+
+
 def is_plain(expression: cst.CSTNode) -> bool:
     """Whether an expression can be written twice: names, attributes, fixed items."""
     if isinstance(expression, cst.Name):

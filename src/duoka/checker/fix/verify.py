@@ -54,23 +54,22 @@ def prove(report: Report, subject: Subject, patched: Patched) -> Proof:
         return Proof(not difference, difference)
     twin = twin_of(subject)
     if twin is None:
-        weights = sum(
-            weight.numel() * weight.element_size() for weight in subject.model.parameters()
-        )
+        weights = format_bytes(num_bytes(subject.model))
         return Proof(
             False,
-            f"checked again it is clean, but {format_bytes(weights)} of weights are too much to "
-            "compute with real numbers here",
+            f"checked again it is clean, but {weights} of weights are too much to compute with "
+            "real numbers here",
         )
-    place = f"on a twin with {format_count(twin.num_layers, 'layer')} of the same code"
-    missing = _places(report) - _places(check_subject(twin.subject))
+    small, num_layers = twin
+    place = f"on a twin with {format_count(num_layers, 'layer')} of the same code"
+    missing = _places(report) - _places(check_subject(small))
     if missing:
         return Proof(False, f"{place} there is no fault at line {min(missing)[1]}")
-    with patched(twin.subject.model):
-        again = check_subject(twin.subject)
+    with patched(small.model):
+        again = check_subject(small)
     if again.faults or again.stop is not None:
         return Proof(False, f"{place} the patched code isn't clean")
-    difference = why_not_equal(twin.subject, patched)
+    difference = why_not_equal(small, patched)
     return Proof(not difference, f"{place}: {difference}" if difference else place)
 
 
@@ -120,19 +119,11 @@ def _tensor_difference(one: Tensor, other: Tensor) -> str:
 # ── twins ──
 
 
-@dataclass(frozen=True, slots=True)
-class Twin:
-    """A small twin, with so many layers, on a placement like its model's."""
+def twin_of(subject: Subject) -> tuple[Subject, int] | None:
+    """A twin that can be computed, on a placement like its model's, and its number of layers.
 
-    subject: Subject
-    num_layers: int
-
-
-def twin_of(subject: Subject) -> Twin | None:
-    """A twin that can be computed; None where none can be made.
-
-    Only of models of transformers that run a workload: for inputs of one's own, the words and
-    widths must be the model's.
+    None where none can be made: only of models of transformers that run a workload. For inputs of
+    one's own, the words and widths must be the model's.
     """
     model = subject.model
     has_inputs = subject.inputs is not None or subject.prompt
@@ -170,7 +161,7 @@ def twin_of(subject: Subject) -> Twin | None:
         completeness=Faults(),
         workload=workload,
     )
-    return Twin(twin, len(layers))
+    return twin, len(layers)
 
 
 def _distinct_layers(subject: Subject, stacks: Sequence[str], num_layers: int) -> list[int]:
