@@ -125,17 +125,6 @@ SHAPES = [
         ],
     ),
     Shape(
-        name="fstring",
-        body="""
-        h = self.b(self.a(x))
-        s = f'{(h + x).shape}'
-        return h
-        """,
-        lines=[
-            "s = f'{(h + x.to(h.device)).shape}'",
-        ],
-    ),
-    Shape(
         name="method",
         body="""
         h = self.b(self.a(x))

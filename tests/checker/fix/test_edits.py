@@ -50,7 +50,6 @@ def repair_text(folder: Path, text: str) -> Repairs:
         ("h = h + (not_it := x)", "h = h + (not_it := x).to(h.device)"),
         ("h = h + x; h = h * x  # two", "h = h + x.to(h.device); h = h * x.to(h.device)  # two"),
         ("h = torch.add(h, alpha=2, other=x)", "h = torch.add(h, alpha=2, other=x.to(h.device))"),
-        ("s = f'{(h+x).sum():}{ {1: x}[1] }'", "s = f'{(h+x.to(h.device)).sum():}{ {1: x}[1] }'"),
         ("f = lambda: (lambda y: y + x)(h); f()",
          "f = lambda: (lambda y: y + x.to(y.device))(h); f()"),
         ("h = h + x.to('cuda:0', torch.float32)", "h = h + x.to(h.device, torch.float32)"),

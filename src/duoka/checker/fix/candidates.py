@@ -20,7 +20,7 @@ from .device_exprs import is_hidden, lucky_devices, staying_operands, target_dev
 from .edits import move, name_first, to_cpu
 from .factories import make_on_target
 from .sources import Site, SourceError, Sources
-from .syntax import Edit, folded, last_name
+from .syntax import Edit, last_name
 
 _MOST = 12
 """How many candidates there are for one operand."""
@@ -76,29 +76,20 @@ def _distinct(fault: Fault) -> list[Operand]:
     return list(by_place.values())
 
 
-def _where_made(site: Site, operand: Operand) -> Iterator[Candidate]:
-    """Have a tensor made, or kept, where it is needed."""
+def _for_operand(site: Site, operand: Operand) -> Iterator[Candidate]:
+    """Have a tensor kept, or made, where it is needed, or move it there where it is used."""
     registration = as_buffer(site, operand)
     if registration is not None:
         edit, buffer = registration
         yield Candidate((edit,), (buffer,))
     yield from map(Candidate, make_on_target(site, operand))
-
-
-def _for_operand(site: Site, operand: Operand) -> Iterator[Candidate]:
-    yield from _where_made(site, operand)
     tree, fault = site.tree, site.fault
     node = None if is_hidden(fault, operand) else tree.find(operand.place)
     container = None if node is None else container_of(tree, node, operand)
     if container is not None:
         yield from map(Candidate, move_contents(site, container))
-    elif isinstance(node, cst.BaseExpression) and _is_written(operand):
+    elif isinstance(node, cst.BaseExpression):
         yield from map(Candidate, _at_use(site, node))
-
-
-def _is_written(operand: Operand) -> bool:
-    """Whether the expression at an operand's place is the operand itself."""
-    return operand.place is None or folded(operand.expression) == folded(operand.place.text)
 
 
 def _at_use(site: Site, node: cst.BaseExpression) -> Iterator[tuple[Edit, ...]]:

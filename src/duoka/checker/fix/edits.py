@@ -91,7 +91,7 @@ def move_each(tree: Tree, node: cst.BaseExpression, device: str) -> Edit:
     def change(updated: cst.BaseExpression) -> cst.BaseExpression:
         listed = cst.parse_expression(f"[{item}.to({device}) for {item} in _]")
         assert isinstance(listed, cst.ListComp)
-        loop = listed.for_in.with_changes(iter=closed(updated, loop=True))
+        loop = listed.for_in.with_changes(iter=closed(updated))
         return listed.with_changes(for_in=loop)
 
     return Edit(tree, node, f"each to({device})", change)
@@ -147,14 +147,9 @@ def _with_keyword(args: Sequence[cst.Arg], value: cst.BaseExpression) -> list[cs
     return [*before, last.with_changes(comma=between, whitespace_after_arg=blank), new]
 
 
-def closed(node: cst.BaseExpression, *, loop: bool = False) -> cst.BaseExpression:
-    """An expression that something can be appended to: in parentheses where it needs them.
-
-    What a loop runs over needs them only where it is conditional, a lambda or the like.
-    """
+def closed(node: cst.BaseExpression) -> cst.BaseExpression:
+    """An expression that something can be appended to: in parentheses where it may need them."""
     if node.lpar or isinstance(node, _CLOSED):
-        return node
-    if loop and not isinstance(node, (cst.IfExp, cst.Lambda, cst.NamedExpr, cst.Yield, cst.Tuple)):
         return node
     return node.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
 

@@ -16,15 +16,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType, FunctionType
-from typing import Any
 
 from duoka.report.check_report import Place
 
 from ..source_map import parse_quietly
 
 _COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
-_REWRITTEN = "@pytest_ar"
-"""A name in functions whose assertions pytest has rewritten: their code isn't the file's."""
 
 LiveFunctions = Mapping[str, Sequence[FunctionType]]
 """Functions by the file that their code is from."""
@@ -115,7 +112,7 @@ def _exchanges(
             yield function, match[1]
     # A function that nobody uses any more may be of an earlier text.
     for name in sorted(strange - matched):
-        if any(_behaviour(one) != _behaviour(other) for one, other in pairs[name]):
+        if not all(_is_same(*pair) for pair in pairs[name]):
             raise SwapError(f"{name} isn't what {file} says: the file has changed since its import")
 
 
@@ -131,17 +128,9 @@ def _pair_of(code: CodeType, pairs: Sequence[_CodePair]) -> _CodePair | None:
     return next(iter(exact or alike), None)
 
 
-def _is_same(live: CodeType, compiled: CodeType) -> bool:
-    """Whether a live function's code is what the text gives."""
-    if _REWRITTEN in live.co_names:
-        return live.co_freevars == compiled.co_freevars
-    return live.co_code == compiled.co_code and live.co_names == compiled.co_names
-
-
-def _behaviour(code: CodeType) -> tuple[Any, ...]:
-    """What a code does, wherever it stands."""
-    constants = [_behaviour(one) if isinstance(one, CodeType) else one for one in code.co_consts]
-    return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
+def _is_same(one: CodeType, other: CodeType) -> bool:
+    """Whether two codes do the same, wherever they stand."""
+    return one.co_code == other.co_code and one.co_names == other.co_names
 
 
 def _codes(text: str, file: str) -> list[CodeType]:

@@ -85,9 +85,9 @@ class Tree:
             return None
         span = (place.line, place.column, place.end_line, place.end_column)
         node = self._nodes.get(span)
-        if node is not None and self._between(span) == folded(place.text):
-            return node
-        return self._by_text(place)
+        # The file may have been changed, and positions in f-strings are inexact before Python 3.12.
+        is_there = node is not None and self._between(span) == folded(place.text)
+        return node if is_there else None
 
     def _between(self, span: Span) -> str:
         """The text between two positions, without blanks."""
@@ -96,17 +96,6 @@ class Tree:
         lines[-1] = lines[-1][:end_column]
         lines[0] = lines[0][column:]
         return folded("".join(lines))
-
-    def _by_text(self, place: Place) -> cst.CSTNode | None:
-        """What has the place's text on its lines: positions inside of f-strings are inexact."""
-        wanted = folded(place.text)
-        lines = range(place.line, max(place.end_line, place.line) + 1)
-        alike = [
-            (abs(span[1] - place.column), node)
-            for span, node in self._nodes.items()
-            if wanted and span[0] in lines and folded(self.code(node)) == wanted
-        ]
-        return min(alike, key=lambda pair: pair[0])[1] if alike else None
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
         """What a node is a part of."""
