@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -46,7 +45,10 @@ def compute(subject: Subject, *, on_one: bool = False) -> Numbers:
     Of a workload a few hundred tokens and steps are computed.
     """
     run = _Computation(subject, on_one=on_one)
-    with _seeded():
+    with random_state_kept():
+        torch.manual_seed(_SEED)
+        random.seed(_SEED)
+        np.random.seed(_SEED)
         report = run.report()
     return Numbers(tensors=run.tensors, num_faults=len(report.faults), stop=report.stop)
 
@@ -116,13 +118,3 @@ def _named(name: str, value: Any, known: set[int]) -> Iterator[tuple[str, Tensor
         parts = ((f".{key}", item) for key, item in getattr(value, "__dict__", {}).items())
     for step, item in parts:
         yield from _named(name + step, item, known)
-
-
-@contextmanager
-def _seeded() -> Iterator[None]:
-    """Random numbers from a fixed seed; afterwards the caller's go on where they were."""
-    with random_state_kept():
-        torch.manual_seed(_SEED)
-        random.seed(_SEED)
-        np.random.seed(_SEED)
-        yield

@@ -17,23 +17,21 @@ from duoka.runtime.dispatch.movers import Frames, Mover
 from duoka.runtime.dispatch.place_tensors import tensor_names
 
 from .execute import tensors_in
-from .mixed_call import clear_cause
+from .mixed_call import CAUSE
 
 Entered = Callable[[torch.device], None]
 
 
 def watch_entries(
     placed: Mapping[nn.Module, torch.device], entered: Entered, running: list[torch.device]
-) -> list[torch.utils.hooks.RemovableHandle]:
+) -> None:
     """Call `entered` with the device of each placed module, or part of one, that is entered."""
-    handles = []
     for module, device in placed.items():
         region = _PlacedModule(device, entered, running)
-        handles.append(module.register_forward_pre_hook(region.enter))
-        handles.append(module.register_forward_hook(region.leave, always_call=True))
+        module.register_forward_pre_hook(region.enter)
+        module.register_forward_hook(region.leave, always_call=True)
         for part in _parts(module, placed):
-            handles.append(part.register_forward_pre_hook(region.enter_part, with_kwargs=True))
-    return handles
+            part.register_forward_pre_hook(region.enter_part, with_kwargs=True)
 
 
 def _parts(module: nn.Module, placed: Mapping[nn.Module, torch.device]) -> list[nn.Module]:
@@ -70,7 +68,8 @@ class _PlacedModule:
         """Forward hook of the placed module, on errors too."""
         self._running -= 1
         self._all_running.pop()
-        clear_cause(list(tensors_in(output)))
+        for tensor in tensors_in(output):  # the module decided where they are, not a fault
+            vars(tensor).pop(CAUSE, None)
 
     def enter_part(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -42,7 +41,12 @@ class StepListener:
 
 
 def run(subject: Subject, device: torch.device, steps: StepListener) -> Any:
-    """Run a subject whose model lies on its devices."""
+    """Run a subject whose model lies on its devices; what is compiled runs as Python code."""
+    with torch.compiler.set_stance("force_eager"):
+        return _run(subject, device, steps)
+
+
+def _run(subject: Subject, device: torch.device, steps: StepListener) -> Any:
     model, inputs = subject.model, subject.inputs
     if callable(inputs) and not isinstance(inputs, Mapping):
         # Each call of the model is a step.
@@ -87,18 +91,17 @@ def _train(call: Callable[[], Any], steps: StepListener) -> torch.Tensor:
 
 def loss_of(outputs: Any) -> torch.Tensor:
     """The loss in what a model returned, or, where there is none, a sum to send back."""
-    if isinstance(outputs, torch.Tensor):
-        return outputs if outputs.dim() == 0 else outputs.float().sum()
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if isinstance(loss, torch.Tensor):
-        return loss if loss.dim() == 0 else loss.float().sum()
-    for tensor in tensors_in(outputs):
-        if tensor.requires_grad:
-            return tensor if tensor.dim() == 0 else tensor.float().sum()
-    raise UsageError(
-        "the model returned nothing that has a gradient",
-        hint="give inputs with labels, or check without training",
-    )
+    if isinstance(outputs, torch.Tensor):
+        loss = outputs
+    if not isinstance(loss, torch.Tensor):
+        loss = next((tensor for tensor in tensors_in(outputs) if tensor.requires_grad), None)
+    if loss is None:
+        raise UsageError(
+            "the model returned nothing that has a gradient",
+            hint="give inputs with labels, or check without training",
+        )
+    return loss if loss.dim() == 0 else loss.float().sum()
 
 
 def _infer(
@@ -164,7 +167,7 @@ def _training_inputs(subject: Subject, device: torch.device) -> dict[str, Any]:
 
 
 def _generate(subject: Subject, device: torch.device, steps: StepListener) -> Any:
-    """The prompt, the first decode steps, and the last ones at the end of the context."""
+    """The prompt, and decode steps after it."""
     work = subject.workload
     with torch.no_grad():
         model: Any = subject.model
@@ -172,7 +175,8 @@ def _generate(subject: Subject, device: torch.device, steps: StepListener) -> An
 
         def step(phase: str, tokens: int) -> None:
             steps.begin(phase)
-            stepper.step(tokens)
+            advance = stepper.lengthen if phase == BETWEEN else stepper.step
+            advance(tokens)
             steps.mark("cache", tensors_in(_cache_contents(stepper.cache)))
 
         if subject.prompt:
@@ -183,17 +187,22 @@ def _generate(subject: Subject, device: torch.device, steps: StepListener) -> An
         else:
             for query, _ in work.chunks():
                 step("prefill", query)
-        left = work.new_tokens - 1
-        for _ in range(min(left, DECODE_STEPS)):
-            step("decode", 1)
-        skipped = left - 2 * DECODE_STEPS
-        if skipped > 0:
-            steps.begin(BETWEEN)
-            stepper.lengthen(skipped)
-            steps.mark("cache", tensors_in(_cache_contents(stepper.cache)))
-        for _ in range(min(max(left - DECODE_STEPS, 0), DECODE_STEPS)):
-            step("decode", 1)
+        for phase, tokens in decode_phases(work.new_tokens - 1):
+            step(phase, tokens)
     return None
+
+
+def decode_phases(tokens: int) -> Iterator[tuple[str, int]]:
+    """The phases of so many decode steps, each with its tokens: the first, and the last ones.
+
+    Between them the cache is made longer, so that they are at the end of the context.
+    """
+    first = min(tokens, DECODE_STEPS)
+    last = min(tokens - first, DECODE_STEPS)
+    yield from [("decode", 1)] * first
+    if tokens > first + last:
+        yield BETWEEN, tokens - first - last
+    yield from [("decode", 1)] * last
 
 
 def _cache_contents(cache: Any) -> Any:
@@ -246,10 +255,3 @@ def _to_device(value: Any, device: torch.device) -> Any:
     if callable(move := getattr(value, "to", None)) and not isinstance(value, (type, nn.Module)):
         return move(device)
     return value
-
-
-@contextmanager
-def eager() -> Iterator[None]:
-    """Run compiled functions and modules as the Python code that they were compiled from."""
-    with torch.compiler.set_stance("force_eager"):
-        yield

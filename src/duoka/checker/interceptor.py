@@ -21,10 +21,10 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from duoka.report.check_report import Call, FaultKind, Operand, Origin, Place
+from duoka.report.check_report import Call, Fault, FaultKind, Operand, Origin, Place
 from duoka.virtual import MixedDevicesError, carry_over, settled_by
 
-from .expressions import Expressions
+from .expressions import Expressions, OperandText
 from .gathered_cache import GatheredCaches
 from .gradients import checked_gradients
 from .hardcoded import (
@@ -220,19 +220,6 @@ class Interceptor(TorchFunctionMode):
             mark_cause(result, finding)
         return result
 
-    def record_unsettled(self, error: MixedDevicesError, spot: Spot | None) -> None:
-        """Record a fault that nobody could go on after: in a thread of the code's own, say."""
-        mixed = MixedCall(error, error.func, tuple(error.tensors), {}, sys._getframe(0))
-        tensors = list(tensors_of(mixed.args, {}))
-        target = self._target(mixed, error.tensors)
-        moved = {id(tensor) for tensor in error.tensors if must_move(tensor, target)}
-        finding = self._finding(mixed, None, tensors, (moved, self.names.device(target)))
-        if spot is not None:
-            finding.place = place_of(spot)
-            finding.path = (Call(place=finding.place),)
-        finding.count_in(self.step, "", ())
-        self.findings[spot, mixed.op] = finding
-
     def _settled(self, mixed: MixedCall) -> Any:
         """Call again, and settle each operation inside."""
         with self._calls.outside():
@@ -303,14 +290,15 @@ class Interceptor(TorchFunctionMode):
                 return read
         finding = self.findings.get(key)
         if finding is None:
-            finding = self.findings[key] = self._finding(mixed, caller, tensors, (moved, where))
+            finding = Finding(self._fault(mixed, caller, tensors, moved, where))
+            self.findings[key] = finding
             home = self.names.device(self.running[-1]) if self.running else None
             cause = earlier_cause(tensors, moved, where, mixed.written, devices, home)
             if cause is not None and cause is not finding:
                 finding.cause = cause
                 cause.followups.append(finding)
         if mixed.op == _GET_ITEM:
-            self._reads[finding.place] = finding
+            self._reads[finding.first.place] = finding
         finding.count_in(self.step, self.names.module_of(caller), at_hand(caller, target))
         return finding
 
@@ -323,22 +311,11 @@ class Interceptor(TorchFunctionMode):
         where, got = self.names.device(expected), self.names.device(gradient.device)
         key = (place, index)
         if key not in self.findings:
-            self.findings[key] = Finding(
+            fault = Fault(
                 kind="gradient",
                 effect="raises",
                 op=f"{function.__qualname__}.backward",
-                operands=(
-                    Operand(
-                        argument=str(index),
-                        expression=place.text,
-                        place=place,
-                        device=got,
-                        shape=tuple(gradient.shape),
-                        dtype=str(gradient.dtype).removeprefix("torch."),
-                        num_bytes=gradient.numel() * gradient.element_size(),
-                        moved=True,
-                    ),
-                ),
+                operands=(self._operand((index,), gradient, OperandText(place.text, place)),),
                 target=where,
                 place=place,
                 message=f"Function {function.__name__}Backward returned an invalid gradient at "
@@ -346,21 +323,22 @@ class Interceptor(TorchFunctionMode):
                 path=(Call(place=place),),
                 phase=self.phase,
             )
+            self.findings[key] = Finding(fault)
         self.findings[key].count_in(self.step, "", ())
 
-    def _finding(
+    def _fault(
         self,
         mixed: MixedCall,
         caller: FrameType | None,
         tensors: list[tuple[Path, torch.Tensor]],
-        decided: tuple[set[int], str],
-    ) -> Finding:
-        moved, target = decided
+        moved: set[int],
+        target: str,
+    ) -> Fault:
         operands = self._operands(mixed, caller, sampled(tensors, moved), moved)
         hard = any(id(t) in moved and vars(t).get(_HARD) is not None for _, t in tensors)
         self._explained |= {vars(tensor).get(_HARD) for _, tensor in tensors}
         kind: FaultKind = "in-place" if mixed.written is not None else "mixed-devices"
-        return Finding(
+        return Fault(
             kind="hard-coded-device" if hard else kind,
             effect="raises",
             op=mixed.op,
@@ -385,28 +363,32 @@ class Interceptor(TorchFunctionMode):
             expressions = Expressions(caller, direct=direct, positions=positions_of(mixed.func))
         operands = []
         for path, tensor in tensors:
-            written = expressions and expressions.of(tensor, path, mixed.is_method)
-            if written and written.is_callees and id(tensor) in moved:
+            written, is_moved = OperandText("", None), id(tensor) in moved
+            if expressions is not None:
+                written = expressions.of(tensor, path, mixed.is_method)
+            if written.is_callees and is_moved:
                 # A module can't be moved in the place of its parameter.
                 written = replace(written, place=None)
-            operands.append(
-                Operand(
-                    argument="".join([str(path[0]), *(f"[{step}]" for step in path[1:])]),
-                    expression=written.text if written else "",
-                    place=written.place if written else None,
-                    device=self.names.device(tensor.device),
-                    shape=tuple(tensor.shape),
-                    dtype=str(tensor.dtype).removeprefix("torch."),
-                    num_bytes=tensor.numel() * tensor.element_size(),
-                    moved=id(tensor) in moved,
-                    origin=self.origin(tensor),
-                )
-            )
+            operand = self._operand(path, tensor, written)
+            operands.append(replace(operand, moved=is_moved, origin=self._origin(tensor)))
         if expressions is not None and expressions.is_comparison:
             operands.sort(key=lambda one: (one.place.line, one.place.column) if one.place else ())
         return tuple(operands)
 
-    def origin(self, tensor: torch.Tensor) -> Origin | None:
+    def _operand(self, path: Path, tensor: torch.Tensor, written: OperandText) -> Operand:
+        """A tensor that moves, of which it isn't known where it comes from."""
+        return Operand(
+            argument="".join([str(path[0]), *(f"[{step}]" for step in path[1:])]),
+            expression=written.text,
+            place=written.place,
+            device=self.names.device(tensor.device),
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            num_bytes=tensor.numel() * tensor.element_size(),
+            moved=True,
+        )
+
+    def _origin(self, tensor: torch.Tensor) -> Origin | None:
         """Where a tensor comes from, as far as that was seen."""
         named = self.names.tensor(tensor)
         if named is not None:

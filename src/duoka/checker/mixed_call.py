@@ -8,14 +8,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.overrides import resolve_name
 
-from duoka.report.check_report import Call, Effect, Fault, FaultKind, Operand, Place
+from duoka.report.check_report import Fault
 from duoka.virtual import MixedDevicesError, VirtualTensor
 
 from .source_map import is_model_code
@@ -103,15 +103,8 @@ def is_direct(frame: FrameType) -> bool:
 class Finding:
     """A fault in the making: the same place in forty layers is met forty times."""
 
-    kind: FaultKind
-    effect: Effect
-    op: str
-    operands: tuple[Operand, ...]
-    target: str
-    place: Place
-    message: str
-    path: tuple[Call, ...]
-    phase: str
+    first: Fault
+    """It, as it was met first."""
     cause: Finding | None = None
     modules: dict[str, None] = field(default_factory=dict)
     count: int = 0
@@ -129,23 +122,10 @@ class Finding:
         before = now if self.at_hand is None else self.at_hand
         self.at_hand = tuple(name for name in before if name in now)
 
-    @property
-    def devices(self) -> set[str]:
-        """The devices that met."""
-        return {operand.device for operand in self.operands}
-
     def fault(self) -> Fault:
         """The frozen form."""
-        return Fault(
-            kind=self.kind,
-            effect=self.effect,
-            op=self.op,
-            operands=self.operands,
-            target=self.target,
-            place=self.place,
-            message=self.message,
-            path=self.path,
-            phase=self.phase,
+        return replace(
+            self.first,
             modules=tuple(self.modules),
             count=self.count,
             followups=tuple(followup.fault() for followup in self.followups),
@@ -236,11 +216,12 @@ def earlier_cause(
         cause: Finding | None = vars(tensor).get(CAUSE)
         if cause is None:
             continue
-        if id(tensor) in moved and target in cause.devices:
+        met = set(cause.first.devices)
+        if id(tensor) in moved and target in met:
             return cause
-        if id(tensor) not in moved and target != home and home in cause.devices & devices:
+        if id(tensor) not in moved and target != home and home in met & devices:
             return cause
-        if tensor is written and cause.devices & devices - {target}:
+        if tensor is written and met & devices - {target}:
             return cause
     return None
 
@@ -250,10 +231,3 @@ def mark_cause(result: Any, finding: Finding) -> None:
     for tensor in result if isinstance(result, (tuple, list)) else (result,):
         if isinstance(tensor, torch.Tensor):
             vars(tensor)[CAUSE] = finding
-
-
-def clear_cause(value: Any) -> None:
-    """Forget which fault decided the device of a placed module's results: the module did."""
-    for tensor in value if isinstance(value, (tuple, list)) else (value,):
-        if isinstance(tensor, torch.Tensor):
-            vars(tensor).pop(CAUSE, None)

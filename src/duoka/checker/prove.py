@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -25,9 +23,8 @@ from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.image_inputs import ImagePrompts, prompts_for
 from duoka.runtime.steps import Learner, Stepper
 
-_DECODE_STEPS = 2
-_PACKAGE = Path(__file__).parent.parent
-_LIBRARY = Path(torch.__file__).parent
+from .execute import BETWEEN, decode_phases
+from .source_map import place_of, raised_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,29 +96,21 @@ def _measured(
 
 
 def _run(model: PreTrainedModel, workload: Workload, prompts: ImagePrompts | None) -> None:
-    """The prompt, the first decode steps, and the last ones at the end of the context."""
+    """The prompt, and decode steps after it."""
     stepper = Stepper.of(model, workload, torch.device("vgpu:0"), prompts)
-    num_decodes = workload.new_tokens - 1
-    stepper.run(workload, decode_steps=min(num_decodes, _DECODE_STEPS))
-    left = num_decodes - 2 * _DECODE_STEPS
-    if left > 0:
-        stepper.lengthen(left)
-    for _ in range(min(max(num_decodes - _DECODE_STEPS, 0), _DECODE_STEPS)):
-        stepper.step(1)
+    stepper.run(workload, decode_steps=0)
+    for phase, tokens in decode_phases(workload.new_tokens - 1):
+        advance = stepper.lengthen if phase == BETWEEN else stepper.step
+        advance(tokens)
 
 
 def _where(error: BaseException) -> str:
     """File, line and text of the model's code in which an error arose."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not Path(frame.filename).is_relative_to(_PACKAGE)
-        and not Path(frame.filename).is_relative_to(_LIBRARY)
-    ]
-    if not frames:
+    spot = raised_in(error)
+    if spot is None:
         return ""
-    last = frames[-1]
-    return f" at {last.filename}:{last.lineno} ({last.line})"
+    place = place_of(spot)
+    return f" at {place.file}:{place.line} ({place.text})"
 
 
 def _renamed(message: str, names: tuple[str, ...]) -> str:

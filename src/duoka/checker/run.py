@@ -22,12 +22,12 @@ from duoka.report.check_report import Fault, PeakMemory, Report, Stop
 from duoka.runtime.dispatch.install_movers import moving_modules
 
 from .entry_hooks import watch_entries
-from .execute import StepListener, eager, run
+from .execute import StepListener, run
 from .interceptor import Interceptor
 from .observer import Observer
 from .report_names import ReportNames
 from .snapshot import globals_restored, on_virtual_gpus
-from .source_map import Spot, forget_sources, is_model_code, place_of
+from .source_map import forget_sources, place_of, raised_in
 from .subject import Subject, module_names, named_tensors, placed_modules, tensor_devices
 
 _MOST_NAMED = 5
@@ -195,7 +195,7 @@ class Run(StepListener):
             placed.pop(subject.model, None)
             watch_entries(placed, enter, [])
             # Whatever goes wrong before is told by the run that counts.
-            with suppress(_FirstFound, Exception), eager(), Interceptor(self._names()).watching():
+            with suppress(_FirstFound, Exception), Interceptor(self._names()).watching():
                 run(subject, first, StepListener())
         return entered[0] if entered else first
 
@@ -204,7 +204,7 @@ class Run(StepListener):
         # The hooks go with the model's attributes, which are put back.
         watch_entries(self._placed(), self._entered, self.interceptor.running)
         try:
-            with eager(), interceptor.watching():
+            with interceptor.watching():
                 assert self._first is not None
                 result = run(subject, self._first, self)
                 interceptor.gathered_caches.step_ended()
@@ -212,9 +212,6 @@ class Run(StepListener):
         except DuokaError as error:
             if not isinstance(error, virtual.UnknownValueError):
                 raise
-            return self._stop(error)
-        except virtual.MixedDevicesError as error:
-            interceptor.record_unsettled(error, _raised_in(error))
             return self._stop(error)
         except Exception as error:  # whatever the model's own code raises
             return self._stop(error)
@@ -254,7 +251,7 @@ class Run(StepListener):
                 yield self.observer.memory(gpu, name, self.subject.budgets.get(name))
 
     def _stop(self, error: Exception) -> Stop:
-        spot = _raised_in(error)
+        spot = raised_in(error)
         stop = Stop(
             message=self.interceptor.names.renamed(f"{type(error).__name__}: {error}"),
             place=None if spot is None else place_of(spot),
@@ -304,14 +301,3 @@ def _compiled(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
             yield name or type(model).__name__
-
-
-def _raised_in(error: BaseException) -> Spot | None:
-    """The innermost place in model code that an error went through."""
-    spot: Spot | None = None
-    trace = error.__traceback__
-    while trace is not None:
-        if is_model_code(trace.tb_frame.f_code):
-            spot = (trace.tb_frame.f_code, trace.tb_lasti)
-        trace = trace.tb_next
-    return spot

@@ -10,7 +10,7 @@ import ast
 import linecache
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dis import opname
 from functools import cache
 from inspect import CO_OPTIMIZED
@@ -29,7 +29,6 @@ _TORCH_MODULES = _TORCH + "nn/modules/"
 _STANDARD = sysconfig.get_paths()["stdlib"] + "/"
 _RUNNER = str(Path(__file__).parent / "execute.py")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
-_NOTHING = object()
 _CATCH_ALL = frozenset({"RuntimeError", "Exception", "BaseException"})
 
 SPOT = "_duoka_spot"
@@ -92,6 +91,19 @@ def locals_of(frame: FrameType) -> dict[str, Any]:
 def spot_of(frame: FrameType) -> Spot:
     """Where a frame is."""
     return frame.f_code, frame.f_lasti
+
+
+def raised_in(
+    error: BaseException, is_wanted: Callable[[CodeType], bool] = is_model_code
+) -> Spot | None:
+    """The innermost place in model code, or in what else is wanted, that an error went through."""
+    spot: Spot | None = None
+    trace = error.__traceback__
+    while trace is not None:
+        if is_wanted(trace.tb_frame.f_code):
+            spot = (trace.tb_frame.f_code, trace.tb_lasti)
+        trace = trace.tb_next
+    return spot
 
 
 @cache
@@ -242,24 +254,12 @@ def assigned_to(spot: Spot) -> str:
     """The text that the expression's value is assigned to; "" where it isn't."""
     source = source_of(spot[0].co_filename)
     node = source.nodes.get(position(*spot))
-    inner: ast.AST | None = None
     while node is not None and not isinstance(node, ast.stmt):
-        inner, node = node, source.parents.get(node)
-        if isinstance(node, ast.Tuple):
-            return _assigned_item(source, node, inner)
+        node = source.parents.get(node)
     if isinstance(node, ast.Assign):
         return " ".join(source.place(target, "").text for target in node.targets)
     if isinstance(node, (ast.AnnAssign, ast.AugAssign)):
         return source.place(node.target, "").text
-    return ""
-
-
-def _assigned_item(source: SourceFile, values: ast.Tuple, item: ast.AST) -> str:
-    """Of `a, b = x, y` the text for x or y."""
-    outer = source.parents.get(values)
-    if isinstance(outer, ast.Assign) and isinstance(outer.targets[0], ast.Tuple):
-        pairs = zip(values.elts, outer.targets[0].elts, strict=False)
-        return next((source.place(to, "").text for value, to in pairs if value is item), "")
     return ""
 
 

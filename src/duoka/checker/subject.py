@@ -6,7 +6,6 @@ A checkpoint's own model code is built from where it lies, or it is said where t
 from __future__ import annotations
 
 import re
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -23,9 +22,11 @@ from duoka.base.text import longest_prefix
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import Faults, ModelError, PlacementError
 from duoka.forecast.workload import Dtype, Workload
-from duoka.report.check_report import OriginKind, Place, Stop
+from duoka.report.check_report import OriginKind, Stop
 from duoka.runtime.dispatch.install_movers import is_callable
 from duoka.runtime.dispatch.place_tensors import tensor_names
+
+from .source_map import place_of, raised_in
 
 Entries = tuple[tuple[str, str], ...]
 
@@ -227,9 +228,11 @@ def stop_of(checkpoint: Checkpoint, error: ModelError, phase: str) -> Stop | Non
     cause = error.__cause__
     if cause is None:
         return None
+    own_files = {(checkpoint.path / file.name).absolute() for file in checkpoint.code}
+    spot = raised_in(cause, lambda code: Path(code.co_filename).absolute() in own_files)
     return Stop(
         message=f"{type(cause).__name__}: {cause}",
-        place=_last_line(checkpoint, cause),
+        place=None if spot is None else place_of(spot),
         phase=phase,
         hint=native_hint(checkpoint),
     )
@@ -244,20 +247,3 @@ def native_hint(checkpoint: Checkpoint) -> str:
             "leave out --trust-remote-code"
         )
     return "the code was written for other versions of its libraries: look at that call"
-
-
-def _last_line(checkpoint: Checkpoint, error: BaseException) -> Place | None:
-    """The innermost line of the checkpoint's code that an error went through."""
-    own_files = {str((checkpoint.path / file.name).absolute()) for file in checkpoint.code}
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if str(Path(frame.filename).absolute()) in own_files:
-            return Place(
-                file=frame.filename,
-                line=frame.lineno or 1,
-                column=frame.colno or 0,
-                end_line=frame.end_lineno or frame.lineno or 1,
-                end_column=frame.end_colno or 0,
-                text=frame.line or "",
-                function=frame.name,
-            )
-    return None
