@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from duoka.report.check_report import Stop
+from duoka.report.check_report import Report, Stop
 
 from .execute import DECODE_STEPS
 from .run import REAL_BYTES, Run, num_bytes, random_state_kept
@@ -22,16 +22,13 @@ _PROMPT_TOKENS = 256
 _NEW_TOKENS = 1 + 2 * DECODE_STEPS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Numbers:
-    """What a run computed, on the CPU."""
+    """What a run computed, on the CPU, and its report."""
 
     tensors: Mapping[str, Tensor]
     """What each call of the model and the whole run returned, and the parameters' gradients."""
-    num_faults: int
-    """The places where tensors had to be moved for the run to go on."""
-    stop: Stop | None
-    """Why it didn't come to its end."""
+    report: Report
 
 
 def is_computable(subject: Subject) -> bool:
@@ -50,7 +47,7 @@ def compute(subject: Subject, *, on_one: bool = False) -> Numbers:
         random.seed(_SEED)
         np.random.seed(_SEED)
         report = run.report()
-    return Numbers(tensors=run.tensors, num_faults=len(report.faults), stop=report.stop)
+    return Numbers(run.tensors, report)
 
 
 class _Computation(Run):
@@ -67,10 +64,10 @@ class _Computation(Run):
                 self.subject, entries=tuple((name, first) for name, _ in subject.entries)
             )
 
-    def _run(self) -> Stop | None:
+    def _run(self, first: torch.device) -> Stop | None:
         model = self.subject.model
         model.register_forward_hook(self._called, always_call=False)
-        stop = super()._run()
+        stop = super()._run(first)
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 self._record(f"gradient of {name}", parameter.grad)

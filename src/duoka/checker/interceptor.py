@@ -398,11 +398,20 @@ class Interceptor(TorchFunctionMode):
 
     # ── hard-coded devices ──
 
-    def harmless_devices(self) -> Iterator[tuple[Spot, str, str, int]]:
+    def warnings(self) -> Iterator[Fault]:
         """Places that name a device, where no fault comes of it on this placement."""
         for spot, (op, device, count) in self.hard_coded.items():
             if spot not in self._explained:
-                yield spot, op, device, count
+                yield Fault(
+                    kind="hard-coded-device",
+                    effect="nothing",
+                    op=op,
+                    operands=(),
+                    target=device,
+                    place=place_of(spot),
+                    message=f"{device} is named in the code; it is right on this placement alone",
+                    count=count,
+                )
 
     def _hard_code(self, frame: FrameType, func: Callable[..., Any], device: Any) -> None:
         caller = model_frame(frame)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,6 +18,7 @@ from duoka.forecast.workload import Workload
 from duoka.models import make_trainable
 from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
+from duoka.report.check_report import PeakMemory
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.image_inputs import ImagePrompts, prompts_for
 from duoka.runtime.steps import Learner, Stepper
@@ -27,16 +27,7 @@ from .execute import BETWEEN, decode_phases
 from .source_map import place_of, raised_in
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """Peaks that a virtual GPU measured, in bytes."""
-
-    device: str
-    allocated_bytes: int
-    reserved_bytes: int
-
-
-def prove(plan: Plan, model: PreTrainedModel) -> tuple[Measured, ...]:
+def prove(plan: Plan, model: PreTrainedModel) -> tuple[PeakMemory, ...]:
     """Run a plan on virtual GPUs that have its devices' budgets."""
     if plan.workload.training is not None:
         return _prove_training(plan, model)
@@ -45,13 +36,13 @@ def prove(plan: Plan, model: PreTrainedModel) -> tuple[Measured, ...]:
         return _measured(plan, model, partial(_run, model, plan.workload, prompts), plan.devices)
 
 
-def _prove_training(plan: Plan, model: PreTrainedModel) -> tuple[Measured, ...]:
+def _prove_training(plan: Plan, model: PreTrainedModel) -> tuple[PeakMemory, ...]:
     """Run steps of training; once for each stage where stages hold different micro-batches."""
     workload, names = plan.workload, plan.devices
     assert workload.training is not None, "the plan is for training"
     make_trainable(model, workload.training, getattr(torch, workload.dtype))
     flying = [in_flight(workload.training, len(names) - stage) for stage in range(len(names))]
-    by_device: dict[str, Measured] = {}
+    by_device: dict[str, PeakMemory] = {}
     for limit in sorted(set(flying)):
         copied = copy.deepcopy(model)
         stages = [name for name, number in zip(names, flying, strict=True) if number == limit]
@@ -63,7 +54,7 @@ def _prove_training(plan: Plan, model: PreTrainedModel) -> tuple[Measured, ...]:
 
 def _measured(
     plan: Plan, model: PreTrainedModel, run: Callable[[], None], limited: Sequence[str]
-) -> tuple[Measured, ...]:
+) -> tuple[PeakMemory, ...]:
     """Run a model where a plan puts it; what the devices measure that have their budgets."""
     names = plan.devices
     virtual_name = {name: f"vgpu:{index}" for index, name in enumerate(names)}
@@ -85,7 +76,7 @@ def _measured(
                 hint="this model's code can't be split there; put it on one GPU (--gpus)",
             ) from error
         return tuple(
-            Measured(
+            PeakMemory(
                 device=name,
                 allocated_bytes=world.max_memory_allocated(index),
                 reserved_bytes=world.max_memory_reserved(index),

@@ -18,7 +18,7 @@ from duoka import virtual
 from duoka.errors import DuokaError, ModelError
 from duoka.models.quantization import parts
 from duoka.planner.placement import Placement
-from duoka.report.check_report import Fault, PeakMemory, Report, Stop
+from duoka.report.check_report import PeakMemory, Report, Stop
 from duoka.runtime.dispatch.install_movers import moving_modules
 
 from .entry_hooks import watch_entries
@@ -110,12 +110,11 @@ class Run(StepListener):
         self._capacities = [
             subject.budgets.get(f"{self._prefix}:{index}") for index in range(self._num_gpus)
         ]
-        self._first: torch.device | None = None
         self._noted: list[str] = []
 
     def report(self) -> Report:
         """Run, and say what was found."""
-        self._first = self._find_first()
+        first = self._find_first()
         model = self.subject.model
         with globals_restored(model), virtual.gpus(self._capacities, data=self.data) as world:
             for gpu in world.gpus:
@@ -128,19 +127,20 @@ class Run(StepListener):
                 for tensor in (*model.parameters(), *model.buffers()):
                     self.observer.mark("weights", parts(tensor).values())
                 self.interceptor = Interceptor(names)
-                stop = self._run()
+                stop = self._run(first)
                 memory = tuple(self._memory(world))
         return self._assembled(stop, memory)
 
     def _assembled(self, stop: Stop | None, memory: tuple[PeakMemory, ...]) -> Report:
-        findings = list(self.interceptor.findings.values())
+        interceptor = self.interceptor
+        findings = interceptor.findings.values()
         faults = tuple(finding.fault() for finding in findings if finding.cause is None)
         return Report(
             model=self.subject.name,
             devices=self.subject.devices,
             completeness=self.subject.completeness,
             faults=faults,
-            warnings=tuple(self._warnings()),
+            warnings=(*interceptor.warnings(), *interceptor.gathered_caches.warnings()),
             memory=memory,
             transfers=self.observer.transfers(),
             syncs=self.observer.syncs(),
@@ -199,14 +199,13 @@ class Run(StepListener):
                 run(subject, first, StepListener())
         return entered[0] if entered else first
 
-    def _run(self) -> Stop | None:
+    def _run(self, first: torch.device) -> Stop | None:
         subject, interceptor = self.subject, self.interceptor
         # The hooks go with the model's attributes, which are put back.
         watch_entries(self._placed(), self._entered, self.interceptor.running)
         try:
             with interceptor.watching():
-                assert self._first is not None
-                result = run(subject, self._first, self)
+                result = run(subject, first, self)
                 interceptor.gathered_caches.step_ended()
                 self.ended(result)
         except DuokaError as error:
@@ -264,20 +263,6 @@ class Run(StepListener):
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__context__
         return stop
-
-    def _warnings(self) -> Iterator[Fault]:
-        for spot, op, device, count in self.interceptor.harmless_devices():
-            yield Fault(
-                kind="hard-coded-device",
-                effect="nothing",
-                op=op,
-                operands=(),
-                target=device,
-                place=place_of(spot),
-                message=f"{device} is named in the code; it is right on this placement alone",
-                count=count,
-            )
-        yield from self.interceptor.gathered_caches.warnings()
 
     def _notes(self) -> Iterator[str]:
         if self._snapshot.num_replaced:

@@ -22,7 +22,7 @@ SHAPES = [
         h = self.b(x)
         return h * float(h.detach().numpy().max())
         """,
-        lines=["return h * float(h.detach().cpu().numpy().max())"],
+        lines=['return h * float(h.detach().to("cpu").numpy().max())'],
     ),
     Shape(
         name="factory-arange",

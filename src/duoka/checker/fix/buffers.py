@@ -36,11 +36,8 @@ def as_buffer(site: Site, operand: Operand) -> tuple[Edit, NewBuffer] | None:
     if device_of(origin.name, dict(subject.entries)) is None:
         return None  # the map would miss the buffer
     module_name, _, attribute = origin.name.rpartition(".")
-    try:
-        module = subject.model.get_submodule(module_name)
-    except AttributeError:
-        return None
-    if not isinstance(vars(module).get(attribute), torch.Tensor):
+    module = dict(subject.model.named_modules()).get(module_name)
+    if module is None or not isinstance(vars(module).get(attribute), torch.Tensor):
         return None
     for owner in type(module).__mro__:
         assignment = _assignment(owner, attribute, site.sources)

@@ -17,7 +17,7 @@ from ..subject import Subject
 from .buffers import NewBuffer, as_buffer
 from .containers import container_of, move_contents
 from .device_exprs import is_hidden, lucky_devices, staying_operands, target_devices
-from .edits import move, name_first, to_cpu
+from .edits import move, name_first
 from .factories import make_on_target
 from .sources import Site, SourceError, Sources
 from .syntax import Edit, last_name
@@ -97,7 +97,7 @@ def _at_use(site: Site, node: cst.BaseExpression) -> Iterator[tuple[Edit, ...]]:
     tree, fault = site.tree, site.fault
     if fault.target == "cpu":
         # What only works there, whatever else it is given: numpy, lengths of sequences.
-        yield (to_cpu(tree, node),)
+        yield (move(tree, node, '"cpu"'),)
     for device in target_devices(site, node):
         yield (move(tree, node, device),)
     nodes = [tree.find(operand.place) for operand in fault.operands]

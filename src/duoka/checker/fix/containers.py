@@ -40,7 +40,6 @@ class Container:
 
 def container_of(tree: Tree, node: cst.CSTNode, operand: Operand) -> Container | None:
     """What holds an operand among others, if the expression at its place does."""
-    starred = isinstance(node, (cst.Arg, cst.StarredElement))
     written = node.value if isinstance(node, (cst.Arg, cst.StarredElement)) else node
     if not isinstance(written, cst.BaseExpression):
         return None
@@ -57,7 +56,7 @@ def container_of(tree: Tree, node: cst.CSTNode, operand: Operand) -> Container |
     key = re.fullmatch(r"\[(['\"]\w+['\"])\]", index)
     if is_item and key is not None:
         return Container(written, key=key[1])
-    return Container(written) if starred or is_item else None
+    return Container(written) if written is not node or is_item else None
 
 
 def move_contents(site: Site, container: Container) -> Iterator[tuple[Edit, ...]]:

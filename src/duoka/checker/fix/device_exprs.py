@@ -75,18 +75,16 @@ def _names_of(site: Site, written: cst.BaseExpression, operand: Operand) -> Iter
         return
     if isinstance(written, cst.NamedExpr):
         yield tree.code(written.target)
-    base, is_sure = _base(tree, written)
-    name = tree.code(base)
+    base = _base(tree, written)
     # What holds a tensor there is at hand; another name may be of a list or a module.
-    if base is not written and is_plain(base) and (is_sure or name in site.fault.at_hand):
-        yield name
+    if base is not written and is_plain(base) and tree.code(base) in site.fault.at_hand:
+        yield tree.code(base)
     if is_plain(written):
         yield text
 
 
-def _base(tree: Tree, node: cst.BaseExpression) -> tuple[cst.BaseExpression, bool]:
-    """What a view or the like is of, ``x`` of ``x[..., 1:].float()``, and if it surely is one."""
-    is_sure = True
+def _base(tree: Tree, node: cst.BaseExpression) -> cst.BaseExpression:
+    """What a view or the like is of: ``x`` of ``x[..., 1:].float()``."""
     while True:
         if isinstance(node, cst.Subscript) or (
             isinstance(node, cst.Attribute) and node.attr.value in _VIEWS
@@ -97,9 +95,9 @@ def _base(tree: Tree, node: cst.BaseExpression) -> tuple[cst.BaseExpression, boo
             and isinstance(node.func, cst.Attribute)
             and (node.func.attr.value not in _MOVES or _is_only_dtype(tree, node))
         ):
-            node, is_sure = node.func.value, False
+            node = node.func.value
         else:
-            return node, is_sure and not isinstance(node, cst.Name)
+            return node
 
 
 def _is_only_dtype(tree: Tree, call: cst.Call) -> bool:

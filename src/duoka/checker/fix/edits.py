@@ -15,7 +15,6 @@ _CLOSED = (
     cst.Name, cst.Attribute, cst.Subscript, cst.Call, cst.List, cst.Set, cst.Dict, cst.ListComp,
     cst.SetComp, cst.DictComp, cst.BaseString,
 )  # fmt: skip
-_ITEM_NAMES = ("each", "part", "item", "tensor", "each_one")
 # What stands in one of these may be evaluated several times, or not at all: an `elif`, whose
 # question is asked only when all before it was false; `if x: return y`.
 _UNMOVABLE = (
@@ -27,7 +26,7 @@ _UNMOVABLE = (
 def move(tree: Tree, node: cst.BaseExpression, device: str) -> Edit:
     """Let an expression end in ``.to(device)``; one that ends in another move goes there instead.
 
-    ``device`` is source text, such as "logits.device".
+    ``device`` is source text, such as "logits.device" or '"cpu"'.
     """
     if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
         name, owner = node.func.attr.value, tree.code(node.func.value)
@@ -69,15 +68,6 @@ def is_literal_device(value: cst.BaseExpression) -> bool:
     return isinstance(value, (cst.SimpleString, cst.FormattedString, cst.Integer))
 
 
-def to_cpu(tree: Tree, node: cst.BaseExpression) -> Edit:
-    """Let an expression end in ``.cpu()``."""
-
-    def change(updated: cst.BaseExpression) -> cst.BaseExpression:
-        return cst.Call(cst.Attribute(closed(updated), cst.Name("cpu")))
-
-    return Edit(tree, node, "cpu()", change)
-
-
 def replace(tree: Tree, node: cst.BaseExpression, text: str) -> Edit:
     """Put a name, or an expression that needs no parentheses there, in the place of one."""
     return Edit(tree, node, text, lambda updated: cst.parse_expression(text), rewrites=True)
@@ -86,7 +76,7 @@ def replace(tree: Tree, node: cst.BaseExpression, text: str) -> Edit:
 def move_each(tree: Tree, node: cst.BaseExpression, device: str) -> Edit:
     """Put ``[each.to(device) for each in node]`` in the place of what holds several tensors."""
     taken = tree.names_in(node) | set(re.findall(r"\w+", device))
-    item = next(name for name in _ITEM_NAMES if name not in taken)
+    item = free_name("each", taken)
 
     def change(updated: cst.BaseExpression) -> cst.BaseExpression:
         listed = cst.parse_expression(f"[{item}.to({device}) for {item} in _]")

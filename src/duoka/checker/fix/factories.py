@@ -56,7 +56,12 @@ def _root(text: str) -> str:
 def _made_on(tree: Tree, node: cst.Call, device: str) -> Edit | None:
     """The edit that makes a call's result be on `device`."""
     name = last_name(node.func)
-    if name in ("cuda", "cpu") or (name == "to" and any(map(_is_literal_target, node.args))):
+    is_fixed = any(
+        is_literal_device(argument.value)
+        for argument in node.args
+        if argument.keyword is None or is_device_keyword(argument)
+    )
+    if name in ("cuda", "cpu") or (name == "to" and is_fixed):
         return move(tree, node, device)  # a `.to` that follows a tensor stays
     if not isinstance(node.func, cst.Attribute) or not _is_torch(node.func.value):
         return None
@@ -66,14 +71,7 @@ def _made_on(tree: Tree, node: cst.Call, device: str) -> Edit | None:
     is_layer = name[:1].isupper() and last_name(node.func.value) == "nn"
     if name in _FACTORIES or asked_for is not None or is_layer:
         return set_device(tree, node, device)
-    if name == "from_numpy" or name.endswith("Tensor"):
-        return move(tree, node, device)
     return None
-
-
-def _is_literal_target(argument: cst.Arg) -> bool:
-    by_name = argument.keyword is None or is_device_keyword(argument)
-    return by_name and is_literal_device(argument.value)
 
 
 def _is_torch(node: cst.BaseExpression) -> bool:

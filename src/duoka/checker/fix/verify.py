@@ -76,13 +76,13 @@ def _places(report: Report) -> set[tuple[str, int, str]]:
 def why_not_equal(subject: Subject, patched: Patched) -> str:
     """Say how patched code on several devices isn't the original on one; "" where it is."""
     original = compute(subject, on_one=True)
-    if original.stop is not None:
-        return f"the original doesn't run on one device with real numbers: {original.stop.message}"
+    if (stop := original.report.stop) is not None:
+        return f"the original doesn't run on one device with real numbers: {stop.message}"
     with patched(subject.model):
         repaired = compute(subject)
-    if repaired.stop is not None:
-        return f"the patched code doesn't run with real numbers: {repaired.stop.message}"
-    if repaired.num_faults:
+    if (stop := repaired.report.stop) is not None:
+        return f"the patched code doesn't run with real numbers: {stop.message}"
+    if repaired.report.faults:
         return "with real numbers the patched code still mixes devices"
     return _difference(original, repaired)
 

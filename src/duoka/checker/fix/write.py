@@ -92,17 +92,13 @@ def apply_in_place(patches: Iterable[Patch]) -> tuple[Path, ...]:
 
 def _kept_paths(files: list[Path]) -> list[Path]:
     """Where copies lie below the directory of copies."""
-    bases = [_in_packages(file) or _working_directory(file) for file in files]
+    here = Path.cwd()
+    bases = [_in_packages(file) or (here if file.is_relative_to(here) else None) for file in files]
     folders = [file.parent for file, base in zip(files, bases, strict=True) if base is None]
     common = Path(os.path.commonpath(folders)) if folders else Path()
     if all(folder == common for folder in folders):
         common = common.parent
     return [file.relative_to(base or common) for file, base in zip(files, bases, strict=True)]
-
-
-def _working_directory(file: Path) -> Path | None:
-    """The working directory, if a file lies in it."""
-    return Path.cwd() if file.is_relative_to(Path.cwd()) else None
 
 
 def _in_packages(file: Path) -> Path | None:
