@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -109,8 +109,6 @@ def _named(name: str, value: Any, known: set[int]) -> Iterator[tuple[str, Tensor
         parts: Iterator[tuple[str, Any]] = ((f"[{key!r}]", value[key]) for key in value)
     elif isinstance(value, Sequence):
         parts = ((f"[{index}]", item) for index, item in enumerate(value))
-    elif is_dataclass(value):
-        parts = ((f".{one.name}", getattr(value, one.name, None)) for one in fields(value))
     else:
         parts = ((f".{key}", item) for key, item in getattr(value, "__dict__", {}).items())
     for step, item in parts:

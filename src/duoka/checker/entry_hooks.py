@@ -23,11 +23,11 @@ Entered = Callable[[torch.device], None]
 
 
 def watch_entries(
-    placed: Mapping[nn.Module, torch.device], entered: Entered, running: list[torch.device]
+    placed: Mapping[nn.Module, torch.device], entered: Entered, running: list[PlacedModule]
 ) -> None:
     """Call `entered` with the device of each placed module, or part of one, that is entered."""
     for module, device in placed.items():
-        region = _PlacedModule(device, entered, running)
+        region = PlacedModule(device, entered, running)
         module.register_forward_pre_hook(region.enter)
         module.register_forward_hook(region.leave, always_call=True)
         for part in _parts(module, placed):
@@ -45,29 +45,26 @@ def _parts(module: nn.Module, placed: Mapping[nn.Module, torch.device]) -> list[
     return parts
 
 
-class _PlacedModule:
+class PlacedModule:
     """A placed module with its parts."""
 
-    def __init__(self, device: torch.device, entered: Entered, running: list[torch.device]) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, entered: Entered, running: list[PlacedModule]) -> None:
+        self.device = device
         self._entered = entered
-        self._all_running = running
-        self._running = 0
+        self._running = running
         self._mover = Mover(device, Frames())
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _PlacedModule:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlacedModule:
         return self  # a copy of the module, made while it runs, is in the same place
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook of the placed module."""
-        self._running += 1
-        self._all_running.append(self._device)
-        self._entered(self._device)
+        self._running.append(self)
+        self._entered(self.device)
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook of the placed module, on errors too."""
-        self._running -= 1
-        self._all_running.pop()
+        self._running.remove(self)
         for tensor in tensors_in(output):  # the module decided where they are, not a fault
             vars(tensor).pop(CAUSE, None)
 
@@ -75,7 +72,7 @@ class _PlacedModule:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Forward pre-hook of a part: its arguments move only if it is called from outside."""
-        if self._running:
+        if self in self._running:
             return None
-        self._entered(self._device)
+        self._entered(self.device)
         return self._mover.bring(args, kwargs)

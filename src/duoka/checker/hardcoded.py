@@ -109,9 +109,7 @@ class CurrentDevice:
 
     def set(self, device: Any) -> None:
         """Make a device the current one."""
-        index = self.number(device)
-        active_world().gpu(index)  # fails as CUDA does if there is no such GPU
-        self.index, self.is_set = index, True
+        self.index, self.is_set = _virtual(device, self).index, True
 
     @contextmanager
     def scope(self, device: Any) -> Iterator[None]:

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from duoka.report.check_report import Call, Fault, FaultKind, Operand, Origin, Place
 from duoka.virtual import MixedDevicesError, carry_over, settled_by
 
+from .entry_hooks import PlacedModule
 from .expressions import Expressions, OperandText
 from .gathered_cache import GatheredCaches
 from .gradients import checked_gradients
@@ -92,7 +93,7 @@ class Interceptor(TorchFunctionMode):
         self.phase = "forward"
         self.step = 0
         self.stage: torch.device | None = None
-        self.running: list[torch.device] = []
+        self.running: list[PlacedModule] = []
         self.findings: dict[tuple[Any, ...], Finding] = {}
         self.hard_coded: dict[Spot, tuple[str, str, int]] = {}
         self.current = CurrentDevice()
@@ -292,7 +293,7 @@ class Interceptor(TorchFunctionMode):
         if finding is None:
             finding = Finding(self._fault(mixed, caller, tensors, moved, where))
             self.findings[key] = finding
-            home = self.names.device(self.running[-1]) if self.running else None
+            home = self.names.device(self.running[-1].device) if self.running else None
             cause = earlier_cause(tensors, moved, where, mixed.written, devices, home)
             if cause is not None and cause is not finding:
                 finding.cause = cause

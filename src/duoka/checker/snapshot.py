@@ -200,18 +200,14 @@ class ContainerSnapshot:
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[Any, Any]] = {}
+        self._seen: set[int] = set()
 
     def add(self, value: Any, depth: int = _MOST_DEPTH) -> None:
-        """Take down what a value holds, and what that holds; modules have an order of their own."""
-        if isinstance(value, _PLAIN) or depth <= 0:
-            return
-        container = _container(value)
-        if container is not None:
-            if id(container) in self._copies or len(container) > _MOST_ITEMS:
-                return
-            self._copies[id(container)] = (container, container.copy())
-        for item in _items(value if container is None else container):
-            self.add(item, depth - 1)
+        """Take down what a value holds, and what that holds."""
+        for item in _reached(value, depth - 1, self._seen):
+            container = _container(item)
+            if container is not None and len(container) <= _MOST_ITEMS:
+                self._copies.setdefault(id(container), (container, container.copy()))
 
     def restore(self) -> None:
         """Let every container that holds a virtual tensor now hold what it held."""
@@ -251,18 +247,17 @@ def _is_virtual(value: Any) -> bool:
     return isinstance(value, VirtualTensor)
 
 
-def _leads_to_virtual(value: Any, depth: int, seen: set[int]) -> bool:
-    """Whether a value is a virtual tensor, or a container that leads to one."""
-    if _is_virtual(value):
-        return True
-    if isinstance(value, _PLAIN) or depth == 0 or id(value) in seen:
-        return False
+def _reached(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
+    """A value, and what it holds so far down; modules have an order of their own."""
+    yield value
+    if isinstance(value, _PLAIN) or depth <= 0 or id(value) in seen:
+        return
     seen.add(id(value))
     container = _container(value)
     items = _items(value if container is None else container)
-    return len(items) <= _MOST_ITEMS and any(
-        _leads_to_virtual(item, depth - 1, seen) for item in items
-    )
+    if len(items) <= _MOST_ITEMS:
+        for item in items:
+            yield from _reached(item, depth - 1, seen)
 
 
 # ── globals and class attributes ──
@@ -297,7 +292,7 @@ def globals_restored(model: nn.Module) -> Iterator[None]:
 def _restore_namespace(namespace: Any, before: dict[str, Any]) -> None:
     """Put back what holds tensors of virtual GPUs now; the rest is the code's own affair."""
     for name, value in list(vars(namespace).items()):
-        if not _leads_to_virtual(value, _depth(namespace), set()):
+        if not any(map(_is_virtual, _reached(value, _depth(namespace), set()))):
             continue
         if name not in before:
             delattr(namespace, name)

@@ -113,12 +113,12 @@ def set_device(tree: Tree, call: cst.Call, device: str) -> Edit:
 
     def change(updated: cst.Call) -> cst.Call:
         value = cst.parse_expression(device)
-        for at, argument in enumerate(updated.args):
-            if is_device_keyword(argument):
-                args = [*updated.args]
-                args[at] = argument.with_changes(value=value)
-                return updated.with_changes(args=args)
-        return updated.with_changes(args=_with_keyword(updated.args, value))
+        args = list(updated.args)
+        known = next((at for at, one in enumerate(args) if is_device_keyword(one)), None)
+        if known is None:
+            return updated.with_changes(args=_with_keyword(args, value))
+        args[known] = args[known].with_changes(value=value)
+        return updated.with_changes(args=args)
 
     return Edit(tree, call, f"device={device}", change)
 

@@ -86,17 +86,15 @@ def _is_python(candidate: Candidate) -> bool:
     return True
 
 
+@dataclass(slots=True)
 class Round:
     """The faults of one check, cured together on top of what the rounds before came to."""
 
-    def __init__(
-        self, report: Report, choices: Sequence[Choice], sources: Sources, base: Draft
-    ) -> None:
-        self._stop = report.stop
-        self._sources = sources
-        self._base = base
-        self.choices = choices
-        self._postponed: list[Choice] = []
+    report: Report
+    choices: Sequence[Choice]
+    sources: Sources
+    base: Draft
+    postponed: list[Choice] = field(default_factory=list)
 
     def run(self, check: Check, max_checks: int) -> tuple[Draft, Report, int]:
         """Change candidates until none of these faults is left that could be cured.
@@ -135,15 +133,15 @@ class Round:
     def draft(self) -> Draft:
         """The texts with the candidates that are being tried; colliding ones wait."""
         edits: list[Edit] = []
-        buffers = list(self._base.buffers)
-        self._postponed = []
+        buffers = list(self.base.buffers)
+        self.postponed = []
         for choice in self.choices:
             if any(_collide(new, old) for new in choice.edits for old in edits):
-                self._postponed.append(choice)
+                self.postponed.append(choice)
             elif choice.candidate is not None and choice.is_needed:
                 edits += choice.edits
                 buffers += choice.candidate.buffers
-        texts = dict(self._base.texts)
+        texts = dict(self.base.texts)
         for tree in {edit.tree: None for edit in edits}:
             texts[tree.file] = tree.apply(edits)
         return Draft(texts, tuple(dict.fromkeys(buffers)))
@@ -157,9 +155,10 @@ class Round:
 
     def _failed(self, draft: Draft, report: Report) -> Iterator[Choice]:
         """The choices whose candidate didn't cure, or broke the code."""
-        broken = None if report.stop is None or report.stop == self._stop else report.stop.place
+        stop = report.stop
+        broken = None if stop is None or stop == self.report.stop else stop.place
         for choice in self.choices:
-            if choice.candidate is None or choice in self._postponed:
+            if choice.candidate is None or choice in self.postponed:
                 continue
             is_broken = broken is not None and _changes(choice, broken)
             if is_broken or self._is_left(choice, report.faults, draft):
@@ -169,7 +168,7 @@ class Round:
         """Whether a choice's fault is among those of a draft."""
         line, after = choice.fault.line, draft.texts.get(choice.fault.file)
         if after is not None:
-            line = line_after(self._sources.text(choice.fault.file), after, line)
+            line = line_after(self.sources.text(choice.fault.file), after, line)
         return any(is_same(choice.fault, fault, line) for fault in faults)
 
 
