@@ -24,8 +24,6 @@ from .edits import (
 from .sources import Site
 from .syntax import Edit, Tree, element_at, folded, is_plain, last_name
 
-_LOOPS = (cst.ListComp, cst.GeneratorExp, cst.SetComp)
-
 
 @dataclass(frozen=True, slots=True)
 class Container:
@@ -43,7 +41,7 @@ def container_of(tree: Tree, node: cst.CSTNode, operand: Operand) -> Container |
     written = node.value if isinstance(node, (cst.Arg, cst.StarredElement)) else node
     if not isinstance(written, cst.BaseExpression):
         return None
-    if isinstance(written, _LOOPS):
+    if isinstance(written, (cst.ListComp, cst.GeneratorExp, cst.SetComp)):
         return Container(written, written.elt)
     text, expression = folded(tree.code(written)), folded(operand.expression)
     is_item = expression.startswith(f"{text}[")

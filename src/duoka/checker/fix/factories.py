@@ -22,7 +22,6 @@ _FACTORIES = frozenset(
         "tril_indices", "triu_indices", "zeros",
     }
 )  # fmt: skip
-_TORCH = ("torch", "th", "nn")
 
 
 def make_on_target(site: Site, operand: Operand) -> Iterator[tuple[Edit, ...]]:
@@ -78,4 +77,4 @@ def _is_torch(node: cst.BaseExpression) -> bool:
     """``torch``, or ``torch.cuda`` for its old types."""
     while isinstance(node, cst.Attribute):
         node = node.value
-    return isinstance(node, cst.Name) and node.value in _TORCH
+    return isinstance(node, cst.Name) and node.value in ("torch", "th", "nn")

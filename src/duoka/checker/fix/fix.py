@@ -104,7 +104,11 @@ def _assembled(outcome: Outcome, sources: Sources, proof: Proof) -> Repairs:
             before=before,
             after=after,
             diff=unified_diff(file, before, after),
-            faults=tuple(choice.fault for choice in outcome.choices if file in choice.files),
+            faults=tuple(
+                choice.fault
+                for choice in outcome.choices
+                if any(edit.tree.file == file for edit in choice.edits)
+            ),
             proved=proof.holds,
             reason=proof.reason,
         )

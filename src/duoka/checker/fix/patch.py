@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,5 +96,4 @@ def unified_diff(file: str, before: str, after: str) -> str:
 
 def _lines(text: str) -> list[str]:
     """Lines with their ends, as `patch` counts them: only a line feed ends one."""
-    parts = text.split("\n")
-    return [f"{part}\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
+    return io.StringIO(text, newline="\n").readlines()

@@ -70,11 +70,6 @@ class Choice:
         """What the candidate that is being tried changes."""
         return self.candidate.edits if self.candidate is not None and self.is_needed else ()
 
-    @property
-    def files(self) -> set[str]:
-        """The files that it changes."""
-        return {edit.tree.file for edit in self.edits}
-
 
 def _is_python(candidate: Candidate) -> bool:
     """Whether the text after a candidate's edits is still Python."""

@@ -57,12 +57,9 @@ class Sources:
             text = self.text(file)
             try:
                 self._trees[file] = Tree(file, text)
-            except cst.ParserSyntaxError as error:
-                line = error.raw_line
-                raise SourceError(f"{file} isn't Python that libcst reads (line {line})") from error
-            except (RecursionError, KeyError) as error:
-                # Its positions come to nothing where an expression is hundreds of terms deep.
-                raise SourceError(f"{file} holds an expression too deep for libcst") from error
+            except (cst.ParserSyntaxError, RecursionError, KeyError) as error:
+                # The last two where an expression is hundreds of terms deep.
+                raise SourceError(f"{file} isn't Python that libcst reads") from error
         return self._trees[file]
 
 

@@ -86,8 +86,7 @@ class Tree:
         span = (place.line, place.column, place.end_line, place.end_column)
         node = self._nodes.get(span)
         # The file may have been changed, and positions in f-strings are inexact before Python 3.12.
-        is_there = node is not None and self._between(span) == folded(place.text)
-        return node if is_there else None
+        return node if node is not None and self._between(span) == folded(place.text) else None
 
     def _between(self, span: Span) -> str:
         """The text between two positions, without blanks."""
