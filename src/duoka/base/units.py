@@ -7,11 +7,13 @@ from math import floor, log10
 
 from duoka.errors import UsageError
 
+MIB = 2**20
+GIB = 2**30
 _UNIT_BYTES = {
     "B": 1,
     "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
+    "MIB": MIB,
+    "GIB": GIB,
     "TIB": 2**40,
     "KB": 10**3,
     "MB": 10**6,

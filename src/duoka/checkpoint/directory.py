@@ -18,7 +18,7 @@ from typing import Protocol
 from duoka.base.files import Stamp, open_regular
 from duoka.errors import CheckpointError
 
-from .headers import UNREADABLE, TensorInfo, is_plain_name, read_header
+from .headers import TensorInfo, is_plain_name, read_header, reading
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done so far, and the bytes there are."""
@@ -143,18 +143,9 @@ class LocalFolder:
 
     def _whole(self, name: str) -> Stamp:
         path = self._path / name
-        try:
-            with open_regular(path) as file:
-                stamp = Stamp.of(os.fstat(file.fileno()))
-                start = file.read(len(_POINTER)) if stamp.num_bytes <= _POINTER_BYTES else b""
-        except OSError as error:
-            raise CheckpointError(
-                f"{path} can't be read: {error.strerror}", hint=UNREADABLE
-            ) from error
-        except ValueError as error:
-            raise CheckpointError(
-                f"{path} can't be read: {error}", hint="put the file itself there"
-            ) from error
+        with reading(path, hint="put the file itself there"), open_regular(path) as file:
+            stamp = Stamp.of(os.fstat(file.fileno()))
+            start = file.read(len(_POINTER)) if stamp.num_bytes <= _POINTER_BYTES else b""
         if start == _POINTER:
             raise CheckpointError(
                 f"{path} is not the file, but the pointer that git-lfs puts in its place",
@@ -209,17 +200,14 @@ def _survey(root: Path) -> tuple[frozenset[str], tuple[Path, ...]]:
 
 
 def _entries(root: Path) -> Iterator[os.DirEntry[str]]:
-    try:
-        with os.scandir(root) as entries:
-            for number, entry in enumerate(entries):
-                if number >= _MOST_ENTRIES:
-                    raise CheckpointError(
-                        f"{root} holds more than {_MOST_ENTRIES} files",
-                        hint="give the directory that holds config.json, and little else",
-                    )
-                yield entry
-    except OSError as error:
-        raise CheckpointError(f"{root} can't be read: {error.strerror}", hint=UNREADABLE) from error
+    with reading(root), os.scandir(root) as entries:
+        for number, entry in enumerate(entries):
+            if number >= _MOST_ENTRIES:
+                raise CheckpointError(
+                    f"{root} holds more than {_MOST_ENTRIES} files",
+                    hint="give the directory that holds config.json, and little else",
+                )
+            yield entry
 
 
 def _allowed(root: Path) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from duoka.base.files import open_regular, read_bytes
+from duoka.base.files import open_regular, read_bytes, why
 from duoka.base.serialization import parse_json_object
 from duoka.errors import CheckpointError, FormatError
 
@@ -89,7 +89,7 @@ class Index:
 
 def read_json(path: Path, *, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Read a file that must hold one JSON object."""
-    with _reading(path):
+    with reading(path):
         return parse_json(read_bytes(path, most_bytes=most_bytes), str(path))
 
 
@@ -111,13 +111,13 @@ def parse_json(content: bytes, source: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def reading(path: Path, hint: str = DAMAGED) -> Iterator[None]:
+    """Turn what reading a file raises into a CheckpointError; the hint is for what is no file."""
     try:
         yield
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error.strerror}", hint=UNREADABLE) from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} can't be read: {error}", hint=DAMAGED) from error
+    except (OSError, ValueError) as error:
+        hint = UNREADABLE if isinstance(error, OSError) else hint
+        raise CheckpointError(f"{path} can't be read: {why(error)}", hint=hint) from error
 
 
 def is_plain_name(name: object) -> bool:
@@ -146,7 +146,7 @@ def read_index(path: Path, *, suffix: str) -> Index:
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """Read what a safetensors file holds, by name; no data is read."""
-    with _reading(path), open_regular(path) as file:
+    with reading(path), open_regular(path) as file:
         size = file.seek(0, 2)
         file.seek(0)
         length = header_length(file.read(LENGTH_BYTES), size, str(path))

@@ -15,7 +15,7 @@ from duoka.base.files import Stamp
 from duoka.errors import CheckpointError
 
 from .directory import Folder
-from .headers import DAMAGED, INCOMPLETE, UNREADABLE, Index, TensorInfo, read_index
+from .headers import DAMAGED, INCOMPLETE, Index, TensorInfo, read_index, reading
 
 # transformers looks for weights in this order; so the same files are read.
 _Kind = Literal["safetensors", "bin"]
@@ -142,12 +142,8 @@ def stamps_of(folder: Folder, weights: Weights) -> dict[Path, Stamp]:
     stamps = {}
     for name in weights.sizes.keys() - set(absent):
         path = folder.path / name
-        try:
+        with reading(path):
             stamps[path] = Stamp.of(path.stat())
-        except OSError as error:
-            raise CheckpointError(
-                f"{path} can't be read: {error.strerror}", hint=UNREADABLE
-            ) from error
         if stamps[path].num_bytes != weights.sizes[name]:
             raise CheckpointError(f"{path} is being written", hint=INCOMPLETE)
     return stamps

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import duoka
+from duoka.api.plan import find_or_trace
 from duoka.base.progress import heard_by, say, say_import
 from duoka.base.text import choose
 from duoka.base.units import parse_bytes
@@ -19,9 +21,10 @@ from duoka.hardware.parse import devices_in
 from duoka.planner.constraints import STRATEGIES, Constraints
 from duoka.planner.device_map import DeviceMap
 from duoka.planner.from_device_map import OBJECTIVE as GIVEN
-from duoka.planner.limits import given_back
-from duoka.planner.replicas import Replicas
+from duoka.planner.limits import given_back, on_fleet
+from duoka.planner.replicas import Replicas, replicas_for
 from duoka.planner.request import Largest, PlanRequest
+from duoka.planner.resolve import answer_checkpoint
 from duoka.planner.search import OBJECTIVES
 
 from .options import (
@@ -89,15 +92,8 @@ def make_replicas(
         refuse_beside_plan(options, training)
     checkpoint, request = read_request(model, options, training)
     with working():
-        return duoka.plan_replicas(
-            checkpoint,
-            request.gpus,
-            request.workload,
-            number=number,
-            use_all=request.use_all,
-            objective=request.objective,
-            constraints=request.constraints,
-        )
+        problem = on_fleet(request, request.gpus)
+        return replicas_for(checkpoint, problem, number, partial(find_or_trace, checkpoint))
 
 
 def _plan(
@@ -107,16 +103,8 @@ def _plan(
     device_map: DeviceMap | None,
 ) -> duoka.Plan:
     with working():
-        return duoka.plan(
-            checkpoint,
-            fleet,
-            request.workload,
-            use_all=request.use_all,
-            objective=request.objective,
-            device_map=device_map,
-            constraints=request.constraints,
-            largest=request.largest,
-        )
+        problem = on_fleet(request, fleet, device_map)
+        return answer_checkpoint(checkpoint, problem, partial(find_or_trace, checkpoint))
 
 
 def _plan_again(plan: duoka.Plan, checkpoint: duoka.Checkpoint) -> duoka.Plan:

@@ -12,7 +12,8 @@ from duoka.base.units import format_bytes
 from duoka.errors import UsageError
 from duoka.planner.replicas import Replicas, format_copies
 
-from .terminal import stdout, write_file
+from .planning import save_plan
+from .terminal import stdout
 
 
 def read_number(text: str) -> int | Literal["auto"]:
@@ -37,7 +38,7 @@ def files(save: Path, number: int) -> list[Path]:
 def save_copies(copies: Replicas, save: Path) -> None:
     """Keep each plan in a file of its own, and say so."""
     for plan, file in zip(copies.plans, files(save, len(copies.plans)), strict=True):
-        write_file(file, plan.lasting().to_json() + "\n", "the plan")
+        save_plan(plan, file)
 
 
 def show_copies(copies: Replicas) -> None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from duoka.base.files import cache_directory, read_text, write_whole
+from duoka.base.files import cache_directory, read_checked, write_checked
 from duoka.base.serialization import from_dict, parse_json_object, to_dict
 from duoka.errors import FormatError
 
@@ -31,11 +31,7 @@ def find_profile(fingerprint: str, workload: Workload) -> Profile | None:
     for alone in (False, True):
         key = _key(fingerprint, workload, versions, alone=alone)
         try:
-            text = read_text(_path(key), most_bytes=_MOST_BYTES)
-            digest, _, content = text.partition("\n")
-            # A number that a bad disk changed is as good a number as any other.
-            if digest != _digest(content):
-                continue
+            content = read_checked(_path(key), most_bytes=_MOST_BYTES)
             profile = from_dict(Profile, parse_json_object(content, "the profile"))
             if profile.answers(workload.batch):
                 return profile
@@ -51,9 +47,7 @@ def keep_profile(profile: Profile, workload: Workload, *, alone: bool = False) -
     """
     path = _path(_key(profile.fingerprint, workload, _versions(), alone=alone))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = json.dumps(to_dict(profile))
-        write_whole(path, f"{_digest(content)}\n{content}")
+        write_checked(path, json.dumps(to_dict(profile)))
     except OSError:
         return
 
@@ -69,10 +63,6 @@ def _key(fingerprint: str, workload: Workload, versions: Mapping[str, str], *, a
         **versions,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def _path(key: str) -> Path:

@@ -16,8 +16,9 @@ from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 from pathlib import Path
 
-from duoka.base.files import cache_directory, read_text, write_whole
+from duoka.base.files import cache_directory, read_checked, write_checked
 from duoka.base.serialization import from_dict, parse_json_object, to_dict
+from duoka.base.units import MIB
 from duoka.errors import FleetError, FormatError
 
 from . import catalogue, nvml
@@ -25,8 +26,7 @@ from .device import RESERVE_BYTES, Device, Link
 
 _VERSION = 1
 _MOST_BYTES = 2**22
-_MIB = 2**20
-_LEAST_MARGIN_BYTES = 64 * _MIB
+_LEAST_MARGIN_BYTES = 64 * MIB
 _MARGIN_SHARE = 8
 
 
@@ -68,7 +68,7 @@ class GpuFigures:
         Kernels that weren't met while it was measured are loaded when they are.
         """
         margin = max(self.overhead_bytes // _MARGIN_SHARE, _LEAST_MARGIN_BYTES)
-        return -(-(self.overhead_bytes + margin) // _MIB) * _MIB
+        return -(-(self.overhead_bytes + margin) // MIB) * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,10 +165,7 @@ def find(driver: str) -> Calibration:
     """What was measured under this driver and the installed torch; empty where nothing was."""
     nothing = Calibration(driver=driver, torch=torch_version())
     try:
-        text = read_text(path_for(driver), most_bytes=_MOST_BYTES)
-        digest, _, content = text.partition("\n")
-        if digest != _digest(content):
-            return nothing
+        content = read_checked(path_for(driver), most_bytes=_MOST_BYTES)
         result = from_dict(Calibration, parse_json_object(content, "the calibration"))
     except (OSError, ValueError, FormatError):
         return nothing
@@ -178,18 +175,12 @@ def find(driver: str) -> Calibration:
 def keep(measured: Calibration) -> Path:
     """Keep what was measured, beside what was measured before; whole or not at all."""
     path = path_for(measured.driver)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = json.dumps(to_dict(find(measured.driver).joined(measured)))
-    write_whole(path, f"{_digest(content)}\n{content}")
+    write_checked(path, json.dumps(to_dict(find(measured.driver).joined(measured))))
     return path
 
 
 def _directory() -> Path:
     return cache_directory() / "calibration"
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,9 @@ from importlib.resources import files
 from typing import Literal
 
 from duoka.base.serialization import from_dict
+from duoka.base.units import GIB
 from duoka.errors import UsageError
 
-_GIB = 2**30
 _MOST_SHOWN = 6
 _CUTOFF = 0.5  # below this, difflib's nearest has nothing to do with what was written
 _NOISE = re.compile(r"[\s_-]+")
@@ -73,7 +73,7 @@ class Card:
     @property
     def usable_bytes(self) -> int:
         """What CUDA offers on an empty card."""
-        return int(self.usable_gib * _GIB)
+        return int(self.usable_gib * GIB)
 
     @property
     def memory_bytes_per_second(self) -> float:
@@ -141,7 +141,7 @@ def of_product(product: str, total_bytes: int | None) -> Card | None:
     matches = [card for card in cards() if any(_key(name) == key for name in card.products)]
     if total_bytes is None or len(matches) < 2:
         return matches[0] if matches else None
-    return min(matches, key=lambda card: abs(card.memory_gib * _GIB - total_bytes))
+    return min(matches, key=lambda card: abs(card.memory_gib * GIB - total_bytes))
 
 
 def _listed(names: list[str]) -> str:

@@ -26,7 +26,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, St
 from duoka.errors import UsageError
 from duoka.forecast.workload import Cache
 
-_NAMES = ("past_key_values", "cache_params")
+CACHE_NAMES = ("past_key_values", "cache_params")
 _MOST = 127
 """The largest 8-bit integer."""
 
@@ -34,7 +34,7 @@ _MOST = 127
 def cache_name(model: Any) -> str:
     """The argument of a model's `forward` that takes the cache."""
     accepted = inspect.signature(model.forward).parameters
-    return next((name for name in _NAMES if name in accepted), _NAMES[0])
+    return next((name for name in CACHE_NAMES if name in accepted), CACHE_NAMES[0])
 
 
 def new_cache(model: Any, kind: Cache = "dynamic", *, context_tokens: int = 0) -> Any:

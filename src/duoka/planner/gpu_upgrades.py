@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from duoka.base.units import exact_bytes, format_bytes
+from duoka.base.units import GIB, exact_bytes, format_bytes
 from duoka.errors import DuokaError
 from duoka.hardware import catalogue
 from duoka.hardware.device import MAX_DEVICES, Device
@@ -20,7 +20,6 @@ from .limits import usable
 from .plan import Plan
 from .request import PlanProblem
 
-_GIB = 2**30
 _MOST_GPUS = 16
 
 Write = Callable[[str], str]
@@ -139,7 +138,7 @@ class _Upgrades:
             plan = self._plan_on(gpus)
             if plan is not None:
                 text = f"{size.gib} GB (such as {size.name})"
-                return Upgrade(text=text, gpus=gpus, plan=plan, new_bytes=size.gib * _GIB)
+                return Upgrade(text=text, gpus=gpus, plan=plan, new_bytes=size.gib * GIB)
         return None
 
     def _is_conceivable(self, gpus: str) -> bool:
@@ -182,5 +181,5 @@ def _entry(device: Device) -> str:
 
 def _size_of(device: Device) -> str:
     if device.memory_bytes is not None:
-        return f"{round(device.memory_bytes / _GIB)} GB"
+        return f"{round(device.memory_bytes / GIB)} GB"
     return format_bytes(device.budget_bytes)

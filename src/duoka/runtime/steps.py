@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from duoka.errors import ModelError
 from duoka.forecast.workload import Conditions, Training, Workload, refuse_short
-from duoka.models.kv_cache import cache_name, lengthen, new_cache
+from duoka.models.kv_cache import CACHE_NAMES, cache_name, lengthen, new_cache
 
 from .image_inputs import ImagePrompts
 
@@ -109,7 +109,7 @@ class Stepper:
     def _step(self, keys: int, arguments: dict[str, Any]) -> None:
         outputs = self.model(**arguments)
         logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=self.device)
-        cache = next((outputs[name] for name in _CACHES if outputs.get(name) is not None), None)
+        cache = next((outputs[name] for name in CACHE_NAMES if outputs.get(name) is not None), None)
         self.cache = self.cache if cache is None else cache
         if self.model.config.is_encoder_decoder:
             self.encoded = BaseModelOutput(last_hidden_state=outputs.encoder_last_hidden_state)
@@ -181,7 +181,6 @@ class Stepper:
 
 _LENGTHEN_TOKENS = 128
 _TEMPERATURE, _TOP_P = 0.8, 0.8
-_CACHES = ("past_key_values", "cache_params")
 
 
 def _sample(scores: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from duoka.base.files import Stamp
+from duoka.base.files import Stamp, why
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import LoadError
 
@@ -161,7 +161,7 @@ def refuse_changed(file: Path, stamp: Stamp | None) -> None:
     try:
         now = Stamp.of(file.stat())
     except OSError as error:
-        raise LoadError(f"{file} can't be read: {error.strerror}", hint=DAMAGED) from error
+        raise LoadError(f"{file} can't be read: {why(error)}", hint=DAMAGED) from error
     if now != stamp:
         raise LoadError(
             f"{file} has changed since the checkpoint was opened: it had {stamp.num_bytes} bytes, "

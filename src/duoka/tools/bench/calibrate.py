@@ -19,6 +19,7 @@ from torch.nn.functional import linear
 
 from duoka import models
 from duoka.base.files import why
+from duoka.base.units import MIB
 from duoka.errors import FleetError, MachineError
 from duoka.hardware import calibration, nvml
 from duoka.hardware.calibration import Calibration, GpuFigures, LinkFigures
@@ -48,11 +49,10 @@ _CONFIG = {
 }
 _PROMPT_TOKENS = 64
 _NEW_TOKENS = 4
-_MIB = 2**20
 _WIDTH = 4096
 _LARGEST_MATRIX = 16384
-_LARGEST_BYTES = 1024 * _MIB
-_LARGEST_COPY_BYTES = 256 * _MIB
+_LARGEST_BYTES = 1024 * MIB
+_LARGEST_COPY_BYTES = 256 * MIB
 _SMALL_BYTES = 4096
 _WARM_SECONDS = 0.05
 _ROUND_SECONDS = 0.02
@@ -242,7 +242,7 @@ def read_rate(name: str, dtype: torch.dtype) -> float:
         matrix = torch.ones((size // _WIDTH // dtype.itemsize, _WIDTH), dtype=dtype, device=name)
         return (lambda: linear(row, matrix)), matrix.nbytes
 
-    return best_rate(make, _doubled(_MIB, _LARGEST_BYTES), name)
+    return best_rate(make, _doubled(MIB, _LARGEST_BYTES), name)
 
 
 def multiply_rate(name: str, dtype: torch.dtype) -> float:
@@ -280,7 +280,7 @@ def crossing_rate(source: str, target: str) -> tuple[float, float]:
         sender, receiver = _bytes(size, source), _bytes(size, target)
         return (lambda: receiver.copy_(sender, non_blocking=True)), size
 
-    rate = best_rate(make, _doubled(_MIB, _LARGEST_COPY_BYTES), source, target)
+    rate = best_rate(make, _doubled(MIB, _LARGEST_COPY_BYTES), source, target)
     return rate, latency
 
 
@@ -294,7 +294,7 @@ def _with_host(name: str, *, pinned: bool, to_device: bool) -> float | None:
         source, target = (host, device) if to_device else (device, host)
         return (lambda: target.copy_(source, non_blocking=pinned)), size
 
-    return best_rate(make, _doubled(_MIB, _LARGEST_COPY_BYTES), name)
+    return best_rate(make, _doubled(MIB, _LARGEST_COPY_BYTES), name)
 
 
 def _bytes(size: int, name: str) -> Tensor:
