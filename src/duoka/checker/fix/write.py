@@ -92,10 +92,8 @@ def apply_in_place(patches: Iterable[Patch]) -> tuple[Path, ...]:
 
 def _kept_paths(files: list[Path]) -> list[Path]:
     """Where copies lie below the directory of copies."""
-    working = Path.cwd()
-    bases = [
-        _in_packages(file) or (working if file.is_relative_to(working) else None) for file in files
-    ]
+    cwd = Path.cwd()
+    bases = [_in_packages(file) or (cwd if file.is_relative_to(cwd) else None) for file in files]
     folders = [file.parent for file, base in zip(files, bases, strict=True) if base is None]
     common = Path(os.path.commonpath(folders)) if folders else Path()
     if all(folder == common for folder in folders):
