@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
 import typer
 
 from duoka import errors
-from duoka.cli.errors import BROKEN_PIPE, DEFECT, HUNG_UP, INTERRUPTED, TERMINATED, redact, report
+from duoka.cli.errors import BROKEN_PIPE, DEFECT, redact, report
+
+INTERRUPTED = 128 + signal.SIGINT
 
 
 def classes() -> list[type[errors.DuokaError]]:
@@ -67,9 +71,9 @@ def test_a_full_gpu_is_no_defect(capsys: pytest.CaptureFixture[str]) -> None:
 def test_codes_are_distinct() -> None:
     codes = [cls.exit_code for cls in classes()] + [
         DEFECT,
-        HUNG_UP,
+        128 + signal.SIGHUP,
         INTERRUPTED,
-        TERMINATED,
+        128 + signal.SIGTERM,
         BROKEN_PIPE,
     ]
     assert len(set(codes)) == len(codes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -141,4 +142,4 @@ def test_errors_that_cannot_be_told_keep_their_code(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "stderr", Gone())
     assert errors.report(MachineError("x"), debug=False) == MachineError.exit_code
     assert errors.report(KeyError("x"), debug=False) == errors.DEFECT
-    assert errors.report(KeyboardInterrupt(), debug=False) == errors.INTERRUPTED
+    assert errors.report(KeyboardInterrupt(), debug=False) == 128 + signal.SIGINT

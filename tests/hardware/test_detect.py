@@ -371,7 +371,7 @@ def test_nvidias_own_bindings(tmp_path: Path) -> None:
     assert fleet.budget_bytes == 2 * stepped(24 * 1024 - 300 - 1024)
     assert {link.bytes_per_second for link in fleet.links} == {0.8 * 4 * 14.062e9}
     gpu = machine["gpus"][1]
-    assert (machine["driver_version"], machine["cuda_version"]) == ("570.1", [12, 8])
+    assert machine["driver_version"] == "570.1"
     process = {"pid": 4242, "name": "", "used_bytes": 900 * MIB, "computes": True}
     assert gpu["processes"] == [process]
     assert machine["gpus"][0]["processes"][0]["used_bytes"] is None

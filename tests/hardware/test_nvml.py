@@ -17,7 +17,7 @@ MIB = 2**20
 def test_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = replay(monkeypatch, "eight-3090")
     machine = nvml.read()
-    assert (machine.driver_version, machine.cuda_version) == ("570.124.06", (12, 8))
+    assert machine.driver_version == "570.124.06"
     assert [gpu.index for gpu in machine.gpus] == list(range(8))
     assert [gpu.uuid for gpu in machine.gpus] == recording.uuids
     assert machine.lost == ()

@@ -137,7 +137,11 @@ def test_experts_are_separate_in_the_file_and_stacked_in_the_model(tmp_path: Pat
             p for p in recipe.pieces if p.target.endswith("layers.1.mlp.experts.gate_up_proj")
         ]
         assert len(pieces) == 8  # gate and up of four experts
-        assert all(piece.is_whole and "experts." in piece.source for piece in pieces)
+        assert all(
+            piece.source_box == tuple((0, extent) for extent in piece.source_shape)
+            and "experts." in piece.source
+            for piece in pieces
+        )
         lazy = file.get_slice(pieces[0].source)
         assert torch.equal(
             pieces[0].orient(lazy[pieces[0].source_slices]),

@@ -22,9 +22,6 @@ from .terminal import stderr
 NOT_OK = 13
 """A check found something; no error, since that is what it is for."""
 DEFECT = 70
-INTERRUPTED = 130
-HUNG_UP = 129
-TERMINATED = 143
 BROKEN_PIPE = 141
 _SIGNALLED = 128  # and the signal's number, as shells have it
 
@@ -130,7 +127,7 @@ def _signal_of(error: BaseException) -> int | None:
     if isinstance(error, signals.Terminated):
         return error.signum
     if isinstance(error, KeyboardInterrupt | typer.Abort):
-        return INTERRUPTED - _SIGNALLED
+        return signal.SIGINT
     return signals.stopped_by()
 
 

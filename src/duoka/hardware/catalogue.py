@@ -46,15 +46,6 @@ class Nvlink:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """Where figures are published; `checked` says where they were looked up again."""
-
-    title: str
-    url: str
-    checked: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
     """One product. Its fields are those of `gpus.toml`, which explains them."""
 
@@ -97,14 +88,13 @@ class Card:
         return "bf16" in self.tflops
 
 
+@cache
 def cards() -> tuple[Card, ...]:
     """All cards, in the file's order."""
-    return _read()[0]
-
-
-def sources() -> dict[str, Source]:
-    """The documents that the figures come from, by their keys."""
-    return dict(_read()[1])
+    # What most cards leave out; `from_dict` wants every field.
+    absent: dict[str, object] = {"aliases": [], "usable_seen": None, "pcie": None, "nvlink": None}
+    text = files(__package__).joinpath("gpus.toml").read_text(encoding="utf-8")
+    return tuple(from_dict(Card, {**absent, **entry}) for entry in tomllib.loads(text)["gpu"])
 
 
 def knows(text: str) -> bool:
@@ -170,18 +160,3 @@ def _names() -> Iterator[tuple[str, Card]]:
     for card in cards():
         for name in (card.name, *card.aliases):
             yield _key(name), card
-
-
-@cache
-def _read() -> tuple[tuple[Card, ...], dict[str, Source]]:
-    # What most cards leave out; `from_dict` wants every field.
-    absent: dict[str, object] = {"aliases": [], "usable_seen": None, "pcie": None, "nvlink": None}
-    text = files(__package__).joinpath("gpus.toml").read_text(encoding="utf-8")
-    data = tomllib.loads(text)
-    return (
-        tuple(from_dict(Card, {**absent, **entry}) for entry in data["gpu"]),
-        {
-            key: from_dict(Source, {"checked": None, **entry})
-            for key, entry in data["source"].items()
-        },
-    )

@@ -157,7 +157,6 @@ class Machine:
     gpus: tuple[Gpu, ...]
     lost: tuple[Lost, ...] = ()
     driver_version: str = ""
-    cuda_version: tuple[int, int] | None = None
 
 
 def read() -> Machine:
@@ -174,13 +173,10 @@ def read() -> Machine:
                 gpus.append(_gpu(index, pynvml.nvmlDeviceGetHandleByIndex(index)))
             except pynvml.NVMLError as error:
                 lost.append(Lost(index=index, reason=str(error)))
-        version = _ask(pynvml.nvmlSystemGetCudaDriverVersion)
         return Machine(
             gpus=tuple(gpus),
             lost=tuple(lost),
             driver_version=_text(_ask(pynvml.nvmlSystemGetDriverVersion)),
-            # 12040 is 12.4.
-            cuda_version=None if version is None else (version // 1000, version % 1000 // 10),
         )
 
 

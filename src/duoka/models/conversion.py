@@ -49,11 +49,6 @@ class Piece:
     axes: tuple[int | None, ...]
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the piece is the whole checkpoint tensor."""
-        return self.source_box == tuple((0, extent) for extent in self.source_shape)
-
-    @property
     def source_slices(self) -> tuple[slice, ...]:
         """The box as an index, as tensors and safetensors' lazy slices take it."""
         return tuple(slice(start, stop) for start, stop in self.source_box)

@@ -2,7 +2,7 @@
 
 What is mapped from a file comes page by page, as it is touched, by one thread. Here large stretches
 are read in the order in which they lie on the disk, several at a time, while what was read before
-is copied into its place. No more than `MOST_BYTES` are held, whatever the model's size; buffers are
+is copied into its place. No more than the buffers are held, whatever the model's size; they are
 pinned where a GPU takes from them, so that a copy goes on while the next one is read.
 """
 
@@ -33,7 +33,6 @@ Wait: TypeAlias = Callable[[], None]
 STRETCH_BYTES = 16 * 2**20
 _MOST_THREADS = 4
 _BUFFERS = 6
-MOST_BYTES = _BUFFERS * STRETCH_BYTES
 
 
 @dataclass(frozen=True, slots=True)
