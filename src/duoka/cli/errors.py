@@ -104,7 +104,8 @@ def tell(error: DuokaError) -> None:
 
 def _report(error: BaseException, *, debug: bool) -> int:
     if isinstance(error, BrokenPipeError):
-        _close_stdout()
+        # The interpreter's own flush at exit then goes nowhere, instead of failing once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     if isinstance(error, _WRONG_OPTIONS):
         return _tell_usage(error)
@@ -171,11 +172,6 @@ def _is_out_of_memory(error: BaseException) -> bool:
     # Without importing torch for it: if torch isn't loaded, it can't have raised this.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(error, getattr(torch, "OutOfMemoryError", ()))
-
-
-def _close_stdout() -> None:
-    """Let the interpreter's own flush at exit go nowhere, instead of failing once more."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def redact(text: str) -> str:

@@ -161,11 +161,8 @@ class StageCompiler:
         return [
             (key, read.size, detour)
             for read, key in zip(reads, keys, strict=True)
-            if (detour := self._detour(block, key[0])) or not self._is_here(key[0])
+            if (detour := self._detour(block, key[0])) or max(key[0], 0) not in self.blocks
         ]
-
-    def _is_here(self, maker: int) -> bool:
-        return maker in self.blocks or (maker == -1 and 0 in self.blocks)
 
     def _detour(self, block: int, maker: int) -> tuple[str, ...]:
         """The devices over which something comes to a block from its maker."""

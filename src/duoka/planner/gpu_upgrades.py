@@ -84,7 +84,8 @@ class _Upgrades:
         """The smallest card beside the others."""
         if self._most < 1:
             return None
-        upgrade = self._smallest(self._sizes, self._with_more)
+        gpus = self._problem.gpus
+        upgrade = self._smallest(self._sizes, lambda name: with_more(gpus, self._devices, name))
         return upgrade and replace(upgrade, text=f"one more card with {upgrade.text}")
 
     def replaced(self) -> Upgrade | None:
@@ -120,9 +121,6 @@ class _Upgrades:
                 None if count == 1 else Upgrade(text=text, gpus=gpus, plan=plan, new_bytes=bought)
             )
         return None
-
-    def _with_more(self, name: str) -> str:
-        return with_more(self._problem.gpus, self._devices, name)
 
     def _smallest(self, sizes: Sequence[_Size], write: Write) -> Upgrade | None:
         """The smallest size that will do; a larger one does whatever a smaller one does."""

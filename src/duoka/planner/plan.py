@@ -238,9 +238,13 @@ class Plan:
         }
         problems = list(self._problems(devices))
         if problems:
+            there = (
+                f"  {_named(device, '  ')}  can give {format_bytes(device.budget_bytes)}"
+                for device in present.devices
+            )
             raise FleetError(
                 f"the plan doesn't fit the GPUs that are here: {'; '.join(problems)}",
-                hint="\n".join([_REPLAN, "here are", *map(_line, present.devices)]),
+                hint="\n".join([_REPLAN, "here are", *there]),
             )
         now = {name: device for name, device in devices.items() if device is not None}
         return self._moved(now)
@@ -300,7 +304,3 @@ def _find(device: Device, present: Fleet) -> Device | None:
 
 def _named(device: Device, between: str = " ") -> str:
     return between.join(filter(None, (device.name, device.product, device.uuid)))
-
-
-def _line(device: Device) -> str:
-    return f"  {_named(device, '  ')}  can give {format_bytes(device.budget_bytes)}"

@@ -123,15 +123,12 @@ class ImagePrompts:
         except torch.OutOfMemoryError:
             raise  # which is a RuntimeError, and says nothing of the guess
         except _UNFIT as error:
+            sizes = ", ".join(f"{width}x{height}" for width, height in self._sizes)
             raise ModelError(
                 f"duoka doesn't know how {type(self._model).__name__} takes images of "
-                f"{_listed(self._sizes)}: {type(error).__name__}: {error}",
+                f"{sizes}: {type(error).__name__}: {error}",
                 hint=_HINT,
             ) from error
-
-
-def _listed(sizes: Sequence[Size]) -> str:
-    return ", ".join(f"{width}x{height}" for width, height in sizes)
 
 
 # ── pixels ──

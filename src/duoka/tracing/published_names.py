@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -80,12 +80,8 @@ def _computed(buffers: Mapping[str, Tensor], recipe: Recipe) -> Iterator[tuple[s
         owners = {name.rpartition(".")[0] for name in buffers if _leaf(name) == leaf}
         if count == len(owners) == 1:
             (source,) = (name for name in recipe.ignored if _leaf(name) == leaf)
-            for name in _of_module(buffers, owners.pop()):
-                yield name, source
-
-
-def _of_module(names: Iterable[str], owner: str) -> Iterator[str]:
-    return (name for name in names if name.rpartition(".")[0] == owner)
+            owner = owners.pop()
+            yield from ((name, source) for name in buffers if name.rpartition(".")[0] == owner)
 
 
 def _leaf(name: str) -> str:

@@ -127,7 +127,9 @@ class _Tracer:
         lengths = list(_lengths(start, high))
         batches = _PROBED_BATCHES if many else (1,)
         sizes = [(batch, length) for batch in batches for length in lengths]
-        aligned = [(batch, _aligned(length)) for batch, length in sizes]
+        aligned = [
+            (batch, -(-length // ALIGNED_TOKENS) * ALIGNED_TOKENS) for batch, length in sizes
+        ]
         odd, probe = self.record(sizes), self.record(aligned[:1])
         try:
             yield from self.fitted(many, (start, stop), [*odd, *probe])
@@ -269,7 +271,3 @@ def _lengths(start: int, stop: int) -> Iterator[int]:
         first = start + place * width
         tiled = -(-(first + 1) // _TILE) * _TILE + odd
         yield tiled if tiled < stop else min(first + 1 + place, stop - 1)
-
-
-def _aligned(length: int) -> int:
-    return -(-length // ALIGNED_TOKENS) * ALIGNED_TOKENS

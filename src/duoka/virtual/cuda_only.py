@@ -17,7 +17,6 @@ from . import known_values, op_call
 from .faults import MixedDevicesError
 from .operators import Handler, handlers, make
 from .tensor import place
-from .world import Gpu
 
 _aten = torch.ops.aten
 _ROWS, _COLUMNS, _LANES = 8, 16, 32
@@ -179,13 +178,10 @@ def _computing(compute: Any) -> Handler:
         operands = plain.args
         if known_values.count(operands, {})[1]:
             operands = [known_values.without_values(value) for value in operands]
-        return tuple(_placed(item, gpu) for item in compute(*operands))
+        results = compute(*operands)
+        return tuple(None if result is None else place(result, gpu) for result in results)
 
     return handle
-
-
-def _placed(result: torch.Tensor | None, gpu: Gpu) -> Any:
-    return None if result is None else place(result, gpu)
 
 
 def _pack_sequence(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -91,15 +91,12 @@ def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = gpu_of(device, gpu)
     if not target.meta:
         return place(func(*plain.args, device=target.data_device, **options), target)
-    shaped = func(*plain.args, device="meta", **_without_generator(options))
+    no_generator = {key: value for key, value in options.items() if key != "generator"}
+    shaped = func(*plain.args, device="meta", **no_generator)
     keeps = known_values.keeps_constant if func in _CONSTANT else known_values.keeps_values
     if keeps(shaped.dtype, shaped.numel()):
         return place(func(*plain.args, device="cpu", **options), target)
     return place(shaped, target)
-
-
-def _without_generator(options: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in options.items() if key != "generator"}
 
 
 def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

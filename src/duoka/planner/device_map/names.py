@@ -109,13 +109,10 @@ class Spelling:
         sources = [source for tensor in inside.values() for source in tensor.published]
         common = _common(sources) if sources else ""
         if common in sources and name not in inside:
-            common = common.rpartition(".")[0] if self._is_whole(common, set(inside)) else common
+            around = common.rpartition(".")[0]
+            common = around if self.published.get(around) == set(inside) else common
         # It must hold the same tensors as the module and no others.
         return common if self.published.get(common) == set(inside) else name
-
-    def _is_whole(self, tensor: str, names: set[str]) -> bool:
-        """Whether the module around a published tensor holds nothing else."""
-        return self.published.get(tensor.rpartition(".")[0]) == names
 
 
 def _common(names: list[str]) -> str:

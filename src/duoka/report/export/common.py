@@ -60,7 +60,7 @@ def total_bytes(device: Device) -> int:
 
 def name_of(plan: Plan) -> str:
     """The directory or the repository; a placeholder where the plan knows no weights."""
-    if not plan.source or _is_config(plan):
+    if not plan.source or plan.source.endswith(".json"):  # a model in memory, or a config alone
         return _PLACEHOLDER
     match = _OF_THE_HUB.fullmatch(plan.source)
     return match[1] if match else plan.source
@@ -97,10 +97,6 @@ def step_tokens(plan: Plan) -> int | None:
     """Prompt tokens that run in one step, those of all sequences together; None for all of them."""
     chunk = plan.workload.prefill_chunk_tokens
     return chunk * plan.workload.batch if isinstance(chunk, int) else None
-
-
-def _is_config(plan: Plan) -> bool:
-    return plan.source.endswith(".json")
 
 
 def layer_token_bytes(plan: Plan, profile: Profile | None, pipeline: Pipeline) -> list[int] | None:

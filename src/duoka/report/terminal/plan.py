@@ -304,10 +304,6 @@ def render_seconds(plan: Plan) -> Iterator[Text]:
     yield Text(_origin(plan))
 
 
-def _is_measured(device: Device) -> bool:
-    return set(_SPEEDS) <= set(device.measured)
-
-
 def _pace(plan: Plan, seconds: Seconds) -> str:
     busy = f"{format_roughly(seconds.tokens_per_second)} tokens/s"
     if seconds.step_seconds is not None:
@@ -325,7 +321,9 @@ def _pace(plan: Plan, seconds: Seconds) -> str:
 
 
 def _origin(plan: Plan) -> str:
-    measured = [name for name in plan.devices if _is_measured(plan.fleet.device(name))]
+    measured = [
+        name for name in plan.devices if set(_SPEEDS) <= set(plan.fleet.device(name).measured)
+    ]
     if len(measured) == len(plan.devices):
         pairs = pairwise(plan.devices)
         links = [plan.fleet.link(one, other) for one, other in pairs]

@@ -99,18 +99,14 @@ def dispatch(
     if not empty:
         refuse_meta(model)
     undispatch(model)
-    move_tensors(model, {**devices, **hosts} if not empty else _without(hosts, devices))
+    if empty:  # what is the host's is never filled, and takes nothing
+        move_tensors(model, {name: at for name, at in devices.items() if name not in hosts})
+    else:
+        move_tensors(model, {**devices, **hosts})
     is_spread = len(set(devices.values())) > 1
     installed = install(model, placement, devices) if is_spread else None
     _adopt(model, placement, installed, stream(model, offloaded, devices))
     return model
-
-
-def _without(
-    hosts: Mapping[str, torch.device], devices: Mapping[str, torch.device]
-) -> dict[str, torch.device]:
-    """Where tensors without data are wanted: the host's are never filled, and take nothing."""
-    return {name: device for name, device in devices.items() if name not in hosts}
 
 
 def stream(

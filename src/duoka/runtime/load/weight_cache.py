@@ -110,7 +110,9 @@ class Kept:
         try:
             partial.mkdir(parents=True)
             for number, names in enumerate(self._shards()):
-                tensors = {name: _on_host(self._targets[name]) for name in names}
+                tensors = {
+                    name: self._targets[name].detach().to("cpu").contiguous() for name in names
+                }
                 save_file(tensors, partial / f"model-{number:05}.safetensors")
             if self.directory.exists():  # something that isn't the same, or it had been found
                 shutil.rmtree(self.directory)
@@ -180,7 +182,3 @@ def taken(
         _PREFIX + name: replace(source, name=_PREFIX + name) for name, source in cached.items()
     }
     return replace(recipe, pieces=tuple(pieces)), {**sources, **renamed}
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu").contiguous()
