@@ -11,7 +11,7 @@ from torch import Tensor
 
 TOLERANCE = 1e-5  # float32, through a few layers
 FLOOR = 0.01  # numbers that cancel to nearly nothing are as exact as what they were made of
-HALF_TOLERANCE = 0.02  # bfloat16 and float16, which carry 8 and 11 bits
+HALF_TOLERANCE = 0.01  # bfloat16 and float16, which carry 8 and 11 bits
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> bool:

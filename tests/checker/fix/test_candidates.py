@@ -13,7 +13,7 @@ SHAPES = [
         body="""
         return x + self.b(self.a(x))
         """,
-        lines=["b_output = self.b(self.a(x))", "return x.to(b_output.device) + b_output"],
+        lines=["return x.to(self.b.weight.device) + self.b(self.a(x))"],
     ),
     Shape(
         name="aug",

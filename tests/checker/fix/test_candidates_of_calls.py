@@ -13,11 +13,7 @@ SHAPES = [
         body="""
         return self.a(x) + self.b(x)
         """,
-        lines=[
-            "a_output = self.a(x)",
-            "b_output = self.b(x)",
-            "return a_output.to(b_output.device) + b_output",
-        ],
+        lines=["return self.a(x).to(self.b.weight.device) + self.b(x)"],
     ),
     Shape(
         name="seq-anchor",
@@ -25,7 +21,7 @@ SHAPES = [
         h = self.a(x)
         return h + self.b(self.b(h))
         """,
-        lines=["b_output = self.b(self.b(h))", "return h.to(b_output.device) + b_output"],
+        lines=["return h.to(self.b.weight.device) + self.b(self.b(h))"],
     ),
     Shape(
         name="helper-call-anchor",
@@ -179,7 +175,7 @@ SHAPES = [
         if h.shape[0]: return x + self.b(h)
         return self.b(h)
         """,
-        lines=["if h.shape[0]: return x.to(h.device) + self.b(h)"],
+        lines=["if h.shape[0]: return x.to(self.b.weight.device) + self.b(h)"],
     ),
     Shape(
         name="checkpoint",
@@ -223,7 +219,7 @@ SHAPES = [
             h = h + blk(h)
         return h
         """,
-        lines=["blk_output = blk(h)", "h = h.to(blk_output.device) + blk_output"],
+        lines=["h = h.to(blk.weight.device) + blk(h)"],
     ),
     Shape(
         name="return-tuple",

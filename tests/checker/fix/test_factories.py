@@ -42,9 +42,7 @@ SHAPES = [
         h = self.b(self.a(x))
         return h + pos
         """,
-        lines=[
-            "return h + pos.to(h.device)",
-        ],
+        lines=["return h + pos.to(h.device)"],
     ),
     Shape(
         name="factory-before-used-twice",
@@ -54,7 +52,10 @@ SHAPES = [
         h = self.b(h)
         return h + pos
         """,
-        lines=["pos = torch.arange(x.shape[-1], device=x.device)", "return h + pos.to(h.device)"],
+        lines=[
+            "pos = torch.arange(x.shape[-1], device=self.a.weight.device)",
+            "return h + pos.to(h.device)",
+        ],
     ),
     Shape(
         name="factory-inline",
@@ -192,7 +193,7 @@ SHAPES = [
         init="""
         self.t = torch.ones(4)
         """,
-        lines=["b_output = self.b(x)", "return b_output + self.t.to(b_output.device)"],
+        lines=["return self.b(x) + self.t.to(self.b.weight.device)"],
     ),
     Shape(
         name="table-list",
@@ -202,7 +203,7 @@ SHAPES = [
         init="""
         self.t = [torch.ones(4)]
         """,
-        lines=["b_output = self.b(x)", "return b_output + self.t[0].to(b_output.device)"],
+        lines=["return self.b(x) + self.t[0].to(self.b.weight.device)"],
     ),
     Shape(
         name="func-param",

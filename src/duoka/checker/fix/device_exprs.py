@@ -29,6 +29,10 @@ def target_devices(site: Site, node: cst.BaseExpression) -> Iterator[str]:
     texts: dict[str, None] = {}
     for operand, written in staying_operands(site):
         texts |= dict.fromkeys(_names_of(site, written, operand))
+        if isinstance(written, cst.Call):
+            # ``self.proj.weight`` for the result of ``self.proj(x)``, where that is at hand.
+            weight = f"{site.tree.code(written.func)}.weight"
+            texts |= {weight: None} if weight in site.fault.at_hand else {}
     own_text = folded(site.tree.code(node))
     yield from (f"{text}.device" for text in texts if folded(text) != own_text)
 

@@ -169,9 +169,13 @@ class Tree:
     def names_before(self, node: cst.CSTNode) -> set[str]:
         """The names that occur in the function around a node before its statement."""
         function = self.function_of(node)
+        if function is None:
+            return set()
         start = self.span(self.statement_of(node) or node)[:2]
-        names = () if function is None else self.inside(function, cst.Name)
-        return {name.value for name in names if self.span(name)[:2] < start}
+        names = self.inside(function, cst.Name)
+        # Of a function on one line that statement is the function itself.
+        before = {name.value for name in names if self.span(name)[:2] < start}
+        return before | self.names_in(function.params)
 
 
 class _Changes(cst.CSTTransformer):

@@ -158,16 +158,8 @@ def _render(
         ]
         for contents in contents_of
     ]
-    try:
-        template = tokenizer.get_chat_template(tools=[{}] if tools else None)
-    except ValueError as error:
-        raise CheckpointError(f"the tokenizer has no usable chat template: {error}") from error
-    if len(template) > MOST_TEMPLATE_CHARACTERS:
-        raise CheckpointError(
-            f"the model's chat template has {len(template)} characters; "
-            f"at most {MOST_TEMPLATE_CHARACTERS} are read"
-        )
     render: Any = tokenizer.apply_chat_template
+    template = _template(tokenizer, has_tools=bool(tools))
     try:
         texts: list[str] = render(
             conversations,
@@ -190,6 +182,19 @@ def _render(
     if any(_LONE_SURROGATE.search(text) for text in texts):
         raise CheckpointError("the model's chat template is damaged: it is no valid text")
     return texts
+
+
+def _template(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) -> str:
+    try:
+        template = tokenizer.get_chat_template(tools=[{}] if has_tools else None)
+    except ValueError as error:
+        raise CheckpointError(f"the tokenizer has no usable chat template: {error}") from error
+    if len(template) > MOST_TEMPLATE_CHARACTERS:
+        raise CheckpointError(
+            f"the model's chat template has {len(template)} characters; "
+            f"at most {MOST_TEMPLATE_CHARACTERS} are read"
+        )
+    return template
 
 
 def _why(error: BaseException) -> str:
