@@ -7,14 +7,17 @@ from typing import Any
 
 from torch import nn
 
-from duoka.api.check import Inputs, Where, check
-from duoka.checker.stage_splits import splits
+from duoka.base.quiet import quiet_libraries
 from duoka.errors import UsageError
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
 from duoka.report.terminal import plain, render_report
+
+with quiet_libraries():
+    from duoka.api.check import Inputs, Where, check
+    from duoka.checker.stage_splits import splits
 
 
 def assert_device_safe(
