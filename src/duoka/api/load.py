@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from duoka.base.progress import say
 from duoka.checker.prove import prove
@@ -33,7 +34,7 @@ def load(
     download_progress: Progress | None = None,
     trust_remote_code: bool = False,
     keeping: Keeping | None = None,
-) -> Any:
+) -> PreTrainedModel:
     """Prove a plan, then load the model onto its devices.
 
     What a model from the Hub lacks on this machine is downloaded in between.
@@ -95,7 +96,7 @@ def load(
 
 def _filled(
     plan: Plan, checkpoint: Checkpoint, progress: Progress | None, keeping: Keeping | None
-) -> Any:
+) -> PreTrainedModel:
     """The model with its weights, spread as the plan says."""
     model = build_model(checkpoint, plan.workload)
     if method_of(checkpoint.config) is not None:

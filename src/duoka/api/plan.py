@@ -11,15 +11,16 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from duoka.base.progress import say, say_import
 from duoka.base.quiet import quiet_libraries
+from duoka.base.text import choose
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import UsageError
 from duoka.forecast.profile import Profile
 from duoka.forecast.profile_cache import find_profile
-from duoka.forecast.workload import DTYPE_BYTES, Dtype, Workload
+from duoka.forecast.workload import DTYPE_BYTES, DTYPES, Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.constraints import Constraints
 from duoka.planner.device_map import DeviceMap
@@ -32,6 +33,7 @@ from duoka.planner.search import Objective
 
 if TYPE_CHECKING:
     from torch import nn
+    from typing_extensions import TypeIs
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
 _UNCONSTRAINED = Constraints()
@@ -108,7 +110,7 @@ def plan(
         )
     if _is_module(model):
         return _plan_module(model, problem, inputs)
-    checkpoint = _opened(cast("str", model))
+    checkpoint = _opened(model)
     return answer_checkpoint(checkpoint, problem, partial(find_or_trace, checkpoint))
 
 
@@ -178,7 +180,7 @@ def _opened(model: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
     return model if isinstance(model, Checkpoint) else Checkpoint.open(model)
 
 
-def _is_module(model: object) -> TypeGuard[nn.Module]:
+def _is_module(model: object) -> TypeIs[nn.Module]:
     """Whether it is a module; there is none where torch isn't imported."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(model, torch.nn.Module)
@@ -206,6 +208,6 @@ def _plan_module(model: nn.Module, problem: PlanProblem, inputs: Inputs | None) 
 
     return answer(
         profile,
-        replace(problem, workload=replace(workload, dtype=cast(Dtype, dtype))),
+        replace(problem, workload=replace(workload, dtype=choose("dtype", dtype, DTYPES))),
         profile_for=profile_for,
     )

@@ -201,8 +201,15 @@ class AnswerOptions:
     def chosen(self) -> dict[str, Any]:
         """What was said of how tokens are chosen; refused here if it makes no sense."""
         refuse_damaged(self.system or "")
-        named = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "seed")}
-        values: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+        numbers = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "seed": self.seed,
+        }
+        values: dict[str, Any] = {
+            name: number for name, number in numbers.items() if number is not None
+        }
         Sampling(**values)
         return values
 

@@ -60,7 +60,8 @@ class PlanOutput:
         check_file(self.save, "the plan")
         check_file(self.save_device_map, "the device map")
         check_file(self.html, "the page")
-        beside = [f"--{name}" for name in ("json", "explain") if getattr(self, name)]
+        said = {"--json": self.json, "--explain": self.explain}
+        beside = [name for name, is_said in said.items() if is_said]
         if self.export is not None and beside:
             raise UsageError(
                 f"{', '.join(beside)} can't be given with --export, which prints another form",

@@ -259,9 +259,9 @@ class Workload:
             training=training,
         )
 
-    def resolved(self, *, dtype: Dtype) -> Workload:
+    def resolved(self, *, dtype: str) -> Workload:
         """The same workload with "auto" replaced by the checkpoint's dtype."""
-        return replace(self, dtype=dtype) if self.dtype == "auto" else self
+        return replace(self, dtype=choose("dtype", dtype, DTYPES)) if self.dtype == "auto" else self
 
     def chunks(self) -> tuple[tuple[int, int], ...]:
         """Prefill steps as (query tokens, past tokens), in order.

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
-from typing import cast
 
 from duoka.base.progress import say
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import InfeasibleError, UsageError
 from duoka.forecast.profile import Profile
-from duoka.forecast.workload import Dtype, Workload, with_quantization
+from duoka.forecast.workload import Workload, with_quantization
 
 from .modes import attempt, find
 from .plan import Plan
@@ -88,7 +87,7 @@ def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
     workload = whole_prompt(
         workload, is_encoder=bool(checkpoint.config.get("is_encoder_decoder", False))
     )
-    return workload.resolved(dtype=cast(Dtype, checkpoint.default_dtype or "float32"))
+    return workload.resolved(dtype=checkpoint.default_dtype or "float32")
 
 
 def _unquantized(checkpoint: Checkpoint, workload: Workload) -> Workload:

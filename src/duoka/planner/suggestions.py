@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from duoka.base.units import format_bytes
 from duoka.errors import DuokaError, WayOut
@@ -58,7 +58,7 @@ class WaysOut:
             context = list(self._context())
             yield from context
             yield from self._chunk()
-            yield from self._batch("a batch")
+            yield from self._batch("a batch", self._workload)
             yield from self._fewer_bits(shorten=not context)
             yield from self._offload()
         else:
@@ -85,17 +85,17 @@ class WaysOut:
     def _chunk(self) -> Iterator[WayOut]:
         if self._workload.prefill_chunk_tokens == "auto":
             return
-        plan = self._plan(self._changed(prefill_chunk_tokens="auto"))
+        plan = self._plan(self._of(replace(self._workload, prefill_chunk_tokens="auto")))
         if plan is not None:
             loses = "nothing but a little time before the first token"
             yield self._way("chunk", _chunk_text(plan), plan, loses=loses)
 
-    def _batch(self, what: str, **changes: Any) -> Iterator[WayOut]:
+    def _batch(self, what: str, workload: Workload) -> Iterator[WayOut]:
         problem = self._problem
         if problem.largest is not None or problem.device_map is not None:
             return
         if self._workload.batch > 1:
-            plan = self._plan(replace(self._changed(**changes), largest="batch"))
+            plan = self._plan(replace(self._of(workload), largest="batch"))
             if plan is not None:
                 yield self._way("batch", f"{what} of {plan.workload.batch}", plan)
 
@@ -104,13 +104,13 @@ class WaysOut:
     def _fewer_bits(self, *, shorten: bool) -> Iterator[WayOut]:
         """In a cache, in weights, in both; of fewer tokens too, where fewer alone won't do."""
         if self._workload.cache != "int8":
-            plan = self._plan_or_chunked(self._changed(cache="int8"))
+            plan = self._plan_or_chunked(self._of(replace(self._workload, cache="int8")))
             if plan is not None:
                 text = f"the KV cache in 8 bit{self._pieces(plan)}"
                 yield self._way("cache", text, plan, loses=_QUALITY.format(_CACHE))
         for scheme in _smaller(self._workload):
-            smaller = self._changed(quantize=scheme)
-            both = self._changed(quantize=scheme, cache="int8")
+            workload = replace(self._workload, quantize=scheme)
+            smaller, both = self._of(workload), self._of(replace(workload, cache="int8"))
             for problem in dict.fromkeys((smaller, both)):
                 plan = self._plan_or_chunked(problem)
                 if plan is not None:
@@ -143,9 +143,10 @@ class WaysOut:
         if again != training:
             text = "activations that are computed again in the backward pass"
             ways += self._learning("checkpointing", text, [again], "about a third of the speed")
-        ways += self._batch("a micro-batch")
+        ways += self._batch("a micro-batch", self._workload)
         if not ways and again != training:
-            ways += self._batch("activations computed again, and a micro-batch", training=again)
+            workload = replace(self._workload, training=again)
+            ways += self._batch("activations computed again, and a micro-batch", workload)
         yield from ways
         lora = replace(training, method="lora", master_weights=False)
         if training.method == "full":
@@ -162,7 +163,7 @@ class WaysOut:
     ) -> Iterator[WayOut]:
         """The first way to train that fits."""
         for training in dict.fromkeys(tried):
-            plan = self._plan(self._changed(training=training))
+            plan = self._plan(self._of(replace(self._workload, training=training)))
             if plan is not None:
                 again = training != tried[0] and training.gradient_checkpointing
                 more = ", and activations that are computed again" if again else ""
@@ -215,9 +216,9 @@ class WaysOut:
 
     # ── asking the planner ──
 
-    def _changed(self, **changes: Any) -> PlanProblem:
+    def _of(self, workload: Workload) -> PlanProblem:
         """The problem about another workload."""
-        return replace(self._problem, workload=replace(self._workload, **changes))
+        return replace(self._problem, workload=workload)
 
     def _plan_or_chunked(self, problem: PlanProblem) -> Plan | None:
         """The plan; with another chunk of the prompt where the one that was asked for won't do."""

@@ -9,14 +9,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from duoka.base.text import choose
 from duoka.forecast.profile import ALIGNED_TOKENS, TRAINING_PHASES, Kind, Profile, Regime
-from duoka.forecast.workload import DTYPE_BYTES, Dtype, Training, Workload
+from duoka.forecast.tensor_names import NamedTensor
+from duoka.forecast.workload import DTYPES, Dtype, Training, Workload
 from duoka.models import base_name, make_trainable
 from duoka.runtime.steps import Learner
 
@@ -181,7 +183,7 @@ class _Tracer:
                 learner.drop_gradients()
         return samples
 
-    def profile(self, regimes: Sequence[RegimeTapes], named: Any) -> Profile:
+    def profile(self, regimes: Sequence[RegimeTapes], named: Sequence[NamedTensor]) -> Profile:
         """The profile, in the names that the model had before adapters were put into it."""
         groups = [
             replace(group, names=tuple(dict.fromkeys(map(base_name, group.names))))
@@ -259,9 +261,7 @@ def _share(group: Group, name: str) -> float:
 
 
 def _dtype_name(dtype: torch.dtype) -> Dtype:
-    name = str(dtype).removeprefix("torch.")
-    assert name in DTYPE_BYTES, f"nothing is planned for {name}"
-    return cast(Dtype, name)
+    return choose("dtype", str(dtype).removeprefix("torch."), DTYPES)
 
 
 def _lengths(start: int, stop: int) -> Iterator[int]:

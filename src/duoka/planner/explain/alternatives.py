@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import cast, get_args
+from typing import get_args
 
 from duoka.errors import UsageError
 from duoka.forecast.costs import Costs
@@ -21,7 +21,7 @@ from .data import Alternative, Share
 # No device has that much: what a stage needs where nothing limits it.
 _UNLIMITED = 1 << 62
 _LARGER_IS_BETTER = ("headroom", "balance", "order")
-_TIMED = ("latency", "throughput")
+_TIMED: tuple[Objective, ...] = ("latency", "throughput")
 
 Stages = tuple[Stage, ...]
 _NAMES = {
@@ -152,8 +152,8 @@ def _optima(trial: Trial, plan_stages: Stages | None) -> Iterator[tuple[str, Sta
             if stages is not None:
                 yield f"{_NAMES[objective]}, on as few GPUs as hold it", stages
     if plan_stages is None or len(plan_stages) < len(trial.fleet.devices):
-        everywhere = trial.objective if trial.objective in _TIMED else "headroom"
-        stages = _optimum(trial, cast(Objective, everywhere), use_all=True)
+        everywhere: Objective = next((aim for aim in _TIMED if aim == trial.objective), "headroom")
+        stages = _optimum(trial, everywhere, use_all=True)
         if stages is not None:
             yield f"{_NAMES[everywhere]}, on all GPUs", stages
 
