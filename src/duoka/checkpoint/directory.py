@@ -1,4 +1,4 @@
-"""Folders: where a checkpoint's files lie, and which of them may be read.
+"""Directories: where a checkpoint's files lie, and which of them may be read.
 
 A local directory may hold anything: links that lead elsewhere, pipes, files that a download is
 still writing, pointers that git-lfs left in place of files. Here that is noticed and named before

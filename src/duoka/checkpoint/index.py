@@ -1,7 +1,7 @@
-"""Weights: which files of a checkpoint hold them, and which tensors are in them.
+"""Index: which files of a checkpoint hold its weights, and which tensors are in them.
 
-Everything is parsed as if an attacker wrote it (`headers`), wherever it lies (`folders`). A pickle
-isn't opened here, so the names in it are known only when an index lists them.
+Everything is parsed as if an attacker wrote it (`headers`), wherever it lies (`directory`). A
+pickle isn't opened here, so the names in it are known only when an index lists them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Building: a checkpoint's model without data, its weights in the form that they will have."""
+"""From a checkpoint: its model without data, its weights in the form that they will have."""
 
 from __future__ import annotations
 

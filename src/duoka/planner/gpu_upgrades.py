@@ -1,4 +1,4 @@
-"""Upgrades: the GPU to add, or to put in the place of one, so that something fits.
+"""GPU upgrades: the GPU to add, or to put in the place of one, so that something fits.
 
 Sizes are those of real cards; for each size the card is taken that offers the least of it, so that
 any other one will do as well. It knows no prices: what takes less memory is taken to be cheaper.

@@ -1,4 +1,4 @@
-"""Demands: what a person's constraints mean for the blocks of one model and the GPUs of one fleet.
+"""Limits: what a person's constraints mean for the blocks of one model and the GPUs of one fleet.
 
 Names are those of the model or of its checkpoint, of any module or tensor. It knows nothing of
 memory: whether a placement that obeys fits is for the search to say.

@@ -1,4 +1,4 @@
-"""Largest: the longest context, or the largest batch, for which there is a plan.
+"""Largest workloads: the longest context, or the largest batch, for which there is a plan.
 
 More tokens need more memory, but for what segments and fragmentation make of it: a context may fit
 where a slightly shorter one doesn't. So what is sought is said exactly. Contexts are whole

@@ -1,4 +1,4 @@
-"""Finding: the plan for a problem, whatever it asks for."""
+"""Modes: the plan for a problem, be it the best, by a device map, or for the largest that fits."""
 
 from __future__ import annotations
 

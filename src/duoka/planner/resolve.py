@@ -1,4 +1,4 @@
-"""Answer: a problem to its plan, or to what would fit instead."""
+"""Resolving: a request to its plan, or to what would fit instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways out: what would fit where nothing does, each found by the search that would plan it.
+"""Suggestions: what would fit where nothing does, each found by the search that would plan it.
 
 The ways that cost least quality come first: fewer tokens, smaller pieces of the prompt, a smaller
 batch, a cache and weights of fewer bits, weights in the host's memory, another GPU. Two are taken

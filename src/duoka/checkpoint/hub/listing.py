@@ -1,4 +1,4 @@
-"""Listings: the files of a repository at one commit, as the Hub's API tells them, and their hashes.
+"""Listing: the files of a repository at one commit, as the Hub's API tells them, and their hashes.
 
 huggingface_hub compares lengths; a file that another program put into its cache, or that a proxy
 spoilt, is found by its hash. That it was right is remembered.

@@ -1,4 +1,4 @@
-"""Names: "org/name", "org/name@revision"."""
+"""Names of repositories: "org/name", "org/name@revision"."""
 
 from __future__ import annotations
 

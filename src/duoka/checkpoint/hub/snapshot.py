@@ -1,4 +1,4 @@
-"""Snapshots: a repository at one commit, as a folder whose files are fetched when needed."""
+"""Snapshots: a repository at one commit, as a directory whose files are fetched when needed."""
 
 from __future__ import annotations
 

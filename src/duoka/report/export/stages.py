@@ -1,4 +1,4 @@
-"""Pipeline: a plan as stages of whole layers, which is how most tools see a model."""
+"""Stages: a plan as runs of whole layers, which is how most tools see a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streaming: weights that stay in the host's memory, and come to a GPU whenever they are used.
+"""Offloading: weights that stay in the host's memory, and come to a GPU whenever they are used.
 
 The modules of one GPU whose weights are streamed take turns in two buffers there: while one of
 them computes, the next one's weights are copied into the other buffer, on a stream of their own

@@ -1,4 +1,4 @@
-"""Keeping: fused weights in the form that the model has them, for the next load; only when asked.
+"""Weight cache: fused weights as the model has them, for the next load; only when asked.
 
 Published mixtures of experts hold every expert's matrices apart, thousands of small tensors; a
 model has them stacked. What was stacked once can be kept in duoka's cache as safetensors, and is
