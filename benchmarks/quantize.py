@@ -30,13 +30,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from duoka import Checkpoint, Placement, virtual
-from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.models import build
 from duoka.models.conversion import published_tensors
 from duoka.models.quantization import num_bytes, quantize_model
 from duoka.models.text.tokenizer import load_tokenizer
-from duoka.planner.request import PlanProblem
 from duoka.runtime.load import load_weights
 from duoka.tools.bench.quality import Windows, measure_quality
 from duoka.tools.demo.checkpoint import CONFIG, fresh_model, train_vocabulary, write_weights
@@ -204,7 +202,8 @@ def _quality(directory: Path, steps: int, tokens: int) -> None:
     found = measure_quality(
         Checkpoint.open(directory),
         held_out,
-        PlanProblem(fleet=Fleet.parse("virtual:2GiB"), workload=Workload(dtype="float32")),
+        Fleet.parse("virtual:2GiB"),
+        dtype="float32",
         forms=("int8", "int4", "nf4"),
         windows=Windows(context_tokens=256, stride_tokens=128, most_tokens=tokens),
     )

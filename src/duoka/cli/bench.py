@@ -17,7 +17,6 @@ from duoka.base.text import choose
 from duoka.base.units import format_bytes
 from duoka.errors import UsageError
 from duoka.forecast.workload import QUANTIZED, Cache, Quantization
-from duoka.planner.request import PlanProblem
 
 from . import planning
 from .groups import Only, flag, option, with_groups
@@ -149,7 +148,9 @@ def _measure(
         return measure_quality(
             checkpoint,
             file,
-            PlanProblem(fleet=fleet, workload=duoka.Workload(dtype=dtype, cache=cache)),
+            fleet,
+            dtype=dtype,
+            cache=cache,
             forms=forms,
             windows=_resized(windows_for(checkpoint), *sizes),
             progress=say,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,14 +18,13 @@ from duoka import Checkpoint, Fleet, Workload
 from duoka.cli.main import run
 from duoka.errors import UsageError
 from duoka.models.text.tokenizer import load_tokenizer
-from duoka.planner.request import PlanProblem
 from duoka.tools.bench.quality import Windows, measure_quality, windows_for
 from duoka.tools.demo.checkpoint import CONFIG
 
 TEXT = "What is a GPU? Two of them hold what one does not. " * 4
 TINY = {**CONFIG, "hidden_size": 128, "ffn_hidden_size": 192, "num_layers": 2, "seq_length": 256}
 TINY |= {"num_attention_heads": 4, "kv_channels": 32}
-QUESTION = PlanProblem(fleet=Fleet.parse("virtual:64MiB"), workload=Workload())
+FLEET = Fleet.parse("virtual:64MiB")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +57,7 @@ def test_every_token_is_scored_once(context: int, stride: int, num_tokens: int) 
 def test_perplexity_is_that_of_the_whole_text(model: Path, text: Path) -> None:
     checkpoint = Checkpoint.open(model)
     whole = Windows(context_tokens=250, stride_tokens=200)
-    found = measure_quality(checkpoint, text, QUESTION, forms=("int8",), windows=whole)
+    found = measure_quality(checkpoint, text, FLEET, forms=("int8",), windows=whole)
     tokenizer = load_tokenizer(model, checkpoint.config)
     prefix = len(tokenizer.encode(""))
     ids = torch.tensor([tokenizer.encode(TEXT)])
@@ -80,9 +78,8 @@ def test_perplexity_is_that_of_the_whole_text(model: Path, text: Path) -> None:
 @pytest.mark.slow
 def test_a_cache_in_8_bit_is_read_back(model: Path, text: Path) -> None:
     checkpoint = Checkpoint.open(model)
-    cached = replace(QUESTION, workload=Workload(cache="int8"))
     whole = Windows(context_tokens=250, stride_tokens=200)
-    found = measure_quality(checkpoint, text, cached, forms=(), windows=whole)
+    found = measure_quality(checkpoint, text, FLEET, cache="int8", forms=(), windows=whole)
     plain, rounded = found.scores
     assert (plain.cache, rounded.cache) == ("dynamic", "int8")
     assert plain.weight_bytes == rounded.weight_bytes
@@ -121,9 +118,9 @@ def test_texts_that_are_none_are_refused(
     file = tmp_path / "text"
     file.write_bytes(content)
     with pytest.raises(UsageError, match=said):
-        measure_quality(Checkpoint.open(model), file, QUESTION)
+        measure_quality(Checkpoint.open(model), file, FLEET)
     with pytest.raises(UsageError, match="can't be read"):
-        measure_quality(Checkpoint.open(model), tmp_path, QUESTION)
+        measure_quality(Checkpoint.open(model), tmp_path, FLEET)
 
 
 def test_a_text_and_forms_are_looked_at_before_the_model(
@@ -138,4 +135,4 @@ def test_a_text_and_forms_are_looked_at_before_the_model(
         assert run(("bench", *words)) == 2
         assert said in capsys.readouterr().err
     with pytest.raises(UsageError, match="quantize 'auto' is unknown"):
-        measure_quality(Checkpoint.open(model), text, QUESTION, forms=("auto",))
+        measure_quality(Checkpoint.open(model), text, FLEET, forms=("auto",))

@@ -27,10 +27,10 @@ from duoka.base.files import read_text, why
 from duoka.base.text import choose
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import MachineError, UsageError
-from duoka.forecast.workload import QUANTIZED, Cache, Quantization
+from duoka.forecast.workload import QUANTIZED, Cache, Dtype, Quantization, Workload
+from duoka.hardware.fleet import Fleet
 from duoka.models.kv_cache import cache_name, new_cache
 from duoka.models.text.tokenizer import load_tokenizer
-from duoka.planner.request import PlanProblem
 
 CONTEXT_TOKENS = 512
 MOST_TOKENS = 8192
@@ -103,8 +103,10 @@ class Quality:
 def measure_quality(
     checkpoint: Checkpoint,
     file: Path,
-    question: PlanProblem,
+    fleet: Fleet,
     *,
+    dtype: Dtype = "auto",
+    cache: Cache = "dynamic",
     forms: Sequence[Quantization] = ("int8", "int4"),
     windows: Windows | None = None,
     progress: Progress = lambda text: None,
@@ -117,9 +119,11 @@ def measure_quality(
         With weights and a tokenizer.
     file : Path
         A text in UTF-8.
-    question : PlanProblem
-        Its fleet is used, and of its workload the type of the weights; and the cache, "dynamic" or
-        "int8", with which all but the first model are read. With "int8" that model is one of them.
+    fleet : Fleet
+    dtype : {"auto", "float32", "float16", "bfloat16"}
+        The type of the unquantized weights.
+    cache : {"dynamic", "int8"}
+        With which all but the first model are read. With "int8" that model is one of them.
     forms : sequence of {"int8", "int4", "nf4"}
     windows : Windows, optional
         How the text is read; by default as `windows_for` says.
@@ -141,22 +145,20 @@ def measure_quality(
     checkpoint = checkpoint.fetch()
     prefix, ids = _tokens(checkpoint, text, file, windows)
     scores = []
-    cache = question.workload.cache
     first: list[tuple[Quantization, Cache]] = [("none", "dynamic")]
     for form, kind in dict.fromkeys(
         [*first, ("none", cache), *((later, cache) for later in forms)]
     ):
-        work = replace(
-            question.workload,
-            batch=1,
+        workload = Workload(
             prompt_tokens=windows.context_tokens - 1,
             new_tokens=1,
+            dtype=dtype,
             logits="all",
             quantize=form,
             cache=kind,
         )
         progress(f"{_called(form)}: planning and loading")
-        plan = make_plan(checkpoint, question.fleet, work)
+        plan = make_plan(checkpoint, fleet, workload)
         model = load(plan, trust_remote_code=checkpoint.trust_remote_code)
         progress(f"{_called(form)}: reading the text")
         perplexity = _perplexity(model, prefix, ids, windows, kind)
