@@ -272,6 +272,25 @@ print(json.dumps([plan.devices, len(copies.plans), heavy]))
     assert json.loads(done.stdout) == [[*plan.devices], 2, []]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"fleet": 5}, "fleet can't be int"),
+        ({"fleet": None}, "fleet can't be NoneType"),
+        ({"workload": {}}, "workload can't be dict"),
+        ({"constraints": None}, "constraints can't be NoneType"),
+        ({"largest": "x"}, "largest 'x' is unknown"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(wrong: dict[str, Any], message: str) -> None:
+    arguments = {"model": "nowhere", "fleet": TWO, **wrong}
+    with pytest.raises(duoka.errors.UsageError, match=message):
+        duoka.plan(**arguments)
+    if "largest" not in wrong:
+        with pytest.raises(duoka.errors.UsageError, match=message):
+            duoka.plan_replicas(**arguments)
+
+
 def test_the_front_doors_say_what_they_take() -> None:
     for door in (duoka.plan, duoka.plan_replicas, duoka.check):
         kinds = {parameter.kind for parameter in inspect.signature(door).parameters.values()}

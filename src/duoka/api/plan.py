@@ -95,7 +95,7 @@ def plan(
     {'0': 'vgpu:0', '1': 'vgpu:1'}
     """
     request = PlanRequest(
-        workload=workload or Workload(),
+        workload=Workload() if workload is None else workload,
         objective=objective,
         use_all=use_all,
         gpus=fleet if isinstance(fleet, str) else "",
@@ -144,7 +144,7 @@ def plan_replicas(
         If something is demanded that is for one copy alone.
     """
     request = PlanRequest(
-        workload=workload or Workload(),
+        workload=Workload() if workload is None else workload,
         objective=objective,
         use_all=use_all,
         gpus=fleet if isinstance(fleet, str) else "",

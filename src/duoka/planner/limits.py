@@ -10,8 +10,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from duoka.base.text import choose
 from duoka.errors import FleetError, UsageError
 from duoka.forecast.profile import Profile
+from duoka.forecast.workload import Workload
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 from duoka.hardware.host import available_bytes
@@ -19,7 +21,7 @@ from duoka.hardware.host import available_bytes
 from .constraints import Constraints
 from .device_map import DeviceMap, Names, find_device
 from .plan import Plan
-from .request import PlanProblem, PlanRequest
+from .request import LARGEST, PlanProblem, PlanRequest
 from .search import Limits
 
 _RANGE = re.compile(
@@ -51,6 +53,17 @@ def on_fleet(
     request: PlanRequest, fleet: Fleet | str, device_map: DeviceMap | None = None
 ) -> PlanProblem:
     """The request on a fleet, as it is or as `Fleet.parse` reads it."""
+    for what, value, kind in (
+        ("fleet", fleet, Fleet | str),
+        ("workload", request.workload, Workload),
+        ("constraints", request.constraints, Constraints),
+    ):
+        if not isinstance(value, kind):
+            raise UsageError(
+                f"{what} can't be {type(value).__name__}", hint=f"give duoka.{what.title()}(…)"
+            )
+    if request.largest is not None:
+        choose("largest", request.largest, LARGEST)
     fleet = Fleet.parse(fleet) if isinstance(fleet, str) else fleet
     fleet = fleet_for(fleet, device_map, offload=request.constraints.offload)
     return PlanProblem.of(request, usable(fleet, request.constraints), device_map)

@@ -7,7 +7,7 @@ resolved. What the names in it mean for one model and one fleet is found out whe
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from duoka.forecast.costs import ReplayCache
 from duoka.forecast.workload import Workload
@@ -18,6 +18,7 @@ from .device_map import DeviceMap
 from .search import Limits, Objective
 
 Largest = Literal["context", "batch"]
+LARGEST: tuple[Largest, ...] = get_args(Largest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
