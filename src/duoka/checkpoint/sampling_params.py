@@ -84,12 +84,7 @@ class Sampling:
     def recommended(cls, generation_config: Mapping[str, Any] | None, **chosen: Any) -> Sampling:
         """What a checkpoint's ``generation_config.json`` recommends, where nothing was chosen.
 
-        Parameters
-        ----------
-        generation_config : mapping, optional
-            Its content. Values in it that make no sense are not taken.
-        **chosen
-            The fields of `Sampling` that a person chose; None for those that they didn't.
+        Values in it that make no sense are not taken. `chosen` are fields; None is no choice.
         """
         values = dict(generation_config or {})
         overrides = {name: value for name, value in chosen.items() if value is not None}

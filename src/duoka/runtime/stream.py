@@ -64,20 +64,9 @@ class Stop(StoppingCriteria):
 class Stream:
     """An iterator over the pieces of an answer while it is generated.
 
-    Use it as a context manager: leaving the block, by Ctrl-C too, ends the generation.
-
-    Parameters
-    ----------
-    tokenizer : transformers.PreTrainedTokenizerBase
-    stop_ids : container of int
-        Tokens that end an answer and aren't part of it.
-    run : callable
-        Called in a thread with a streamer and a stopping criterion, both for `generate`.
-
-    Attributes
-    ----------
-    num_tokens : int
-        Tokens of the answer so far.
+    Use it as a context manager: leaving the block, by Ctrl-C too, ends the generation. `run` is
+    called in a thread with a streamer and a stopping criterion, both for `generate`; `num_tokens`
+    are those of the answer so far.
     """
 
     def __init__(

@@ -45,12 +45,7 @@ class _Span:
 class Excerpt:
     """Lines around a place, with line numbers; where it can't be read, the place's own text.
 
-    Parameters
-    ----------
-    place : Place
-        It is underlined.
-    marks : sequence of Mark
-        Pieces of it, each with an arrow and a label. Those that stand elsewhere are left out.
+    The place is underlined. Marks are pieces of it; those that stand elsewhere are left out.
     """
 
     def __init__(self, place: Place, marks: Sequence[Mark] = ()) -> None:

@@ -57,42 +57,12 @@ Model = TypeVar("Model", bound=nn.Module)
 def dispatch(
     model: Model, placement: Placement, *, empty: bool = False, offloaded: Sequence[str] = ()
 ) -> Model:
-    """Spread a model over the devices of a placement.
+    """Spread a model over the devices of a placement, which takes the place of an earlier one.
 
-    Dispatching a dispatched model again replaces the earlier placement.
-
-    Parameters
-    ----------
-    model : nn.Module
-        Any module; it is changed in place.
-    placement : Placement
-        A device for every parameter and buffer. A tied parameter has one device under all its
-        names.
-    empty : bool
-        Allow parameters without data (on the meta device); they are allocated, not filled.
-    offloaded : sequence of str
-        Modules of the placement, in the order in which they run, whose weights stay in the host's
-        memory: each is copied to its device, into a buffer that it shares with others, whenever
-        it is called. Such a model can't be trained.
-
-    Returns
-    -------
-    nn.Module
-        The same model.
-
-    Raises
-    ------
-    PlacementError
-        If the placement doesn't name exactly one device for every parameter and buffer; nothing
-        has been moved then.
-    ModelError
-        If parameters have no data and `empty` wasn't asked for; nothing has been moved then.
-
-    Examples
-    --------
-    >>> model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
-    >>> dispatch(model, Placement(entries=(("", "cpu"),))) is model
-    True
+    With `empty`, parameters without data (on the meta device) are allocated, not filled. The
+    weights of `offloaded` modules, in the order in which they run, stay in the host's memory: each
+    is copied to its device, into a buffer that it shares with others, whenever it is called. What
+    is refused (PlacementError, ModelError) is so before anything has been moved.
     """
     devices = devices_by_name(model, placement)
     hosts = on_host(model, devices, offloaded)
