@@ -92,7 +92,9 @@ class PlanOutput:
     def give_replicas(self, copies: Replicas) -> None:
         """Write and show the plans of several copies."""
         if self.save is not None:
-            replicas.save_copies(copies, self.save)
+            files = replicas.files(self.save, len(copies.plans))
+            for plan, file in zip(copies.plans, files, strict=True):
+                planning.save_plan(plan, file)
         if self.json:
             typer.echo(_json(to_dict(copies)))
         else:

@@ -12,7 +12,6 @@ from duoka.base.units import format_bytes
 from duoka.errors import UsageError
 from duoka.planner.replicas import Replicas, format_copies
 
-from .planning import save_plan
 from .terminal import stdout
 
 
@@ -33,12 +32,6 @@ def files(save: Path, number: int) -> list[Path]:
     return [
         save.with_name(f"{save.stem}-{index + 1:0{width}d}{save.suffix}") for index in range(number)
     ]
-
-
-def save_copies(copies: Replicas, save: Path) -> None:
-    """Keep each plan in a file of its own, and say so."""
-    for plan, file in zip(copies.plans, files(save, len(copies.plans)), strict=True):
-        save_plan(plan, file)
 
 
 def show_copies(copies: Replicas) -> None:

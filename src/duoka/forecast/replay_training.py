@@ -45,7 +45,8 @@ class TrainingReplay(Replay):
         self.training: Training = workload.training
         self.place = place
         super().__init__(profile, workload)
-        self._ended_by = dict(self._ends())
+        # The block whose backward pass ends what a forward pass made.
+        self.ended_by = dict(self._ends())
 
     @property
     def in_flight(self) -> int:
@@ -56,10 +57,6 @@ class TrainingReplay(Replay):
         """The passes of a step of training, each with how often it runs."""
         number = self.training.micro_batches
         return list(zip(self.steps, (float(number), 1.0, number - 1.0), strict=True))
-
-    def ended_by(self, key: Key) -> int | None:
-        """The block whose backward pass ends what a forward pass made; None if none does."""
-        return self._ended_by.get(key)
 
     def first_number(self, block: int, step: int) -> int:
         """The number of the first allocation in a block's tape."""
@@ -189,7 +186,7 @@ class _TrainingRun(StageRun):
         for key in list(compiler.alive):
             # What only others hold for their backward pass is gone from its own device, and so is a
             # copy that was only on its way.
-            holder = replay.ended_by(key)
+            holder = replay.ended_by.get(key)
             ends_here = holder is None if key[0] in num_kept else key in inputs
             if not ends_here and holder not in num_kept:
                 compiler.release(key)

@@ -192,11 +192,6 @@ class End:
     product: str = ""
 
 
-def for_driver(driver: str) -> Calibration:
-    """What was measured under a version of the driver."""
-    return NOTHING if is_empty() else find(driver)
-
-
 def for_this_driver() -> Calibration:
     """What was measured under this machine's driver; nothing where there is none."""
     if is_empty():

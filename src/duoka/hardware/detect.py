@@ -101,7 +101,7 @@ def is_detected(text: str) -> bool:
 def detect(which: str | None = None) -> Found:
     """The GPUs of this machine."""
     machine = nvml.read()
-    known = calibration.for_driver(machine.driver_version)
+    known = calibration.find(machine.driver_version)
     view = _View(machine, _visible(machine), known)
     chosen = view.usable() if which is None else view.choose(which)
     names = [view.torch_name(part) for part in chosen]
