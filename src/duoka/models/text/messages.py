@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from duoka.errors import UsageError
+from duoka.base.serialization import parse_json_object
+from duoka.errors import FormatError, UsageError
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -133,33 +134,9 @@ def parse_json_call(metadata: str, content: str) -> ToolCall | None:
     if len(content) > _MAX_CHARACTERS or not _NAME.fullmatch(name):
         return None
     try:
-        arguments = json.loads(
-            content,
-            object_pairs_hook=_distinct,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
-        )
-    except (ValueError, RecursionError):
+        return ToolCall(name=name, arguments=parse_json_object(content, "the call"))
+    except FormatError:
         return None
-    return ToolCall(name=name, arguments=arguments) if isinstance(arguments, dict) else None
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    distinct = dict(pairs)
-    if len(distinct) != len(pairs):
-        raise ValueError("a repeated key")
-    return distinct
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError("a number without end")
-    return number
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 def write_python_call(call: ToolCall) -> str:
