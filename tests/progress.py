@@ -6,8 +6,9 @@ import re
 
 PROGRESS = re.compile(
     r"^(reading the checkpoint|importing torch|planning|looking for what would fit instead"
-    r"|tracing \S+ \(once; the next plan takes a second\)|running the model on virtual GPUs"
-    r"|proving the plan on virtual GPUs|reading the weights|repairing, and proving it)\n",
+    r"|tracing \S+( with [\w ]+)? \(once; the next plan takes a second\)"
+    r"|running the model on virtual GPUs|proving the plan on virtual GPUs|reading the weights"
+    r"|repairing, and proving it)\n",
     re.MULTILINE,
 )
 

@@ -153,7 +153,6 @@ def _measure(
             cache=cache,
             forms=forms,
             windows=_resized(windows_for(checkpoint), *sizes),
-            progress=say,
         )
 
 

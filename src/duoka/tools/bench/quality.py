@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from duoka.api.load import load
 from duoka.api.plan import plan as make_plan
 from duoka.base.files import read_text, why
+from duoka.base.progress import say
 from duoka.base.text import choose
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import MachineError, UsageError
@@ -38,9 +39,6 @@ _MOST_BYTES = 64 * 2**20
 _FEWEST_TOKENS = 16
 _STEP_TOKENS = 32  # of a window, where a cache is measured
 _ROWS = 64  # logits in float32 at a time
-
-Progress = Callable[[str], None]
-"""Called with what is being done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +107,6 @@ def measure_quality(
     cache: Cache = "dynamic",
     forms: Sequence[Quantization] = ("int8", "int4"),
     windows: Windows | None = None,
-    progress: Progress = lambda text: None,
 ) -> Quality:
     """Measure a model's perplexity on a text, unquantized and in other forms.
 
@@ -127,7 +124,6 @@ def measure_quality(
     forms : sequence of {"int8", "int4", "nf4"}
     windows : Windows, optional
         How the text is read; by default as `windows_for` says.
-    progress : callable
 
     Raises
     ------
@@ -157,10 +153,10 @@ def measure_quality(
             quantize=form,
             cache=kind,
         )
-        progress(f"{_called(form)}: planning and loading")
+        say(f"{_called(form)}: planning and loading")
         plan = make_plan(checkpoint, fleet, workload)
         model = load(plan, trust_remote_code=checkpoint.trust_remote_code)
-        progress(f"{_called(form)}: reading the text")
+        say(f"{_called(form)}: reading the text")
         perplexity = _perplexity(model, prefix, ids, windows, kind)
         del model
         gc.collect()
