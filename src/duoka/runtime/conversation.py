@@ -14,20 +14,8 @@ from .generate import Generator
 class Conversation:
     """Questions and answers with one model, each with those before it as its context.
 
-    When the history no longer fits the planned prompt, the oldest rounds are left out of it; a
-    system's message stays.
-
-    Parameters
-    ----------
-    generator : Generator
-    sampling : Sampling, optional
-    system : str, optional
-        What the model is told before the first question.
-
-    Attributes
-    ----------
-    num_forgotten : int
-        Rounds that were left out for lack of room.
+    When the history no longer fits the planned prompt, the oldest rounds are left out of it, as
+    many as `num_forgotten`; a system's message, told before the first question, stays.
     """
 
     def __init__(

@@ -47,16 +47,8 @@ class Answer:
 class Generator:
     """A loaded model with its tokenizer and prompt format, within the limits of a workload.
 
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        Loaded, on whatever devices.
-    tokenizer : transformers.PreTrainedTokenizerBase
-    chat : ChatFormat
-        How the model is talked to.
-    workload : Workload
-        What was planned. Longer prompts, larger batches and longer answers are refused: the
-        memory for them wasn't planned.
+    Longer prompts, larger batches and longer answers than the workload's are refused: the memory
+    for them wasn't planned.
     """
 
     def __init__(
