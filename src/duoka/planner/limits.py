@@ -99,7 +99,7 @@ class _Reader:
                 if devices.setdefault(place, device) != device:
                     raise UsageError(
                         f"{name} is to be on {fleet.names[device]}, and {said[place]}, which is "
-                        f"{self._why_same(name, block)}, on {fleet.names[devices[place]]}",
+                        f"{self._why_same(block)}, on {fleet.names[devices[place]]}",
                         hint="pin one of the two",
                     )
                 said.setdefault(place, name)
@@ -180,7 +180,7 @@ class _Reader:
             block = partner
         return block
 
-    def _why_same(self, name: str, block: int) -> str:
+    def _why_same(self, block: int) -> str:
         tied = self._profile.blocks[block].tied_to is not None
         return "tied to it" if tied else "of the same block"
 
