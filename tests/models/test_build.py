@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +52,10 @@ def test_ties_are_kept() -> None:
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def test_full_size_is_quick(published_data: Path) -> None:
+def test_full_size_takes_no_memory(published_data: Path) -> None:
     config = json.loads((published_data / "configs" / "glm-4-9b-chat.json").read_text())
-    build(config)  # imports, once
-    start = time.process_time()
     model = build(config)
-    assert time.process_time() - start < 0.5
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert sum(parameter.numel() for parameter in model.parameters()) == 9_399_951_360
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert not model.training
