@@ -184,10 +184,16 @@ def test_an_auto_map_that_is_none(auto_map: Any, tmp_path: Path) -> None:
         build({"model_type": "x", "auto_map": auto_map}, trust_remote_code=tmp_path)
 
 
-@pytest.mark.parametrize("model_type", ["x" * 101, "a b", "", 3, None, "\x1b[2J"])
+@pytest.mark.parametrize("model_type", ["x" * 101, "a b", "", 3, "\x1b[2J"])
 def test_a_model_type_that_is_no_name(model_type: Any) -> None:
     with pytest.raises(ModelError, match="which is no name"):
         build({"model_type": model_type})
+
+
+def test_a_config_without_a_model_type() -> None:
+    with pytest.raises(ModelError, match="has no model_type") as caught:
+        build({"hidden_size": 8})
+    assert caught.value.hint is not None
 
 
 def test_remote_code_only_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ class PlanOptions:
     context: str | None = _plan(
         "TOKENS",
         "Tokens of a sequence in all, prompt and answer: 8192 or 8K. By default 4K, or the "
-        "model's limit if that is lower.",
+        "model's limit if that is lower; of duoka bench 512.",
     )
     new_tokens: str | None = _plan(
         "TOKENS",

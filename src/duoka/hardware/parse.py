@@ -333,7 +333,9 @@ def _max_memory_name(key: object) -> str:
     if text == "cpu":
         return text
     if text == "disk":
-        raise FleetError("max_memory names disk, and duoka doesn't offload", hint="leave it out")
+        raise FleetError(
+            "max_memory names disk, and duoka doesn't offload to a disk", hint="leave it out"
+        )
     raise FleetError(f"max_memory names {text[:60]!r}, which is no device", hint=_MAX_MEMORY_FORM)
 
 

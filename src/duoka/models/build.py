@@ -88,7 +88,10 @@ def resolve(
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not _MODEL_TYPE.fullmatch(model_type):
         raise ModelError(
-            f"the configuration's model_type is {str(model_type)[:60]!a}, which is no name"
+            "the configuration has no model_type"
+            if model_type is None
+            else f"the configuration's model_type is {str(model_type)[:60]!a}, which is no name",
+            hint="give a config.json as transformers writes it, or as the model was published with",
         )
     if "quantization_config" in config:
         raise ModelError("quantized checkpoints are not supported", hint="use the 16-bit weights")
@@ -118,7 +121,7 @@ def _unknown(model_type: str, *, has_code: bool) -> ModelError:
     return ModelError(
         f"model_type {model_type!r} is neither one of duoka's families nor known to "
         f"transformers {transformers.__version__}",
-        hint="; ".join(hints) or None,
+        hint="; ".join(hints) or "a newer transformers may know it",
     )
 
 

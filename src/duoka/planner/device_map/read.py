@@ -28,7 +28,7 @@ _KINDS = {
     "bool": "true or false",
     "float": "a fraction",
 }
-_NO_OFFLOAD = "duoka doesn't offload; name a GPU, or cpu to compute there"
+_NO_OFFLOAD = "duoka doesn't offload to a disk; name a GPU, or cpu to compute there"
 
 
 @dataclass(frozen=True, slots=True)
