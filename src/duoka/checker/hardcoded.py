@@ -16,7 +16,8 @@ from unittest import mock
 
 import torch
 
-from duoka.virtual import active_world
+from duoka.virtual import active_world, is_virtual, virtual_device
+from duoka.virtual import device_type as virtual_type
 
 from .source_map import is_installed
 
@@ -79,12 +80,12 @@ def _is_cuda(value: Any) -> bool:
 def _virtual(device: Any, current: CurrentDevice) -> torch.device:
     index = current.number(device)
     active_world().gpu(index)  # fails as CUDA does if there is no such GPU
-    return torch.device("vgpu", index)
+    return virtual_device(index)
 
 
 def seen_as_cuda(device: torch.device) -> torch.device:
     """A virtual GPU as people's own code sees it; other devices as they are."""
-    if device.type != "vgpu":
+    if not is_virtual(device):
         return device
     return _seen.setdefault(device.index, torch.device("cuda", device.index))
 
@@ -126,7 +127,7 @@ class CurrentDevice:
 def virtual_cuda(num_gpus: int) -> Iterator[CurrentDevice]:
     """Let people's own code find that many virtual GPUs in `torch.cuda` inside the scope."""
     current = CurrentDevice()
-    vgpu = torch.get_device_module("vgpu")
+    vgpu = torch.get_device_module(virtual_type())
     answers: dict[str, Callable[..., Any]] = {name: getattr(vgpu, name) for name in _OF_ALL}
     for name in _OF_ONE:
         answers[name] = partial(_of_one, getattr(vgpu, name), current)
@@ -148,8 +149,8 @@ _start_autocast = torch.autocast.__init__
 
 def _autocast(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
     """Begin a scope of autocast; that of CUDA is the virtual GPUs'."""
-    device_type = "vgpu" if device_type == "cuda" else device_type
-    _start_autocast(self, device_type, *args, **kwargs)
+    kind = virtual_type() if device_type == "cuda" else device_type
+    _start_autocast(self, kind, *args, **kwargs)
 
 
 def _of_one(answer: Callable[..., Any], current: CurrentDevice, device: Any = None) -> Any:

@@ -29,7 +29,7 @@ Path = tuple[int | str, ...]
 _MOST_OPERANDS = 8
 _METHOD = "torch.Tensor."
 _SAME_DEVICE = "same device"
-_DEVICE = re.compile(r"\bvgpu:\d+\b|\bcpu\b")
+_DEVICE = re.compile(r"\b(?:vgpu|privateuseone):\d+\b|\bcpu\b")
 
 
 class MixedCall:

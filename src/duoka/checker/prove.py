@@ -30,7 +30,7 @@ from .source_map import place_of, raised_in
 def prove(plan: Plan, model: PreTrainedModel) -> tuple[PeakMemory, ...]:
     """Run a plan on virtual GPUs that have its devices' budgets."""
     if plan.workload.training is not None:
-        return _prove_training(plan, model)
+        return virtual.apart(_prove_training, plan, model)
     prompts = prompts_for(model, plan.workload.conditions)
     with torch.no_grad():
         return _measured(plan, model, partial(_run, model, plan.workload, prompts), plan.devices)
@@ -46,7 +46,7 @@ def _prove_training(plan: Plan, model: PreTrainedModel) -> tuple[PeakMemory, ...
     for limit in sorted(set(flying)):
         copied = copy.deepcopy(model)
         stages = [name for name, number in zip(names, flying, strict=True) if number == limit]
-        learner = Learner(copied, workload, torch.device("vgpu:0"))
+        learner = Learner(copied, workload, virtual.virtual_device(0))
         measured = _measured(plan, copied, partial(learner.run, in_flight=limit), stages)
         by_device |= {peak.device: peak for peak in measured}
     return tuple(by_device[name] for name in names)
@@ -57,10 +57,10 @@ def _measured(
 ) -> tuple[PeakMemory, ...]:
     """Run a model where a plan puts it; what the devices measure that have their budgets."""
     names = plan.devices
-    virtual_name = {name: f"vgpu:{index}" for index, name in enumerate(names)}
+    virtual_name = {name: str(virtual.virtual_device(index)) for index, name in enumerate(names)}
     budgets = {name: plan.fleet.device(name).budget_bytes for name in limited}
     entries = tuple((module, virtual_name[name]) for module, name in plan.placement.entries)
-    with virtual.gpus([budgets.get(name) for name in names], data="meta") as world:
+    with virtual.unnamed_gpus([budgets.get(name) for name in names], data="meta") as world:
         try:
             dispatch(model, Placement(entries=entries), empty=True, offloaded=plan.offloaded)
             run()
@@ -88,7 +88,7 @@ def _measured(
 
 def _run(model: PreTrainedModel, workload: Workload, prompts: ImagePrompts | None) -> None:
     """The prompt, and decode steps after it."""
-    stepper = Stepper.of(model, workload, torch.device("vgpu:0"), prompts)
+    stepper = Stepper.of(model, workload, virtual.virtual_device(0), prompts)
     stepper.run(workload, decode_steps=0)
     for phase, tokens in decode_phases(workload.new_tokens - 1):
         advance = stepper.lengthen if phase == BETWEEN else stepper.step
@@ -107,4 +107,5 @@ def _where(error: BaseException) -> str:
 def _renamed(message: str, names: tuple[str, ...]) -> str:
     """The message with the plan's devices in place of the virtual ones it was proved on."""
     # In one pass: the plan's devices may be virtual ones too, numbered in another order.
+    message = virtual.spoken(message)
     return re.sub(r"(vgpu:|\bGPU )(\d+)", lambda match: names[int(match[2])], message)

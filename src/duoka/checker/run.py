@@ -39,16 +39,20 @@ REAL_BYTES = 2**30
 def check_subject(subject: Subject) -> Report:
     """Run a subject on virtual GPUs, going on after each fault, and say what was found."""
     started = time.perf_counter()
-    virtual.register()
     forget_sources()
     _refuse_scripted(subject)
+    report = virtual.apart(_run, subject)
+    return replace(report, seconds=time.perf_counter() - started, subject=subject)
+
+
+def _run(subject: Subject) -> Report:
     # Not within a caller's inference mode, whose tensors have no history.
     with random_state_kept(), torch.inference_mode(False):
         report = Run(subject, "meta").report()
         # Code that reads values, or an operation without a shape rule, may run with real numbers.
         if report.stop is not None and num_bytes(subject.model) <= REAL_BYTES:
             report = _further(report, Run(subject, "cpu").report())
-    return replace(report, seconds=time.perf_counter() - started, subject=subject)
+    return report
 
 
 def _refuse_scripted(subject: Subject) -> None:
@@ -116,7 +120,10 @@ class Run(StepListener):
         """Run, and say what was found."""
         first = self._find_first()
         model = self.subject.model
-        with globals_restored(model), virtual.gpus(self._capacities, data=self.data) as world:
+        with (
+            globals_restored(model),
+            virtual.unnamed_gpus(self._capacities, data=self.data) as world,
+        ):
             for gpu in world.gpus:
                 gpu.refuses = False
             names = self._names()
@@ -151,13 +158,13 @@ class Run(StepListener):
 
     def _names(self) -> ReportNames:
         devices = {
-            torch.device("vgpu", index): f"{self._prefix}:{index}"
+            virtual.virtual_device(index): f"{self._prefix}:{index}"
             for index in range(self._num_gpus)
         }
         return ReportNames(devices, module_names(self.subject.model), self._num_placed)
 
     def _device(self, name: str) -> torch.device:
-        return torch.device("cpu") if name == "cpu" else torch.device("vgpu", _number(name))
+        return torch.device("cpu") if name == "cpu" else virtual.virtual_device(_number(name))
 
     @contextmanager
     def _on_devices(self) -> Iterator[None]:
@@ -189,7 +196,7 @@ class Run(StepListener):
             entered.append(device)
             raise _FirstFound
 
-        world = virtual.gpus([None] * self._num_gpus, data=self.data)
+        world = virtual.unnamed_gpus([None] * self._num_gpus, data=self.data)
         with globals_restored(subject.model), world, self._on_devices():
             placed = self._placed()
             placed.pop(subject.model, None)

@@ -267,12 +267,13 @@ def _num_tokens(model: PreTrainedModel, size: Size) -> int:
     names = inspect.signature(owner.get_image_features).parameters
     snapshot = Snapshot(model)
     # One virtual GPU: model code that mixes devices is for the check itself to find.
-    with virtual.gpus([None], data="meta"), torch.no_grad():
+    device = virtual.virtual_device(0)
+    with virtual.unnamed_gpus([None], data="meta"), torch.no_grad():
         try:
-            place(model, Placement(entries=(("", "vgpu:0"),)))
+            place(model, Placement(entries=(("", str(device)),)))
             if "pixel_values_images" in pictures:
                 pictures["pixel_values"] = pictures["pixel_values_images"]
-            inputs = {key: value.to("vgpu:0") for key, value in pictures.items() if key in names}
+            inputs = {key: value.to(device) for key, value in pictures.items() if key in names}
             return sum(part.numel() // part.shape[-1] for part in _features(owner, inputs))
         finally:
             snapshot.restore()

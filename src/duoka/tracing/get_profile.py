@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from duoka import virtual
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import UsageError
@@ -71,7 +72,7 @@ def _trace(
 ) -> tuple[Profile, bool]:
     """Trace for every workload where rules hold, which the second result says, or for this one."""
     if workload.training is not None:
-        return profile_training(build, spec, workload)
+        return virtual.apart(profile_training, build, spec, workload)
     with suppress(Irregular):
         profile = trace(build(), spec)
         if profile.answers(workload.batch):

@@ -5,6 +5,7 @@ A model is whole on one virtual GPU. Nothing is known here of several, nor of bu
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -135,7 +136,8 @@ def running(model: nn.Module) -> Iterator[None]:
     except FAILURES as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise ModelError(
-            f"{type(model).__name__} can't be traced: {type(error).__name__}: {error} "
+            f"{type(model).__name__} can't be traced: {type(error).__name__}: "
+            f"{virtual.spoken(str(error))} "
             f"({last.filename}:{last.lineno})",
             hint="give example inputs that it accepts: duoka.plan(model, fleet, inputs=…)",
         ) from error
@@ -146,13 +148,24 @@ def whole(model: nn.Module) -> Iterator[torch.device]:
     """Put a model whole on one virtual GPU without data and without limit."""
     if next(model.parameters(), None) is None:
         raise ModelError(f"{type(model).__name__} has no parameters to place")
-    with virtual.gpus([None], data="meta"), torch.no_grad(), _one_thread():
-        place(model, Placement(entries=(("", "vgpu:0"),)))
+    device = virtual.virtual_device(0)
+    with virtual.unnamed_gpus([None], data="meta"), torch.no_grad(), _one_thread():
+        place(model, Placement(entries=(("", str(device)),)))
         _forget_values(model)
-        yield torch.device("vgpu:0")
+        yield device
 
 
 _TRACING = RLock()
+
+
+def _unlock() -> None:
+    """In a fork (`virtual.apart`) nobody is there who could."""
+    global _TRACING
+    _TRACING = RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock)
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 Nothing happens on import: the backend is registered with torch on the first `set_gpus` or `gpus`.
 
-- `backend`, `device_module`: the device as torch knows it
+- `backend`, `naming`, `device_module`: the device as torch knows it
+- `apart`: backward on virtual GPUs, where CUDA is there too
 - `world`: the GPUs of a world, their memory and what it refuses
 - `tensor`, `factories`, `transfers`: tensors, made and moved
 - `operators`, `op_call`, `autocast`: every operation: what it takes, gives and charges
@@ -11,9 +12,11 @@ Nothing happens on import: the backend is registered with torch on the first `se
 - `faults`: what CUDA refuses; `threads`: backward's threads
 """
 
-from .backend import gpus, register, set_gpus
+from .apart import apart
+from .backend import gpus, register, set_gpus, unnamed_gpus
 from .faults import MixedDevicesError
 from .known_values import UnknownValueError
+from .naming import device_type, is_virtual, spoken, virtual_device
 from .tensor import VirtualTensor
 from .world import Gpu, Listener, World, active_world, carry_over, observe, settled_by
 
@@ -25,10 +28,16 @@ __all__ = [
     "VirtualTensor",
     "World",
     "active_world",
+    "apart",
     "carry_over",
+    "device_type",
     "gpus",
+    "is_virtual",
     "observe",
     "register",
     "set_gpus",
     "settled_by",
+    "spoken",
+    "unnamed_gpus",
+    "virtual_device",
 ]

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from .naming import PLACE, is_virtual
+
 _KEY = "AutocastPrivateUse1"
 _LOWER = (
     "_convolution", "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul",
@@ -45,7 +47,7 @@ def _overload(name: str) -> Any:
 def _is_castable(value: Any) -> bool:
     return (
         isinstance(value, torch.Tensor)
-        and value.device.type == "vgpu"
+        and is_virtual(value.device)
         and value.is_floating_point()
         and value.dtype != torch.float64
     )
@@ -68,7 +70,7 @@ def _castables(values: Any) -> list[torch.Tensor]:
 
 
 def _widest(args: tuple[Any, ...]) -> torch.dtype:
-    dtype = torch.get_autocast_dtype("vgpu")
+    dtype = torch.get_autocast_dtype(PLACE)
     for tensor in _castables(args):
         if tensor.dtype == torch.float32:
             dtype = torch.float32
@@ -83,7 +85,7 @@ def _casting(name: str, policy: str) -> Any:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if policy == "lower":
-            dtype = torch.get_autocast_dtype("vgpu")
+            dtype = torch.get_autocast_dtype(PLACE)
         else:
             dtype = torch.float32 if policy == "full" else _widest(args)
         with torch._C._ExcludeDispatchKeyGuard(excluded):

@@ -1,4 +1,4 @@
-"""Registration of the ``vgpu`` device with torch: once per process, on first use."""
+"""Registration of virtual GPUs with torch: once per process, on first use."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from . import (
     tensor,
     transfers,
 )
-from .threads import arm
+from .naming import NAME, PLACE
+from .threads import arm, armed
 from .world import World, set_process_world, use_world
 
-NAME = "vgpu"
 TESTED_TORCH = ("2.11", "2.13")
 _NEEDED = (
     "torch.utils.backend_registration._setup_privateuseone_for_python_backend",
     "torch.Tensor._make_wrapper_subclass",
     "torch._C._set_only_lift_cpu_tensors",
     "torch._C._set_multithreading_enabled",
+    "torch._C._is_multithreading_enabled",
+    "torch._C._only_lift_cpu_tensors",
     "torch._C._dispatch_has_kernel_for_dispatch_key",
     "torch._C._disabled_torch_function_impl",
     "torch._C._get_privateuse1_backend_name",
@@ -73,6 +75,8 @@ def set_gpus(capacities_bytes: Sequence[int | None], *, data: str = "cpu") -> Wo
     (12.0, 512)
     """
     register()
+    give_name()
+    arm()
     world = _world(capacities_bytes, data)
     set_process_world(world)
     return world
@@ -90,7 +94,19 @@ def gpus(capacities_bytes: Sequence[int | None], *, data: str = "cpu") -> Iterat
     True
     """
     register()
-    with use_world(_world(capacities_bytes, data)) as world:
+    give_name()
+    with armed(), use_world(_world(capacities_bytes, data)) as world:
+        yield world
+
+
+@contextmanager
+def unnamed_gpus(capacities_bytes: Sequence[int | None], *, data: str = "cpu") -> Iterator[World]:
+    """Use virtual GPUs as `gpus` does, and leave the process fit for CUDA: see `naming`.
+
+    Their devices are had from `virtual_device`, since torch may not know the name.
+    """
+    register()
+    with armed(), use_world(_world(capacities_bytes, data)) as world:
         yield world
 
 
@@ -106,14 +122,23 @@ def _world(capacities_bytes: Sequence[int | None], data: str) -> World:
 
 
 def register() -> None:
-    """Give torch the ``vgpu`` device, if it hasn't it yet, and arm the calling thread."""
+    """Give torch virtual GPUs, if it hasn't them yet; they have no name of their own."""
     global _registered
     with _lock:
         if not _registered:
             _check_torch()
             _register()
             _registered = True
-    arm()
+
+
+def give_name() -> None:
+    """Call virtual GPUs ``vgpu``, and make them torch's accelerator: see `naming`."""
+    with _lock:
+        if torch._C._get_privateuse1_backend_name() == NAME:
+            return
+        backend_registration.rename_privateuse1_backend(NAME)
+        backend_registration.generate_methods_for_privateuse1_backend()
+        torch._register_device_module(NAME, device_module)
 
 
 def _check_torch() -> None:
@@ -124,7 +149,7 @@ def _check_torch() -> None:
             hint=f"virtual GPUs are tested with torch {' and '.join(TESTED_TORCH)}",
         )
     holder = torch._C._get_privateuse1_backend_name()
-    if holder != "privateuseone":
+    if holder != PLACE:
         raise VirtualDeviceError(
             f"the backend {holder!r} holds torch's one place for additional devices",
             hint="start a process without it to use virtual GPUs",
@@ -141,7 +166,7 @@ def _exists(path: str) -> bool:
 
 
 def _register() -> None:
-    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=device_module)
+    backend_registration._setup_privateuseone_for_python_backend(backend_module=device_module)
     tensor.install_operators(operators.run)
     for module in (transfers, tensor, factories, cuda_only, attention, autocast):
         module.install()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .naming import is_virtual
 from .world import active_world, num_gpus, thread
 
 
@@ -19,7 +20,7 @@ def _index(device: Any = None) -> int:
     if isinstance(device, int):
         return device
     device = torch.device(device)
-    if device.type != "vgpu":
+    if not is_virtual(device):
         raise ValueError(f"expected a vgpu device, but got: {device}")
     return thread.current_index if device.index is None else int(device.index)
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from duoka.errors import VirtualDeviceError
+
 from . import known_values, op_call
 from .faults import MixedDevicesError
 from .tensor import VirtualTensor, place, resync, wrap
@@ -64,15 +66,25 @@ def with_failures(engine: Callable[..., Any]) -> Callable[..., Any]:
         thread.failure = None  # one of an earlier run, which code in it went on after
         try:
             return engine(*args, **kwargs)
-        except RuntimeError:
+        except RuntimeError as error:
             failure = thread.failure
-            if failure is None:
-                raise
-            raise failure from None
+            if failure is not None:
+                raise failure from None
+            if "fork-based" in str(error):  # see `apart`
+                raise _too_late() from error
+            raise
         finally:
             thread.failure = None
 
     return run_backward
+
+
+def _too_late() -> VirtualDeviceError:
+    return VirtualDeviceError(
+        "beside CUDA, backward on virtual GPUs runs in a fork of this process, and no fork can do "
+        "backward once this process has done it on CUDA",
+        hint="plan and check before you train, or in another process: duoka plan, duoka check",
+    )
 
 
 def make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from duoka.errors import VirtualDeviceError
 
+from .naming import NAME, PLACE
 from .threads import arm
 from .world import Block, Gpu, blocks_by_storage, thread
 
@@ -312,7 +313,7 @@ class RestoredStorage(torch.UntypedStorage):
 
 
 def _restore(storage: Any, location: str) -> Any:
-    if not location.startswith("vgpu"):
+    if not location.startswith((NAME, PLACE)):
         return None
     # The class is exchanged, not the object: the bytes aren't copied.
     storage.__class__ = RestoredStorage

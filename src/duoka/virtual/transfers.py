@@ -9,6 +9,7 @@ import torch
 from duoka.errors import VirtualDeviceError
 
 from . import known_values, op_call
+from .naming import is_virtual
 from .operators import handlers
 from .tensor import RestoredStorage, VirtualTensor, place, resync
 from .world import Gpu, active_world, thread
@@ -50,7 +51,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     backing = plain.args[0]
     options = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
     device = kwargs.get("device")
-    if device is not None and device.type != "vgpu":
+    if device is not None and not is_virtual(device):
         if backing.is_meta and device.type != "meta":
             raise known_values.unknown_value(f"a copy of {tuple(tensor.shape)} to {device}")
         return func(backing, device=device, **options)
@@ -86,7 +87,7 @@ def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plain, gpu = op_call.unwrap(func, args, kwargs)
     options = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
     device = kwargs.get("device")
-    if device is not None and device.type != "vgpu":
+    if device is not None and not is_virtual(device):
         return func(*plain.args, device=device, **options)
     target = gpu_of(device, gpu)
     if not target.meta:

@@ -23,6 +23,8 @@ from duoka.base.units import format_bytes
 from duoka.errors import VirtualDeviceError
 from duoka.forecast.allocator import Allocation, CachingAllocator, OutOfCapacity
 
+from .naming import virtual_device
+
 UNLIMITED_BYTES = 2**50
 """What `mem_get_info` reports as the memory of a GPU without a capacity."""
 
@@ -89,7 +91,7 @@ class Gpu:
         self.data = data
         self.data_device = torch.device(data)
         self.meta = data == "meta"
-        self.device = torch.device("vgpu", index)
+        self.device = virtual_device(index)
         self.world = world
         self.refuses = True
         self.overflowed = False

@@ -1,0 +1,86 @@
+"""What does backward on virtual GPUs, beside CUDA: in a process of its own.
+
+Autograd knows one accelerator in a process and asserts that its tensors are on it: either CUDA or
+virtual GPUs can do backward, and which is decided for good (see `naming`). So where CUDA is there,
+backward on virtual GPUs runs in a fork of this process, which is thrown away.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import signal
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from duoka.errors import VirtualDeviceError
+
+from .backend import give_name, register
+from .naming import NAME, device_type
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+
+def apart(
+    function: Callable[_Given, _Result], *args: _Given.args, **kwargs: _Given.kwargs
+) -> _Result:
+    """Call a function in which virtual GPUs can do backward, and leave CUDA's backward as it is.
+
+    What it returns or raises must be picklable; all else that it changes may stay as it was.
+    """
+    register()
+    accelerator = torch.accelerator.current_accelerator()
+    # Windows has CUDA and can't fork: there it is virtual GPUs or CUDA in a process.
+    can_fork = "fork" in multiprocessing.get_all_start_methods()
+    if accelerator is None or accelerator.type in (NAME, device_type()) or not can_fork:
+        give_name()
+        return function(*args, **kwargs)
+    context: Any = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    child = context.Process(target=_answer, args=(writer, function, args, kwargs))
+    with warnings.catch_warnings():
+        # Of the threads that aren't in the fork none is needed there: see `_answer`.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child.start()
+    writer.close()
+    try:
+        result, error = pickle.loads(reader.recv_bytes())
+    except EOFError:
+        child.join()
+        raise VirtualDeviceError(
+            "the process that ran the model on virtual GPUs ended before it was done: exit code "
+            f"{child.exitcode}",
+            hint="a code of -9 often says that the machine was short of memory",
+        ) from None
+    finally:
+        child.kill()
+        child.join()
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
+
+
+def _answer(writer: Connection, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends this
+    # Kernels that wait for the threads of the parent's would wait forever.
+    torch.set_num_threads(1)
+    give_name()
+    try:
+        answer = pickle.dumps((function(*args, **kwargs), None))
+    except Exception as error:
+        answer = pickle.dumps((None, _portable(error)))
+    writer.send_bytes(answer)
+
+
+def _portable(error: Exception) -> Exception:
+    """An error that can be read where it is sent, which some can't."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,36 @@
+"""What torch calls virtual GPUs: ``privateuseone:0``, or ``vgpu:0`` once somebody wants the name.
+
+torch keeps one place for devices that it doesn't know. To name that place makes it torch's
+accelerator for the rest of the process, even beside CUDA: backward on CUDA then fails, and memory
+is no longer pinned. So the name is given only to those who ask for virtual GPUs by it; what duoka
+runs for its own purposes, in a process that is to use CUDA afterwards, does without.
+"""
+
+from __future__ import annotations
+
+import torch
+
+PLACE = "privateuseone"
+"""torch's name for the place, which it understands even when the place has another."""
+
+NAME = "vgpu"
+
+
+def virtual_device(index: int) -> torch.device:
+    """Return the device that is a virtual GPU of this number."""
+    return torch.device(PLACE, index)
+
+
+def is_virtual(device: torch.device) -> bool:
+    """Say whether a device is a virtual GPU."""
+    return device.type in (PLACE, NAME)
+
+
+def device_type() -> str:
+    """Return the type of a virtual GPU's device, as it is called in this process now."""
+    return virtual_device(0).type
+
+
+def spoken(text: str) -> str:
+    """Let a text that torch wrote call virtual GPUs as people do."""
+    return text.replace(PLACE, NAME)
