@@ -18,7 +18,8 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from mmap import PAGESIZE
 from typing import Any
 
 import torch
@@ -340,22 +341,43 @@ class Pinned:
     """
 
     def __init__(self, device: torch.device, tensors: Sequence[Tensor]) -> None:
+        self._addresses: list[int] = []
         self._tensors: list[Tensor] = []  # held, since memory must not be given back while pinned
         if device.type != "cuda":
             return
+        self._tensors = [
+            tensor.detach()
+            for tensor in tensors
+            if tensor.device.type == "cpu" and tensor.nbytes and not tensor.is_pinned()
+        ]
         driver: Any = torch.cuda.cudart()
-        for tensor in tensors:
-            if tensor.nbytes and not tensor.is_pinned():
-                code = driver.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, _PORTABLE)
-                if int(code) == 0:
-                    self._tensors.append(tensor.detach())
+        for start, stop in _pages(self._tensors):
+            if int(driver.cudaHostRegister(start, stop - start, _PORTABLE)) == 0:
+                self._addresses.append(start)
+            else:
+                # CUDA keeps an error until a kernel is started, which then fails: here, not there.
+                with suppress(RuntimeError):
+                    torch.ones(1, device=device)
 
     def release(self) -> None:
         """Unpin; also when the last one that needs it is gone."""
-        tensors, self._tensors = self._tensors, []
-        for tensor in tensors:
+        addresses, self._addresses = self._addresses, []
+        for address in addresses:
             driver: Any = torch.cuda.cudart()
-            driver.cudaHostUnregister(tensor.data_ptr())
+            driver.cudaHostUnregister(address)
+        self._tensors = []
 
     def __del__(self) -> None:
         self.release()
+
+
+def _pages(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """The ranges of whole pages in which tensors lie: a page can be pinned only once."""
+    ranges: list[tuple[int, int]] = []
+    for address, size in sorted((tensor.data_ptr(), tensor.nbytes) for tensor in tensors):
+        start, stop = address // PAGESIZE * PAGESIZE, -(-(address + size) // PAGESIZE) * PAGESIZE
+        if ranges and start < ranges[-1][1]:
+            first, last = ranges.pop()
+            start, stop = first, max(stop, last)
+        ranges.append((start, stop))
+    return ranges
