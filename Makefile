@@ -1,5 +1,5 @@
-# `make demo`, `make test` and `make check` each need nothing but Python and a network:
-# the first one that runs builds .venv, later ones use it again.
+# Each target needs nothing but Python and a network: the first one that runs builds .venv, later
+# ones use it again. `make cuda` has an environment of its own, and needs a C++ compiler, too.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ JOBS ?= 2
 PYTHON ?=
 CANDIDATES := $(if $(PYTHON),$(PYTHON),python3.11 python3.12 python3.13 python3 python)
 
-.PHONY: demo test test-all fuzz sweep check schema clean
+.PHONY: demo test test-all fuzz sweep cuda check schema clean
 
 demo: $(STAMP)
 	$(BIN)/duoka demo
@@ -36,6 +36,16 @@ fuzz: $(STAMP)
 sweep: $(STAMP)
 	$(PYTEST) -m sweep
 
+# What needs CUDA, on PyTorch's own CUDA build without a GPU (tests/cuda_rig/README.md). That build
+# is some 5 GB; a directory of other wheels, which pip may be set to prefer, is left out.
+CUDA_VENV := .venv-cuda
+CUDA_STAMP := $(CUDA_VENV)/.duoka-installed
+RIG = rig=$$($(CUDA_VENV)/bin/python tests/cuda_rig/build.py) && \
+  LD_PRELOAD=$$rig LD_LIBRARY_PATH=$${rig%/*} OMP_NUM_THREADS=1 RIG_GPUS=24GiB,12GiB RIG_CONTEXT=400MiB
+cuda: $(CUDA_STAMP)
+	$(RIG) $(CUDA_VENV)/bin/python -m pytest -n $(JOBS) -m "cuda_rig or gpu" \
+	  tests/cuda_rig tests/hardware tests/runtime/test_devices.py tests/tools/bench/test_calibrate.py
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -51,20 +61,21 @@ schema: $(STAMP)
 	  print(json.dumps(Report.schema(), indent=1))' > src/duoka/report/report.schema.json
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(CUDA_VENV)
 
 # Made again when a dependency or what is compiled changes. A candidate counts when it is new enough
 # and can make virtual environments (Debian ships a Python without ensurepip).
-$(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/duoka/forecast/*.[ch])
+$(CUDA_STAMP): export PIP_FIND_LINKS := $(CURDIR)/tests/cuda_rig/c
+$(STAMP) $(CUDA_STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/duoka/forecast/*.[ch])
 	@for python in $(CANDIDATES); do \
 	  if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
 	      >/dev/null 2>&1; then \
-	    echo "making $(VENV) with $$python" && exec $$python -m venv $(VENV); \
+	    echo "making $(@D) with $$python" && exec $$python -m venv $(@D); \
 	  fi; \
 	done; \
 	echo "duoka needs Python 3.11 or newer with its venv module; tried: $(CANDIDATES)" >&2; \
 	echo "hint: install one, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; \
 	exit 1
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  -c constraints.txt -e '.[all,dev]'
 	@touch $@

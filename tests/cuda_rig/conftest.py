@@ -1,0 +1,79 @@
+"""Tests on PyTorch's CUDA build without a GPU. Each has GPUs of its own, in a process of its own.
+
+``@pytest.mark.cuda_rig(gpus="24GiB,12GiB", capability="7.5")``: the keywords are the rig's
+settings (README.md). `make cuda` runs these tests; elsewhere they are skipped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import warnings
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+from duoka.base.quiet import quiet_libraries
+
+with quiet_libraries():  # by itself it starts CUDA where torchao is installed
+    import transformers.modeling_utils  # noqa: F401
+
+_FORK: Any = multiprocessing.get_context("fork")
+_IS_RIG = hasattr(ctypes.CDLL(None), "rig_restart")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not _IS_RIG and item.get_closest_marker("cuda_rig"):
+            item.add_marker(pytest.mark.skip(reason="needs the CUDA rig: make cuda"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test in a fork; CUDA hasn't started in this process, and never does."""
+    markers = list(pyfuncitem.iter_markers("cuda_rig"))  # the closest first
+    if not markers:
+        return None
+    settings = {
+        name: value for marker in reversed(markers) for name, value in marker.kwargs.items()
+    }
+    assert not torch.cuda.is_initialized()
+    reader, writer = _FORK.Pipe(duplex=False)
+    child = _FORK.Process(target=_run, args=(writer, pyfuncitem, settings))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # pytest's own threads aren't needed
+        child.start()
+    writer.close()
+    try:
+        kind, text = reader.recv()
+    except EOFError:
+        child.join()
+        kind, text = "failed", f"the process ended with exit code {child.exitcode}"
+    finally:
+        child.kill()
+        child.join()
+    if kind == "skipped":
+        pytest.skip(text)
+    if kind == "failed":
+        pytest.fail(text, pytrace=False)
+    return True
+
+
+def _run(writer: Connection, item: pytest.Function, settings: dict[str, Any]) -> None:
+    for name in [name for name in os.environ if name.startswith("RIG_")]:
+        del os.environ[name]
+    for name, value in settings.items():
+        os.environ[f"RIG_{name.upper()}"] = str(value)
+    torch.set_num_threads(1)
+    assert ctypes.CDLL(None).rig_restart() == 0
+    outcome = "passed", ""
+    try:
+        item.obj(**{name: item.funcargs[name] for name in item._fixtureinfo.argnames})
+    except pytest.skip.Exception as skipped:
+        outcome = "skipped", str(skipped)
+    except BaseException:
+        outcome = "failed", str(item.repr_failure(pytest.ExceptionInfo.from_current()))
+    writer.send(outcome)
