@@ -19,6 +19,7 @@ from duoka.checker.prove import prove
 from duoka.errors import ModelError, VirtualDeviceError
 from duoka.forecast.workload import Training
 from duoka.models.from_checkpoint import build_model
+from duoka.models.trainable import make_trainable
 
 pytestmark = pytest.mark.cuda_rig(gpus="1GiB,1GiB")
 
@@ -128,11 +129,28 @@ def test_backward_comes_too_late_after_that_of_cuda(
     assert "before you train" in caught.value.hint
 
 
-def test_torchao_does_not_start_cuda(llama: Path) -> None:
-    pytest.importorskip("torchao")
-    int8 = duoka.Workload(prompt_tokens=64, new_tokens=8, quantize="int8")
-    plan = duoka.plan(llama, FLEET, int8)
-    assert "torchao" in sys.modules
+@pytest.mark.parametrize(
+    ("package", "workload"),
+    [
+        ("torchao", duoka.Workload(prompt_tokens=64, new_tokens=8, quantize="int8")),
+        ("bitsandbytes", duoka.Workload(prompt_tokens=64, new_tokens=8, quantize="nf4")),
+    ],
+)
+def test_a_package_for_quantization_does_not_start_cuda(
+    llama: Path, package: str, workload: duoka.Workload
+) -> None:
+    plan = duoka.plan(llama, FLEET, workload)
+    assert package in sys.modules
     assert not torch.cuda.is_initialized()
     model = duoka.load(plan)
     assert {str(parameter.device) for parameter in model.parameters()} == {"cuda:0"}
+
+
+def test_adapters_do_not_start_cuda(llama: Path) -> None:
+    lora = Training(method="lora")
+    workload = duoka.Workload(prompt_tokens=64, new_tokens=0, dtype="float32", training=lora)
+    duoka.plan(llama, FLEET, workload)
+    model = build_model(duoka.Checkpoint.open(llama), PROMPT)
+    make_trainable(model, lora, torch.float32)
+    assert "bitsandbytes" in sys.modules
+    assert not torch.cuda.is_initialized()

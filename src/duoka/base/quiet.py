@@ -16,6 +16,7 @@ from unittest import mock
 # transformers imports torchao where that is installed, which tells of kernels for hardware that
 # isn't here, and makes torch and bitsandbytes do so.
 _TALKATIVE = ("torchao", "torch.utils._pytree", "bitsandbytes")
+_CURIOUS = ("torchao.", "bitsandbytes.")
 
 
 @contextmanager
@@ -27,7 +28,7 @@ def quiet_libraries() -> Iterator[None]:
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
-    curious = _TorchaoAsks()
+    curious = _Answers()
     sys.meta_path.insert(0, curious)
     try:
         yield
@@ -38,11 +39,11 @@ def quiet_libraries() -> Iterator[None]:
             logger.setLevel(level)
 
 
-class _TorchaoAsks(MetaPathFinder):
-    """Answers torchao, which asks on its import what the GPU can, to offer kernels for it.
+class _Answers(MetaPathFinder):
+    """Answers libraries that ask on their import what the GPU can, to offer kernels for it.
 
     torch would look that up on the GPU, which starts CUDA in a process that may only want to plan,
-    or to fork later. Until CUDA has started torchao hears of the least GPU that Triton serves.
+    or to fork later. Until CUDA has started they hear of a T4, which Triton and bitsandbytes serve.
     """
 
     def __init__(self) -> None:
@@ -52,12 +53,12 @@ class _TorchaoAsks(MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> None:
         """Find nothing, and see what is imported."""
         torch: Any = sys.modules.get("torch")
-        if not name.startswith("torchao.") or self._is_answering or torch is None:
+        if not name.startswith(_CURIOUS) or self._is_answering or torch is None:
             return
         self._is_answering = True
         triton = import_module("torch.utils._triton")
         for module, function, answer in (
-            (torch.cuda, "get_device_capability", (7, 0)),
+            (torch.cuda, "get_device_capability", (7, 5)),
             (triton, "has_triton", triton.has_triton_package()),
         ):
             real = getattr(module, function)
@@ -74,7 +75,7 @@ def _answering(
 ) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
         asking = sys._getframe(1).f_globals.get("__name__", "")
-        if asking.startswith("torchao.") and not has_started():
+        if asking.startswith(_CURIOUS) and not has_started():
             return answer
         return real(*args, **kwargs)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from duoka.base.quiet import quiet_libraries
 from duoka.errors import ModelError, UsageError
 from duoka.forecast.workload import Training
 
@@ -42,7 +43,8 @@ def base_name(name: str) -> str:
 
 def _adapt(model: nn.Module, training: Training, dtype: torch.dtype) -> None:
     try:
-        import peft
+        with quiet_libraries():  # peft imports bitsandbytes
+            import peft
     except ImportError as error:
         raise UsageError(
             "adapters need peft, which isn't installed", hint='pip install "duoka[train]"'

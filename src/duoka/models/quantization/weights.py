@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from duoka.base.quiet import quiet_libraries
 from duoka.errors import ModelError, UsageError
 
 from .composed import Composed, empty_on
@@ -197,7 +198,8 @@ def require(scheme: Scheme) -> None:
             f"{scheme} weights need {package}, which isn't installed",
             hint=f'pip install "duoka[{extra}]"',
         )
-    import_module(package)  # bitsandbytes gives torch its operators then
+    with quiet_libraries():
+        import_module(package)  # bitsandbytes gives torch its operators then
     for name in _NAMES[scheme]:
         try:
             resolve_name(name)
