@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import statistics
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,12 +20,12 @@ from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Training
 from duoka.models.quantization import quantize_model
 from duoka.planner.constraints import Constraints
-from duoka.planner.planner import solve
+from duoka.planner.planner import solve, with_chunks
 from duoka.planner.request import PlanProblem
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.image_inputs import prompts_for
 from duoka.runtime.steps import Learner, Stepper
-from duoka.tracing import TraceSpec, profile_training, trace
+from duoka.tracing import Irregular, TraceSpec, profile_training, trace, trace_workload
 
 MIB = 2**20
 NUM_GPUS = 8
@@ -129,11 +130,7 @@ class Planned:
         key = f"{self.name} {self.workload.conditions}"
         if key not in profiles:
             spec = TraceSpec(fingerprint="case", conditions=self.workload.conditions)
-            if training:
-                traced = virtual.apart(profile_training, self.shape, spec, self.workload)
-                profiles[key] = traced[0]
-            else:
-                profiles[key] = trace(self.shape(), spec)
+            profiles[key] = self.traced(spec)
         offload = more.get("offload", False)
         problem = PlanProblem(
             fleet=self.fleet,
@@ -142,6 +139,13 @@ class Planned:
             constraints=Constraints(offload=offload),
         )
         self.plan = solve(profiles[key], problem)
+
+    def traced(self, spec: TraceSpec) -> Profile:
+        if self.workload.training:
+            return virtual.apart(profile_training, self.shape, spec, self.workload)[0]
+        with suppress(Irregular):
+            return trace(self.shape(), spec)
+        return trace_workload(self.shape(), spec, list(with_chunks(self.workload)))
 
     def shape(self) -> Any:
         model = models.build(SIZES[self.name], dtype=torch.bfloat16)

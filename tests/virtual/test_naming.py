@@ -39,16 +39,20 @@ def test_without_a_name_they_are_no_accelerator() -> None:
         except RuntimeError as error:
             print(error)
     print(torch.accelerator.current_accelerator(), torch._C._get_privateuse1_backend_name())
+    with virtual.unnamed_gpus([None], data="meta"):
+        first.requires_grad_()
+        first.sum().backward()  # takes it, where no GPU is the accelerator
+        print(first.grad.device)
+    print(torch.accelerator.current_accelerator())
     with virtual.gpus([None]):
         print(torch.ones(2, device="vgpu:0").device)
-    print(torch.accelerator.current_accelerator())
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
     )
     mixed, *rest = done.stdout.splitlines()
     assert "at least two devices" in mixed
-    assert rest == ["None privateuseone", "vgpu:0", "vgpu"]
+    assert rest == ["None privateuseone", "vgpu:0", "vgpu", "vgpu:0"]
 
 
 def test_switches_of_the_thread_are_put_back() -> None:

@@ -19,8 +19,8 @@ import torch
 
 from duoka.errors import VirtualDeviceError
 
-from .backend import give_name, register
-from .naming import NAME, device_type
+from .backend import register
+from .device_module import can_do_backward, give_name
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
@@ -34,10 +34,9 @@ def apart(
     What it returns or raises must be picklable; all else that it changes may stay as it was.
     """
     register()
-    accelerator = torch.accelerator.current_accelerator()
     # Windows has CUDA and can't fork: there it is virtual GPUs or CUDA in a process.
     can_fork = "fork" in multiprocessing.get_all_start_methods()
-    if accelerator is None or accelerator.type in (NAME, device_type()) or not can_fork:
+    if can_do_backward() or not can_fork:
         give_name()
         return function(*args, **kwargs)
     context: Any = multiprocessing.get_context("fork")

@@ -22,7 +22,8 @@ from . import (
     tensor,
     transfers,
 )
-from .naming import NAME, PLACE
+from .device_module import give_name
+from .naming import PLACE
 from .threads import arm, armed
 from .world import World, set_process_world, use_world
 
@@ -129,16 +130,6 @@ def register() -> None:
             _check_torch()
             _register()
             _registered = True
-
-
-def give_name() -> None:
-    """Call virtual GPUs ``vgpu``, and make them torch's accelerator: see `naming`."""
-    with _lock:
-        if torch._C._get_privateuse1_backend_name() == NAME:
-            return
-        backend_registration.rename_privateuse1_backend(NAME)
-        backend_registration.generate_methods_for_privateuse1_backend()
-        torch._register_device_module(NAME, device_module)
 
 
 def _check_torch() -> None:

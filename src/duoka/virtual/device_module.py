@@ -5,13 +5,33 @@ Devices are given as an index, a string, a `torch.device`, or None for the curre
 
 from __future__ import annotations
 
+import sys
+import threading
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch.utils import backend_registration
 
-from .naming import is_virtual
+from .naming import NAME, device_type, is_virtual
 from .world import active_world, num_gpus, thread
+
+_lock = threading.Lock()
+
+
+def give_name() -> None:
+    """Call virtual GPUs ``vgpu``, and make them torch's accelerator: see `naming`."""
+    with _lock:
+        if device_type() != NAME:
+            backend_registration.rename_privateuse1_backend(NAME)
+            backend_registration.generate_methods_for_privateuse1_backend()
+            torch._register_device_module(NAME, sys.modules[__name__])
+
+
+def can_do_backward() -> bool:
+    """Say whether virtual GPUs are torch's accelerator here, or may become it."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is None or is_virtual(accelerator)
 
 
 def _index(device: Any = None) -> int:

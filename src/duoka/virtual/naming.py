@@ -2,8 +2,9 @@
 
 torch keeps one place for devices that it doesn't know. To name that place makes it torch's
 accelerator for the rest of the process, even beside CUDA: backward on CUDA then fails, and memory
-is no longer pinned. So the name is given only to those who ask for virtual GPUs by it; what duoka
-runs for its own purposes, in a process that is to use CUDA afterwards, does without.
+is no longer pinned. Backward on virtual GPUs, in turn, works when they are the accelerator. So the
+name is given to those who ask for virtual GPUs by it, and for backward where there is no CUDA; what
+duoka runs for its own purposes in a process that may use CUDA afterwards does without.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import torch
 from duoka.errors import VirtualDeviceError
 
 from . import known_values, op_call
+from .device_module import can_do_backward, give_name
 from .faults import MixedDevicesError
 from .tensor import VirtualTensor, place, resync, wrap
 from .threads import arm
@@ -63,6 +64,8 @@ def with_failures(engine: Callable[..., Any]) -> Callable[..., Any]:
         if thread.armed:
             # Scopes of inference mode turn it on again (see `threads`).
             torch._C._set_multithreading_enabled(False)
+            if can_do_backward():
+                give_name()
         thread.failure = None  # one of an earlier run, which code in it went on after
         try:
             return engine(*args, **kwargs)
