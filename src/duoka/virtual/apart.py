@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import signal
+import sys
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -34,9 +35,8 @@ def apart(
     What it returns or raises must be picklable; all else that it changes may stay as it was.
     """
     register()
-    # Windows has CUDA and can't fork: there it is virtual GPUs or CUDA in a process.
-    can_fork = "fork" in multiprocessing.get_all_start_methods()
-    if can_do_backward() or not can_fork:
+    # Elsewhere there is no fork, or none that is safe: it is virtual GPUs or others in a process.
+    if can_do_backward() or sys.platform != "linux":
         give_name()
         return function(*args, **kwargs)
     context: Any = multiprocessing.get_context("fork")
