@@ -103,6 +103,29 @@ def test_a_fault_is_found_in_a_fork() -> None:
     assert_fresh()
 
 
+class Captioner(nn.Module):
+    """Its loss fails on two GPUs: the labels are where the inputs are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.embed(ids).to(self.head.weight.device)
+        logits = self.head(hidden)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def test_a_repair_is_proved_in_a_fork() -> None:
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    places = {"embed": 0, "head": 1}
+    report = duoka.check(Captioner(), places, inputs={"ids": ids, "labels": ids}, train=True)
+    assert len(report.faults) == 1
+    (patch,) = duoka.repair(report)
+    assert patch.proved
+    assert_fresh()
+
+
 def test_what_a_fork_raises_is_raised() -> None:
     def fail() -> None:
         raise ModelError("it can't be traced", hint="try another")

@@ -31,7 +31,10 @@ def give_name() -> None:
 def can_do_backward() -> bool:
     """Say whether virtual GPUs are torch's accelerator here, or may become it."""
     accelerator = torch.accelerator.current_accelerator()
-    return accelerator is None or is_virtual(accelerator)
+    if accelerator is None or is_virtual(accelerator):
+        return True
+    # That of PyTorch's build, which doesn't say that there is a GPU.
+    return accelerator.type == "cuda" and torch.cuda.device_count() == 0
 
 
 def _index(device: Any = None) -> int:
