@@ -17,6 +17,8 @@ for _name in ("PYTHONUNBUFFERED", "PYTHONWARNINGS", "FORCE_COLOR", "NO_COLOR", "
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Small models on small GPUs are about their own memory; what is about workspaces asks for them.
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"
 
 # Time limits per example say more about the machine's load than about the code. `make test` takes
 # the quick profile; a test that says how many examples it wants says it with `fuzzing.examples`.

@@ -34,7 +34,7 @@ def test_a_plan_survives_its_json_form(plan: Plan) -> None:
 
 def test_the_json_form_has_a_format_and_a_version(plan: Plan) -> None:
     data = json.loads(plan.to_json())
-    assert (data["format"], data["version"]) == ("duoka.plan", 5)
+    assert (data["format"], data["version"]) == ("duoka.plan", 6)
     assert data["source"] == "模型/glm"
     assert "模型" in plan.to_json()
 
@@ -67,9 +67,9 @@ def changed(plan: Plan, **values: Any) -> str:
     return json.dumps(data)
 
 
-@pytest.mark.parametrize("version", [0, 1, 4, None, "5", True])
+@pytest.mark.parametrize("version", [0, 1, 5, None, "6", True])
 def test_another_version_is_refused(plan: Plan, version: Any) -> None:
-    with pytest.raises(FormatError, match="reads version 5") as caught:
+    with pytest.raises(FormatError, match="reads version 6") as caught:
         Plan.from_json(changed(plan, version=version))
     assert caught.value.hint == "make the plan again"
 
@@ -120,7 +120,7 @@ def test_a_cut_file_is_refused(text: str) -> None:
 def test_hostile_json_is_refused(plan: Plan) -> None:
     text = plan.to_json()
     with pytest.raises(FormatError):
-        Plan.from_json(text.replace('"version": 5', '"version": 5, "version": 5'))
+        Plan.from_json(text.replace('"version": 6', '"version": 6, "version": 6'))
     with pytest.raises(FormatError):
         Plan.from_json(changed(plan, value=float("nan")))
 
@@ -307,8 +307,8 @@ def test_another_checkpoint_is_refused(plan: Plan) -> None:
 
 
 def test_a_newer_version_is_refused_clearly(plan: Plan) -> None:
-    with pytest.raises(FormatError, match="has version 6; this duoka reads version 5") as caught:
-        Plan.from_json(changed(plan, version=6))
+    with pytest.raises(FormatError, match="has version 7; this duoka reads version 6") as caught:
+        Plan.from_json(changed(plan, version=7))
     assert "update this one" in str(caught.value.hint)
 
 

@@ -25,10 +25,10 @@ from .profile import (
 )
 from .workload import Workload, refuse_short
 
-MALLOC, KEEP, RELEASE, DROP, RELEASE_FAR = range(5)
+MALLOC, KEEP, RELEASE, DROP, RELEASE_FAR, MULTIPLY = range(6)
 Event = tuple[int, int, int]
 """A code with two numbers: allocate (number, index of its size), keep (number, index of its size),
-release (blocks back, number), drop (slot, 0), release far (block, number)."""
+release (blocks back, number), drop (slot, 0), release far (block, number), multiply (0, 0)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,9 @@ class AllocEvents:
         tape = self.tape(block, step)
         caches = frozenset(tape.retained)
         number = first = self.first_number(block, step)
-        for ref in tape.events:
+        for position, ref in enumerate(tape.events):
+            if position == tape.matmul_at:
+                yield MULTIPLY, 0, 0
             if ref is None:
                 if self._counts(block, number, step):
                     yield KEEP if number in caches else MALLOC, number, number - first
@@ -134,6 +136,8 @@ class AllocEvents:
                     yield RELEASE, ref.back, ref.index
             else:
                 yield RELEASE_FAR, *self.key_of(block, ref, step)
+        if tape.matmul_at == len(tape.events):
+            yield MULTIPLY, 0, 0
 
     def _counts(self, block: int, number: int, step: int) -> bool:
         """Whether an allocation is replayed in a step."""

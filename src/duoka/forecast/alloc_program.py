@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .alloc_events import DROP, KEEP, MALLOC, RELEASE, AllocEvents
+from .alloc_events import DROP, KEEP, MALLOC, MULTIPLY, RELEASE, AllocEvents
 from .device_memory import BACK, sizes_of
 from .profile import Key, Rule, evaluate
 
@@ -48,7 +48,8 @@ class StageCompiler:
 
     It is given how many caches or gradients each of the stage's blocks has, in order, and the keys
     of what else there is; with `device_of`, the device of each of the model's blocks, copies that
-    come by way of a third device count. `alive` is the slot of what there is besides caches.
+    come by way of a third device count. With `workspace_bytes` the first matrix product takes so
+    much for good. `alive` is the slot of what there is besides caches.
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class StageCompiler:
         *,
         alive: Sequence[Key] = (),
         device_of: Sequence[str] | None = None,
+        workspace_bytes: int = 0,
     ) -> None:
         self.events, self.step, self.device_of = events, step, device_of
+        self._workspace_bytes = workspace_bytes
         self.blocks = num_kept.keys()
         slots = itertools.count()
         self._caches = {
@@ -128,6 +131,10 @@ class StageCompiler:
                 assert slot is not None, "a cache entry is dropped twice"
                 caches[number] = None
                 self._moves += (slot, BACK, True)
+            elif code == MULTIPLY:
+                if self._workspace_bytes:
+                    self._take_moved((float(self._workspace_bytes),))
+                    self._workspace_bytes = 0
             else:
                 self.release((number, other))
         self._caches[block] = [slot for slot in caches if slot is not None] + new_caches

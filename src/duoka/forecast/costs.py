@@ -38,11 +38,16 @@ _NEVER = 2**60
 """More bytes than any budget."""
 
 
-def costs_of(profile: Profile, workload: Workload, cache: ReplayCache | None = None) -> Costs:
-    """What stages cost at a workload, be it inference or training."""
-    if workload.training is not None:
-        return TrainingCosts(profile, workload, cache)
-    return Costs(profile, workload, cache)
+def costs_of(
+    profile: Profile,
+    workload: Workload,
+    cache: ReplayCache | None = None,
+    *,
+    workspace_bytes: int = 0,
+) -> Costs:
+    """What stages cost at a workload, be it inference or training, with cuBLAS's workspaces."""
+    costs = Costs if workload.training is None else TrainingCosts
+    return costs(profile, workload, cache, workspace_bytes=workspace_bytes)
 
 
 class ReplayCache:
@@ -99,9 +104,15 @@ class Costs:
     """
 
     def __init__(
-        self, profile: Profile, workload: Workload, cache: ReplayCache | None = None
+        self,
+        profile: Profile,
+        workload: Workload,
+        cache: ReplayCache | None = None,
+        *,
+        workspace_bytes: int = 0,
     ) -> None:
         self.profile = profile
+        self.workspace_bytes = workspace_bytes
         self._cache = cache or ReplayCache()
         self.workload = workload
         self._fulls: dict[int, Replay] = {}
@@ -203,7 +214,9 @@ class Costs:
 
     def replay(self, *, brief: bool, place: int = 1) -> Replay:
         """A replay of the profile at the workload, for a stage at a place from the end."""
-        return Replay(self.profile, self.workload, brief=brief)
+        return Replay(
+            self.profile, self.workload, brief=brief, workspace_bytes=self.workspace_bytes
+        )
 
     def _full_at(self, place: int) -> Replay:
         place = min(place, self.num_places)
@@ -249,7 +262,8 @@ class Costs:
 
     def _signature(self, blocks: Sequence[int], place: int) -> tuple[int, ...]:
         """Equal for stages that cost the same."""
-        return (*self._chain.signature(blocks), min(place, self.num_places))
+        place = min(place, self.num_places)
+        return (*self._chain.signature(blocks), place, self.workspace_bytes)
 
     def _lower_bounds(self) -> NDArray[np.int64]:
         return lower_bounds(self._chain, self._brief)
@@ -259,12 +273,17 @@ class TrainingCosts(Costs):
     """The same of a workload that is to train."""
 
     def __init__(
-        self, profile: Profile, workload: Workload, cache: ReplayCache | None = None
+        self,
+        profile: Profile,
+        workload: Workload,
+        cache: ReplayCache | None = None,
+        *,
+        workspace_bytes: int = 0,
     ) -> None:
         assert workload.training is not None, "the workload is to train"
         self.training: Training = workload.training
         self._by_place: dict[int, Ints] = {}
-        super().__init__(profile, workload, cache)
+        super().__init__(profile, workload, cache, workspace_bytes=workspace_bytes)
 
     @property
     def num_places(self) -> int:
@@ -294,7 +313,9 @@ class TrainingCosts(Costs):
 
     def replay(self, *, brief: bool, place: int = 1) -> TrainingReplay:
         """A replay of a stage at a place from the end."""
-        return TrainingReplay(self.profile, self.workload, place=place)
+        return TrainingReplay(
+            self.profile, self.workload, place=place, workspace_bytes=self.workspace_bytes
+        )
 
     def _lower_bounds(self) -> Ints:
         return self.bounds_at(1)

@@ -137,8 +137,9 @@ class Tape:
     the next allocation and a Ref is a free. `retained` allocations outlive the step (the KV cache).
     `reads` come in as arguments; those of them that are `passing` are not given to the block
     itself but to a module that begins with it, for what comes later: no backward pass of this
-    block needs them. `moved_bytes` are those that operations read and write, and `launches`
-    counts operations that start a kernel.
+    block needs them. After `matmul_at` of the events comes the first matrix product of cuBLAS's,
+    which takes the workspace. `moved_bytes` are those that operations read and write, and
+    `launches` counts operations that start a kernel.
     """
 
     sizes: tuple[Rule, ...]
@@ -146,6 +147,7 @@ class Tape:
     retained: tuple[int, ...] = ()
     reads: tuple[Read, ...] = ()
     passing: tuple[int, ...] = ()
+    matmul_at: int | None = None
     flops: Rule = ()
     moved_bytes: Rule = ()
     launches: Rule = ()

@@ -20,7 +20,7 @@ from duoka.errors import FormatError
 from .profile import Profile
 from .workload import Workload
 
-_VERSION = 8
+_VERSION = 9
 _MOST_BYTES = 2**30
 _PACKAGES = ("torch", "transformers", "duoka")
 

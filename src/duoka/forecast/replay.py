@@ -36,10 +36,19 @@ class Replay(AllocEvents):
 
     With `brief` it leaves out the steps between the first and the last ones of a phase: for bounds
     and for seconds. Otherwise every step counts that changes what PyTorch's allocator holds.
+    `workspace_bytes` is cuBLAS's, which a stage takes in its first step.
     """
 
-    def __init__(self, profile: Profile, workload: Workload, *, brief: bool = False) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        workload: Workload,
+        *,
+        brief: bool = False,
+        workspace_bytes: int = 0,
+    ) -> None:
         self.brief = brief
+        self.workspace_bytes = workspace_bytes
         super().__init__(profile, workload)
         # The steps of the last run that didn't fit, up to the one where it ended; none in training.
         self.failed_steps: tuple[Step, ...] = ()
@@ -191,7 +200,7 @@ class _InferenceRun(StageRun):
         # Block by block, and how many of each.
         self.caches: list[Held] = []
         self.num_kept = (0,) * len(self.blocks)
-        self._programs: dict[tuple[int, int, tuple[int, ...]], StageProgram] = {}
+        self._programs: dict[tuple[bool, int, int, tuple[int, ...]], StageProgram] = {}
 
     def run_steps(self) -> tuple[int, int]:
         for step in range(len(self.replay.steps)):
@@ -201,10 +210,16 @@ class _InferenceRun(StageRun):
 
     def _run_step(self, step: int) -> None:
         call = self.replay.steps[step]
-        key = (call.regime, call.large_at_tokens, self.num_kept)
+        is_first = step == 0
+        key = (is_first, call.regime, call.large_at_tokens, self.num_kept)
         if key not in self._programs:
-            num_kept = dict(zip(self.blocks, self.num_kept, strict=True))
-            compiler = StageCompiler(self.replay, step, num_kept, device_of=self.device_of)
+            compiler = StageCompiler(
+                self.replay,
+                step,
+                dict(zip(self.blocks, self.num_kept, strict=True)),
+                device_of=self.device_of,
+                workspace_bytes=is_first * self.replay.workspace_bytes,
+            )
             compiler.run(range(self.blocks[0], self.blocks[-1] + 1))
             # Blocks behind the last one free what is theirs; nothing is allocated in between.
             compiler.release_all()

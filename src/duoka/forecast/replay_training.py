@@ -40,11 +40,13 @@ class TrainingReplay(Replay):
     schedule "1f1b" that many micro-batches are in flight.
     """
 
-    def __init__(self, profile: Profile, workload: Workload, *, place: int = 1) -> None:
+    def __init__(
+        self, profile: Profile, workload: Workload, *, place: int = 1, workspace_bytes: int = 0
+    ) -> None:
         assert workload.training is not None, "the workload is to train"
         self.training: Training = workload.training
         self.place = place
-        super().__init__(profile, workload)
+        super().__init__(profile, workload, workspace_bytes=workspace_bytes)
         # The block whose backward pass ends what a forward pass made.
         self.ended_by = dict(self._ends())
 
@@ -88,11 +90,13 @@ class TrainingReplay(Replay):
         ]
 
 
-def replay_of(profile: Profile, workload: Workload, *, place: int = 1) -> Replay:
+def replay_of(
+    profile: Profile, workload: Workload, *, place: int = 1, workspace_bytes: int = 0
+) -> Replay:
     """What replays a stage at a workload; in training, one at a place from the end."""
     if workload.training is None:
-        return Replay(profile, workload)
-    return TrainingReplay(profile, workload, place=place)
+        return Replay(profile, workload, workspace_bytes=workspace_bytes)
+    return TrainingReplay(profile, workload, place=place, workspace_bytes=workspace_bytes)
 
 
 def in_flight(training: Training, place: int) -> int:
@@ -111,7 +115,9 @@ class _TrainingRun(StageRun):
         self.gradients: list[Held] = []
         self.num_gradients = (0,) * len(self.blocks)
         self.trained = [size for kind in self.kinds for size in kind.trained_bytes]
-        self._programs: dict[tuple[int, tuple[int, ...]], StageProgram] = {}
+        self._programs: dict[tuple[bool, int, tuple[int, ...]], StageProgram] = {}
+        # Of the threads of forward and backward passes those that have no workspace yet.
+        self._to_begin = {FORWARD, BACKWARD}
 
     def run_steps(self) -> tuple[int, int]:
         # What a step does follows from where the free blocks are: once they are where they were at
@@ -155,9 +161,11 @@ class _TrainingRun(StageRun):
 
     def _pass(self, step: int, saved: Sequence[Held]) -> list[Held]:
         """Run a pass over all blocks, with what the forward one has saved; what this one leaves."""
-        key = (step, self.num_gradients)
+        is_first = step in self._to_begin
+        self._to_begin.discard(step)
+        key = (is_first, step, self.num_gradients)
         if key not in self._programs:
-            self._programs[key] = self._compile(step)
+            self._programs[key] = self._compile(step, is_first * self.replay.workspace_bytes)
         program = self._programs[key]
         number = sum(program.num_kept)
         sizes = program.sizes(self.replay, step)
@@ -165,17 +173,19 @@ class _TrainingRun(StageRun):
         self.gradients, self.num_gradients = out[:number], program.num_kept
         return out[number:]
 
-    def _compile(self, step: int) -> StageProgram:
+    def _compile(self, step: int, workspace_bytes: int) -> StageProgram:
         replay, blocks = self.replay, range(len(self.profile.blocks))
         num_kept = dict(zip(self.blocks, self.num_gradients, strict=True))
         if step != FORWARD:
             # The same whatever gradients there were then.
-            forward = next(known for key, known in self._programs.items() if key[0] == FORWARD)
-            compiler = StageCompiler(replay, step, num_kept, alive=forward.left)
+            forward = next(known for key, known in self._programs.items() if key[1] == FORWARD)
+            compiler = StageCompiler(
+                replay, step, num_kept, alive=forward.left, workspace_bytes=workspace_bytes
+            )
             compiler.run(blocks[::-1])
             compiler.release_all()
             return compiler.program()
-        compiler = StageCompiler(replay, step, num_kept)
+        compiler = StageCompiler(replay, step, num_kept, workspace_bytes=workspace_bytes)
         compiler.run(blocks)
         inputs = {
             replay.key_of(block, read.ref, FORWARD)

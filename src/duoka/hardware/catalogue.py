@@ -58,6 +58,7 @@ class Card:
     bandwidth_gb_per_second: float
     pcie: Pcie | None = None
     nvlink: Nvlink | None = None
+    compute_capability: tuple[int, int] | None = None
     tflops: dict[str, float]
     sources: tuple[str, ...]
 
@@ -92,9 +93,11 @@ class Card:
 def cards() -> tuple[Card, ...]:
     """All cards, in the file's order."""
     # What most cards leave out; `from_dict` wants every field.
-    absent: dict[str, object] = {"aliases": [], "usable_seen": None, "pcie": None, "nvlink": None}
+    absent = dict.fromkeys(("usable_seen", "pcie", "nvlink", "compute_capability"))
     text = files(__package__).joinpath("gpus.toml").read_text(encoding="utf-8")
-    return tuple(from_dict(Card, {**absent, **entry}) for entry in tomllib.loads(text)["gpu"])
+    return tuple(
+        from_dict(Card, {"aliases": [], **absent, **entry}) for entry in tomllib.loads(text)["gpu"]
+    )
 
 
 def knows(text: str) -> bool:

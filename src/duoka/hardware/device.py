@@ -55,6 +55,8 @@ class Device:
         What it costs to start a kernel; None where it wasn't measured.
     host_bytes_per_second : float, optional
         How fast it copies from the host's pinned memory. None when unknown.
+    workspace_bytes : int
+        What a cuBLAS workspace takes of the budget there: see `cublas`.
     measured : tuple of str
         The fields that `duoka bench --calibrate` measured; the others are the catalogue's, the
         driver's or declared.
@@ -78,6 +80,7 @@ class Device:
     float32_flops_per_second: float | None = None
     launch_seconds: float | None = None
     host_bytes_per_second: float | None = None
+    workspace_bytes: int = 0
     measured: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -93,8 +96,11 @@ class Device:
                 raise FleetError(f"the {field} of {self.name} can't be shown: {text[:40]!a}")
         if self.budget_bytes <= 0:
             raise FleetError(f"the budget of {self.name} is {self.budget_bytes} bytes")
-        if self.reserve_bytes < 0:
-            raise FleetError(f"the reserve of {self.name} is {self.reserve_bytes} bytes")
+        if min(self.reserve_bytes, self.workspace_bytes) < 0:
+            raise FleetError(
+                f"{self.name} has a reserve of {self.reserve_bytes} bytes and a workspace of "
+                f"{self.workspace_bytes}"
+            )
         offered = self.budget_bytes + self.reserve_bytes
         if self.memory_bytes is not None and self.memory_bytes < offered:
             raise FleetError(

@@ -163,6 +163,11 @@ class Fleet:
         """All budgets together; no device can use another one's."""
         return sum(device.budget_bytes for device in self.devices)
 
+    @property
+    def workspace_bytes(self) -> int:
+        """What a cuBLAS workspace takes on the device where it takes most: one number for all."""
+        return max(device.workspace_bytes for device in self.devices)
+
     def reserving(self, sizes: Mapping[str, int]) -> Fleet:
         """The same fleet with bytes taken off the budgets of some devices.
 

@@ -30,7 +30,7 @@ from .reasons import Reason
 from .request import PlanRequest
 
 _FORMAT = "duoka.plan"
-_VERSION = 5
+_VERSION = 6
 _MAX_BYTES = 64 * 2**20
 _REPLAN = "--replan makes a new plan for what is there now"
 

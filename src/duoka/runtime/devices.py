@@ -51,7 +51,7 @@ def materialise(fleet: Fleet, *, data: str = "cpu") -> None:
                 f"{device.name} is a device that duoka doesn't know", hint="it knows cuda:N and cpu"
             )
     if virtual_budgets:
-        _make_virtual(virtual_budgets, data)
+        _make_virtual(virtual_budgets, data, fleet.workspace_bytes)
 
 
 def give_back() -> None:
@@ -95,19 +95,20 @@ def _refuse_other(device: Device, index: int) -> None:
         )
 
 
-def _make_virtual(budgets_bytes: dict[int, int], data: str) -> None:
+def _make_virtual(budgets_bytes: dict[int, int], data: str, workspace_bytes: int) -> None:
     # A fleet may name vgpu:2 alone; those before it exist then, and can hold nothing.
     capacities = [budgets_bytes.get(index, 1) for index in range(max(budgets_bytes) + 1)]
-    if _virtual_now() != (capacities, data):
-        virtual.set_gpus(capacities, data=data)
+    if _virtual_now() != (capacities, data, workspace_bytes):
+        virtual.set_gpus(capacities, data=data, workspace_bytes=workspace_bytes)
 
 
-def _virtual_now() -> tuple[list[int | None], str] | None:
+def _virtual_now() -> tuple[list[int | None], str, int] | None:
     try:
-        gpus = virtual.active_world().gpus
+        world = virtual.active_world()
     except VirtualDeviceError:
         return None
-    return [gpu.allocator.capacity_bytes for gpu in gpus], gpus[0].data
+    capacities = [gpu.allocator.capacity_bytes for gpu in world.gpus]
+    return capacities, world.gpus[0].data, world.workspace_bytes
 
 
 def memory(device: str | torch.device) -> Memory | None:

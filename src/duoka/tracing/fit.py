@@ -128,8 +128,10 @@ def _resolve(
 def _tape(raws: list[RawTape], resolved: list[_Resolved], solver: _Solver) -> Tape:
     first = resolved[0]
     for raw, other in zip(raws, resolved, strict=True):
-        same = (other.events, other.reads, other.passing, raw.retained)
-        if same != (first.events, first.reads, first.passing, raws[0].retained):
+        same = (other.events, other.reads, other.passing, raw.retained, raw.matmul_at)
+        if same != (
+            first.events, first.reads, first.passing, raws[0].retained, raws[0].matmul_at,
+        ):  # fmt: skip
             raise Unlike("the samples do different things")
     columns = zip(*(raw.sizes for raw in raws), strict=True)
     read_columns = zip(*(item.read_sizes for item in resolved), strict=True)
@@ -142,6 +144,7 @@ def _tape(raws: list[RawTape], resolved: list[_Resolved], solver: _Solver) -> Ta
             for ref, column in zip(first.reads, read_columns, strict=True)
         ),
         passing=first.passing,
+        matmul_at=raws[0].matmul_at,
         flops=solver.estimate([raw.flops for raw in raws]),
         moved_bytes=solver.estimate([raw.moved_bytes for raw in raws]),
         launches=solver.estimate([raw.launches for raw in raws]),

@@ -36,6 +36,7 @@ class RawTape:
     passing: set[Home] = field(default_factory=set)
     retained: tuple[int, ...] = ()
     slots: dict[Home, int] = field(default_factory=dict)
+    matmul_at: int | None = None
     flops: int = 0
     moved_bytes: int = 0
     launches: int = 0
@@ -159,6 +160,8 @@ class Recorder:
     def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Add an operation's arithmetic, memory traffic and launch to the block that runs."""
         tape = self._tapes[self._current]
+        if tape.matmul_at is None and virtual.is_product(func, args):
+            tape.matmul_at = len(tape.events)
         tape.flops += count_flops(func, args, kwargs, result)
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
         if launches(func, inputs, outputs):

@@ -190,6 +190,8 @@ def _keep_arguments(forward: Pass, backward: Pass) -> None:
         if 0 <= at < first
     }
     for tape in forward.tapes:
+        if tape.matmul_at is not None:
+            tape.matmul_at -= sum(event in arguments for event in tape.events[: tape.matmul_at])
         tape.events = [event for event in tape.events if event not in arguments]
 
 

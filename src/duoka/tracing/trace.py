@@ -149,7 +149,11 @@ def whole(model: nn.Module) -> Iterator[torch.device]:
     if next(model.parameters(), None) is None:
         raise ModelError(f"{type(model).__name__} has no parameters to place")
     device = virtual.virtual_device(0)
-    with virtual.unnamed_gpus([None], data="meta"), torch.no_grad(), _one_thread():
+    with (
+        virtual.unnamed_gpus([None], data="meta", workspace_bytes=0),
+        torch.no_grad(),
+        _one_thread(),
+    ):
         place(model, Placement(entries=(("", str(device)),)))
         _forget_values(model)
         yield device

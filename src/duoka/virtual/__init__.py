@@ -8,12 +8,14 @@ Nothing happens on import: the backend is registered with torch on the first `se
 - `tensor`, `factories`, `transfers`: tensors, made and moved
 - `operators`, `op_call`, `autocast`: every operation: what it takes, gives and charges
 - `known_values`: which values and shapes are known on a GPU with meta data
+- `cublas`: which operations are matrix products, and take its workspace
 - `attention`, `attention_numbers`, `cuda_only`: kernels that CUDA has and the CPU lacks
 - `faults`: what CUDA refuses; `threads`: backward's threads
 """
 
 from .apart import apart
 from .backend import gpus, register, set_gpus, unnamed_gpus
+from .cublas import is_product
 from .faults import MixedDevicesError
 from .known_values import UnknownValueError
 from .naming import device_type, is_virtual, spoken, virtual_device
@@ -32,6 +34,7 @@ __all__ = [
     "carry_over",
     "device_type",
     "gpus",
+    "is_product",
     "is_virtual",
     "observe",
     "register",

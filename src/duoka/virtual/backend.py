@@ -11,6 +11,7 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils, backend_registration
 
 from duoka.errors import VirtualDeviceError
+from duoka.hardware import cublas
 
 from . import (
     attention,
@@ -48,7 +49,12 @@ _lock = threading.Lock()
 _registered = False
 
 
-def set_gpus(capacities_bytes: Sequence[int | None], *, data: str = "cpu") -> World:
+def set_gpus(
+    capacities_bytes: Sequence[int | None],
+    *,
+    data: str = "cpu",
+    workspace_bytes: int | None = None,
+) -> World:
     """Configure the virtual GPUs of this process.
 
     Parameters
@@ -57,6 +63,10 @@ def set_gpus(capacities_bytes: Sequence[int | None], *, data: str = "cpu") -> Wo
         What each GPU may reserve; None for no limit.
     data : str
         What holds the numbers: "cpu", "meta" (nothing does), or "cuda:N" for one real GPU.
+    workspace_bytes : int, optional
+        What a GPU's first matrix product takes for good, and the first one in backward once more;
+        by default what cuBLAS takes on a GPU before Hopper, 8.1 MiB, or as
+        ``CUBLAS_WORKSPACE_CONFIG`` says.
 
     Returns
     -------
@@ -72,19 +82,24 @@ def set_gpus(capacities_bytes: Sequence[int | None], *, data: str = "cpu") -> Wo
     --------
     >>> world = set_gpus([2**30, None])
     >>> x = torch.ones(2, 3, device="vgpu:1")
-    >>> (x @ x.T).sum().item(), world.memory_allocated(1)
+    >>> (x + x).sum().item(), world.memory_allocated(1)
     (12.0, 512)
     """
     register()
     give_name()
     arm()
-    world = _world(capacities_bytes, data)
+    world = _world(capacities_bytes, data, workspace_bytes)
     set_process_world(world)
     return world
 
 
 @contextmanager
-def gpus(capacities_bytes: Sequence[int | None], *, data: str = "cpu") -> Iterator[World]:
+def gpus(
+    capacities_bytes: Sequence[int | None],
+    *,
+    data: str = "cpu",
+    workspace_bytes: int | None = None,
+) -> Iterator[World]:
     """Use other virtual GPUs in this thread, for a scope; the process's own stay as they are.
 
     Examples
@@ -96,22 +111,27 @@ def gpus(capacities_bytes: Sequence[int | None], *, data: str = "cpu") -> Iterat
     """
     register()
     give_name()
-    with armed(), use_world(_world(capacities_bytes, data)) as world:
+    with armed(), use_world(_world(capacities_bytes, data, workspace_bytes)) as world:
         yield world
 
 
 @contextmanager
-def unnamed_gpus(capacities_bytes: Sequence[int | None], *, data: str = "cpu") -> Iterator[World]:
+def unnamed_gpus(
+    capacities_bytes: Sequence[int | None],
+    *,
+    data: str = "cpu",
+    workspace_bytes: int | None = None,
+) -> Iterator[World]:
     """Use virtual GPUs as `gpus` does, and leave the process fit for CUDA: see `naming`.
 
     Their devices are had from `virtual_device`, since torch may not know the name.
     """
     register()
-    with armed(), use_world(_world(capacities_bytes, data)) as world:
+    with armed(), use_world(_world(capacities_bytes, data, workspace_bytes)) as world:
         yield world
 
 
-def _world(capacities_bytes: Sequence[int | None], data: str) -> World:
+def _world(capacities_bytes: Sequence[int | None], data: str, workspace_bytes: int | None) -> World:
     if data not in ("cpu", "meta") and torch.device(data).type != "cuda":
         raise VirtualDeviceError(
             f"virtual GPUs can't keep their data on {data!r}", hint="use cpu, meta or cuda:N"
@@ -119,7 +139,9 @@ def _world(capacities_bytes: Sequence[int | None], data: str) -> World:
     for capacity in capacities_bytes:
         if capacity is not None and capacity <= 0:
             raise VirtualDeviceError(f"a virtual GPU can't have a capacity of {capacity} bytes")
-    return World(capacities_bytes, data)
+    if workspace_bytes is None:
+        workspace_bytes = cublas.workspace_bytes()
+    return World(capacities_bytes, data, workspace_bytes)
 
 
 def register() -> None:

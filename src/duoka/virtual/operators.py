@@ -14,7 +14,7 @@ import torch
 
 from duoka.errors import VirtualDeviceError
 
-from . import known_values, op_call
+from . import cublas, known_values, op_call
 from .device_module import can_do_backward, give_name
 from .faults import MixedDevicesError
 from .tensor import VirtualTensor, place, resync, wrap
@@ -41,6 +41,9 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arm()
     try:
         result = handler(func, args, kwargs)
+        if cublas.is_product(func, args):
+            is_backward = torch._C._current_graph_task_id() != _NO_BACKWARD
+            result.block.gpu.multiply(in_backward=is_backward)
         listener = state.listener
         if listener is not None and func not in _taken_apart:
             listener.operation(func, args, kwargs, result)

@@ -77,12 +77,12 @@ class Gpu:
 
     `data` says what holds the numbers: "cpu", "meta" (nothing does) or "cuda:N". If it `refuses`,
     what doesn't fit is an error. Otherwise `overflowed` is set, and from then on nothing limits the
-    GPU.
+    GPU. The first matrix product takes cuBLAS's workspace, and the first in backward another.
     """
 
     __slots__ = (
-        "_lock", "_pending", "allocator", "data", "data_device", "device", "index", "meta",
-        "overflowed", "refuses", "world",
+        "_lock", "_pending", "_workspaces", "allocator", "data", "data_device", "device", "index",
+        "meta", "overflowed", "refuses", "world",
     )  # fmt: skip
 
     def __init__(self, index: int, capacity_bytes: int | None, data: str, world: World) -> None:
@@ -97,6 +97,7 @@ class Gpu:
         self.overflowed = False
         self._lock = threading.Lock()
         self._pending: deque[Allocation] = deque()
+        self._workspaces: set[bool] = set()
 
     def __repr__(self) -> str:
         return f"Gpu(index={self.index}, data={self.data!r})"
@@ -146,6 +147,12 @@ class Gpu:
                 if listener is not None:
                     listener.freed(self, storage_id)
                 self.free(allocation)
+
+    def multiply(self, *, in_backward: bool) -> None:
+        """Take the workspace of a matrix product, if it is the first: see `hardware.cublas`."""
+        if in_backward not in self._workspaces:
+            self.malloc(self.world.workspace_bytes)
+            self._workspaces.add(in_backward)
 
     def settle(self) -> CachingAllocator:
         """Return the allocator with every free that waits done."""
@@ -257,7 +264,10 @@ An operator whose result shares memory with an argument, whatever its schema say
 class World:
     """A few virtual GPUs that know each other; a capacity of None is no limit."""
 
-    def __init__(self, capacities_bytes: Sequence[int | None], data: str) -> None:
+    def __init__(
+        self, capacities_bytes: Sequence[int | None], data: str, workspace_bytes: int = 0
+    ) -> None:
+        self.workspace_bytes = workspace_bytes
         self.gpus = [
             Gpu(index, capacity, data, self) for index, capacity in enumerate(capacities_bytes)
         ]
