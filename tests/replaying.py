@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from duoka.forecast import replay
-from duoka.forecast.alloc_events import DROP, KEEP, MALLOC, RELEASE
+from duoka.forecast.alloc_events import DROP, KEEP, MALLOC, MULTIPLY, RELEASE
 from duoka.forecast.allocator import OutOfCapacity, rounded_bytes, segment_bytes
 from duoka.forecast.device_memory import CompiledMemory, PlainMemory
 from duoka.forecast.profile import Key, buffer_bytes, evaluate
@@ -119,6 +119,7 @@ class _Plain:
         self.allocator = PlainAllocator(capacity)
         self.alive: dict[Key, Piece] = {}
         self.kept: dict[int, list[Piece]] = {block: [] for block in blocks}
+        self.workspace = replay.workspace_bytes
         self.allocated = self.requested = self.cached = 0
         self.peak = self.requested_peak = self.cached_at_peak = 0
 
@@ -141,7 +142,7 @@ class _Plain:
         pressed, reserved = self.allocator.pressed, self.allocator.most_reserved
         return self.peak, reserved, self.requested_peak, self.cached_at_peak, pressed
 
-    def block(self, block: int, step: int) -> None:
+    def read_in(self, block: int, step: int) -> None:
         replay = self.replay
         if not replay.steps[step].large_at_tokens:
             for read in replay.tape(block, step).reads:
@@ -150,6 +151,10 @@ class _Plain:
                 if not here and key not in self.alive:
                     size = evaluate(read.size, replay.steps[step].values)
                     self.alive[key] = self.malloc(size)
+
+    def block(self, block: int, step: int) -> None:
+        self.read_in(block, step)
+        replay = self.replay
         sizes = replay.sizes(block, step)
         slots: list[Piece | None] = [*self.kept[block]]
         born = []
@@ -163,11 +168,18 @@ class _Plain:
                 assert dropped is not None
                 slots[number] = None
                 self.free(dropped, cached=True)
+            elif code == MULTIPLY:
+                self.multiply()
             elif code == RELEASE:
                 self.release((block - number, other))
             else:
                 self.release((number, other))
         self.kept[block] = [slot for slot in slots if slot is not None] + born
+
+    def multiply(self) -> None:
+        if self.workspace:
+            self.malloc(self.workspace)
+            self.workspace = 0
 
     def malloc(self, size: int, *, cached: bool = False) -> Piece:
         piece = self.allocator.malloc(size)

@@ -281,6 +281,7 @@ def _tape(index: int, num_blocks: int, phase: Phase, costs: Costs) -> Tape:
         events=tuple(events),
         retained=(1,) if keeps else (),
         reads=(Read(ref=given, size=rule(bq=costs.result)),) if index > 0 else (),
+        matmul_at=len(sizes) if keeps else None,
         flops=rule(bq=1000.0),
         moved_bytes=rule(bq=10.0),
     )

@@ -178,3 +178,27 @@ def test_a_plan_for_training_is_proved_by_training() -> None:
     small = tuple(replace(each, budget_bytes=each.budget_bytes // 4) for each in fleet.devices)
     with pytest.raises(ProofError, match="overflows"):
         prove(replace(plan, fleet=Fleet(devices=small)), model)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_workspaces_are_forecast_as_they_are_taken(
+    monkeypatch: pytest.MonkeyPatch, trains: bool
+) -> None:
+    """Whatever else differs by a little, they don't add to it."""
+    workload, profile = LOAD, tiny.regular("llama")
+    if trains:
+        workload = rehearsing.load(64, method="full", gradient_checkpointing=True, micro_batches=3)
+        spec = TraceSpec(fingerprint="llama", conditions=workload.conditions)
+        profile = trace_training_workload(build(), spec, workload)
+    found = []
+    for config, size in ((":0:0", 0), (":4096:2:16:8", 8_519_680), (":4096:8", 32 * MIB)):
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
+        problem = PlanProblem(fleet=Fleet.parse("2x512MiB"), workload=workload, use_all=True)
+        plan = solve(profile, problem)
+        peaks = [peak.allocated_bytes for peak in prove(plan, build())]
+        forecast = [told.allocated_bytes for told in plan.forecast.devices]
+        taken = size * (2 if trains else 1)
+        found.append(([told - taken for told in forecast], [peak - taken for peak in peaks]))
+        for told, peak in zip(forecast, peaks, strict=True):
+            assert told - peak == pytest.approx(0, abs=told * 0.005)
+    assert found[0] == found[1] == found[2]

@@ -57,7 +57,8 @@ def run(replay: Replay, blocks: list[int], capacity: int | None) -> Peaks | None
 
 
 def check(profile: Profile, workload: Workload, data: st.DataObject) -> None:
-    replay = Replay(profile, workload)
+    workspace = data.draw(st.sampled_from([0, 3 * MIB // 2, 8_519_680]))
+    replay = Replay(profile, workload, workspace_bytes=workspace)
     for _ in range(3):
         all_blocks = range(len(profile.blocks))
         blocks = sorted(data.draw(st.sets(st.sampled_from(all_blocks), min_size=1)))

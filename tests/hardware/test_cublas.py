@@ -1,0 +1,64 @@
+"""cuBLAS's workspaces: what PyTorch 2.13 takes, as it was counted on the CUDA rig."""
+
+from __future__ import annotations
+
+import pytest
+
+from duoka.hardware import cublas
+from duoka.hardware.fleet import Fleet
+
+BEFORE_HOPPER, FROM_HOPPER = 8_519_680, 32 * 2**20
+
+
+@pytest.fixture(autouse=True)
+def without_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(cublas.CONFIG)
+
+
+@pytest.mark.parametrize("capability", [None, (7, 0), (7, 5), (8, 0), (8, 6), (8, 9)])
+def test_before_hopper(capability: tuple[int, int] | None) -> None:
+    assert cublas.workspace_bytes(capability) == BEFORE_HOPPER
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)])
+def test_from_hopper_on(capability: tuple[int, int]) -> None:
+    assert cublas.workspace_bytes(capability) == FROM_HOPPER
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        (":0:0", 0),
+        (":16:8", 131_072),
+        (":4096:8", FROM_HOPPER),
+        (":4096:2:16:8", BEFORE_HOPPER),
+        ("", BEFORE_HOPPER),
+        ("junk", BEFORE_HOPPER),
+        (":4096", BEFORE_HOPPER),
+        ("4096:8", BEFORE_HOPPER),
+    ],
+)
+def test_the_variable(monkeypatch: pytest.MonkeyPatch, config: str, size: int) -> None:
+    monkeypatch.setenv(cublas.CONFIG, config)
+    assert cublas.workspace_bytes() == size
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sizes"),
+    [
+        ("24GiB,12GiB", [BEFORE_HOPPER] * 2),
+        ("RTX3090+H100-SXM", [BEFORE_HOPPER, FROM_HOPPER]),
+        ("RTX5090,B200", [FROM_HOPPER] * 2),
+        ("MyCard:24GiB", [BEFORE_HOPPER]),
+        ("virtual:1GiB", [BEFORE_HOPPER]),
+    ],
+)
+def test_named_gpus(gpus: str, sizes: list[int]) -> None:
+    fleet = Fleet.parse(gpus)
+    assert [device.workspace_bytes for device in fleet.devices] == sizes
+    assert fleet.workspace_bytes == max(sizes)
+
+
+def test_the_cpu_has_none() -> None:
+    fleet = Fleet.from_max_memory({0: "1GiB", "cpu": "2GiB"})
+    assert [device.workspace_bytes for device in fleet.devices] == [BEFORE_HOPPER, 0]
