@@ -193,3 +193,15 @@ def test_odd_heads_are_padded(world: virtual.World) -> None:
     assert out.shape == (BATCH, HEADS, TOKENS, 13)
     expected = functional.scaled_dot_product_attention(*[tensor.cpu() for tensor in tensors])
     assert torch.allclose(out.cpu().float(), expected.float(), atol=2e-2)
+
+
+@pytest.mark.parametrize("data", ["cpu", "meta"])
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_flash_lays_its_output_out_as_the_queries_are(data: str, by_tokens: bool) -> None:
+    """Else code that makes it contiguous allocates where CUDA doesn't, or the other way round."""
+    with virtual.gpus([None], data=data):
+        tensors = [torch.ones(2, 4, 6, 8, device="vgpu:0", dtype=torch.bfloat16) for _ in range(3)]
+        if by_tokens:
+            tensors = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]
+        out = torch.nn.functional.scaled_dot_product_attention(*tensors)
+        assert out.stride() == tensors[0].stride()

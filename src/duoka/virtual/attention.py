@@ -190,6 +190,10 @@ def _flash(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         scale=kwargs.get("scale"),
     )
     out, rows = attention_numbers.attend(inputs)
+    # Laid out as the queries are; the efficient kernel's goes token by token.
+    laid_out = torch.empty_like(query.transpose(1, 2)).transpose(1, 2)
+    if out.stride() != laid_out.stride():
+        out = laid_out.copy_(out)
     results = place(out, gpu), place(rows, gpu)
     states = place(inputs.seed, gpu), place(_scalar(query), gpu)
     debug = place(query.new_empty(0), gpu)
