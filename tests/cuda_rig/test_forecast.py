@@ -1,0 +1,175 @@
+"""Forecasts beside what PyTorch's CUDA allocator counts, cuBLAS's workspaces included."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from cuda_rig.forecasting import Case, forecast, measured
+from torch.utils.checkpoint import checkpoint
+
+from duoka.forecast.workload import Training
+from duoka.hardware import cublas
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from forecast_models import SIZES
+
+MIB = 2**20
+ONE, TWO, THREE = "1GiB", "1GiB,1GiB", "1GiB,1GiB,1GiB"
+# Batches come with masks, whose copies the rig's kernels of attention don't all make.
+MASKS = 0.06
+
+
+@pytest.fixture(autouse=True)
+def with_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch takes them where nobody says otherwise; a test's fork inherits it."""
+    monkeypatch.delenv(cublas.CONFIG)
+
+
+def check(case: Case, *, over: float = 0.0, segments: int = 0) -> None:
+    """Never less than what is allocated, and no more than a share over; so many segments apart."""
+    plan = case.plan(case.profile())
+    found = measured(plan, case.build())
+    for (allocated, reserved), (counted, taken) in zip(forecast(plan), found, strict=True):
+        assert counted - 512 <= allocated <= counted * (1 + over)
+        assert abs(reserved - taken) <= segments * 2 * MIB
+
+
+def small(name: str, gpus: str, **workload: Any) -> Case:
+    return Case(config=tiny.CONFIGS[name], gpus=gpus, **workload)
+
+
+def large(name: str, gpus: str, **workload: Any) -> Case:
+    return Case(config=SIZES[name], gpus=gpus, **workload)
+
+
+@pytest.mark.cuda_rig(gpus=ONE)
+def test_one_gpu() -> None:
+    check(small("glm", ONE, prompt=1333, new=18))
+
+
+@pytest.mark.cuda_rig(gpus=ONE, capability="9.0")
+def test_hopper_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublas, "workspace_bytes", lambda *_: 32 * MIB)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # the rig has none
+    check(small("glm", ONE, prompt=1333, new=18))
+
+
+@pytest.mark.cuda_rig(gpus=TWO)
+def test_two_gpus() -> None:
+    check(small("llama", TWO, prompt=1333, new=9))
+
+
+@pytest.mark.cuda_rig(gpus=THREE)
+def test_a_batch_on_three_gpus() -> None:
+    check(small("tied", THREE, prompt=1100, new=6, batch=3), over=MASKS)
+
+
+@pytest.mark.cuda_rig(gpus=TWO)
+def test_a_prompt_in_chunks() -> None:
+    check(small("llama", TWO, prompt=1901, new=5, batch=2, chunk=640), over=MASKS)
+
+
+@pytest.mark.cuda_rig(gpus=ONE)
+@pytest.mark.parametrize(
+    "training",
+    [
+        Training(),
+        Training(gradient_checkpointing=True, micro_batches=3),
+        Training(method="full"),
+        Training(method="full", gradient_checkpointing=True, micro_batches=3),
+    ],
+    ids=lambda training: f"{training.method}-{training.gradient_checkpointing}",
+)
+def test_training(training: Training) -> None:
+    check(small("tied", ONE, prompt=300, training=training), over=0.001, segments=2)
+
+
+@pytest.mark.cuda_rig(gpus=TWO)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training_on_two_gpus(checkpointing: bool) -> None:
+    training = Training(gradient_checkpointing=checkpointing)
+    check(small("llama", TWO, prompt=500, training=training), over=0.1, segments=3)
+
+
+@pytest.mark.slow
+@pytest.mark.cuda_rig(gpus="12GiB,8GiB")
+def test_glm_in_chunks() -> None:
+    check(large("glm-4-9b", "12GiB,8GiB", prompt=7680, new=6, chunk=4096))
+
+
+@pytest.mark.slow
+@pytest.mark.cuda_rig(gpus="8GiB,6GiB,12GiB")
+def test_glm_on_three_gpus() -> None:
+    check(large("glm-4-9b", "8GiB,6GiB,12GiB", prompt=1000, new=6, batch=4))
+
+
+@pytest.mark.slow
+@pytest.mark.cuda_rig(gpus="24GiB,12GiB")
+def test_llama() -> None:
+    check(large("llama-3-8b", "24GiB,12GiB", prompt=8000, new=6), segments=1)
+
+
+@pytest.mark.slow
+@pytest.mark.cuda_rig(gpus="1GiB,2GiB")
+def test_qwen() -> None:
+    check(large("qwen3-0.6b", "1GiB,2GiB", prompt=1500, new=40))
+
+
+@pytest.mark.slow
+@pytest.mark.cuda_rig(gpus="24GiB")
+def test_qwen_learns_whole() -> None:
+    training = Training(method="full")
+    check(large("qwen3-0.6b", "24GiB", prompt=1024, batch=4, training=training), over=1e-5)
+
+
+def workspaces() -> int:
+    return torch.cuda.memory_allocated() // cublas.workspace_bytes()
+
+
+@pytest.mark.filterwarnings("ignore:Found GPU0:UserWarning")  # 7.0, which CUDA 13 has left behind
+@pytest.mark.parametrize(
+    "capability",
+    [
+        pytest.param(text, marks=pytest.mark.cuda_rig(gpus="8GiB", capability=text))
+        for text in ("7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+    ],
+)
+def test_the_size_by_capability(capability: str) -> None:
+    major, minor = map(int, capability.split("."))
+    torch.zeros(4, 4, device="cuda") @ torch.zeros(4, 4, device="cuda")
+    assert torch.cuda.memory_allocated() == cublas.workspace_bytes((major, minor))
+
+
+@pytest.mark.filterwarnings("ignore:Could not parse:UserWarning")
+@pytest.mark.cuda_rig(gpus="8GiB")
+@pytest.mark.parametrize("config", [":0:0", ":16:8", ":4096:8", ":100:3", "junk", ":4096"])
+def test_the_size_by_the_variable(monkeypatch: pytest.MonkeyPatch, config: str) -> None:
+    monkeypatch.setenv(cublas.CONFIG, config)
+    torch.zeros(4, 4, device="cuda") @ torch.zeros(4, 4, device="cuda")
+    assert torch.cuda.memory_allocated() == cublas.workspace_bytes()
+
+
+@pytest.mark.cuda_rig(gpus="8GiB")
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_backward_takes_another(checkpointed: bool) -> None:
+    layer = torch.nn.Linear(64, 64, device="cuda")
+    for _ in range(2):
+        x = torch.zeros(8, 64, device="cuda", requires_grad=True)
+        out = checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
+        out.sum().backward()
+        assert workspaces() == 2
+
+
+@pytest.mark.cuda_rig(gpus="8GiB")
+def test_what_takes_none() -> None:
+    torch.zeros(0, 4, device="cuda") @ torch.zeros(4, 4, device="cuda")
+    eight = torch.zeros(32, 64, device="cuda", dtype=torch.int8)
+    torch._int_mm(eight, torch.zeros(64, 48, device="cuda", dtype=torch.int8))
+    query = torch.zeros(1, 8, 32, 64, device="cuda", dtype=torch.bfloat16)
+    torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    assert workspaces() == 0
