@@ -91,7 +91,8 @@ def plan(
     --------
     >>> from torch import nn, zeros
     >>> layers = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
-    >>> plan(layers, "virtual:2x2MiB", inputs=(zeros(1, 512),)).device_map
+    >>> inputs = (zeros(1, 512),)
+    >>> plan(layers, "virtual:2x32MiB", inputs=inputs, use_all=True).device_map
     {'0': 'vgpu:0', '1': 'vgpu:1'}
     """
     request = PlanRequest(
