@@ -62,6 +62,20 @@ def test_a_language_models_profile() -> None:
     assert profile.kinds[head.kind].weight_bytes == ()
 
 
+def test_tapes_know_the_first_matrix_product() -> None:
+    """Behind its output: where the queries' product is made; norms and embeddings have none."""
+    profile = tiny.regular("llama")
+    tapes = [profile.kinds[block.kind].tapes[0] for block in profile.blocks]
+    embedding, *layers, norm, head, caller = tapes
+    assert [embedding.matmul_at, norm.matmul_at, caller.matmul_at] == [None] * 3
+    assert head.matmul_at == 1
+    for layer in layers:
+        assert layer.matmul_at is not None
+        assert layer.events[layer.matmul_at - 1] is None
+        (number,) = [sum(event is None for event in layer.events[: layer.matmul_at])]
+        assert layer.sizes[number - 1] == (0.0, 512.0)  # the queries, in bfloat16
+
+
 def test_a_profile_answers_any_workload() -> None:
     profile = tiny.regular("tied")
     for load in (

@@ -52,6 +52,31 @@ def test_a_forecast_is_what_training_takes(workload: Any, cuts: list[int]) -> No
     hold("glm", workload, cuts)
 
 
+@pytest.mark.parametrize(
+    ("workload", "cuts"),
+    [
+        (rehearsing.load(500, **FULL), [3]),
+        (rehearsing.load(200, micro_batches=6, schedule="1f1b", **FULL), [2, 4]),
+        (rehearsing.load(97, batch=2, micro_batches=3, gradient_checkpointing=True), [2]),
+    ],
+)
+@pytest.mark.parametrize("config", [":4096:2:16:8", ":4096:8"])
+def test_workspaces_change_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, workload: Any, cuts: list[int], config: str
+) -> None:
+    profile = rehearsing.traced("glm", workload.conditions)
+
+    def too_much() -> list[int]:
+        measured = rehearsing.measure("glm", profile, workload, cuts)
+        told = rehearsing.forecast(profile, workload, cuts)
+        return [one.allocated_bytes - most for one, (most, _) in zip(told, measured, strict=True)]
+
+    without = too_much()
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
+    assert too_much() == without
+    hold("glm", workload, cuts)
+
+
 def test_adapters_checkpoints_and_master_weights() -> None:
     workload = rehearsing.load(300, batch=2, micro_batches=2, lora_rank=4, **LEAN)
     hold("tied", workload, [2, 4], by_rules=False)

@@ -122,7 +122,9 @@ class Run(StepListener):
         model = self.subject.model
         with (
             globals_restored(model),
-            virtual.unnamed_gpus(self._capacities, data=self.data) as world,
+            virtual.unnamed_gpus(
+                self._capacities, data=self.data, workspace_bytes=self.subject.workspace_bytes
+            ) as world,
         ):
             for gpu in world.gpus:
                 gpu.refuses = False

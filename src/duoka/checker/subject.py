@@ -45,6 +45,8 @@ class Subject:
     """Modules (or single tensors) and their devices; a longer name overrides a shorter one."""
     budgets: Mapping[str, int] = field(default_factory=dict)
     """Bytes by device, where somebody said them."""
+    workspace_bytes: int | None = None
+    """What cuBLAS's takes on a device, where that is known."""
     completeness: Faults = field(default_factory=Faults)
     """What is wrong with the map that the entries come from."""
     inputs: Mapping[str, Any] | tuple[Any, ...] | Callable[[nn.Module], Any] | None = None
