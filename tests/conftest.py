@@ -32,10 +32,18 @@ _DEFAULT_SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Mark those that start programs with the fixture for it."""
+    """Mark those that start programs with the fixture for it; on CUDA workspaces are its own."""
     for item in items:
+        if item.get_closest_marker("gpu") or item.get_closest_marker("cuda_rig"):
+            item.fixturenames.append("own_workspaces")
         if "process" in getattr(item, "fixturenames", ()):
             item.add_marker("process")
+
+
+@pytest.fixture
+def own_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS's workspaces as PyTorch takes them where nobody says otherwise."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
 
 
 @pytest.fixture(scope="session")

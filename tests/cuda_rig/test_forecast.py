@@ -24,12 +24,6 @@ ONE, TWO, THREE = "1GiB", "1GiB,1GiB", "1GiB,1GiB,1GiB"
 MASKS = 0.06
 
 
-@pytest.fixture(autouse=True)
-def with_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As PyTorch takes them where nobody says otherwise; a test's fork inherits it."""
-    monkeypatch.delenv(cublas.CONFIG)
-
-
 def check(case: Case, *, over: float = 0.0, segments: int = 0) -> None:
     """Never less than what is allocated, and no more than a share over; so many segments apart."""
     plan = case.plan(case.profile())
