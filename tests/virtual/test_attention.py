@@ -158,7 +158,9 @@ def test_memory_is_that_of_the_kernel(data: str, trains: bool, dtype: torch.dtyp
         added = peak(world, lambda: functional.scaled_dot_product_attention(*tensors))
         # Only flash keeps the logsumexp of every row when nothing is trained.
         rows = 4 * BATCH * HEADS * TOKENS if trains or dtype == HALF else 0
-        assert added == tensors[0].numel() * dtype.itemsize + rows + 2 * 512
+        # On the device only flash has random states, for which nothing is drawn here.
+        states = 2 * 512 if dtype == HALF else 0
+        assert added == tensors[0].numel() * dtype.itemsize + rows + states
 
 
 @pytest.mark.parametrize("data", ["cpu", "meta"])
@@ -176,9 +178,8 @@ def test_a_mask_is_aligned_and_counted(world: virtual.World) -> None:
     added = peak(
         world, lambda: functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     )
-    additive, aligned = 201 * 201 * 2, 201 * 208 * 2
-    assert added > additive + aligned
-    assert added < additive + aligned + 2 * query.numel() + 201 * 201 + 8 * 512
+    # Made of the boolean one, then aligned; the first is given back before the output is made.
+    assert added == sum(-(-201 * length * 2 // 512) * 512 for length in (201, 208))
 
 
 def test_eager_attention_costs_what_it_costs(world: virtual.World) -> None:

@@ -10,6 +10,7 @@ Nothing happens on import: the backend is registered with torch on the first `se
 - `known_values`: which values and shapes are known on a GPU with meta data
 - `cublas`: which operations are matrix products, and take its workspace
 - `attention`, `attention_numbers`, `cuda_only`: kernels that CUDA has and the CPU lacks
+- `temporaries`: what CUDA's kernels take for their own time
 - `faults`: what CUDA refuses; `threads`: backward's threads
 """
 

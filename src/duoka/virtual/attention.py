@@ -2,17 +2,18 @@
 
 The choice follows the published conditions of PyTorch's fused kernels (documentation of
 `torch.nn.functional.scaled_dot_product_attention` and `torch.backends.cuda.SDPAParams`) for a GPU
-of compute capability 8.x. Their outputs and work
+of compute capability 8.x; where kernels differ among those, they are 8.6's. Their outputs and work
 memory are those of the kernels as PyTorch ships them: the output, a logsumexp per row in fp32, two
-small random states; in backward the gradients, the row sums and fp32 accumulators. The numbers come
-from `attention_numbers`: what the host holds for them is no memory of the GPU. With data on a real
-GPU its own kernels run.
+small random states; in backward the gradients, the row sums and fp32 accumulators. Not counted is
+what flash takes to split few queries over all multiprocessors (some MiB at most; how many there
+are is unknown). The numbers come from `attention_numbers`: what the host holds for them is no
+memory of the GPU. With data on a real GPU its own kernels run.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -34,6 +35,9 @@ _MASK_MULTIPLE = 8
 _EFFICIENT_ROWS = 32
 _EFFICIENT_REGISTER_HEAD = 128
 _EFFICIENT_BLOCK = 64
+_EFFICIENT_FIELDS = 4  # in front of each block's fp32 accumulator
+_EFFICIENT_SPLITS = 200  # of the keys of all heads, where there are fewer heads than _MANY_HEADS
+_MANY_HEADS = 256
 _FLASH_ROWS = 128
 _libraries: list[torch.library.Library] = []
 
@@ -106,10 +110,6 @@ def attend(
     kernel = choose_kernel(
         query, key, value, mask, is_causal=options.is_causal, enable_gqa=options.enable_gqa
     )
-    if mask is not None and mask.dtype == torch.bool:
-        additive = torch.zeros_like(mask, dtype=query.dtype)
-        mask = additive.masked_fill_(mask.logical_not(), -math.inf)
-    options = replace(options, attn_mask=mask)
     if kernel == "flash":
         return _attend_flash(query, key, value, options)
     if kernel == "efficient":
@@ -118,13 +118,20 @@ def attend(
         query,
         key,
         value,
-        mask,
+        _additive(mask, query),
         options.dropout_p,
         options.is_causal,
         None,
         scale=options.scale,
         enable_gqa=options.enable_gqa,
     )[0]
+
+
+def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """Make a boolean mask what is added to the scores."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.where(mask, query.new_zeros(()), query.new_full((), -math.inf))
 
 
 def _attend_flash(
@@ -144,7 +151,7 @@ def _attend_flash(
 def _attend_efficient(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
 ) -> Any:
-    bias = None if options.attn_mask is None else _bias(options.attn_mask, query, key)
+    bias = _bias(_additive(options.attn_mask, query), query, key)
     needs_grad = torch.is_grad_enabled() and any(
         tensor.requires_grad for tensor in (query, key, value)
     )
@@ -160,8 +167,10 @@ def _attend_efficient(
     )[0]
 
 
-def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
     """Make the mask what the kernel reads: rows aligned to 8 elements, one for every head."""
+    if mask is None:
+        return None
     strides = mask.stride()
     if strides[-1] != 1 or any(stride % _MASK_MULTIPLE for stride in strides[:-1]):
         length = mask.shape[-1]
@@ -190,11 +199,7 @@ def _flash(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         scale=kwargs.get("scale"),
     )
     out, rows = attention_numbers.attend(inputs)
-    # Laid out as the queries are; the efficient kernel's goes token by token.
-    laid_out = torch.empty_like(query.transpose(1, 2)).transpose(1, 2)
-    if out.stride() != laid_out.stride():
-        out = laid_out.copy_(out)
-    results = place(out, gpu), place(rows, gpu)
+    results = *_placed((out,), (query,), gpu), place(rows, gpu)
     states = place(inputs.seed, gpu), place(_scalar(query), gpu)
     debug = place(query.new_empty(0), gpu)
     return *results, None, None, query.shape[2], key.shape[2], *states, debug
@@ -219,6 +224,8 @@ def _flash_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if key.shape[1] != heads:
         # Gradients of keys and values are made per query head, then summed.
         sizes += [query.element_size() * batch * heads * key.shape[2] * head_dim] * 2
+    # The kernel reads these two with all heads of a token side by side.
+    sizes += [item.nbytes for item in (grad, out) if not item.transpose(1, 2).is_contiguous()]
     gpu.charge(*sizes)
     return results
 
@@ -240,11 +247,12 @@ def _efficient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if needs_rows:
         padded[..., :tokens] = rows
     results = place(out, gpu), place(padded, gpu)
-    states = place(inputs.seed, gpu), place(_scalar(query), gpu)
+    # Without dropout they are on the host.
+    states = (inputs.seed, _scalar(query)) if inputs.dropout else (query.new_empty(0),) * 2
     if query.element_size() == 2 and value.shape[3] > _EFFICIENT_REGISTER_HEAD:
         # A head that doesn't fit the registers is accumulated in fp32 memory.
         gpu.charge(4 * out.numel())
-    return *results, *states
+    return *results, *(place(state, gpu) for state in states)
 
 
 def _efficient_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -254,31 +262,54 @@ def _efficient_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return op_call.wrap_results(func(*plain.args, **plain.kwargs), gpu)
     inputs = Inputs(
         query, key, value, bias, dropout=dropout,
-        is_causal=len(args) > 11 and bool(args[11]), scale=kwargs.get("scale"), seed=seed,
+        is_causal=len(args) > 11 and bool(args[11]), scale=kwargs.get("scale"),
     )  # fmt: skip
-    batch, heads, tokens, head_dim = query.shape
+    if dropout:
+        inputs.seed = seed
+    batch, heads, tokens, _ = query.shape
     grads = differentiate(inputs, grad, out, rows[..., :tokens], needs_bias=needed[3])
-    results = _placed(grads[:3], (query, key, value), gpu)
-    bias_grad = place(grads[3], gpu) if grads[3] is not None else None
+    results = _placed(grads[:3], tuple(map(_by_tokens, (query, key, value))), gpu)
+    bias_grad = place(grads[3], gpu) if needed[3] and grads[3] is not None else None
     row_bytes = 4 * batch * heads * tokens
-    if query.element_size() == 2:
-        accumulator = _rounded(tokens, _EFFICIENT_BLOCK) * _rounded(head_dim, _EFFICIENT_BLOCK)
-        gpu.charge(row_bytes, 4 * batch * heads * accumulator)
-    else:
+    if query.element_size() == 4:
         # In fp32 the row sums are made outside the kernel, from a product of the outputs' size.
-        gpu.charge(4 * out.numel(), row_bytes)
+        gpu.charge(4 * out.numel(), row_bytes, row_bytes)
+    gpu.charge(row_bytes, _accumulator_bytes(query, key, value))
     return *results, bias_grad
 
 
+def _accumulator_bytes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+    """What efficient attention's backward sums up in: for queries, and for keys of large heads."""
+    rows = block = _EFFICIENT_BLOCK
+    head_dim, is_half = max(query.shape[3], value.shape[3]), query.element_size() == 2
+    if is_half and (block < head_dim <= 96 or head_dim > _EFFICIENT_REGISTER_HEAD):
+        rows = 2 * block
+    num_blocks = -(-query.shape[2] // rows) * -(-query.shape[3] // block)
+    num_heads = query.shape[0] * query.shape[1]
+    numbers = num_heads * num_blocks * (rows * block + _EFFICIENT_FIELDS)
+    if is_half and head_dim > 96:
+        # Few heads split their keys so that there are about as many parts in all; "about", since
+        # what isn't proportional to the batch makes no rule of a profile.
+        is_many = num_heads >= _MANY_HEADS
+        splits = num_heads * -(-key.shape[2] // block) if is_many else _EFFICIENT_SPLITS
+        numbers += splits * block * (_rounded(key.shape[3], 128) + _rounded(value.shape[3], 128))
+    return 4 * numbers
+
+
+def _by_tokens(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor of the same shape, with all heads of a token side by side."""
+    return tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2)
+
+
 def _placed(
-    grads: tuple[torch.Tensor | None, ...], inputs: tuple[torch.Tensor, ...], gpu: Gpu
+    results: tuple[torch.Tensor | None, ...], likes: tuple[torch.Tensor, ...], gpu: Gpu
 ) -> tuple[VirtualTensor, ...]:
-    """Place gradients in memory of their own, laid out as the inputs are."""
+    """Place results in memory of their own, each laid out as another tensor is."""
     placed = []
-    for grad, like in zip(grads, inputs, strict=True):
-        assert grad is not None
-        laid_out = torch.empty_like(like, device=grad.device)
-        placed.append(place(laid_out.copy_(grad), gpu))
+    for result, like in zip(results, likes, strict=True):
+        assert result is not None
+        laid_out = torch.empty_like(like, device=result.device)
+        placed.append(place(laid_out.copy_(result), gpu))
     return tuple(placed)
 
 

@@ -20,6 +20,7 @@ from . import (
     device_module,
     factories,
     operators,
+    temporaries,
     tensor,
     transfers,
 )
@@ -181,7 +182,7 @@ def _exists(path: str) -> bool:
 def _register() -> None:
     backend_registration._setup_privateuseone_for_python_backend(backend_module=device_module)
     tensor.install_operators(operators.run)
-    for module in (transfers, tensor, factories, cuda_only, attention, autocast):
+    for module in (transfers, tensor, factories, cuda_only, temporaries, attention, autocast):
         module.install()
     # Optimizers and gradient clipping then work on lists of tensors, as on CUDA, and cost the same.
     for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):

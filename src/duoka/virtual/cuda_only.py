@@ -50,7 +50,7 @@ def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return place(func(backing.float(), dim, False), gpu)
 
 
-def _softmax_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def softmax_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the gradient in the dtype of the softmax's input, as on CUDA."""
     plain, gpu = op_call.unwrap(func, args, kwargs)
     grad, output, dim, input_dtype = plain.args
@@ -206,8 +206,7 @@ def install() -> None:
     handlers[_aten.histc.default] = _histc
     handlers[_aten._softmax.default] = _softmax
     handlers[_aten._log_softmax.default] = _softmax
-    handlers[_aten._softmax_backward_data.default] = _softmax_backward
-    handlers[_aten._log_softmax_backward_data.default] = _softmax_backward
+    handlers[_aten._log_softmax_backward_data.default] = softmax_backward
     handlers[_aten._convert_weight_to_int4pack.default] = _pack_int4
     handlers[_aten._weight_int4pack_mm.default] = _multiply_int4
     handlers[_aten._thnn_fused_lstm_cell.default] = _computing(_lstm)

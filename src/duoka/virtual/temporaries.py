@@ -1,0 +1,80 @@
+"""Memory that CUDA takes for the time of one operation, beside what the operation returns.
+
+Measured with PyTorch's CUDA build. What stays under a percent of an operation's result (partial
+sums, the scratch of cumulative sums and of the largest few) isn't counted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import cuda_only
+from .operators import Handler, handlers, make
+
+_aten = torch.ops.aten
+_SORTED_IN_SHARED_MEMORY = 4096
+_libraries: list[torch.library.Library] = []
+
+
+def _safe_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Rows that may attend to nothing are looked for after the softmax."""
+    out = make(func, args, kwargs)
+    out.gpu.charge(out.numel(), out.numel() // max(out.shape[args[1]], 1), out.element_size())
+    return out
+
+
+def _softmax_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The gradient times the output is a tensor of its own."""
+    result = cuda_only.softmax_backward(func, args, kwargs)
+    result.gpu.charge(args[0].nbytes)
+    return result
+
+
+def _logsumexp(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The exponentials are a tensor, and their sums."""
+    out = make(func, args, kwargs)
+    out.gpu.charge(args[0].nbytes, out.nbytes)
+    return out
+
+
+def _sort(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Radix sort has second buffers; several rows are sorted as one, by row and value."""
+    ordered, order = result = make(func, args, kwargs)
+    length = ordered.shape[kwargs.get("dim", -1)] if ordered.dim() else 1
+    if length > _SORTED_IN_SHARED_MEMORY:
+        rows = [order.nbytes, ordered.nbytes] if ordered.numel() > length else []
+        ordered.gpu.charge(order.nbytes, *rows, order.nbytes + ordered.nbytes)
+    return result
+
+
+def _softmax(name: str) -> Any:
+    """Half precision becomes fp32 within the kernel, where the caller asks for that."""
+    kernel = getattr(_aten, f"_{name}").default
+
+    def softmax(tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+        if tensor.dtype == torch.float16 and dtype == torch.float32:
+            return kernel(tensor, dim, True)
+        return kernel(tensor if dtype is None else tensor.to(dtype), dim, False)
+
+    return softmax
+
+
+def _below(softmax: Any) -> Handler:
+    """Run it in inference mode, where the operator arrives whole."""
+    return lambda func, args, kwargs: softmax(*args, **kwargs)
+
+
+def install() -> None:
+    """Register the operators of this module with torch, for the life of the process."""
+    handlers[_aten._safe_softmax.default] = _safe_softmax
+    handlers[_aten._softmax_backward_data.default] = _softmax_backward
+    handlers[_aten.logsumexp.default] = _logsumexp
+    handlers[_aten.sort.default] = handlers[_aten.sort.stable] = _sort
+    library = torch.library.Library("aten", "IMPL")
+    for name in ("softmax", "log_softmax"):
+        softmax = _softmax(name)
+        library.impl(f"{name}.int", softmax, "AutogradPrivateUse1")
+        handlers[getattr(_aten, name).int] = _below(softmax)
+    _libraries.append(library)
