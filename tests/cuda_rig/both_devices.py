@@ -33,7 +33,7 @@ def _virtual(run: Callable[[str, Any], _Result]) -> _Result:
 
 
 def _cuda(run: Callable[[str, Any], _Result]) -> _Result:
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"
+    os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
     torch.cuda.init()
     return run("cuda", torch.cuda)
 

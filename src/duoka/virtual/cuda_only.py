@@ -42,7 +42,10 @@ def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute a softmax of fp16 numbers in fp32 in one step, as on CUDA."""
     _, dim, half_to_float = args
     if not half_to_float:
-        return make(func, args, kwargs)
+        result = make(func, args, kwargs)
+        if not args[0].is_contiguous():
+            result.gpu.charge(args[0].nbytes)
+        return result
     plain, gpu = op_call.unwrap(func, args, kwargs)
     backing = plain.args[0]
     if backing.is_cuda or backing.is_meta:

@@ -6,15 +6,19 @@ sums, the scratch of cumulative sums and of the largest few) isn't counted.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from . import cuda_only
-from .operators import Handler, handlers, make
+from .operators import Handler, handlers, make, run
 
 _aten = torch.ops.aten
 _SORTED_IN_SHARED_MEMORY = 4096
+_WHOLE = ("silu_backward", "mish_backward")
+"""What CUDA has a kernel for, and other backends have in parts."""
+
 _libraries: list[torch.library.Library] = []
 
 
@@ -43,7 +47,8 @@ def _sort(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Radix sort has second buffers; several rows are sorted as one, by row and value."""
     ordered, order = result = make(func, args, kwargs)
     length = ordered.shape[kwargs.get("dim", -1)] if ordered.dim() else 1
-    if length > _SORTED_IN_SHARED_MEMORY:
+    # One row always counts as a long one: what a step does must not depend on its tokens.
+    if ordered.dim() == 1 or length > _SORTED_IN_SHARED_MEMORY:
         rows = [order.nbytes, ordered.nbytes] if ordered.numel() > length else []
         ordered.gpu.charge(order.nbytes, *rows, order.nbytes + ordered.nbytes)
     return result
@@ -59,6 +64,10 @@ def _softmax(name: str) -> Any:
         return kernel(tensor if dtype is None else tensor.to(dtype), dim, False)
 
     return softmax
+
+
+def _run_whole(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return run(func, args, kwargs)
 
 
 def _below(softmax: Any) -> Handler:
@@ -77,4 +86,9 @@ def install() -> None:
         softmax = _softmax(name)
         library.impl(f"{name}.int", softmax, "AutogradPrivateUse1")
         handlers[getattr(_aten, name).int] = _below(softmax)
+    for name in _WHOLE:
+        # Registered for the backend, it is no longer taken apart before it comes to the tensors.
+        whole = getattr(_aten, name).default
+        handlers[whole] = make
+        library.impl(name, partial(_run_whole, whole), "PrivateUse1")
     _libraries.append(library)
