@@ -163,12 +163,13 @@ class Planned:
         dispatch(model, plan.placement, empty=True, offloaded=plan.offloaded)
         first = torch.device(plan.placement.entries[0][1])
         if self.workload.training:
-            Learner(model, plan.workload, first).run(in_flight=1)
+            with values():  # masks and positions are looked at
+                Learner(model, plan.workload, first).run()
             return
         stepper = Stepper.of(
             model, plan.workload, first, prompts_for(model, plan.workload.conditions)
         )
-        with torch.no_grad(), values():  # masks and positions are looked at
+        with torch.no_grad(), values():
             stepper.run(plan.workload, decode_steps=plan.workload.new_tokens - 1)
 
 

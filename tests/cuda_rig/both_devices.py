@@ -33,7 +33,6 @@ def _virtual(run: Callable[[str, Any], _Result]) -> _Result:
 
 
 def _cuda(run: Callable[[str, Any], _Result]) -> _Result:
-    os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
     torch.cuda.init()
     return run("cuda", torch.cuda)
 
@@ -54,6 +53,7 @@ def _apart(half: Callable[..., _Result], run: Callable[[str, Any], _Result]) -> 
 
 
 def _answer(writer: Connection, half: Callable[..., Any], run: Callable[..., Any]) -> None:
+    os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
     try:
         writer.send((half(run), ""))
     except BaseException:

@@ -35,7 +35,8 @@ def hold(name: str, workload: Any, cuts: list[int], *, by_rules: bool = True) ->
     ):
         # Labels are copied to the head's GPU by the model's own code: that much is missing.
         assert told.allocated_bytes == pytest.approx(allocated, rel=1e-3)
-        assert 0.99 * reserved <= told.reserved_bytes <= 1.03 * reserved
+        # What is freed in another order may lie in one segment more or less.
+        assert abs(told.reserved_bytes - reserved) <= max(0.01 * reserved, SEGMENT_ROUND_BYTES)
 
 
 @pytest.mark.parametrize(
