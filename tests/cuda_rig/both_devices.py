@@ -7,28 +7,32 @@ import os
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 import torch
 
 from duoka import virtual
+from duoka.hardware.generation import Generation
 
 _FORK: Any = multiprocessing.get_context("fork")
 _Result = TypeVar("_Result")
 
 
-def on_both(run: Callable[[str, Any], _Result]) -> tuple[_Result, _Result]:
-    """What `run` returns on virtual GPUs and on CUDA.
+def on_both(
+    run: Callable[[str, Any], _Result], generation: Generation | None = None
+) -> tuple[_Result, _Result]:
+    """What `run` returns on virtual GPUs, of a generation, and on CUDA.
 
     It is given the type of device and who counts memory there: a world, or `torch.cuda`. Products
     take no workspaces of cuBLAS.
     """
-    return _apart(_virtual, run), _apart(_cuda, run)
+    return _apart(partial(_virtual, generation), run), _apart(_cuda, run)
 
 
-def _virtual(run: Callable[[str, Any], _Result]) -> _Result:
-    with virtual.gpus([None, None], data="meta") as world:
+def _virtual(generation: Generation | None, run: Callable[[str, Any], _Result]) -> _Result:
+    with virtual.gpus([None, None], data="meta", generation=generation) as world:
         return run("vgpu", world)
 
 

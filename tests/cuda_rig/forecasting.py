@@ -29,10 +29,12 @@ class Case:
     new: int = 0
     chunk: int | None = None
     training: Training | None = None
+    before_ampere: bool = False
 
     @property
     def workload(self) -> Workload:
         return Workload(
+            before_ampere=self.before_ampere,
             batch=self.batch,
             prompt_tokens=self.prompt,
             new_tokens=self.new,

@@ -123,7 +123,7 @@ class Run(StepListener):
         with (
             globals_restored(model),
             virtual.unnamed_gpus(
-                self._capacities, data=self.data, workspace_bytes=self.subject.workspace_bytes
+                self._capacities, data=self.data, generation=self.subject.generation
             ) as world,
         ):
             for gpu in world.gpus:

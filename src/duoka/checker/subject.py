@@ -22,6 +22,7 @@ from duoka.base.text import longest_prefix
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import Faults, ModelError, PlacementError
 from duoka.forecast.workload import Dtype, Workload
+from duoka.hardware.generation import Generation
 from duoka.report.check_report import OriginKind, Stop
 from duoka.runtime.dispatch.install_movers import is_callable
 from duoka.runtime.dispatch.place_tensors import tensor_names
@@ -45,8 +46,8 @@ class Subject:
     """Modules (or single tensors) and their devices; a longer name overrides a shorter one."""
     budgets: Mapping[str, int] = field(default_factory=dict)
     """Bytes by device, where somebody said them."""
-    workspace_bytes: int | None = None
-    """What cuBLAS's takes on a device, where that is known."""
+    generation: Generation | None = None
+    """That of the GPUs, where it is known."""
     completeness: Faults = field(default_factory=Faults)
     """What is wrong with the map that the entries come from."""
     inputs: Mapping[str, Any] | tuple[Any, ...] | Callable[[nn.Module], Any] | None = None

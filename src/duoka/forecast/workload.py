@@ -99,6 +99,7 @@ class Conditions:
     images: int = 0
     image_size: tuple[int, int] | None = None
     logits: Logits = "last"
+    before_ampere: bool = False
     training: Training | None = None
 
 
@@ -132,6 +133,8 @@ class Workload:
     logits : {"last", "all"}
         Of which positions of a prompt logits are made: of the last one, to go on from, or of all,
         to score a text.
+    before_ampere : bool
+        Whether attention is that of GPUs older than Ampere; planning says it of the fleet.
     training : Training, optional
         Train on a batch of sequences instead of generating.
 
@@ -156,6 +159,7 @@ class Workload:
     images: int = 0
     image_size: tuple[int, int] = (1024, 1024)
     logits: Logits = "last"
+    before_ampere: bool = False
     training: Training | None = None
 
     def __post_init__(self) -> None:
@@ -256,6 +260,7 @@ class Workload:
             images=self.images,
             image_size=self.image_size if self.images else None,
             logits=self.logits,
+            before_ampere=self.before_ampere,
             training=training,
         )
 

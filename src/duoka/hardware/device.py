@@ -56,7 +56,7 @@ class Device:
     host_bytes_per_second : float, optional
         How fast it copies from the host's pinned memory. None when unknown.
     workspace_bytes : int
-        What a cuBLAS workspace takes of the budget there: see `cublas`.
+        What a cuBLAS workspace takes of the budget there: see `generation`.
     measured : tuple of str
         The fields that `duoka bench --calibrate` measured; the others are the catalogue's, the
         driver's or declared.

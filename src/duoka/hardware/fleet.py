@@ -17,6 +17,7 @@ from duoka.errors import FleetError
 from . import parse
 from .detect import detect, tells_memory
 from .device import MAX_DEVICES, RESERVE_BYTES, STEP_BYTES, Device, Link
+from .generation import Generation
 
 __all__ = [
     "MAX_DEVICES",
@@ -164,9 +165,12 @@ class Fleet:
         return sum(device.budget_bytes for device in self.devices)
 
     @property
-    def workspace_bytes(self) -> int:
-        """What a cuBLAS workspace takes on the device where it takes most: one number for all."""
-        return max(device.workspace_bytes for device in self.devices)
+    def generation(self) -> Generation:
+        """What a workload's memory is reckoned with, on all of them: what takes most on any."""
+        return Generation(
+            workspace_bytes=max(device.workspace_bytes for device in self.devices),
+            before_ampere=any(device.has_bfloat16 is False for device in self.devices),
+        )
 
     def reserving(self, sizes: Mapping[str, int]) -> Fleet:
         """The same fleet with bytes taken off the budgets of some devices.

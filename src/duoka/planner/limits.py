@@ -66,6 +66,8 @@ def on_fleet(
         choose("largest", request.largest, LARGEST)
     fleet = Fleet.parse(fleet) if isinstance(fleet, str) else fleet
     fleet = fleet_for(fleet, device_map, offload=request.constraints.offload)
+    workload = replace(request.workload, before_ampere=fleet.generation.before_ampere)
+    request = replace(request, workload=workload)
     return PlanProblem.of(request, usable(fleet, request.constraints), device_map)
 
 

@@ -84,7 +84,7 @@ def _chunked(profile: Profile, problem: PlanProblem) -> list[Costs]:
             profile,
             workload,
             problem.replay_cache,
-            workspace_bytes=problem.fleet.workspace_bytes,
+            workspace_bytes=problem.fleet.generation.workspace_bytes,
         )
         for workload in with_chunks(problem.workload)
     ]

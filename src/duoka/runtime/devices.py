@@ -16,6 +16,7 @@ from duoka.errors import FleetError, VirtualDeviceError
 from duoka.hardware import cuda_driver
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
+from duoka.hardware.generation import Generation
 
 _NO_CUDA = 'without a GPU, try virtual ones: --gpus "virtual:2x24GiB"'
 
@@ -51,7 +52,7 @@ def materialise(fleet: Fleet, *, data: str = "cpu") -> None:
                 f"{device.name} is a device that duoka doesn't know", hint="it knows cuda:N and cpu"
             )
     if virtual_budgets:
-        _make_virtual(virtual_budgets, data, fleet.workspace_bytes)
+        _make_virtual(virtual_budgets, data, fleet.generation)
 
 
 def give_back() -> None:
@@ -95,20 +96,20 @@ def _refuse_other(device: Device, index: int) -> None:
         )
 
 
-def _make_virtual(budgets_bytes: dict[int, int], data: str, workspace_bytes: int) -> None:
+def _make_virtual(budgets_bytes: dict[int, int], data: str, generation: Generation) -> None:
     # A fleet may name vgpu:2 alone; those before it exist then, and can hold nothing.
     capacities = [budgets_bytes.get(index, 1) for index in range(max(budgets_bytes) + 1)]
-    if _virtual_now() != (capacities, data, workspace_bytes):
-        virtual.set_gpus(capacities, data=data, workspace_bytes=workspace_bytes)
+    if _virtual_now() != (capacities, data, generation):
+        virtual.set_gpus(capacities, data=data, generation=generation)
 
 
-def _virtual_now() -> tuple[list[int | None], str, int] | None:
+def _virtual_now() -> tuple[list[int | None], str, Generation] | None:
     try:
         world = virtual.active_world()
     except VirtualDeviceError:
         return None
     capacities = [gpu.allocator.capacity_bytes for gpu in world.gpus]
-    return capacities, world.gpus[0].data, world.workspace_bytes
+    return capacities, world.gpus[0].data, world.generation
 
 
 def memory(device: str | torch.device) -> Memory | None:

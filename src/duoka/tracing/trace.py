@@ -23,6 +23,7 @@ from duoka.errors import ModelError
 from duoka.forecast.profile import ALIGNED_TOKENS, Block, Kind, Phase, Profile, Regime, Tape
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.forecast.workload import Conditions, Workload
+from duoka.hardware.generation import Generation
 from duoka.models.quantization import is_composed, parts
 from duoka.planner.placement import Placement
 from duoka.runtime.dispatch.place_tensors import place
@@ -78,7 +79,7 @@ def trace(model: nn.Module, spec: TraceSpec) -> Profile:
         raise Irregular("what an encoder and its decoder cost depends on two lengths")
     named = name_tensors(model, spec.published)
     steps = _Steps.of(model, spec)
-    with running(model), whole(model) as device:
+    with running(model), whole(model, spec) as device:
         tracer = _Tracer(model, device, spec.max_context_tokens or ENDLESS, steps)
         try:
             regimes = list(tracer.rules())
@@ -93,7 +94,7 @@ def trace_workload(model: nn.Module, spec: TraceSpec, workloads: Sequence[Worklo
     """Run the steps of certain workloads, and record what just these cost."""
     named = name_tensors(model, spec.published)
     steps = _Steps.of(model, spec)
-    with running(model), whole(model) as device:
+    with running(model), whole(model, spec) as device:
         tracer = _Tracer(model, device, ENDLESS, steps)
         regimes = {
             (regime.phase, regime.query, regime.keys): (regime, tapes)
@@ -110,7 +111,7 @@ def trace_call(
     """Run any module once on example inputs and record what that call costs."""
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
     named = name_tensors(model, spec.published)
-    with running(model), whole(model) as device:
+    with running(model), whole(model, spec) as device:
 
         def call() -> None:
             model(*_moved(args, device), **_moved(kwargs, device))
@@ -144,13 +145,14 @@ def running(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def whole(model: nn.Module) -> Iterator[torch.device]:
+def whole(model: nn.Module, spec: TraceSpec) -> Iterator[torch.device]:
     """Put a model whole on one virtual GPU without data and without limit."""
     if next(model.parameters(), None) is None:
         raise ModelError(f"{type(model).__name__} has no parameters to place")
     device = virtual.virtual_device(0)
+    generation = Generation(workspace_bytes=0, before_ampere=spec.conditions.before_ampere)
     with (
-        virtual.unnamed_gpus([None], data="meta", workspace_bytes=0),
+        virtual.unnamed_gpus([None], data="meta", generation=generation),
         torch.no_grad(),
         _one_thread(),
     ):

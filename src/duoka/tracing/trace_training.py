@@ -53,7 +53,7 @@ def trace_training(model: nn.Module, spec: TraceSpec, dtype: torch.dtype) -> Pro
     named = name_tensors(model, spec.published)
     with running(model):
         tracer = _Tracer(model, spec, dtype)
-        with whole(model) as device:
+        with whole(model, spec) as device:
             tracer.start(device)
             try:
                 regimes = list(tracer.rules())
@@ -81,7 +81,7 @@ def trace_training_workload(model: nn.Module, spec: TraceSpec, workload: Workloa
     named = name_tensors(model, spec.published)
     with running(model):
         tracer = _Tracer(model, spec, getattr(torch, workload.dtype))
-        with whole(model) as device:
+        with whole(model, spec) as device:
             tracer.start(device)
             batch, tokens = workload.batch, workload.prompt_tokens
             samples = tracer.record([(batch, tokens)])

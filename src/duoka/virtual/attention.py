@@ -2,7 +2,8 @@
 
 The choice follows the published conditions of PyTorch's fused kernels (documentation of
 `torch.nn.functional.scaled_dot_product_attention` and `torch.backends.cuda.SDPAParams`) for a GPU
-of compute capability 8.x; where kernels differ among those, they are 8.6's. Their outputs and work
+of compute capability 8.x, or an older one; where kernels differ among those, they are 8.6's, and
+Hopper's own, of cuDNN, are taken to be flash attention. Their outputs and work
 memory are those of the kernels as PyTorch ships them: the output, a logsumexp per row in fp32, two
 small random states; in backward the gradients, the row sums and fp32 accumulators. Not counted is
 what flash takes to split few queries over all multiprocessors (some MiB at most; how many there
@@ -50,12 +51,14 @@ def choose_kernel(
     *,
     is_causal: bool,
     enable_gqa: bool,
+    before_ampere: bool = False,
 ) -> Kernel:
     """Choose the kernel that CUDA would."""
-    if not _fusible(query, key, value):
+    if not _fusible(query, key, value) or (before_ampere and query.dtype == torch.bfloat16):
         return "math"
     grouped = query.shape[1] != key.shape[1] or key.shape[1] != value.shape[1]
-    if torch.backends.cuda.flash_sdp_enabled() and _fits_flash(query, key, value, mask):
+    may_flash = torch.backends.cuda.flash_sdp_enabled() and not before_ampere
+    if may_flash and _fits_flash(query, key, value, mask):
         square = not is_causal or query.shape[2] == key.shape[2]
         heads_fit = not grouped or (enable_gqa and query.shape[1] % key.shape[1] == 0)
         if square and heads_fit:
@@ -108,7 +111,13 @@ def attend(
     options = Options(*rest, **named)
     mask = options.attn_mask
     kernel = choose_kernel(
-        query, key, value, mask, is_causal=options.is_causal, enable_gqa=options.enable_gqa
+        query,
+        key,
+        value,
+        mask,
+        is_causal=options.is_causal,
+        enable_gqa=options.enable_gqa,
+        before_ampere=query.gpu.world.generation.before_ampere,
     )
     if kernel == "flash":
         return _attend_flash(query, key, value, options)

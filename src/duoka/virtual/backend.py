@@ -11,7 +11,7 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils, backend_registration
 
 from duoka.errors import VirtualDeviceError
-from duoka.hardware import cublas
+from duoka.hardware.generation import Generation
 
 from . import (
     attention,
@@ -54,7 +54,7 @@ def set_gpus(
     capacities_bytes: Sequence[int | None],
     *,
     data: str = "cpu",
-    workspace_bytes: int | None = None,
+    generation: Generation | None = None,
 ) -> World:
     """Configure the virtual GPUs of this process.
 
@@ -64,10 +64,10 @@ def set_gpus(
         What each GPU may reserve; None for no limit.
     data : str
         What holds the numbers: "cpu", "meta" (nothing does), or "cuda:N" for one real GPU.
-    workspace_bytes : int, optional
-        What a GPU's first matrix product takes for good, and the first one in backward once more;
-        by default what cuBLAS takes on a GPU before Hopper, 8.1 MiB, or as
-        ``CUBLAS_WORKSPACE_CONFIG`` says.
+    generation : Generation, optional
+        What differs between generations of GPUs: the workspace that a GPU's first matrix product
+        takes for good, and the first one in backward once more, and the kernels of attention. By
+        default those from Ampere to Ada: 8.1 MiB, or as ``CUBLAS_WORKSPACE_CONFIG`` says.
 
     Returns
     -------
@@ -89,7 +89,7 @@ def set_gpus(
     register()
     give_name()
     arm()
-    world = _world(capacities_bytes, data, workspace_bytes)
+    world = _world(capacities_bytes, data, generation)
     set_process_world(world)
     return world
 
@@ -99,7 +99,7 @@ def gpus(
     capacities_bytes: Sequence[int | None],
     *,
     data: str = "cpu",
-    workspace_bytes: int | None = None,
+    generation: Generation | None = None,
 ) -> Iterator[World]:
     """Use other virtual GPUs in this thread, for a scope; the process's own stay as they are.
 
@@ -112,7 +112,7 @@ def gpus(
     """
     register()
     give_name()
-    with armed(), use_world(_world(capacities_bytes, data, workspace_bytes)) as world:
+    with armed(), use_world(_world(capacities_bytes, data, generation)) as world:
         yield world
 
 
@@ -121,18 +121,20 @@ def unnamed_gpus(
     capacities_bytes: Sequence[int | None],
     *,
     data: str = "cpu",
-    workspace_bytes: int | None = None,
+    generation: Generation | None = None,
 ) -> Iterator[World]:
     """Use virtual GPUs as `gpus` does, and leave the process fit for CUDA: see `naming`.
 
     Their devices are had from `virtual_device`, since torch may not know the name.
     """
     register()
-    with armed(), use_world(_world(capacities_bytes, data, workspace_bytes)) as world:
+    with armed(), use_world(_world(capacities_bytes, data, generation)) as world:
         yield world
 
 
-def _world(capacities_bytes: Sequence[int | None], data: str, workspace_bytes: int | None) -> World:
+def _world(
+    capacities_bytes: Sequence[int | None], data: str, generation: Generation | None
+) -> World:
     if data not in ("cpu", "meta") and torch.device(data).type != "cuda":
         raise VirtualDeviceError(
             f"virtual GPUs can't keep their data on {data!r}", hint="use cpu, meta or cuda:N"
@@ -140,9 +142,7 @@ def _world(capacities_bytes: Sequence[int | None], data: str, workspace_bytes: i
     for capacity in capacities_bytes:
         if capacity is not None and capacity <= 0:
             raise VirtualDeviceError(f"a virtual GPU can't have a capacity of {capacity} bytes")
-    if workspace_bytes is None:
-        workspace_bytes = cublas.workspace_bytes()
-    return World(capacities_bytes, data, workspace_bytes)
+    return World(capacities_bytes, data, generation or Generation())
 
 
 def register() -> None:

@@ -22,6 +22,7 @@ import torch
 from duoka.base.units import format_bytes
 from duoka.errors import VirtualDeviceError
 from duoka.forecast.allocator import Allocation, CachingAllocator, OutOfCapacity
+from duoka.hardware.generation import Generation
 
 from .naming import virtual_device
 
@@ -149,9 +150,9 @@ class Gpu:
                 self.free(allocation)
 
     def multiply(self, *, in_backward: bool) -> None:
-        """Take the workspace of a matrix product, if it is the first: see `hardware.cublas`."""
+        """Take the workspace of a matrix product, if it is the first: see `Generation`."""
         if in_backward not in self._workspaces:
-            self.malloc(self.world.workspace_bytes)
+            self.malloc(self.world.generation.workspace_bytes)
             self._workspaces.add(in_backward)
 
     def settle(self) -> CachingAllocator:
@@ -265,9 +266,9 @@ class World:
     """A few virtual GPUs that know each other; a capacity of None is no limit."""
 
     def __init__(
-        self, capacities_bytes: Sequence[int | None], data: str, workspace_bytes: int = 0
+        self, capacities_bytes: Sequence[int | None], data: str, generation: Generation
     ) -> None:
-        self.workspace_bytes = workspace_bytes
+        self.generation = generation
         self.gpus = [
             Gpu(index, capacity, data, self) for index, capacity in enumerate(capacities_bytes)
         ]
