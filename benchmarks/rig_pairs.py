@@ -160,15 +160,14 @@ class Planned:
         plan, model = self.plan, self.shape()
         if self.workload.training:
             models.make_trainable(model, self.workload.training, torch.bfloat16)
+        prompts = prompts_for(model, plan.workload.conditions)  # of a model that isn't spread yet
         dispatch(model, plan.placement, empty=True, offloaded=plan.offloaded)
         first = torch.device(plan.placement.entries[0][1])
         if self.workload.training:
             with values():  # masks and positions are looked at
                 Learner(model, plan.workload, first).run()
             return
-        stepper = Stepper.of(
-            model, plan.workload, first, prompts_for(model, plan.workload.conditions)
-        )
+        stepper = Stepper.of(model, plan.workload, first, prompts)
         with torch.no_grad(), values():
             stepper.run(plan.workload, decode_steps=plan.workload.new_tokens - 1)
 

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 SMALL = 2**15
+_ATEN = torch.ops.aten
+_INDEXING = (_ATEN.index, _ATEN.index_put, _ATEN.index_put_)
 # What the CPU would draw differently, or has nothing to add to.
 _LEFT_ALONE = ("empty", "random", "normal_", "uniform_", "dropout", "bernoulli", "exponential")
 _ATTENTION = "_scaled_dot_product"
@@ -37,6 +39,12 @@ class values(TorchDispatchMode):  # noqa: N801  (used as a scope, like torch.no_
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.overloadpacket in _INDEXING:
+            args = args[0], [*_columns(args[1])], *args[2:]
+        elif func is _ATEN.convolution.default:
+            return _like(func(*tree_map(_on_meta, args)), args[0])
+        elif _is_hosts(func) and list(_on_device(args)):
+            return _from_host(func, args, kwargs)
         result = func(*args, **kwargs)
         if not func.is_view and not any(part in str(func) for part in _LEFT_ALONE):
             self._compute(func, args, kwargs, list(_tensors(result)))
@@ -58,6 +66,28 @@ class values(TorchDispatchMode):  # noqa: N801  (used as a scope, like torch.no_
                 self._wrote(result.data_ptr(), result.numel() * result.itemsize)
 
 
+def _is_hosts(func: Any) -> bool:
+    """Whether it can't run here: its result's length are values, or it is compiled by nvrtc."""
+    is_compiled = func.overloadpacket is _ATEN.prod
+    return is_compiled or torch.Tag.dynamic_output_shape in func.tags
+
+
+def _from_host(func: Any, args: Any, kwargs: Any) -> Any:
+    """An operator's results, computed on the CPU and copied."""
+    device = next(_on_device(args)).device
+    results = _call(func, *tree_map(_on_host, (args, kwargs)))
+    return tree_map(lambda tensor: tensor.to(device), results)
+
+
+def _columns(indices: Any) -> Iterator[Any]:
+    """Indices with each mask as the places where it is true, which is how CUDA takes it, too."""
+    for index in indices:
+        if index is None or index.dtype != torch.bool or not index.is_cuda:
+            yield index
+        else:
+            yield from memory_of(index).nonzero().to(index.device).unbind(1)
+
+
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """A CPU tensor over the memory of one on the rig's GPUs."""
     if not tensor.numel():
@@ -72,6 +102,16 @@ def _on_host(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return memory_of(value) if value.is_cuda else value
     return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _like(meta: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """What an operator would return, which is cuDNN's here: without its workspace."""
+    shape = meta.shape, meta.stride()
+    return torch.empty_strided(*shape, dtype=meta.dtype, device=tensor.device)
+
+
+def _on_meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
 
 
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
@@ -91,6 +131,10 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
         scale=named.get("scale"),
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def _on_device(tree: Any) -> Iterator[torch.Tensor]:
+    return (tensor for tensor in _tensors(tree) if tensor.is_cuda)
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

@@ -108,6 +108,7 @@ def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any
 ) -> Any:
     """Implement ``aten::scaled_dot_product_attention`` for virtual GPUs; see `Options`."""
+    assert isinstance(query, VirtualTensor)
     options = Options(*rest, **named)
     mask = options.attn_mask
     kernel = choose_kernel(

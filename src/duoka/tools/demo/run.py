@@ -133,7 +133,7 @@ def run_demo(directory: Path, *, tell: Tell = lambda text: None) -> Demo:
 def _fleet() -> Fleet:
     """GPUs so small that cuBLAS's workspace has no room there: without it."""
     fleet = Fleet.parse(FLEET)
-    return replace(fleet, devices=tuple(replace(each, workspace_bytes=0) for each in fleet.devices))
+    return replace(fleet, devices=tuple(replace(gpu, workspace_bytes=0) for gpu in fleet.devices))
 
 
 def _refusal(plan: Plan, directory: Path) -> str:
