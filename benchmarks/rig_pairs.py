@@ -101,6 +101,19 @@ CASES: list[Case] = [
     ("qwen3-0.6b", "12GiB,12GiB", 512, 0, {"training": {"method": "full", **LORA}}),
     ("gpt2-xl", "24GiB,24GiB", 512, 0, {"training": {"method": "full"}}),
     ("gemma-3-4b", "24GiB,24GiB", 1024, 0, {"training": LORA}),
+    # Other generations.
+    ("qwen3-0.6b", "2xT4", 1500, 6, {"capability": "7.5"}),
+    ("llama-3-8b", "2xT4", 1000, 6, {"capability": "7.5"}),
+    ("llama-3-8b", "2xT4", 3000, 6, {"capability": "7.5", "dtype": "float16", "chunk": 512}),
+    ("glm-4-9b", "3xRTX2080Ti", 2000, 6, {"capability": "7.5", "dtype": "float16"}),
+    ("gpt2-xl", "T4", 800, 6, {"capability": "7.5", "batch": 2}),
+    ("qwen2.5-7b", "2xT4", 1500, 6, {"capability": "7.5", "dtype": "float16"}),
+    ("llama-3-8b", "2xT4", 256, 0, {"capability": "7.5", "training": LORA}),
+    ("glm-4-9b", "RTX5090", 8000, 6, {"capability": "12.0"}),
+    ("llama-3-8b", "RTX5090+RTX3090", 3000, 6, {"capability": "12.0", "batch": 2}),
+    ("llama-3-8b", "H100-SXM", 1024, 0, {"capability": "9.0", "training": {}}),
+    ("mixtral-8x7b", "2xH100-SXM", 3000, 6, {"capability": "9.0"}),
+    ("qwen3-30b-a3b", "H100-SXM", 2000, 6, {"capability": "9.0", "batch": 4}),
     # Images.
     ("glm-4.1v-9b", "16GiB,12GiB", 2500, 6, {"pictures": PICTURE}),
     ("qwen2.5-vl-7b", "12GiB,12GiB", 2500, 6, {"pictures": PICTURE}),
@@ -114,20 +127,23 @@ class Planned:
 
     def __init__(self, case: Case, profiles: dict[str, Profile]) -> None:
         self.name, self.gpus, prompt, new, more = case
+        self.fleet = duoka.Fleet.parse(self.gpus)
+        self.capability = more.get("capability", "8.6")
         training = Training(**more["training"]) if "training" in more else None
         self.workload = duoka.Workload(
             batch=more.get("batch", 1),
             prompt_tokens=prompt,
             new_tokens=new,
-            dtype="bfloat16",
+            dtype=more.get("dtype", "bfloat16"),
             prefill_chunk_tokens=more.get("chunk"),
             cache=more.get("cache", "dynamic"),
             quantize=more.get("quantize", "none"),
             **more.get("pictures", {}),
             training=training,
+            before_ampere=self.fleet.generation.before_ampere,
         )
-        self.fleet = duoka.Fleet.parse(self.gpus)
-        key = f"{self.name} {self.workload.conditions}"
+        self.dtype = getattr(torch, self.workload.dtype)
+        key = f"{self.name} {self.workload.dtype} {self.workload.conditions}"
         if key not in profiles:
             spec = TraceSpec(fingerprint="case", conditions=self.workload.conditions)
             profiles[key] = self.traced(spec)
@@ -148,7 +164,7 @@ class Planned:
         return trace_workload(self.shape(), spec, list(with_chunks(self.workload)))
 
     def shape(self) -> Any:
-        model = models.build(SIZES[self.name], dtype=torch.bfloat16)
+        model = models.build(SIZES[self.name], dtype=self.dtype)
         if self.workload.quantize != "none":
             quantize_model(model, self.workload.quantize)
         return model
@@ -159,7 +175,7 @@ class Planned:
 
         plan, model = self.plan, self.shape()
         if self.workload.training:
-            models.make_trainable(model, self.workload.training, torch.bfloat16)
+            models.make_trainable(model, self.workload.training, self.dtype)
         prompts = prompts_for(model, plan.workload.conditions)  # of a model that isn't spread yet
         dispatch(model, plan.placement, empty=True, offloaded=plan.offloaded)
         first = torch.device(plan.placement.entries[0][1])
@@ -177,6 +193,8 @@ def measure(planned: Planned, writer: Connection) -> None:
     sizes = [device.budget_bytes + FOR_CUDA_BYTES for device in planned.fleet.devices]
     sizes += [MIB] * (NUM_GPUS - len(sizes))  # torch has counted them before the fork
     os.environ["RIG_GPUS"] = ",".join(f"{size // MIB}MiB" for size in sizes)
+    os.environ["RIG_CAPABILITY"] = planned.capability
+    torch.backends.cuda.enable_cudnn_sdp(False)  # from Hopper on it is chosen; the rig has none
     torch.set_num_threads(1)
     assert ctypes.CDLL(None).rig_restart() == 0
     error = ""

@@ -146,6 +146,16 @@ cuGetErrorString(CUresult error, const char **text)
     return CUDA_SUCCESS;
 }
 
+/* How a kernel of Hopper's reads a tensor. */
+EXPORT CUresult
+cuTensorMapEncodeTiled(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                       const cuuint64_t *, const cuuint32_t *, const cuuint32_t *,
+                       CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                       CUtensorMapFloatOOBfill)
+{
+    return CUDA_SUCCESS;
+}
+
 /* ── Addresses here, memory there ─────────────────────────────────────────────────────────────── */
 
 typedef struct {
