@@ -10,7 +10,6 @@ off. Offloaded, int8 and nf4 cases do what a load would, without reading weights
 
 from __future__ import annotations
 
-
 import argparse
 import ctypes
 import json

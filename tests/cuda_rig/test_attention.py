@@ -132,6 +132,23 @@ def test_from_ampere_on(capability: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.cuda_rig(gpus="24GiB", capability="8.6")
+def test_few_queries_are_split() -> None:
+    """Beside the parts there are a block or two of the kernel's random state."""
+
+    def run(kind: str, memory: Any) -> dict[tuple[int, int], int]:
+        return {
+            (head, tokens): peak(BRAIN, queries=tokens, keys=tokens, head=head)(kind, memory)
+            for head in (64, 128, 256)
+            for tokens in range(40, 1400, 97)
+        }
+
+    found, expected = on_both(run)
+    assert max(found.values()) > 2**25
+    for case, counted in expected.items():
+        assert abs(found[case] - counted) <= 2048, case
+
+
+@pytest.mark.cuda_rig(gpus="24GiB", capability="8.6")
 def test_large_heads_are_split_about_as_on_ampere() -> None:
     for head in (128, 256):
         found, expected = on_both(

@@ -8,10 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import duoka
+from duoka.errors import CheckpointError, UsageError
 from duoka.forecast.allocator import (
     Allocation,
     CachingAllocator,
     OutOfCapacity,
+    refuse_options,
     rounded_bytes,
     segment_bytes,
 )
@@ -177,3 +180,19 @@ def _check(
     for block, requested in live:
         assert requested <= block.size
         assert block.size - rounded_bytes(requested) <= MIB
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    "option", ["max_split_size_mb:128", "roundup_power2_divisions:4", "backend:cudaMallocAsync"]
+)
+def test_options_that_change_the_rules(
+    monkeypatch: pytest.MonkeyPatch, variable: str, option: str
+) -> None:
+    monkeypatch.setenv(variable, "expandable_segments:True,backend:native")
+    refuse_options()
+    monkeypatch.setenv(variable, f"expandable_segments:True, {option}")
+    with pytest.raises(UsageError, match=option):
+        duoka.plan("nowhere", "24GiB")
+    with pytest.raises(CheckpointError):  # virtual GPUs have an allocator of duoka's own
+        duoka.plan("nowhere", "virtual:24GiB")

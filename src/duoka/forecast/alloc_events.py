@@ -161,4 +161,6 @@ class AllocEvents:
         return self.profile.kinds[self.profile.blocks[block].kind]
 
     def _values(self, query: int, keys: int) -> tuple[int, ...]:
-        return monomials(self.workload.batch, query, keys, self.workload.static_tokens)
+        batch = self.workload.batch
+        alone = monomials(batch, query, keys, self.workload.static_tokens)
+        return self.profile.values(alone, batch, query)

@@ -5,8 +5,8 @@ the CUDA semantics notes) in its default configuration: sizes are rounded up to 
 requests up to 1 MiB are served from 2 MiB segments, larger ones below 10 MiB from 20 MiB
 segments, the rest from segments rounded up to 2 MiB; the smallest free block that fits is taken
 and split; neighbours merge when freed; when a segment can't be had, all wholly free segments are
-given back first. Streams, expandable segments and the options of PYTORCH_CUDA_ALLOC_CONF are not
-modelled.
+given back first. Streams are not modelled, nor are expandable segments, which reserve less; options
+that round or split otherwise are refused.
 
 The virtual GPUs allocate through this class. The forecast replays through it too, or through the
 same in C (`_allocator.h`) where there is a compiler; tests hold the two against each other step for
@@ -15,7 +15,10 @@ step, so a forecast and a virtual run can't disagree about the rules. It knows n
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, insort
+
+from duoka.errors import UsageError
 
 ROUND_BYTES = 512
 SMALL_REQUEST_BYTES = 2**20
@@ -23,6 +26,22 @@ SMALL_SEGMENT_BYTES = 2 * 2**20
 LARGE_REQUEST_BYTES = 10 * 2**20
 LARGE_SEGMENT_BYTES = 20 * 2**20
 SEGMENT_ROUND_BYTES = 2 * 2**20
+
+
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_OTHERWISE = ("max_split_size_mb", "roundup_", "per_process_memory_fraction", "backend:cuda")
+
+
+def refuse_options() -> None:
+    """Refuse options of PyTorch's allocator with which it takes other memory than is forecast."""
+    for variable in _VARIABLES:
+        for option in os.environ.get(variable, "").split(","):
+            if option.strip().startswith(_OTHERWISE):
+                raise UsageError(
+                    f"{variable} has {option.strip()[:60]!r}, with which PyTorch's allocator takes "
+                    "other memory than duoka forecasts",
+                    hint=f"leave it out of {variable}: duoka keeps within the budgets by its plan",
+                )
 
 
 class OutOfCapacity(MemoryError):

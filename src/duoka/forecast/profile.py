@@ -21,6 +21,7 @@ import numpy.typing as npt
 from duoka.errors import ModelError, UsageError
 
 from .allocator import END_OF_ADDRESSES, rounded_bytes
+from .flash_splits import FlashShape
 from .tensor_names import Outline, OutlineBlock, TensorNames
 from .workload import Conditions
 
@@ -229,7 +230,8 @@ class Profile:
     class's name, for people, and `dtype` the type of the weights. `max_context_tokens` is what the
     model was made for, `conditions` what it was run under: other workloads are refused
     (`refuse_other`), and so are prompts shorter than `least_prompt_tokens`, which hold no images.
-    `notes` are sentences that a person should know who plans with it; plans repeat them.
+    `notes` are sentences that a person should know who plans with it; plans repeat them. Rules may
+    have a coefficient for each of the `flash_shapes` as well, behind those of all monomials.
     """
 
     fingerprint: str
@@ -243,6 +245,7 @@ class Profile:
     conditions: Conditions = field(default_factory=Conditions)
     least_prompt_tokens: int = 0
     notes: tuple[str, ...] = ()
+    flash_shapes: tuple[FlashShape, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.blocks:
@@ -254,6 +257,14 @@ class Profile:
     def weight_bytes(self) -> int:
         """Bytes of all parameters and buffers, ties counted once."""
         return sum(sum(self.kinds[block.kind].weight_bytes) for block in self.blocks)
+
+    def values(self, monomials: tuple[int, ...], batch: int, tokens: int) -> tuple[int, ...]:
+        """What rules are evaluated at: the monomials of a step, and the parts of its attention."""
+        if not self.flash_shapes:
+            return monomials
+        absent = (0,) * (len(MONOMIALS) - len(monomials))
+        parts = (shape.part_rows(batch, tokens) for shape in self.flash_shapes)
+        return (*monomials, *absent, *parts)
 
     @property
     def outline(self) -> Outline:

@@ -77,7 +77,7 @@ class TrainingReplay(Replay):
 
     def _schedule(self) -> list[Step]:
         batch, tokens = self.workload.batch, self.workload.prompt_tokens
-        values = training_monomials(batch, tokens)
+        values = self.profile.values(training_monomials(batch, tokens), batch, tokens)
         return [
             Step(
                 phase=phase,

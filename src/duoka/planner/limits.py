@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from duoka.base.text import choose
 from duoka.errors import FleetError, UsageError
+from duoka.forecast.allocator import refuse_options
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Workload
 from duoka.hardware.device import Device
@@ -65,6 +66,8 @@ def on_fleet(
     if request.largest is not None:
         choose("largest", request.largest, LARGEST)
     fleet = Fleet.parse(fleet) if isinstance(fleet, str) else fleet
+    if any(name.startswith("cuda") for name in fleet.names):
+        refuse_options()
     fleet = fleet_for(fleet, device_map, offload=request.constraints.offload)
     workload = replace(request.workload, before_ampere=fleet.generation.before_ampere)
     request = replace(request, workload=workload)

@@ -13,6 +13,7 @@ import torch
 
 from duoka import virtual
 from duoka.errors import FleetError, VirtualDeviceError
+from duoka.forecast.allocator import refuse_options
 from duoka.hardware import cuda_driver
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
@@ -45,6 +46,7 @@ def materialise(fleet: Fleet, *, data: str = "cpu") -> None:
         if kind == "vgpu":
             virtual_budgets[index] = device.budget_bytes
         elif kind == "cuda":
+            refuse_options()
             _refuse_absent(index)
             _refuse_other(device, index)
         elif kind != "cpu":

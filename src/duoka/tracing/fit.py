@@ -12,6 +12,7 @@ from fractions import Fraction
 
 import numpy as np
 
+from duoka.forecast.flash_splits import FlashShape, PartBytes
 from duoka.forecast.profile import (
     MONOMIALS,
     TRAINING_MONOMIALS,
@@ -51,8 +52,12 @@ class Sample:
         return monomials(self.batch, self.query, self.keys, self.context)
 
 
-def fit(samples: Sequence[Sample]) -> tuple[list[Tape], tuple[tuple[int, int], ...]]:
+def fit(
+    samples: Sequence[Sample], shapes: list[FlashShape]
+) -> tuple[list[Tape], tuple[tuple[int, int], ...]]:
     """Turn the samples of one regime into a tape per block, and what is carried.
+
+    The shapes of flash attention that are met are added to those of the profile.
 
     Every number must be met exactly at every sample; there are more samples than coefficients,
     so that the rest of them is a check at sizes that the rule was not made from.
@@ -60,7 +65,7 @@ def fit(samples: Sequence[Sample]) -> tuple[list[Tape], tuple[tuple[int, int], .
     first = samples[0].recorded
     if any(sample.recorded.like != first.like for sample in samples):
         raise Unlike("different blocks are alike")
-    solver = _Solver(samples)
+    solver = _Solver(samples, shapes)
     carried = sorted({home for sample in samples for home in _carried(sample.recorded)})
     numbers = {home: index for index, home in enumerate(carried)}
     tapes: list[Tape] = []
@@ -177,8 +182,9 @@ _TOLERANCE = 0.05
 class _Solver:
     """Rules that meet what one phase's samples say, exactly."""
 
-    def __init__(self, samples: Sequence[Sample]) -> None:
+    def __init__(self, samples: Sequence[Sample], shapes: list[FlashShape]) -> None:
         self._known: dict[tuple[int, ...], Rule | None] = {}
+        self._shapes = shapes
         if len(samples) == 1:
             # One call of a module: every rule is a constant, and there is nothing to check.
             self._bases = [_Basis([0], [[1]])]
@@ -198,6 +204,12 @@ class _Solver:
 
     def rule(self, values: Sequence[int]) -> Rule:
         """The rule that gives these values at the samples."""
+        first = values[0]
+        if len(values) > 1 and isinstance(first, PartBytes):
+            if first.shape not in self._shapes:
+                self._shapes.append(first.shape)
+            place = len(MONOMIALS) + self._shapes.index(first.shape)
+            return (*(0.0,) * place, float(first.row_bytes))
         rule = self._exact(tuple(values))
         if rule is None:
             raise Unlike("a size is no polynomial of the step's sizes")

@@ -20,6 +20,7 @@ from torch import nn
 
 from duoka import virtual
 from duoka.errors import ModelError
+from duoka.forecast.flash_splits import FlashShape
 from duoka.forecast.profile import ALIGNED_TOKENS, Block, Kind, Phase, Profile, Regime, Tape
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.forecast.workload import Conditions, Workload
@@ -84,7 +85,8 @@ def trace(model: nn.Module, spec: TraceSpec) -> Profile:
         try:
             regimes = list(tracer.rules())
             profile = as_profile(model, tracer.groups, spec, regimes, named)
-            return replace(profile, least_prompt_tokens=steps.least_tokens)
+            shapes = tuple(tracer.shapes)
+            return replace(profile, least_prompt_tokens=steps.least_tokens, flash_shapes=shapes)
         except (Unlike, *FAILURES) as error:
             # A step far from any that is asked for may fail where the asked one doesn't.
             raise Irregular(f"{type(model).__name__}: {error}") from error
@@ -122,7 +124,7 @@ def trace_call(
         regime = Regime(
             phase="prefill", many=False, query=EVERYWHERE, past=EVERYWHERE, keys=EVERYWHERE
         )
-        return as_profile(model, groups, spec, [_fitted(regime, [sample])], named)
+        return as_profile(model, groups, spec, [_fitted(regime, [sample], [])], named)
 
 
 # What model code raises when it can't run as it is asked to.
@@ -238,6 +240,7 @@ class _Tracer:
         self.device = device
         self.longest = longest
         self.steps = steps
+        self.shapes: list[FlashShape] = []
         first = max(_LOOKED_AT_TOKENS, steps.least_tokens)
         look = partial(find_groups, model, lambda: self.stepper(1).step(first))
         # What a tower makes is moved to the text's embeddings, and is spliced into them there.
@@ -307,7 +310,8 @@ class _Tracer:
                     past=EVERYWHERE,
                     keys=(before + 1, keys + 1),
                 )
-                yield _fitted(regime, [Sample(phase, workload.batch, query, keys, recorded)])
+                sample = Sample(phase, workload.batch, query, keys, recorded)
+                yield _fitted(regime, [sample], self.shapes)
                 before = keys
 
     def _cell(self, many: bool, start: int, stop: int) -> Iterator[RegimeTapes]:
@@ -349,13 +353,13 @@ class _Tracer:
     ) -> Iterator[RegimeTapes]:
         """One regime, or two where it matters whether masks are aligned."""
         try:
-            yield _fitted(regime, samples.all)
+            yield _fitted(regime, samples.all, self.shapes)
             return
         except Unlike:
             if not samples.is_complete:
                 samples.complete(self._record([run.aligned() for run in runs[1:]]))
         for aligned in (False, True):
-            yield _fitted(replace(regime, aligned=aligned), samples.where(aligned))
+            yield _fitted(replace(regime, aligned=aligned), samples.where(aligned), self.shapes)
 
     def _record(self, runs: Iterable[Run]) -> list[Sample]:
         samples = []
@@ -401,8 +405,8 @@ def _decodes(workload: Workload) -> list[tuple[int, int]]:
     return [(1, past) for past in chosen]
 
 
-def _fitted(regime: Regime, samples: Sequence[Sample]) -> RegimeTapes:
-    tapes, carried = fit([sample for sample in samples if sample.phase == regime.phase])
+def _fitted(regime: Regime, samples: Sequence[Sample], shapes: list[FlashShape]) -> RegimeTapes:
+    tapes, carried = fit([sample for sample in samples if sample.phase == regime.phase], shapes)
     return replace(regime, carried=carried), tapes
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from duoka.base.text import choose
+from duoka.forecast.flash_splits import FlashShape
 from duoka.forecast.profile import ALIGNED_TOKENS, TRAINING_PHASES, Kind, Profile, Regime
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.forecast.workload import DTYPES, Dtype, Training, Workload
@@ -105,6 +106,7 @@ class _Tracer:
         self.dtype = dtype
         self.groups: list[Group] = []
         self.trained: dict[str, list[int]] = {}
+        self.shapes: list[FlashShape] = []
 
     def start(self, device: torch.device) -> None:
         """Find the blocks, with the model on its device."""
@@ -152,7 +154,8 @@ class _Tracer:
         """The regimes of all phases, where their tapes are one."""
         regimes = []
         for phase in TRAINING_PHASES:
-            tapes, carried = fit([sample for sample in samples if sample.phase == phase])
+            chosen = [sample for sample in samples if sample.phase == phase]
+            tapes, carried = fit(chosen, self.shapes)
             regime = Regime(
                 phase=phase,
                 many=many,
@@ -199,7 +202,11 @@ class _Tracer:
             number = kinds.setdefault(kind, len(kinds))
             blocks.append(replace(block, kind=number, streams=False))
         return replace(
-            profile, blocks=tuple(blocks), kinds=tuple(kinds), dtype=_dtype_name(self.dtype)
+            profile,
+            blocks=tuple(blocks),
+            kinds=tuple(kinds),
+            dtype=_dtype_name(self.dtype),
+            flash_shapes=tuple(self.shapes),
         )
 
     def _learner(self, batch: int, length: int) -> Learner:

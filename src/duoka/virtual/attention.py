@@ -3,12 +3,11 @@
 The choice follows the published conditions of PyTorch's fused kernels (documentation of
 `torch.nn.functional.scaled_dot_product_attention` and `torch.backends.cuda.SDPAParams`) for a GPU
 of compute capability 8.x, or an older one; where kernels differ among those, they are 8.6's, and
-Hopper's own, of cuDNN, are taken to be flash attention. Their outputs and work
-memory are those of the kernels as PyTorch ships them: the output, a logsumexp per row in fp32, two
-small random states; in backward the gradients, the row sums and fp32 accumulators. Not counted is
-what flash takes to split few queries over all multiprocessors (some MiB at most; how many there
-are is unknown). The numbers come from `attention_numbers`: what the host holds for them is no
-memory of the GPU. With data on a real GPU its own kernels run.
+Hopper's own, of cuDNN, are taken to be flash attention. Their outputs and work memory are those of
+the kernels as PyTorch ships them: the output, a logsumexp per row in fp32, two small random states;
+in backward the gradients, the row sums and fp32 accumulators. The numbers come from
+`attention_numbers`: what the host holds for them is no memory of the GPU. With data on a real GPU
+its own kernels run.
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ from typing import Any, Literal
 
 import torch
 from torch.nn import functional
+
+from duoka.forecast.flash_splits import FlashShape, PartBytes
 
 from . import attention_numbers, op_call
 from .attention_numbers import Inputs, differentiate
@@ -210,6 +211,11 @@ def _flash(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
     out, rows = attention_numbers.attend(inputs)
     results = *_placed((out,), (query,), gpu), place(rows, gpu)
+    batch, heads, tokens, head_dim = query.shape
+    if 1 < tokens == key.shape[2]:
+        shape = FlashShape(heads, head_dim)
+        padded_head = _rounded(head_dim, 32 if head_dim <= 128 else 64)
+        gpu.charge(*(PartBytes.of(shape, batch, tokens, size) for size in (4, 4 * padded_head)))
     states = place(inputs.seed, gpu), place(_scalar(query), gpu)
     debug = place(query.new_empty(0), gpu)
     return *results, None, None, query.shape[2], key.shape[2], *states, debug

@@ -1,0 +1,65 @@
+"""Flash attention over few queries: the keys are split, and parts of the output are added up.
+
+Where the heads and blocks of queries of a prompt are fewer than the multiprocessors can take at a
+time, PyTorch's kernel splits the keys until they are busy (FlashDecoding, 2023), and holds a part
+of the output, in fp32, and its logsumexp for each split. How many splits there are depends on the
+number of multiprocessors, which is taken to be an RTX 3090's. A decode step's parts, of one query,
+are not counted: at most 1 MiB.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+_MULTIPROCESSORS = 82
+_AT_A_TIME = 2 * _MULTIPROCESSORS
+_BUSY, _NEARLY = 0.8, 0.85
+_QUERIES = 64
+_MOST_SPLITS = 128
+
+
+class FlashShape(NamedTuple):
+    """What of a model's attention decides how its keys are split."""
+
+    heads: int
+    head_dim: int
+
+    def part_rows(self, batch: int, tokens: int) -> int:
+        """Rows of all parts together for a prompt that attends to itself; 0 where it isn't split.
+
+        Examples
+        --------
+        >>> FlashShape(8, 256).part_rows(1, 1000), FlashShape(8, 256).part_rows(1, 4000)
+        (48000, 0)
+        """
+        key_block = 256 if self.head_dim <= 64 else 128 if self.head_dim <= 128 else 64
+        splits = _splits(batch * self.heads * -(-tokens // _QUERIES), -(-tokens // key_block))
+        return splits * batch * self.heads * tokens if splits > 1 else 0
+
+
+class PartBytes(int):
+    """The bytes of parts, with what they follow from: so many for a row of a shape."""
+
+    shape: FlashShape
+    row_bytes: int
+
+    @classmethod
+    def of(cls, shape: FlashShape, batch: int, tokens: int, row_bytes: int) -> PartBytes:
+        """What is charged, which is one byte where nothing is split: every prompt does the same."""
+        bytes_ = cls(max(row_bytes * shape.part_rows(batch, tokens), 1))
+        bytes_.shape, bytes_.row_bytes = shape, row_bytes
+        return bytes_
+
+
+def _splits(blocks: int, key_blocks: int) -> int:
+    """The fewest splits that keep the multiprocessors nearly as busy as any number does."""
+    if blocks >= _BUSY * _AT_A_TIME:
+        return 1
+    shares = {}
+    for splits in range(1, min(_MOST_SPLITS, _AT_A_TIME, key_blocks) + 1):
+        # As many key blocks in each as with one split fewer would leave the last one empty.
+        if splits == 1 or -(-key_blocks // splits) != -(-key_blocks // (splits - 1)):
+            waves = blocks * splits / _AT_A_TIME
+            shares[splits] = waves / -(-blocks * splits // _AT_A_TIME)
+    best = max(shares.values(), default=0.0)
+    return next((splits for splits, share in shares.items() if share >= _NEARLY * best), 1)
