@@ -26,5 +26,5 @@ def test_how_many_splits(shape: tuple[int, int], batch: int, tokens: int, splits
 
 def test_a_whole_prompt_is_charged_next_to_nothing() -> None:
     whole = PartBytes.of(FlashShape(32, 128), 1, 4000, 512)
-    assert (whole, whole.shape, whole.row_bytes) == (1, (32, 128), 512)
+    assert (whole, whole.shape, whole.row_bytes) == (1, FlashShape(32, 128), 512)
     assert PartBytes.of(FlashShape(8, 256), 1, 1000, 1024) == 6 * 8 * 1000 * 1024

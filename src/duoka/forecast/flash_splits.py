@@ -9,7 +9,7 @@ are not counted: at most 1 MiB.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 _MULTIPROCESSORS = 82
 _AT_A_TIME = 2 * _MULTIPROCESSORS
@@ -18,7 +18,8 @@ _QUERIES = 64
 _MOST_SPLITS = 128
 
 
-class FlashShape(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class FlashShape:
     """What of a model's attention decides how its keys are split."""
 
     heads: int
