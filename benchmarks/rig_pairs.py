@@ -140,7 +140,7 @@ class Planned:
             quantize=more.get("quantize", "none"),
             **more.get("pictures", {}),
             training=training,
-            before_ampere=self.fleet.generation.before_ampere,
+            generation=self.fleet.generation,
         )
         self.dtype = getattr(torch, self.workload.dtype)
         key = f"{self.name} {self.workload.dtype} {self.workload.conditions}"

@@ -27,7 +27,6 @@ from duoka.forecast.replay_training import in_flight, replay_of
 from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.tensor_names import NamedTensor, TensorNames
 from duoka.forecast.workload import Conditions, Training
-from duoka.hardware import generation
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.steps import Learner
 from duoka.tracing import TraceSpec, profile_training
@@ -143,9 +142,7 @@ def forecast(profile: Profile, workload: Workload, cuts: Sequence[int]) -> list[
     stages = stages_of(profile, cuts)
     found = []
     for stage, blocks in enumerate(stages):
-        place, workspace = len(stages) - stage, generation.workspace_bytes()
-        replay = replay_of(profile, workload, place=place, workspace_bytes=workspace)
-        peaks = replay.run(blocks)
+        peaks = replay_of(profile, workload, place=len(stages) - stage).run(blocks)
         assert peaks is not None
         found.append(peaks)
     return found

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from duoka.forecast.workload import Training
 from duoka.hardware import generation
+from duoka.hardware.generation import Generation
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from forecast_models import SIZES
@@ -46,18 +47,19 @@ def test_one_gpu() -> None:
 
 
 @pytest.mark.cuda_rig(gpus=ONE, capability="9.0")
-def test_hopper_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "workspace_bytes", lambda *_: 32 * MIB)
+def test_hopper_takes_more() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # the rig has none
-    check(small("glm", ONE, prompt=1333, new=18))
+    check(small("glm", ONE, prompt=1333, new=18, generation=Generation(32 * MIB)))
 
 
 @pytest.mark.cuda_rig(gpus=TWO, capability="7.5")
 @pytest.mark.parametrize("name", ["llama", "window"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_turing_has_no_flash_attention(name: str, batch: int) -> None:
-    case = small(name, TWO, prompt=1333, new=9, batch=batch, before_ampere=True)
-    ampere = replace(case, before_ampere=False)
+    case = small(
+        name, TWO, prompt=1333, new=9, batch=batch, generation=Generation(before_ampere=True)
+    )
+    ampere = replace(case, generation=Generation())
     turings, amperes = (forecast(each.plan(each.profile())) for each in (case, ampere))
     assert max(turings)[0] > 1.2 * max(amperes)[0]
     check(case, over=0.001)

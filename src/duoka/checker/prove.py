@@ -60,8 +60,10 @@ def _measured(
     virtual_name = {name: str(virtual.virtual_device(index)) for index, name in enumerate(names)}
     budgets = {name: plan.fleet.device(name).budget_bytes for name in limited}
     entries = tuple((module, virtual_name[name]) for module, name in plan.placement.entries)
-    capacities, generation = [budgets.get(name) for name in names], plan.fleet.generation
-    with virtual.unnamed_gpus(capacities, data="meta", generation=generation) as world:
+    capacities = [budgets.get(name) for name in names]
+    with virtual.unnamed_gpus(
+        capacities, data="meta", generation=plan.workload.generation
+    ) as world:
         try:
             dispatch(model, Placement(entries=entries), empty=True, offloaded=plan.offloaded)
             run()

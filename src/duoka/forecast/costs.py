@@ -38,16 +38,10 @@ _NEVER = 2**60
 """More bytes than any budget."""
 
 
-def costs_of(
-    profile: Profile,
-    workload: Workload,
-    cache: ReplayCache | None = None,
-    *,
-    workspace_bytes: int = 0,
-) -> Costs:
-    """What stages cost at a workload, be it inference or training, with cuBLAS's workspaces."""
+def costs_of(profile: Profile, workload: Workload, cache: ReplayCache | None = None) -> Costs:
+    """What stages cost at a workload, be it inference or training."""
     costs = Costs if workload.training is None else TrainingCosts
-    return costs(profile, workload, cache, workspace_bytes=workspace_bytes)
+    return costs(profile, workload, cache)
 
 
 class ReplayCache:
@@ -104,15 +98,9 @@ class Costs:
     """
 
     def __init__(
-        self,
-        profile: Profile,
-        workload: Workload,
-        cache: ReplayCache | None = None,
-        *,
-        workspace_bytes: int = 0,
+        self, profile: Profile, workload: Workload, cache: ReplayCache | None = None
     ) -> None:
         self.profile = profile
-        self.workspace_bytes = workspace_bytes
         self._cache = cache or ReplayCache()
         self.workload = workload
         self._fulls: dict[int, Replay] = {}
@@ -214,9 +202,7 @@ class Costs:
 
     def replay(self, *, brief: bool, place: int = 1) -> Replay:
         """A replay of the profile at the workload, for a stage at a place from the end."""
-        return Replay(
-            self.profile, self.workload, brief=brief, workspace_bytes=self.workspace_bytes
-        )
+        return Replay(self.profile, self.workload, brief=brief)
 
     def _full_at(self, place: int) -> Replay:
         place = min(place, self.num_places)
@@ -263,7 +249,8 @@ class Costs:
     def _signature(self, blocks: Sequence[int], place: int) -> tuple[int, ...]:
         """Equal for stages that cost the same."""
         place = min(place, self.num_places)
-        return (*self._chain.signature(blocks), place, self.workspace_bytes)
+        workspace_bytes = self.workload.generation.workspace_bytes
+        return (*self._chain.signature(blocks), place, workspace_bytes)
 
     def _lower_bounds(self) -> NDArray[np.int64]:
         return lower_bounds(self._chain, self._brief)
@@ -273,17 +260,12 @@ class TrainingCosts(Costs):
     """The same of a workload that is to train."""
 
     def __init__(
-        self,
-        profile: Profile,
-        workload: Workload,
-        cache: ReplayCache | None = None,
-        *,
-        workspace_bytes: int = 0,
+        self, profile: Profile, workload: Workload, cache: ReplayCache | None = None
     ) -> None:
         assert workload.training is not None, "the workload is to train"
         self.training: Training = workload.training
         self._by_place: dict[int, Ints] = {}
-        super().__init__(profile, workload, cache, workspace_bytes=workspace_bytes)
+        super().__init__(profile, workload, cache)
 
     @property
     def num_places(self) -> int:
@@ -313,9 +295,7 @@ class TrainingCosts(Costs):
 
     def replay(self, *, brief: bool, place: int = 1) -> TrainingReplay:
         """A replay of a stage at a place from the end."""
-        return TrainingReplay(
-            self.profile, self.workload, place=place, workspace_bytes=self.workspace_bytes
-        )
+        return TrainingReplay(self.profile, self.workload, place=place)
 
     def _lower_bounds(self) -> Ints:
         return self.bounds_at(1)

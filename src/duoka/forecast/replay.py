@@ -36,19 +36,12 @@ class Replay(AllocEvents):
 
     With `brief` it leaves out the steps between the first and the last ones of a phase: for bounds
     and for seconds. Otherwise every step counts that changes what PyTorch's allocator holds.
-    `workspace_bytes` is cuBLAS's, which a stage takes in its first step.
+    A stage takes cuBLAS's workspace in its first step.
     """
 
-    def __init__(
-        self,
-        profile: Profile,
-        workload: Workload,
-        *,
-        brief: bool = False,
-        workspace_bytes: int = 0,
-    ) -> None:
+    def __init__(self, profile: Profile, workload: Workload, *, brief: bool = False) -> None:
         self.brief = brief
-        self.workspace_bytes = workspace_bytes
+        self.workspace_bytes = workload.generation.workspace_bytes
         super().__init__(profile, workload)
         # The steps of the last run that didn't fit, up to the one where it ended; none in training.
         self.failed_steps: tuple[Step, ...] = ()

@@ -40,13 +40,11 @@ class TrainingReplay(Replay):
     schedule "1f1b" that many micro-batches are in flight.
     """
 
-    def __init__(
-        self, profile: Profile, workload: Workload, *, place: int = 1, workspace_bytes: int = 0
-    ) -> None:
+    def __init__(self, profile: Profile, workload: Workload, *, place: int = 1) -> None:
         assert workload.training is not None, "the workload is to train"
         self.training: Training = workload.training
         self.place = place
-        super().__init__(profile, workload, workspace_bytes=workspace_bytes)
+        super().__init__(profile, workload)
         # The block whose backward pass ends what a forward pass made.
         self.ended_by = dict(self._ends())
 
@@ -90,13 +88,11 @@ class TrainingReplay(Replay):
         ]
 
 
-def replay_of(
-    profile: Profile, workload: Workload, *, place: int = 1, workspace_bytes: int = 0
-) -> Replay:
+def replay_of(profile: Profile, workload: Workload, *, place: int = 1) -> Replay:
     """What replays a stage at a workload; in training, one at a place from the end."""
     if workload.training is None:
-        return Replay(profile, workload, workspace_bytes=workspace_bytes)
-    return TrainingReplay(profile, workload, place=place, workspace_bytes=workspace_bytes)
+        return Replay(profile, workload)
+    return TrainingReplay(profile, workload, place=place)
 
 
 def in_flight(training: Training, place: int) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, SupportsIndex, get_args
 
 from duoka.base.text import choose
 from duoka.base.units import format_count
 from duoka.errors import UsageError
+from duoka.hardware.generation import Generation
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -133,8 +134,8 @@ class Workload:
     logits : {"last", "all"}
         Of which positions of a prompt logits are made: of the last one, to go on from, or of all,
         to score a text.
-    before_ampere : bool
-        Whether attention is that of GPUs older than Ampere; planning says it of the fleet.
+    generation : Generation
+        That of the GPUs; planning says the fleet's.
     training : Training, optional
         Train on a batch of sequences instead of generating.
 
@@ -159,7 +160,7 @@ class Workload:
     images: int = 0
     image_size: tuple[int, int] = (1024, 1024)
     logits: Logits = "last"
-    before_ampere: bool = False
+    generation: Generation = field(default_factory=Generation)
     training: Training | None = None
 
     def __post_init__(self) -> None:
@@ -260,7 +261,7 @@ class Workload:
             images=self.images,
             image_size=self.image_size if self.images else None,
             logits=self.logits,
-            before_ampere=self.before_ampere,
+            before_ampere=self.generation.before_ampere,
             training=training,
         )
 

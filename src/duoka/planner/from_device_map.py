@@ -95,8 +95,7 @@ class _Judged:
     def _need(self, name: str, workload: Workload, *, place: int) -> StageBytes:
         device = self.problem.fleet.device(name)
         blocks = [index for index, at in enumerate(self.device_of) if at == name]
-        workspace = self.problem.fleet.generation.workspace_bytes
-        replay = replay_of(self.profile, workload, place=place, workspace_bytes=workspace)
+        replay = replay_of(self.profile, workload, place=place)
         peaks = replay.run(blocks, device.budget_bytes, device_of=self.device_of)
         # Where it doesn't fit, what it would need without a limit.
         peaks = peaks or replay.run(blocks, device_of=self.device_of)

@@ -155,7 +155,8 @@ class _Upgrades:
             fleet = usable(Fleet.parse(gpus), self._problem.constraints)
         except DuokaError:
             return None
-        return replace(self._problem, fleet=fleet, gpus=gpus, limits=None)
+        workload = replace(self._problem.workload, generation=fleet.generation)
+        return replace(self._problem, fleet=fleet, gpus=gpus, limits=None, workload=workload)
 
 
 def _sizes() -> Iterator[_Size]:

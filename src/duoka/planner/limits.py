@@ -69,7 +69,7 @@ def on_fleet(
     if any(name.startswith("cuda") for name in fleet.names):
         refuse_options()
     fleet = fleet_for(fleet, device_map, offload=request.constraints.offload)
-    workload = replace(request.workload, before_ampere=fleet.generation.before_ampere)
+    workload = replace(request.workload, generation=fleet.generation)
     request = replace(request, workload=workload)
     return PlanProblem.of(request, usable(fleet, request.constraints), device_map)
 

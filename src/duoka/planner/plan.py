@@ -282,6 +282,7 @@ class Plan:
 
     def _problems(self, devices: dict[str, Device | None]) -> Iterator[str]:
         """Why the plan can't run on what was found for its devices."""
+        planned = self.workload.generation
         for stage in self.forecast.devices:
             label, gpu = _named(self.fleet.device(stage.device)), devices[stage.device]
             if gpu is None:
@@ -291,6 +292,13 @@ class Plan:
                     f"{label} can give {format_bytes(gpu.budget_bytes)} now, and the plan needs "
                     f"{format_bytes(stage.requested_bytes)} there: "
                     f"{format_bytes(stage.requested_bytes - gpu.budget_bytes)} are missing"
+                )
+            elif gpu.has_bfloat16 is False and not planned.before_ampere:
+                yield f"{label} is older than Ampere, where attention takes more than was planned"
+            elif gpu.workspace_bytes > planned.workspace_bytes:
+                yield (
+                    f"cuBLAS takes {format_bytes(gpu.workspace_bytes)} on {label}, and the plan is "
+                    f"for {format_bytes(planned.workspace_bytes)}"
                 )
 
 

@@ -80,12 +80,7 @@ def _conceivable(profile: Profile, ready: PlanProblem) -> bool:
 def _chunked(profile: Profile, problem: PlanProblem) -> list[Costs]:
     """The costs of each chunk that the prompt may run in, the largest first."""
     return [
-        costs_of(
-            profile,
-            workload,
-            problem.replay_cache,
-            workspace_bytes=problem.fleet.generation.workspace_bytes,
-        )
+        costs_of(profile, workload, problem.replay_cache)
         for workload in with_chunks(problem.workload)
     ]
 

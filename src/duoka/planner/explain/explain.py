@@ -52,7 +52,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
             if set(block.modules) & set(plan.offloaded)
         ]
         profile = profile.offloading(streams)
-    costs = costs_of(profile, plan.workload, workspace_bytes=plan.fleet.generation.workspace_bytes)
+    costs = costs_of(profile, plan.workload)
     limits = limits_for(plan.request.constraints, profile, costs.chain, plan.fleet)
     trial = Trial(costs, plan.fleet, plan.objective, limits)
     runs = _runs(costs, plan)
@@ -174,10 +174,8 @@ def _fewer(trial: Trial, plan: Plan) -> Fewer | None:
     largest = sorted(trial.fleet.devices, key=lambda device: -device.budget_bytes)[:num]
     chunk = plan.request.workload.prefill_chunk_tokens
     *_, least = with_chunks(replace(plan.workload, prefill_chunk_tokens=chunk))
-    workspace = trial.fleet.generation.workspace_bytes
-    costs = costs_of(trial.costs.profile, least, workspace_bytes=workspace)
     try:
-        search(costs, Fleet(devices=tuple(largest)))
+        search(costs_of(trial.costs.profile, least), Fleet(devices=tuple(largest)))
     except NoPlacement as none:
         missing = none.shortfall().shortfall_bytes
         return Fewer(devices=tuple(device.name for device in largest), missing_bytes=missing)
@@ -189,7 +187,5 @@ def _whole_prompt(trial: Trial, plan: Plan, stages: Stages) -> tuple[Share, ...]
     chunk = plan.workload.prefill_chunk_tokens
     if chunk is None or plan.request.workload.prefill_chunk_tokens != "auto":
         return ()
-    workload = replace(plan.workload, prefill_chunk_tokens=None)
-    workspace = plan.fleet.generation.workspace_bytes
-    whole = costs_of(trial.costs.profile, workload, workspace_bytes=workspace)
+    whole = costs_of(trial.costs.profile, replace(plan.workload, prefill_chunk_tokens=None))
     return Trial(whole, plan.fleet, "headroom", trial.limits).shares(stages)
