@@ -140,7 +140,7 @@ class Planned:
             quantize=more.get("quantize", "none"),
             **more.get("pictures", {}),
             training=training,
-            generation=self.fleet.generation,
+            gpu_generation=self.fleet.gpu_generation,
         )
         self.dtype = getattr(torch, self.workload.dtype)
         key = f"{self.name} {self.workload.dtype} {self.workload.conditions}"

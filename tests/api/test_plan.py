@@ -22,6 +22,7 @@ from duoka.errors import (
     PlacementError,
     UsageError,
 )
+from duoka.hardware.gpu_generation import GpuGeneration
 from duoka.tracing import get_profile
 
 from .conftest import LOAD, TWO, everything, ids
@@ -111,6 +112,14 @@ class Residual(nn.Module):
     def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
         x = self.first(x)
         return self.out(x + scale * self.inner(x))
+
+
+@pytest.mark.parametrize("gpu", ["T4", "H100-SXM"])
+def test_any_module_on_any_generation(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    plan = duoka.plan(Residual(), gpu, inputs=(torch.randn(4, 512),))
+    assert plan.workload.gpu_generation == plan.fleet.gpu_generation
+    assert plan.workload.gpu_generation != GpuGeneration()
 
 
 @pytest.mark.parametrize("as_mapping", [False, True])

@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 import torch
 
 from duoka import virtual
-from duoka.hardware.generation import Generation
+from duoka.hardware.gpu_generation import GpuGeneration
 
 _FORK: Any = multiprocessing.get_context("fork")
 _Result = TypeVar("_Result")
 
 
 def on_both(
-    run: Callable[[str, Any], _Result], generation: Generation | None = None
+    run: Callable[[str, Any], _Result], generation: GpuGeneration | None = None
 ) -> tuple[_Result, _Result]:
     """What `run` returns on virtual GPUs, of a generation, and on CUDA.
 
@@ -31,7 +31,7 @@ def on_both(
     return _apart(partial(_virtual, generation), run), _apart(_cuda, run)
 
 
-def _virtual(generation: Generation | None, run: Callable[[str, Any], _Result]) -> _Result:
+def _virtual(generation: GpuGeneration | None, run: Callable[[str, Any], _Result]) -> _Result:
     with virtual.gpus([None, None], data="meta", generation=generation) as world:
         return run("vgpu", world)
 

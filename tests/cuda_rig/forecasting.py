@@ -11,7 +11,7 @@ from cuda_rig.values import values
 from duoka import Fleet, Plan, Workload, models, virtual
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Training
-from duoka.hardware.generation import Generation
+from duoka.hardware.gpu_generation import GpuGeneration
 from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
 from duoka.runtime.dispatch.dispatch import dispatch
@@ -30,12 +30,12 @@ class Case:
     new: int = 0
     chunk: int | None = None
     training: Training | None = None
-    generation: Generation = field(default_factory=Generation)
+    generation: GpuGeneration = field(default_factory=GpuGeneration)
 
     @property
     def workload(self) -> Workload:
         return Workload(
-            generation=self.generation,
+            gpu_generation=self.generation,
             batch=self.batch,
             prompt_tokens=self.prompt,
             new_tokens=self.new,

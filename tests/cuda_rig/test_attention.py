@@ -10,7 +10,7 @@ import torch
 from cuda_rig.both_devices import on_both
 from torch.nn.functional import scaled_dot_product_attention as attend
 
-from duoka.hardware.generation import Generation
+from duoka.hardware.gpu_generation import GpuGeneration
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 HEADS = 8
@@ -102,7 +102,7 @@ FLASH = {
 }
 
 
-def assert_equal(programs: dict[str, Peak], generation: Generation | None = None) -> None:
+def assert_equal(programs: dict[str, Peak], generation: GpuGeneration | None = None) -> None:
     def run(kind: str, memory: Any) -> dict[str, int]:
         return {name: program(kind, memory) for name, program in programs.items()}
 
@@ -112,7 +112,7 @@ def assert_equal(programs: dict[str, Peak], generation: Generation | None = None
 
 @pytest.mark.cuda_rig(gpus="24GiB", capability="7.5")
 def test_on_turing() -> None:
-    assert_equal(cases() | FLASH, Generation(0, before_ampere=True))
+    assert_equal(cases() | FLASH, GpuGeneration(0, before_ampere=True))
 
 
 @pytest.mark.parametrize(

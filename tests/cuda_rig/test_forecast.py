@@ -14,8 +14,8 @@ from cuda_rig.forecasting import Case, forecast, measured
 from torch.utils.checkpoint import checkpoint
 
 from duoka.forecast.workload import Training
-from duoka.hardware import generation
-from duoka.hardware.generation import Generation
+from duoka.hardware import gpu_generation
+from duoka.hardware.gpu_generation import GpuGeneration
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from forecast_models import SIZES
@@ -49,7 +49,7 @@ def test_one_gpu() -> None:
 @pytest.mark.cuda_rig(gpus=ONE, capability="9.0")
 def test_hopper_takes_more() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # the rig has none
-    check(small("glm", ONE, prompt=1333, new=18, generation=Generation(32 * MIB)))
+    check(small("glm", ONE, prompt=1333, new=18, generation=GpuGeneration(32 * MIB)))
 
 
 @pytest.mark.cuda_rig(gpus=TWO, capability="7.5")
@@ -57,9 +57,9 @@ def test_hopper_takes_more() -> None:
 @pytest.mark.parametrize("batch", [1, 2])
 def test_turing_has_no_flash_attention(name: str, batch: int) -> None:
     case = small(
-        name, TWO, prompt=1333, new=9, batch=batch, generation=Generation(before_ampere=True)
+        name, TWO, prompt=1333, new=9, batch=batch, generation=GpuGeneration(before_ampere=True)
     )
-    ampere = replace(case, generation=Generation())
+    ampere = replace(case, generation=GpuGeneration())
     turings, amperes = (forecast(each.plan(each.profile())) for each in (case, ampere))
     assert max(turings)[0] > 1.2 * max(amperes)[0]
     check(case, over=0.001)
@@ -134,7 +134,7 @@ def test_qwen_learns_whole() -> None:
 
 
 def workspaces() -> int:
-    return torch.cuda.memory_allocated() // generation.workspace_bytes()
+    return torch.cuda.memory_allocated() // gpu_generation.workspace_bytes()
 
 
 @pytest.mark.filterwarnings("ignore:Found GPU0:UserWarning")  # 7.0, which CUDA 13 has left behind
@@ -148,16 +148,16 @@ def workspaces() -> int:
 def test_the_size_by_capability(capability: str) -> None:
     major, minor = map(int, capability.split("."))
     torch.zeros(4, 4, device="cuda") @ torch.zeros(4, 4, device="cuda")
-    assert torch.cuda.memory_allocated() == generation.workspace_bytes((major, minor))
+    assert torch.cuda.memory_allocated() == gpu_generation.workspace_bytes((major, minor))
 
 
 @pytest.mark.filterwarnings("ignore:Could not parse:UserWarning")
 @pytest.mark.cuda_rig(gpus="8GiB")
 @pytest.mark.parametrize("config", [":0:0", ":16:8", ":4096:8", ":100:3", "junk", ":4096"])
 def test_the_size_by_the_variable(monkeypatch: pytest.MonkeyPatch, config: str) -> None:
-    monkeypatch.setenv(generation.WORKSPACE_CONFIG, config)
+    monkeypatch.setenv(gpu_generation.WORKSPACE_CONFIG, config)
     torch.zeros(4, 4, device="cuda") @ torch.zeros(4, 4, device="cuda")
-    assert torch.cuda.memory_allocated() == generation.workspace_bytes()
+    assert torch.cuda.memory_allocated() == gpu_generation.workspace_bytes()
 
 
 @pytest.mark.cuda_rig(gpus="8GiB")

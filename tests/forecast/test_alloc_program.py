@@ -31,7 +31,7 @@ from duoka.forecast.profile import Key, Profile
 from duoka.forecast.replay import Replay
 from duoka.forecast.replay_training import replay_of
 from duoka.forecast.workload import Workload
-from duoka.hardware.generation import Generation
+from duoka.hardware.gpu_generation import GpuGeneration
 
 on_both = pytest.mark.parametrize("new_memory", MEMORIES)
 MADE_UP = [
@@ -60,7 +60,7 @@ def run(replay: Replay, blocks: list[int], capacity: int | None) -> Peaks | None
 
 def check(profile: Profile, workload: Workload, data: st.DataObject) -> None:
     workspace = data.draw(st.sampled_from([0, 3 * MIB // 2, 8_519_680]))
-    replay = Replay(profile, replace(workload, generation=Generation(workspace)))
+    replay = Replay(profile, replace(workload, gpu_generation=GpuGeneration(workspace)))
     for _ in range(3):
         all_blocks = range(len(profile.blocks))
         blocks = sorted(data.draw(st.sets(st.sampled_from(all_blocks), min_size=1)))

@@ -334,9 +334,9 @@ def test_what_a_device_and_a_link_refuse() -> None:
         Device(name="cpu", budget_bytes=0)
     with pytest.raises(FleetError, match="flops_per_second of cpu is 0"):
         Device(name="cpu", budget_bytes=1, flops_per_second=0.0)
-    with pytest.raises(FleetError, match="cpu has a reserve of -1 bytes"):
+    with pytest.raises(FleetError, match="the reserve of cpu is -1 bytes"):
         Device(name="cpu", budget_bytes=1, reserve_bytes=-1)
-    with pytest.raises(FleetError, match="a workspace of -1"):
+    with pytest.raises(FleetError, match="the workspace of cpu is -1 bytes"):
         Device(name="cpu", budget_bytes=1, workspace_bytes=-1)
     with pytest.raises(FleetError, match=r"has 5 B of memory, and a budget and reserve of 6 B"):
         Device(name="cpu", budget_bytes=5, reserve_bytes=1, memory_bytes=5)

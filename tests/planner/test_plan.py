@@ -15,6 +15,7 @@ from tiny import MIB
 import duoka.planner.plan
 from duoka import Device, Fleet, Link, Plan, Workload
 from duoka.errors import FleetError, FormatError
+from duoka.hardware.gpu_generation import GpuGeneration
 from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
 
@@ -264,6 +265,13 @@ def test_declared_gpus_are_found_by_name_and_other_devices_stay(plan: Plan) -> N
     assert [d.uuid for d in declared.on_fleet(here).fleet.devices] == ["GPU-a", "GPU-b"]
     with pytest.raises(FleetError, match="cuda:1 is gone"):
         declared.on_fleet(Fleet(devices=(card("cuda:0", 200, "GPU-a"),)))
+
+
+def test_a_plan_takes_the_generation_of_the_gpus_that_are_here(detected: Plan) -> None:
+    old = replace(card("cuda:0", 500, "GPU-a"), has_bfloat16=False)
+    new = replace(card("cuda:1", 500, "GPU-b"), workspace_bytes=32 * MIB)
+    now = detected.on_fleet(Fleet(devices=(old, new)))
+    assert now.workload.gpu_generation == GpuGeneration(32 * MIB, before_ampere=True)
 
 
 def fails(message: str) -> Callable[[str | None], Fleet]:

@@ -10,6 +10,7 @@ from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from duoka.forecast.flash_splits import FlashShape, PartBytes
 from duoka.forecast.profile import MONOMIALS, Phase, Ref, Tape, evaluate, monomials
 from duoka.tracing.fit import Sample, Unlike, fit
 from duoka.tracing.record import Home, Pass, RawTape
@@ -37,7 +38,7 @@ def samples(
 
 
 def fitted(found: list[Sample]) -> Tape:
-    (tape,), _ = fit(found, [])
+    (tape,), _ = fit(found)
     return tape
 
 
@@ -95,7 +96,7 @@ def test_the_mask_of_a_full_window_has_a_rule() -> None:
 )
 def test_what_is_no_polynomial_is_refused(phase: Phase, size: Size) -> None:
     with pytest.raises(Unlike, match="no polynomial"):
-        fit(samples(size, phase), [])
+        fit(samples(size, phase))
 
 
 def test_work_may_be_met_nearly_and_sizes_may_not() -> None:
@@ -106,9 +107,9 @@ def test_work_may_be_met_nearly_and_sizes_may_not() -> None:
     estimate = evaluate(tape.flops, monomials(1, 64, 5000))
     assert estimate == pytest.approx(mixed(1, 64, 5000), rel=0.01)
     with pytest.raises(Unlike, match="size"):
-        fit(samples(mixed, "extend"), [])
+        fit(samples(mixed, "extend"))
     with pytest.raises(Unlike, match="work"):
-        fit(samples(lambda b, q, k: 512, "extend", flops=lambda b, q, k: k**4), [])
+        fit(samples(lambda b, q, k: 512, "extend", flops=lambda b, q, k: k**4))
 
 
 def test_one_call_has_constants() -> None:
@@ -122,11 +123,11 @@ def test_structure_must_agree() -> None:
     found = samples(lambda b, q, k: q, "prefill")
     found[2].recorded.tapes[0].events.pop()
     with pytest.raises(Unlike, match="different things"):
-        fit(found, [])
+        fit(found)
     found = samples(lambda b, q, k: q, "prefill")
     found[1].recorded.tapes[0].retained = (0,)
     with pytest.raises(Unlike, match="different things"):
-        fit(found, [])
+        fit(found)
 
 
 def chain(number: int, *, like: list[int], cached: Home | None = None) -> Pass:
@@ -147,7 +148,7 @@ def chain(number: int, *, like: list[int], cached: Home | None = None) -> Pass:
 def test_references_say_where_from() -> None:
     cached = (3, 1, 7)
     sample = Sample("decode", 1, 0, 0, chain(5, like=[0, 1, 2], cached=cached))
-    (first, second, third), carried = fit([sample], [])
+    (first, second, third), carried = fit([sample])
     assert carried == ((0, 0),)
     assert first.events == (None, None)
     assert second.events == (
@@ -168,13 +169,13 @@ def test_references_say_where_from() -> None:
 def test_what_is_from_before_and_no_cache_is_the_callers() -> None:
     sample = Sample("decode", 1, 0, 0, chain(5, like=[0, 1, 2], cached=(3, 1, 7)))
     sample.recorded.tapes[1].slots = {}
-    (_, second, _), _ = fit([sample], [])
+    (_, second, _), _ = fit([sample])
     assert second.events[-1] == Ref(origin="input", index=0)
 
 
 def test_blocks_that_are_alike_share_a_tape() -> None:
     passed = chain(0, like=[0, 1, 1])
-    tapes, _ = fit([Sample("decode", 1, 0, 0, passed)], [])
+    tapes, _ = fit([Sample("decode", 1, 0, 0, passed)])
     assert tapes[2] is tapes[1]
 
 
@@ -182,13 +183,32 @@ def test_samples_must_agree_on_what_is_alike() -> None:
     one = Sample("prefill", 1, 9, 9, chain(0, like=[0, 1, 1]))
     other = Sample("prefill", 1, 19, 19, chain(0, like=[0, 1, 2]))
     with pytest.raises(Unlike, match="alike"):
-        fit([one, other], [])
+        fit([one, other])
 
 
 def test_too_few_samples_are_our_own_mistake() -> None:
     with pytest.raises(AssertionError, match="check"):
-        fit(samples(lambda b, q, k: q, "extend")[:4], [])
+        fit(samples(lambda b, q, k: q, "extend")[:4])
 
 
 def test_names_of_monomials_are_known() -> None:
     assert len(set(MONOMIALS)) == len(MONOMIALS)
+
+
+def test_parts_of_flash_attention_follow_the_prompt() -> None:
+    shape, shapes = FlashShape(8, 256), list[FlashShape]()
+
+    def size(batch: int, query: int, keys: int) -> int:
+        return PartBytes.of(shape, batch, query, 4096)
+
+    found = samples(size, "prefill", flops=lambda b, q, k: q)
+    (tape,), _ = fit(found, shapes)
+    assert shapes == [shape]
+    assert tape.sizes == ((0.0,) * len(MONOMIALS) + (4096.0,),)
+
+
+def test_parts_of_a_tower_are_constant() -> None:
+    shape, shapes = FlashShape(8, 64), list[FlashShape]()
+    found = samples(lambda b, q, k: PartBytes.of(shape, 1, 577, 256), "prefill")
+    (tape,), _ = fit(found, shapes)
+    assert (shapes, tape.sizes) == ([], ((float(256 * shape.part_rows(1, 577)),),))

@@ -51,7 +51,7 @@ def tapes_of(name: str, *, batch: int, skip: bool) -> list[tuple[list[Tape], Any
             for phase, tokens in STEPS:
                 recorded = recorder.record(partial(stepper.step, tokens))
                 sample = Sample(phase, batch, tokens, stepper.past, recorded)
-                found.append(fit([sample], []))
+                found.append(fit([sample]))
         return found
 
 

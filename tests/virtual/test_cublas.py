@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from duoka import virtual
-from duoka.hardware.generation import Generation
+from duoka.hardware.gpu_generation import GpuGeneration
 
 WORKSPACE = 8_519_680
 MIB = 2**20
@@ -17,7 +17,7 @@ MIB = 2**20
 
 @pytest.fixture
 def world() -> Iterator[virtual.World]:
-    with virtual.gpus([None, None], generation=Generation(WORKSPACE)) as world:
+    with virtual.gpus([None, None], generation=GpuGeneration(WORKSPACE)) as world:
         yield world
 
 
@@ -86,7 +86,7 @@ def test_backward_takes_another(world: virtual.World, checkpointed: bool) -> Non
 
 def test_a_gpu_may_lack_the_room_for_it() -> None:
     refused = pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 8\.1")
-    with virtual.gpus([6 * MIB], generation=Generation(WORKSPACE)), refused:
+    with virtual.gpus([6 * MIB], generation=GpuGeneration(WORKSPACE)), refused:
         zeros(3, 4) @ zeros(4, 5)
 
 

@@ -23,6 +23,8 @@ HALF, FULL = torch.float16, torch.float32
     (functional.silu, HALF, True, 3 * 2),
     (functional.mish, HALF, True, 3 * 2),
     (lambda x: x.sort(-1)[0], FULL, False, 4 + 8 + 8 + 8 + 4 + 12),
+    (lambda x: x.sort(1)[0], FULL, False, 4 + 8 + 8 + 8 + 4 + 12),
+    (lambda x: x.sort(0)[0], FULL, False, 4 + 8),
 ])  # fmt: skip
 @pytest.mark.parametrize("inference", [False, True])
 def test_the_peak_of_an_operation(

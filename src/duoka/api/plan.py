@@ -200,7 +200,8 @@ def _plan_module(model: nn.Module, problem: PlanProblem, inputs: Inputs | None) 
     is_encoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     workload = whole_prompt(problem.workload, is_encoder=is_encoder)
     profile = profile_module(model, workload, inputs)
-    workload = workload if inputs is None else Workload(prompt_tokens=1, new_tokens=1)
+    if inputs is not None:
+        workload = Workload(prompt_tokens=1, new_tokens=1, gpu_generation=workload.gpu_generation)
     dtype = profile.dtype if profile.dtype in DTYPE_BYTES else "auto"
 
     def profile_for(other: Workload) -> Profile | None:

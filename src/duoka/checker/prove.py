@@ -62,7 +62,7 @@ def _measured(
     entries = tuple((module, virtual_name[name]) for module, name in plan.placement.entries)
     capacities = [budgets.get(name) for name in names]
     with virtual.unnamed_gpus(
-        capacities, data="meta", generation=plan.workload.generation
+        capacities, data="meta", generation=plan.workload.gpu_generation
     ) as world:
         try:
             dispatch(model, Placement(entries=entries), empty=True, offloaded=plan.offloaded)

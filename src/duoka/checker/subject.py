@@ -22,7 +22,7 @@ from duoka.base.text import longest_prefix
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import Faults, ModelError, PlacementError
 from duoka.forecast.workload import Dtype, Workload
-from duoka.hardware.generation import Generation
+from duoka.hardware.gpu_generation import GpuGeneration
 from duoka.report.check_report import OriginKind, Stop
 from duoka.runtime.dispatch.install_movers import is_callable
 from duoka.runtime.dispatch.place_tensors import tensor_names
@@ -46,7 +46,7 @@ class Subject:
     """Modules (or single tensors) and their devices; a longer name overrides a shorter one."""
     budgets: Mapping[str, int] = field(default_factory=dict)
     """Bytes by device, where somebody said them."""
-    generation: Generation | None = None
+    generation: GpuGeneration | None = None
     """That of the GPUs, where it is known."""
     completeness: Faults = field(default_factory=Faults)
     """What is wrong with the map that the entries come from."""

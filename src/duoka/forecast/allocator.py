@@ -5,8 +5,8 @@ the CUDA semantics notes) in its default configuration: sizes are rounded up to 
 requests up to 1 MiB are served from 2 MiB segments, larger ones below 10 MiB from 20 MiB
 segments, the rest from segments rounded up to 2 MiB; the smallest free block that fits is taken
 and split; neighbours merge when freed; when a segment can't be had, all wholly free segments are
-given back first. Streams are not modelled, nor are expandable segments, which reserve less; options
-that round or split otherwise are refused.
+given back first. Streams and expandable segments are not modelled; options that round or split
+otherwise are refused.
 
 The virtual GPUs allocate through this class. The forecast replays through it too, or through the
 same in C (`_allocator.h`) where there is a compiler; tests hold the two against each other step for
@@ -29,16 +29,19 @@ SEGMENT_ROUND_BYTES = 2 * 2**20
 
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-_OTHERWISE = ("max_split_size_mb", "roundup_", "per_process_memory_fraction", "backend:cuda")
+_OTHERWISE = (
+    "max_split_size_mb", "large_segment_size_mb", "roundup_", "per_process_memory_fraction",
+    "backend:cuda",
+)  # fmt: skip
 
 
 def refuse_options() -> None:
     """Refuse options of PyTorch's allocator with which it takes other memory than is forecast."""
     for variable in _VARIABLES:
-        for option in os.environ.get(variable, "").split(","):
-            if option.strip().startswith(_OTHERWISE):
+        for option in os.environ.get(variable, "").replace(" ", "").split(","):
+            if option.startswith(_OTHERWISE):
                 raise UsageError(
-                    f"{variable} has {option.strip()[:60]!r}, with which PyTorch's allocator takes "
+                    f"{variable} has {option[:60]!r}, with which PyTorch's allocator takes "
                     "other memory than duoka forecasts",
                     hint=f"leave it out of {variable}: duoka keeps within the budgets by its plan",
                 )

@@ -249,7 +249,7 @@ class Costs:
     def _signature(self, blocks: Sequence[int], place: int) -> tuple[int, ...]:
         """Equal for stages that cost the same."""
         place = min(place, self.num_places)
-        workspace_bytes = self.workload.generation.workspace_bytes
+        workspace_bytes = self.workload.gpu_generation.workspace_bytes
         return (*self._chain.signature(blocks), place, workspace_bytes)
 
     def _lower_bounds(self) -> NDArray[np.int64]:

@@ -10,12 +10,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from duoka.base.files import cache_directory, read_checked, write_checked
 from duoka.base.serialization import from_dict, parse_json_object, to_dict
 from duoka.errors import FormatError
+from duoka.hardware.gpu_generation import GpuGeneration
 
 from .profile import Profile
 from .workload import Workload
@@ -59,7 +61,8 @@ def _key(fingerprint: str, workload: Workload, versions: Mapping[str, str], *, a
         "fingerprint": fingerprint,
         "dtype": workload.dtype,
         "conditions": to_dict(workload.conditions),
-        "workload": to_dict(workload) if alone else None,
+        # The trace has no workspaces; of a generation the conditions say the rest.
+        "workload": to_dict(replace(workload, gpu_generation=GpuGeneration(0))) if alone else None,
         **versions,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

@@ -41,7 +41,7 @@ class Replay(AllocEvents):
 
     def __init__(self, profile: Profile, workload: Workload, *, brief: bool = False) -> None:
         self.brief = brief
-        self.workspace_bytes = workload.generation.workspace_bytes
+        self.workspace_bytes = workload.gpu_generation.workspace_bytes
         super().__init__(profile, workload)
         # The steps of the last run that didn't fit, up to the one where it ended; none in training.
         self.failed_steps: tuple[Step, ...] = ()

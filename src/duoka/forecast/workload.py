@@ -9,7 +9,7 @@ from typing import Any, Literal, SupportsIndex, get_args
 from duoka.base.text import choose
 from duoka.base.units import format_count
 from duoka.errors import UsageError
-from duoka.hardware.generation import Generation
+from duoka.hardware.gpu_generation import GpuGeneration
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -134,8 +134,8 @@ class Workload:
     logits : {"last", "all"}
         Of which positions of a prompt logits are made: of the last one, to go on from, or of all,
         to score a text.
-    generation : Generation
-        That of the GPUs; planning says the fleet's.
+    gpu_generation : GpuGeneration
+        That of the GPUs; planning puts the fleet's here.
     training : Training, optional
         Train on a batch of sequences instead of generating.
 
@@ -160,7 +160,7 @@ class Workload:
     images: int = 0
     image_size: tuple[int, int] = (1024, 1024)
     logits: Logits = "last"
-    generation: Generation = field(default_factory=Generation)
+    gpu_generation: GpuGeneration = field(default_factory=GpuGeneration)
     training: Training | None = None
 
     def __post_init__(self) -> None:
@@ -168,6 +168,8 @@ class Workload:
             _make_whole(self, name, 1)
         _make_whole(self, "new_tokens", 1 if self.training is None else 0)
         _make_whole(self, "images", 0)
+        if not isinstance(self.gpu_generation, GpuGeneration):
+            raise UsageError(f"gpu_generation is {self.gpu_generation!r}", hint="leave it out")
         self._make_size()
         if self.training is not None and self.new_tokens:
             raise UsageError(
@@ -261,7 +263,7 @@ class Workload:
             images=self.images,
             image_size=self.image_size if self.images else None,
             logits=self.logits,
-            before_ampere=self.generation.before_ampere,
+            before_ampere=self.gpu_generation.before_ampere,
             training=training,
         )
 

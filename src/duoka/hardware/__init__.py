@@ -4,7 +4,7 @@
 - `parse`: fleets as people write them
 - `detect`, `nvml`, `cuda_driver`: this machine's GPUs, as the driver and CUDA number them
 - `catalogue`: what is publicly known of common GPUs (`gpus.toml`)
-- `generation`: what of memory differs from one generation of GPUs to the next
+- `gpu_generation`: what of memory differs from one generation of GPUs to the next
 - `calibration`: what was measured on GPUs, kept on disk
 - `host`: the memory that the processor may use
 """

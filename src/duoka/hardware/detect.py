@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from duoka.base.units import format_bytes
 from duoka.errors import FleetError
 
-from . import calibration, catalogue, cuda_driver, generation, nvml
+from . import calibration, catalogue, cuda_driver, gpu_generation, nvml
 from .calibration import Calibration, GpuFigures
 from .device import MAX_DEVICES, STEP_BYTES, Device, Found
 from .links import Way, between, by_nvlink, from_host, through_host
@@ -310,7 +310,7 @@ def _device(part: _Part, name: str) -> Device:
         memory_bytes_per_second=None if card is None else card.memory_bytes_per_second,
         flops_per_second=None if card is None else card.flops_per_second,
         has_bfloat16=_has_bfloat16(part.gpu, card),
-        workspace_bytes=generation.workspace_bytes(
+        workspace_bytes=gpu_generation.workspace_bytes(
             part.gpu.compute_capability or (None if card is None else card.compute_capability)
         ),
         host_bytes_per_second=from_host(*_connector(part.gpu)),

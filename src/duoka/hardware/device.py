@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from duoka.base.units import format_bytes
 from duoka.errors import FleetError
+
+from .gpu_generation import workspace_bytes
 
 MAX_DEVICES = 64
 RESERVE_BYTES = 768 * 2**20
@@ -56,7 +58,7 @@ class Device:
     host_bytes_per_second : float, optional
         How fast it copies from the host's pinned memory. None when unknown.
     workspace_bytes : int
-        What a cuBLAS workspace takes of the budget there: see `generation`.
+        What a cuBLAS workspace takes of the budget there; by default that of GPUs before Hopper.
     measured : tuple of str
         The fields that `duoka bench --calibrate` measured; the others are the catalogue's, the
         driver's or declared.
@@ -80,7 +82,7 @@ class Device:
     float32_flops_per_second: float | None = None
     launch_seconds: float | None = None
     host_bytes_per_second: float | None = None
-    workspace_bytes: int = 0
+    workspace_bytes: int = field(default_factory=workspace_bytes)
     measured: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -89,28 +91,25 @@ class Device:
                 f"{self.name!r} is not the name of a device",
                 hint="torch's names are cuda:0, cpu, vgpu:1",
             )
-        for field in ("product", "uuid", "pci_address"):
+        for name in ("product", "uuid", "pci_address"):
             # They are shown, and a plan's file can say anything.
-            text = getattr(self, field)
+            text = getattr(self, name)
             if not text.isprintable() or len(text) > _MAX_TEXT:
-                raise FleetError(f"the {field} of {self.name} can't be shown: {text[:40]!a}")
-        if self.budget_bytes <= 0:
-            raise FleetError(f"the budget of {self.name} is {self.budget_bytes} bytes")
-        if min(self.reserve_bytes, self.workspace_bytes) < 0:
-            raise FleetError(
-                f"{self.name} has a reserve of {self.reserve_bytes} bytes and a workspace of "
-                f"{self.workspace_bytes}"
-            )
+                raise FleetError(f"the {name} of {self.name} can't be shown: {text[:40]!a}")
+        for part, least in (("budget", 1), ("reserve", 0), ("workspace", 0)):
+            size = getattr(self, f"{part}_bytes")
+            if size < least:
+                raise FleetError(f"the {part} of {self.name} is {size} bytes")
         offered = self.budget_bytes + self.reserve_bytes
         if self.memory_bytes is not None and self.memory_bytes < offered:
             raise FleetError(
                 f"{self.name} has {format_bytes(self.memory_bytes)} of memory, and a budget and "
                 f"reserve of {format_bytes(offered)}"
             )
-        for field in _SPEEDS:
-            speed = getattr(self, field)
+        for name in _SPEEDS:
+            speed = getattr(self, name)
             if speed is not None and not speed > 0:
-                raise FleetError(f"{field} of {self.name} is {speed}; it must be positive")
+                raise FleetError(f"{name} of {self.name} is {speed}; it must be positive")
         unknown = [name for name in self.measured if name not in (*_SPEEDS, "reserve_bytes")]
         if unknown:
             raise FleetError(f"{unknown[0][:40]!a} of {self.name} is nothing that is measured")

@@ -17,7 +17,7 @@ from duoka.errors import FleetError
 from . import parse
 from .detect import detect, tells_memory
 from .device import MAX_DEVICES, RESERVE_BYTES, STEP_BYTES, Device, Link
-from .generation import Generation
+from .gpu_generation import GpuGeneration
 
 __all__ = [
     "MAX_DEVICES",
@@ -165,11 +165,12 @@ class Fleet:
         return sum(device.budget_bytes for device in self.devices)
 
     @property
-    def generation(self) -> Generation:
+    def gpu_generation(self) -> GpuGeneration:
         """What a workload's memory is reckoned with, on all of them: what takes most on any."""
-        return Generation(
-            workspace_bytes=max(device.workspace_bytes for device in self.devices),
-            before_ampere=any(device.has_bfloat16 is False for device in self.devices),
+        gpus = [device for device in self.devices if device.name != "cpu"]
+        return GpuGeneration(
+            workspace_bytes=max((gpu.workspace_bytes for gpu in gpus), default=0),
+            before_ampere=any(gpu.has_bfloat16 is False for gpu in gpus),
         )
 
     def reserving(self, sizes: Mapping[str, int]) -> Fleet:

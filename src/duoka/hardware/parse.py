@@ -15,7 +15,7 @@ from itertools import groupby
 from duoka.base.units import exact_bytes, format_bytes, parse_bytes
 from duoka.errors import FleetError, UsageError
 
-from . import calibration, catalogue, generation
+from . import calibration, catalogue, gpu_generation
 from .calibration import Calibration
 from .detect import detect, is_detected
 from .device import MAX_DEVICES, RESERVE_BYTES, Device, Found
@@ -162,8 +162,7 @@ def _entry(entry: str, text: str, known: Calibration) -> _Entry:
         return _Entry(device=_own_card(entry))
     # "3090 Ti" is a name, too: "Ti" could be tebibytes.
     if _SIZE.fullmatch(entry) and not catalogue.knows(entry):
-        size, workspace = _size(entry, text), generation.workspace_bytes()
-        return _Entry(device=Device(name="cuda", budget_bytes=size, workspace_bytes=workspace))
+        return _Entry(device=Device(name="cuda", budget_bytes=_size(entry, text)))
     card = catalogue.find(entry)
     figures = calibration.of_card(card, known)
     device = replace(
@@ -171,7 +170,7 @@ def _entry(entry: str, text: str, known: Calibration) -> _Entry:
         memory_bytes_per_second=card.memory_bytes_per_second,
         flops_per_second=card.flops_per_second,
         has_bfloat16=card.has_bfloat16,
-        workspace_bytes=generation.workspace_bytes(card.compute_capability),
+        workspace_bytes=gpu_generation.workspace_bytes(card.compute_capability),
         host_bytes_per_second=None
         if card.pcie is None
         else from_host(card.pcie.generation, card.pcie.lanes),
@@ -244,7 +243,6 @@ def _card(product: str, memory_bytes: int, reserve_bytes: int = RESERVE_BYTES) -
         product=product,
         memory_bytes=memory_bytes,
         reserve_bytes=reserve_bytes,
-        workspace_bytes=generation.workspace_bytes(),
     )
 
 
@@ -322,11 +320,8 @@ def read_max_memory(max_memory: object) -> tuple[Device, ...]:
             hint=_MAX_MEMORY_FORM,
         )
     sizes = {key: _max_memory_size(key, value) for key, value in max_memory.items()}
-    named = [(_max_memory_name(key), size) for key, size in sizes.items() if size]
-    workspace = generation.workspace_bytes()
     return tuple(
-        Device(name=name, budget_bytes=size, workspace_bytes=0 if name == "cpu" else workspace)
-        for name, size in named
+        Device(name=_max_memory_name(key), budget_bytes=size) for key, size in sizes.items() if size
     )
 
 

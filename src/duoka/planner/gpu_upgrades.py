@@ -155,14 +155,15 @@ class _Upgrades:
             fleet = usable(Fleet.parse(gpus), self._problem.constraints)
         except DuokaError:
             return None
-        workload = replace(self._problem.workload, generation=fleet.generation)
+        workload = replace(self._problem.workload, gpu_generation=fleet.gpu_generation)
         return replace(self._problem, fleet=fleet, gpus=gpus, limits=None, workload=workload)
 
 
 def _sizes() -> Iterator[_Size]:
-    """The sizes of the catalogue's cards, the smallest first."""
+    """The sizes of the catalogue's cards from Ampere on, the smallest first."""
     smallest: dict[int, catalogue.Card] = {}
-    for card in sorted(catalogue.cards(), key=lambda card: card.usable_bytes):
+    cards = (card for card in catalogue.cards() if card.has_bfloat16)
+    for card in sorted(cards, key=lambda card: card.usable_bytes):
         smallest.setdefault(round(card.memory_gib), card)
     for gib, card in sorted(smallest.items()):
         (device,) = Fleet.parse(card.name).devices

@@ -66,10 +66,10 @@ def on_fleet(
     if request.largest is not None:
         choose("largest", request.largest, LARGEST)
     fleet = Fleet.parse(fleet) if isinstance(fleet, str) else fleet
-    if any(name.startswith("cuda") for name in fleet.names):
+    if any(device.uuid for device in fleet.devices):
         refuse_options()
     fleet = fleet_for(fleet, device_map, offload=request.constraints.offload)
-    workload = replace(request.workload, generation=fleet.generation)
+    workload = replace(request.workload, gpu_generation=fleet.gpu_generation)
     request = replace(request, workload=workload)
     return PlanProblem.of(request, usable(fleet, request.constraints), device_map)
 

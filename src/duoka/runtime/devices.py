@@ -17,7 +17,7 @@ from duoka.forecast.allocator import refuse_options
 from duoka.hardware import cuda_driver
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
-from duoka.hardware.generation import Generation
+from duoka.hardware.gpu_generation import GpuGeneration
 
 _NO_CUDA = 'without a GPU, try virtual ones: --gpus "virtual:2x24GiB"'
 
@@ -41,12 +41,13 @@ def materialise(fleet: Fleet, *, data: str = "cpu") -> None:
     Virtual GPUs that are there already with the same budgets stay, and what is on them too.
     """
     virtual_budgets: dict[int, int] = {}
+    if any(name.startswith("cuda") for name in fleet.names):
+        refuse_options()
     for device in fleet.devices:
         kind, index = _parse(device.name)
         if kind == "vgpu":
             virtual_budgets[index] = device.budget_bytes
         elif kind == "cuda":
-            refuse_options()
             _refuse_absent(index)
             _refuse_other(device, index)
         elif kind != "cpu":
@@ -54,7 +55,7 @@ def materialise(fleet: Fleet, *, data: str = "cpu") -> None:
                 f"{device.name} is a device that duoka doesn't know", hint="it knows cuda:N and cpu"
             )
     if virtual_budgets:
-        _make_virtual(virtual_budgets, data, fleet.generation)
+        _make_virtual(virtual_budgets, data, fleet.gpu_generation)
 
 
 def give_back() -> None:
@@ -98,14 +99,14 @@ def _refuse_other(device: Device, index: int) -> None:
         )
 
 
-def _make_virtual(budgets_bytes: dict[int, int], data: str, generation: Generation) -> None:
+def _make_virtual(budgets_bytes: dict[int, int], data: str, generation: GpuGeneration) -> None:
     # A fleet may name vgpu:2 alone; those before it exist then, and can hold nothing.
     capacities = [budgets_bytes.get(index, 1) for index in range(max(budgets_bytes) + 1)]
     if _virtual_now() != (capacities, data, generation):
         virtual.set_gpus(capacities, data=data, generation=generation)
 
 
-def _virtual_now() -> tuple[list[int | None], str, Generation] | None:
+def _virtual_now() -> tuple[list[int | None], str, GpuGeneration] | None:
     try:
         world = virtual.active_world()
     except VirtualDeviceError:

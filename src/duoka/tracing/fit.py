@@ -53,7 +53,7 @@ class Sample:
 
 
 def fit(
-    samples: Sequence[Sample], shapes: list[FlashShape]
+    samples: Sequence[Sample], shapes: list[FlashShape] | None = None
 ) -> tuple[list[Tape], tuple[tuple[int, int], ...]]:
     """Turn the samples of one regime into a tape per block, and what is carried.
 
@@ -133,10 +133,12 @@ def _resolve(
 def _tape(raws: list[RawTape], resolved: list[_Resolved], solver: _Solver) -> Tape:
     first = resolved[0]
     for raw, other in zip(raws, resolved, strict=True):
-        same = (other.events, other.reads, other.passing, raw.retained, raw.matmul_at)
-        if same != (
-            first.events, first.reads, first.passing, raws[0].retained, raws[0].matmul_at,
-        ):  # fmt: skip
+        did = (other.events, other.reads, other.passing)
+        left = (raw.retained, raw.matmul_at)
+        if did != (first.events, first.reads, first.passing) or left != (
+            raws[0].retained,
+            raws[0].matmul_at,
+        ):
             raise Unlike("the samples do different things")
     columns = zip(*(raw.sizes for raw in raws), strict=True)
     read_columns = zip(*(item.read_sizes for item in resolved), strict=True)
@@ -182,9 +184,9 @@ _TOLERANCE = 0.05
 class _Solver:
     """Rules that meet what one phase's samples say, exactly."""
 
-    def __init__(self, samples: Sequence[Sample], shapes: list[FlashShape]) -> None:
+    def __init__(self, samples: Sequence[Sample], shapes: list[FlashShape] | None) -> None:
         self._known: dict[tuple[int, ...], Rule | None] = {}
-        self._shapes = shapes
+        self._samples, self._shapes = samples, [] if shapes is None else shapes
         if len(samples) == 1:
             # One call of a module: every rule is a constant, and there is nothing to check.
             self._bases = [_Basis([0], [[1]])]
@@ -205,7 +207,7 @@ class _Solver:
     def rule(self, values: Sequence[int]) -> Rule:
         """The rule that gives these values at the samples."""
         first = values[0]
-        if len(values) > 1 and isinstance(first, PartBytes):
+        if isinstance(first, PartBytes) and self._is_of_prompt(first, values):
             if first.shape not in self._shapes:
                 self._shapes.append(first.shape)
             place = len(MONOMIALS) + self._shapes.index(first.shape)
@@ -214,6 +216,13 @@ class _Solver:
         if rule is None:
             raise Unlike("a size is no polynomial of the step's sizes")
         return rule
+
+    def _is_of_prompt(self, first: PartBytes, values: Sequence[int]) -> bool:
+        """Whether the parts are those of the step's own tokens: a tower's aren't."""
+        return len(values) > 1 and all(
+            value == PartBytes.of(first.shape, sample.batch, sample.query, first.row_bytes)
+            for value, sample in zip(values, self._samples, strict=True)
+        )
 
     def estimate(self, values: Sequence[int]) -> Rule:
         """The rule that gives these values, or nearly: a sum over masks of several lengths."""

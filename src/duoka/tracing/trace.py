@@ -24,7 +24,7 @@ from duoka.forecast.flash_splits import FlashShape
 from duoka.forecast.profile import ALIGNED_TOKENS, Block, Kind, Phase, Profile, Regime, Tape
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.forecast.workload import Conditions, Workload
-from duoka.hardware.generation import Generation
+from duoka.hardware.gpu_generation import GpuGeneration
 from duoka.models.quantization import is_composed, parts
 from duoka.planner.placement import Placement
 from duoka.runtime.dispatch.place_tensors import place
@@ -152,7 +152,7 @@ def whole(model: nn.Module, spec: TraceSpec) -> Iterator[torch.device]:
     if next(model.parameters(), None) is None:
         raise ModelError(f"{type(model).__name__} has no parameters to place")
     device = virtual.virtual_device(0)
-    generation = Generation(workspace_bytes=0, before_ampere=spec.conditions.before_ampere)
+    generation = GpuGeneration(workspace_bytes=0, before_ampere=spec.conditions.before_ampere)
     with (
         virtual.unnamed_gpus([None], data="meta", generation=generation),
         torch.no_grad(),

@@ -212,7 +212,7 @@ def _flash(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out, rows = attention_numbers.attend(inputs)
     results = *_placed((out,), (query,), gpu), place(rows, gpu)
     batch, heads, tokens, head_dim = query.shape
-    if 1 < tokens == key.shape[2]:
+    if 1 < tokens == key.shape[2] and not inputs.dropout:
         shape = FlashShape(heads, head_dim)
         padded_head = _rounded(head_dim, 32 if head_dim <= 128 else 64)
         gpu.charge(*(PartBytes.of(shape, batch, tokens, size) for size in (4, 4 * padded_head)))

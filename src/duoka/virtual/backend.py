@@ -11,7 +11,7 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils, backend_registration
 
 from duoka.errors import VirtualDeviceError
-from duoka.hardware.generation import Generation
+from duoka.hardware.gpu_generation import GpuGeneration
 
 from . import (
     attention,
@@ -54,7 +54,7 @@ def set_gpus(
     capacities_bytes: Sequence[int | None],
     *,
     data: str = "cpu",
-    generation: Generation | None = None,
+    generation: GpuGeneration | None = None,
 ) -> World:
     """Configure the virtual GPUs of this process.
 
@@ -64,7 +64,7 @@ def set_gpus(
         What each GPU may reserve; None for no limit.
     data : str
         What holds the numbers: "cpu", "meta" (nothing does), or "cuda:N" for one real GPU.
-    generation : Generation, optional
+    generation : GpuGeneration, optional
         What differs between generations of GPUs: the workspace that a GPU's first matrix product
         takes for good, and the first one in backward once more, and the kernels of attention. By
         default those from Ampere to Ada: 8.1 MiB, or as ``CUBLAS_WORKSPACE_CONFIG`` says.
@@ -99,7 +99,7 @@ def gpus(
     capacities_bytes: Sequence[int | None],
     *,
     data: str = "cpu",
-    generation: Generation | None = None,
+    generation: GpuGeneration | None = None,
 ) -> Iterator[World]:
     """Use other virtual GPUs in this thread, for a scope; the process's own stay as they are.
 
@@ -121,7 +121,7 @@ def unnamed_gpus(
     capacities_bytes: Sequence[int | None],
     *,
     data: str = "cpu",
-    generation: Generation | None = None,
+    generation: GpuGeneration | None = None,
 ) -> Iterator[World]:
     """Use virtual GPUs as `gpus` does, and leave the process fit for CUDA: see `naming`.
 
@@ -133,7 +133,7 @@ def unnamed_gpus(
 
 
 def _world(
-    capacities_bytes: Sequence[int | None], data: str, generation: Generation | None
+    capacities_bytes: Sequence[int | None], data: str, generation: GpuGeneration | None
 ) -> World:
     if data not in ("cpu", "meta") and torch.device(data).type != "cuda":
         raise VirtualDeviceError(
@@ -142,7 +142,7 @@ def _world(
     for capacity in capacities_bytes:
         if capacity is not None and capacity <= 0:
             raise VirtualDeviceError(f"a virtual GPU can't have a capacity of {capacity} bytes")
-    return World(capacities_bytes, data, generation or Generation())
+    return World(capacities_bytes, data, generation or GpuGeneration())
 
 
 def register() -> None:

@@ -46,7 +46,8 @@ def _logsumexp(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _sort(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Radix sort has second buffers; several rows are sorted as one, by row and value."""
     ordered, order = result = make(func, args, kwargs)
-    length = ordered.shape[kwargs.get("dim", -1)] if ordered.dim() else 1
+    dim = args[1] if func is _aten.sort.default and len(args) > 1 else kwargs.get("dim", -1)
+    length = ordered.shape[dim] if ordered.dim() else 1
     # One row always counts as a long one: what a step does must not depend on its tokens.
     if ordered.dim() == 1 or length > _SORTED_IN_SHARED_MEMORY:
         rows = [order.nbytes, ordered.nbytes] if ordered.numel() > length else []

@@ -22,7 +22,7 @@ import torch
 from duoka.base.units import format_bytes
 from duoka.errors import VirtualDeviceError
 from duoka.forecast.allocator import Allocation, CachingAllocator, OutOfCapacity
-from duoka.hardware.generation import Generation
+from duoka.hardware.gpu_generation import GpuGeneration
 
 from .naming import virtual_device
 
@@ -150,7 +150,7 @@ class Gpu:
                 self.free(allocation)
 
     def multiply(self, *, in_backward: bool) -> None:
-        """Take the workspace of a matrix product, if it is the first: see `Generation`."""
+        """Take the workspace of a matrix product, if it is the first: see `GpuGeneration`."""
         if in_backward not in self._workspaces:
             self.malloc(self.world.generation.workspace_bytes)
             self._workspaces.add(in_backward)
@@ -266,7 +266,7 @@ class World:
     """A few virtual GPUs that know each other; a capacity of None is no limit."""
 
     def __init__(
-        self, capacities_bytes: Sequence[int | None], data: str, generation: Generation
+        self, capacities_bytes: Sequence[int | None], data: str, generation: GpuGeneration
     ) -> None:
         self.generation = generation
         self.gpus = [

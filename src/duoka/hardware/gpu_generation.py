@@ -12,6 +12,8 @@ import os
 import re
 from dataclasses import dataclass, field
 
+from duoka.errors import UsageError
+
 WORKSPACE_CONFIG = "CUBLAS_WORKSPACE_CONFIG"
 """The variable that says other sizes: pairs of KiB and how often, ":4096:2:16:8"."""
 
@@ -29,8 +31,12 @@ def workspace_bytes(compute_capability: tuple[int, int] | None = None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class GpuGeneration:
     """How all GPUs of a fleet are taken to be; by default those from Ampere to Ada."""
 
     workspace_bytes: int = field(default_factory=workspace_bytes)
     before_ampere: bool = False
+
+    def __post_init__(self) -> None:
+        if self.workspace_bytes < 0:
+            raise UsageError(f"a workspace can't have {self.workspace_bytes} bytes")

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from duoka.hardware import generation
+from duoka.hardware import gpu_generation
 from duoka.hardware.fleet import Fleet
+from duoka.hardware.gpu_generation import GpuGeneration
 
 BEFORE_HOPPER, FROM_HOPPER = 8_519_680, 32 * 2**20
 
 
 @pytest.fixture(autouse=True)
 def without_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(generation.WORKSPACE_CONFIG)
+    monkeypatch.delenv(gpu_generation.WORKSPACE_CONFIG)
 
 
 @pytest.mark.parametrize("capability", [None, (7, 0), (7, 5), (8, 0), (8, 6), (8, 9)])
 def test_before_hopper(capability: tuple[int, int] | None) -> None:
-    assert generation.workspace_bytes(capability) == BEFORE_HOPPER
+    assert gpu_generation.workspace_bytes(capability) == BEFORE_HOPPER
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)])
 def test_from_hopper_on(capability: tuple[int, int]) -> None:
-    assert generation.workspace_bytes(capability) == FROM_HOPPER
+    assert gpu_generation.workspace_bytes(capability) == FROM_HOPPER
 
 
 @pytest.mark.parametrize(
@@ -39,8 +40,8 @@ def test_from_hopper_on(capability: tuple[int, int]) -> None:
     ],
 )
 def test_the_variable(monkeypatch: pytest.MonkeyPatch, config: str, size: int) -> None:
-    monkeypatch.setenv(generation.WORKSPACE_CONFIG, config)
-    assert generation.workspace_bytes() == size
+    monkeypatch.setenv(gpu_generation.WORKSPACE_CONFIG, config)
+    assert gpu_generation.workspace_bytes() == size
 
 
 @pytest.mark.parametrize(
@@ -56,9 +57,10 @@ def test_the_variable(monkeypatch: pytest.MonkeyPatch, config: str, size: int) -
 def test_named_gpus(gpus: str, sizes: list[int]) -> None:
     fleet = Fleet.parse(gpus)
     assert [device.workspace_bytes for device in fleet.devices] == sizes
-    assert fleet.generation.workspace_bytes == max(sizes)
+    assert fleet.gpu_generation.workspace_bytes == max(sizes)
 
 
 def test_the_cpu_has_none() -> None:
     fleet = Fleet.from_max_memory({0: "1GiB", "cpu": "2GiB"})
-    assert [device.workspace_bytes for device in fleet.devices] == [BEFORE_HOPPER, 0]
+    assert fleet.gpu_generation == GpuGeneration(BEFORE_HOPPER)
+    assert fleet.only(["cpu"]).gpu_generation == GpuGeneration(0)
