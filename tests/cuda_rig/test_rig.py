@@ -100,3 +100,5 @@ def test_values_are_computed_where_they_are_asked_for() -> None:
         product = (first @ first.T).softmax(-1)
     expected = torch.arange(6, dtype=torch.float32).reshape(2, 3)
     torch.testing.assert_close(product.cpu(), (expected @ expected.T).softmax(-1))
+    with values():
+        assert first[:, 1].tolist() == [1.0, 4.0]  # a kernel gathers it before it is copied

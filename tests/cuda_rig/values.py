@@ -53,7 +53,7 @@ class values(TorchDispatchMode):  # noqa: N801  (used as a scope, like torch.no_
     def _compute(self, func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> None:
         tensors = (*_tensors((args, kwargs)), *results)
         is_small = all(each.numel() <= self._most and not each.is_meta for each in tensors)
-        if not is_small or not any(each.is_cuda for each in results):
+        if not is_small or not results or not any(each.is_cuda for each in tensors):
             return
         host_args, host_kwargs = tree_map(_on_host, (args, kwargs))
         try:
@@ -61,9 +61,10 @@ class values(TorchDispatchMode):  # noqa: N801  (used as a scope, like torch.no_
         except (RuntimeError, NotImplementedError, TypeError):
             return  # no such kernel on the CPU
         for result, value in zip(results, computed, strict=False):
-            if result.is_cuda and result.shape == value.shape and result.numel():
-                memory_of(result).copy_(value)
-                self._wrote(result.data_ptr(), result.numel() * result.itemsize)
+            if result.shape == value.shape and result.numel():
+                _on_host(result).copy_(value)
+                if result.is_cuda:
+                    self._wrote(result.data_ptr(), result.numel() * result.itemsize)
 
 
 def _is_hosts(func: Any) -> bool:
