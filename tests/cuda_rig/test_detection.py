@@ -15,6 +15,7 @@ pytestmark = pytest.mark.cuda_rig(
     capability="9.0,8.6,7.5",
 )
 MIB, GIB = 2**20, 2**30
+BEFORE_HOPPER_BYTES = 8320 * 1024
 
 
 def as_torch_sees(device: Device) -> tuple[str, int | None, str]:
@@ -28,11 +29,10 @@ def test_each_gpu_is_found_as_it_is() -> None:
     assert fleet.names == ("cuda:0", "cuda:1", "cuda:2")
     assert [device.memory_bytes for device in fleet.devices] == [80 * GIB, 24 * GIB, 12000 * MIB]
     assert [device.has_bfloat16 for device in fleet.devices] == [True, True, False]
-    assert [device.workspace_bytes for device in fleet.devices] == [32 * MIB, 8320 * 1024] + [
-        8320 * 1024
-    ]
+    workspaces = [device.workspace_bytes for device in fleet.devices]
+    assert workspaces == [32 * MIB, BEFORE_HOPPER_BYTES, BEFORE_HOPPER_BYTES]
     assert fleet.generation == Generation(workspace_bytes=32 * MIB, before_ampere=True)
-    assert fleet.only(["cuda:1"]).generation == Generation(workspace_bytes=8320 * 1024)
+    assert fleet.only(["cuda:1"]).generation == Generation(workspace_bytes=BEFORE_HOPPER_BYTES)
     for device in fleet.devices:
         assert device.memory_bytes_per_second, "the catalogue knows it"
         assert (device.product, device.memory_bytes, device.uuid) == as_torch_sees(device)
