@@ -19,18 +19,21 @@ from duoka import models
 from duoka.models.conversion import published_tensors
 
 _TENSORS = 64  # in a file
+_DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
 @contextmanager
-def hole_checkpoint(config: Mapping[str, Any]) -> Iterator[Path]:
-    """A checkpoint in bfloat16, in several files, with an index."""
+def hole_checkpoint(
+    config: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16
+) -> Iterator[Path]:
+    """A checkpoint for bfloat16, in several files, with an index."""
     with TemporaryDirectory(dir="/dev/shm", prefix="duoka-holes-") as name:
-        _write(Path(name), config)
+        _write(Path(name), config, dtype)
         yield Path(name)
 
 
-def _write(directory: Path, config: Mapping[str, Any]) -> None:
-    tensors = published_tensors(models.build(config, dtype=torch.bfloat16))
+def _write(directory: Path, config: Mapping[str, Any], dtype: torch.dtype) -> None:
+    tensors = published_tensors(models.build(config, dtype=dtype))
     weight_map: dict[str, str] = {}
     for start in range(0, len(tensors), _TENSORS):
         file, names = f"model-{start:05}.safetensors", [*tensors][start : start + _TENSORS]
@@ -45,7 +48,11 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
     header, end = {}, 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": "BF16", "shape": [*tensor.shape], "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": [*tensor.shape],
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header).encode()
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)

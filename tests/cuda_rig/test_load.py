@@ -42,6 +42,13 @@ def llama_8b(request: pytest.FixtureRequest) -> Iterator[Path]:
 
 
 @pytest.fixture
+def gpt2_in_float32() -> Iterator[Path]:
+    shape = {**SIZES["gpt2-xl"], "architectures": ["GPT2LMHeadModel"], "n_layer": 4}
+    with hole_checkpoint(shape, torch.float32) as folder:
+        yield folder
+
+
+@pytest.fixture
 def small(tmp_path: Path) -> Path:
     config = {name: each for name, each in tiny.CONFIGS["llama"].items() if name != "model_type"}
     torch.manual_seed(0)
@@ -113,6 +120,13 @@ def test_what_is_quantized_never_lies_there_whole(llama_8b: Path, quantize: Quan
         assert peak < stage.weight_bytes + 32 * MIB
     assert_loaded_as_planned(model, plan)
     assert_answers_as_planned(model, plan)
+
+
+@pytest.mark.cuda_rig(gpus="1GiB,1GiB")
+def test_what_is_cast_on_the_way_takes_no_more_than_planned(gpt2_in_float32: Path) -> None:
+    workload = replace(PROMPT, prompt_tokens=16, new_tokens=1)
+    plan = duoka.plan(gpt2_in_float32, "2x1GiB", workload, use_all=True)
+    assert_loaded_as_planned(duoka.load(plan), plan)
 
 
 @pytest.mark.cuda_rig(gpus="1GiB,1GiB", copy_limit="1GiB")

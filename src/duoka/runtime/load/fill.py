@@ -29,8 +29,9 @@ Progress = Callable[[int, int], None]
 """Called with the bytes done so far, and the bytes there are."""
 
 # A copy that changes type or layout passes through a buffer of the tensor's size, on the host or
-# on the device; so such copies are made in pieces of this size.
-_CHUNK_BYTES = 32 * 2**20
+# on the device; so such copies are made in pieces of this size, which CUDA's allocator takes from
+# small blocks: there may be no room for a large one beside the weights.
+_CHUNK_BYTES = 2**20
 
 
 class Filler:
