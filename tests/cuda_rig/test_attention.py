@@ -135,11 +135,20 @@ def test_from_ampere_on(capability: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_few_queries_are_split() -> None:
     """Beside the parts there are a block or two of the kernel's random state."""
 
-    def run(kind: str, memory: Any) -> dict[tuple[int, int], int]:
+    def run(kind: str, memory: Any) -> dict[tuple[int, ...], int]:
+        prompts = [(8, tokens, tokens) for tokens in range(40, 1400, 97)]
+        decodes = [(heads, 1, keys) for heads in (1, 2, 8) for keys in range(40, 9000, 911)]
         return {
-            (head, tokens): peak(BRAIN, queries=tokens, keys=tokens, head=head)(kind, memory)
+            (head, *case): peak(
+                BRAIN,
+                queries=case[1],
+                keys=case[2],
+                key_heads=case[0],
+                head=head,
+                enable_gqa=case[0] < HEADS,
+            )(kind, memory)
             for head in (64, 128, 256)
-            for tokens in range(40, 1400, 97)
+            for case in (*prompts, *decodes)
         }
 
     found, expected = on_both(run)

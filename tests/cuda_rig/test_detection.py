@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from duoka.hardware.generation import Generation
 
 from duoka import Fleet
 from duoka.hardware.device import RESERVE_BYTES, STEP_BYTES, Device
-from duoka.hardware.generation import Generation
 
 pytestmark = pytest.mark.cuda_rig(
     gpus="80GiB,24GiB,12000MiB",

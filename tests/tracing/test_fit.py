@@ -196,10 +196,10 @@ def test_names_of_monomials_are_known() -> None:
 
 
 def test_parts_of_flash_attention_follow_the_prompt() -> None:
-    shape, shapes = FlashShape(8, 256), list[FlashShape]()
+    shape, shapes = FlashShape(8, 4, 256), list[FlashShape]()
 
     def size(batch: int, query: int, keys: int) -> int:
-        return PartBytes.of(shape, batch, query, 4096)
+        return PartBytes.of(shape, 4096, batch, query, keys)
 
     found = samples(size, "prefill", flops=lambda b, q, k: q)
     (tape,), _ = fit(found, shapes)
@@ -208,7 +208,7 @@ def test_parts_of_flash_attention_follow_the_prompt() -> None:
 
 
 def test_parts_of_a_tower_are_constant() -> None:
-    shape, shapes = FlashShape(8, 64), list[FlashShape]()
-    found = samples(lambda b, q, k: PartBytes.of(shape, 1, 577, 256), "prefill")
+    shape, shapes = FlashShape(8, 8, 64), list[FlashShape]()
+    found = samples(lambda b, q, k: PartBytes.of(shape, 256, 1, 577, 577), "prefill")
     (tape,), _ = fit(found, shapes)
-    assert (shapes, tape.sizes) == ([], ((float(256 * shape.part_rows(1, 577)),),))
+    assert (shapes, tape.sizes) == ([], ((float(256 * shape.part_rows(1, 577, 577)),),))

@@ -2,6 +2,7 @@
 
 - `workload`: what a model will be asked to do
 - `profile`, `profile_cache`, `tensor_names`: what a model allocates and computes, block by block
+- `flash_splits`: what flash attention takes for a moment over few queries
 - `alloc_events`, `alloc_program`: the allocations of one workload; those of a stage, compiled
 - `allocator`, `device_memory`: CUDA's caching allocator; a device's memory, in Python and in C
 - `replay`, `replay_training`: a stage's steps, run through that memory

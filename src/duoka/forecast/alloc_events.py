@@ -163,4 +163,4 @@ class AllocEvents:
     def _values(self, query: int, keys: int) -> tuple[int, ...]:
         batch = self.workload.batch
         alone = monomials(batch, query, keys, self.workload.static_tokens)
-        return self.profile.values(alone, batch, query)
+        return self.profile.values(alone, batch, query, keys)

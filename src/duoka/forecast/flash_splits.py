@@ -3,17 +3,17 @@
 Where the heads and blocks of queries of a prompt are fewer than the multiprocessors can take at a
 time, PyTorch's kernel splits the keys until they are busy (FlashDecoding, 2023), and holds a part
 of the output, in fp32, and its logsumexp for each split. How many splits there are depends on the
-number of multiprocessors, which is taken to be an RTX 3090's. A decode step's parts, of one query,
-are not counted: at most 1 MiB.
+number of multiprocessors, which is taken to be an RTX 3090's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 _MULTIPROCESSORS = 82
 _AT_A_TIME = 2 * _MULTIPROCESSORS
-_BUSY, _NEARLY = 0.8, 0.85
+_BUSY, _NEARLY = 0.8, 0.85000002  # the kernel reckons in fp32, which decides where shares are equal
 _QUERIES = 64
 _MOST_SPLITS = 128
 
@@ -23,19 +23,25 @@ class FlashShape:
     """What of a model's attention decides how its keys are split."""
 
     heads: int
+    key_heads: int
     head_dim: int
 
-    def part_rows(self, batch: int, tokens: int) -> int:
-        """Rows of all parts together for a prompt that attends to itself; 0 where it isn't split.
+    def part_rows(self, batch: int, query: int, keys: int) -> int:
+        """Rows of all parts together; 0 where nothing is split.
 
         Examples
         --------
-        >>> FlashShape(8, 256).part_rows(1, 1000), FlashShape(8, 256).part_rows(1, 4000)
-        (48000, 0)
+        >>> shape = FlashShape(8, 4, 256)
+        >>> [shape.part_rows(1, *tokens) for tokens in ((1000, 1000), (4000, 4000), (1, 2000))]
+        [48000, 0, 256]
         """
+        heads = self.heads
+        if query == 1 and heads > self.key_heads:
+            # One query: those of the heads that share their keys take the place of more queries.
+            heads, query = self.key_heads, heads // self.key_heads
         key_block = 256 if self.head_dim <= 64 else 128 if self.head_dim <= 128 else 64
-        splits = _splits(batch * self.heads * -(-tokens // _QUERIES), -(-tokens // key_block))
-        return splits * batch * self.heads * tokens if splits > 1 else 0
+        splits = _splits(batch * heads * -(-query // _QUERIES), -(-keys // key_block))
+        return splits * batch * heads * query if splits > 1 else 0
 
 
 class PartBytes(int):
@@ -45,13 +51,14 @@ class PartBytes(int):
     row_bytes: int
 
     @classmethod
-    def of(cls, shape: FlashShape, batch: int, tokens: int, row_bytes: int) -> PartBytes:
-        """What is charged, which is one byte where nothing is split: every prompt does the same."""
-        bytes_ = cls(max(row_bytes * shape.part_rows(batch, tokens), 1))
+    def of(cls, shape: FlashShape, row_bytes: int, batch: int, query: int, keys: int) -> PartBytes:
+        """What is charged, which is one byte where nothing is split: every step does the same."""
+        bytes_ = cls(max(row_bytes * shape.part_rows(batch, query, keys), 1))
         bytes_.shape, bytes_.row_bytes = shape, row_bytes
         return bytes_
 
 
+@cache
 def _splits(blocks: int, key_blocks: int) -> int:
     """The fewest splits that keep the multiprocessors nearly as busy as any number does."""
     if blocks >= _BUSY * _AT_A_TIME:

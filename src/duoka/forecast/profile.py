@@ -258,12 +258,14 @@ class Profile:
         """Bytes of all parameters and buffers, ties counted once."""
         return sum(sum(self.kinds[block.kind].weight_bytes) for block in self.blocks)
 
-    def values(self, monomials: tuple[int, ...], batch: int, tokens: int) -> tuple[int, ...]:
+    def values(
+        self, monomials: tuple[int, ...], batch: int, query: int, keys: int
+    ) -> tuple[int, ...]:
         """What rules are evaluated at: the monomials of a step, and the parts of its attention."""
         if not self.flash_shapes:
             return monomials
         absent = (0,) * (len(MONOMIALS) - len(monomials))
-        parts = (shape.part_rows(batch, tokens) for shape in self.flash_shapes)
+        parts = (shape.part_rows(batch, query, keys) for shape in self.flash_shapes)
         return (*monomials, *absent, *parts)
 
     @property

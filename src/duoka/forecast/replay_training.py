@@ -75,7 +75,7 @@ class TrainingReplay(Replay):
 
     def _schedule(self) -> list[Step]:
         batch, tokens = self.workload.batch, self.workload.prompt_tokens
-        values = self.profile.values(training_monomials(batch, tokens), batch, tokens)
+        values = self.profile.values(training_monomials(batch, tokens), batch, tokens, tokens)
         return [
             Step(
                 phase=phase,

@@ -206,23 +206,22 @@ class _Solver:
 
     def rule(self, values: Sequence[int]) -> Rule:
         """The rule that gives these values at the samples."""
-        first = values[0]
-        if isinstance(first, PartBytes) and self._is_of_prompt(first, values):
-            if first.shape not in self._shapes:
-                self._shapes.append(first.shape)
-            place = len(MONOMIALS) + self._shapes.index(first.shape)
-            return (*(0.0,) * place, float(first.row_bytes))
+        if isinstance(values[0], PartBytes) and len(values) > 1:
+            return self._part_rule(values[0], values)
         rule = self._exact(tuple(values))
         if rule is None:
             raise Unlike("a size is no polynomial of the step's sizes")
         return rule
 
-    def _is_of_prompt(self, first: PartBytes, values: Sequence[int]) -> bool:
-        """Whether the parts are those of the step's own tokens: a tower's aren't."""
-        return len(values) > 1 and all(
-            value == PartBytes.of(first.shape, sample.batch, sample.query, first.row_bytes)
-            for value, sample in zip(values, self._samples, strict=True)
-        )
+    def _part_rule(self, first: PartBytes, values: Sequence[int]) -> Rule:
+        """The rule of parts that are those of the step's tokens; else, as in a tower, the most."""
+        shape, row_bytes = first.shape, first.row_bytes
+        sizes = [(sample.batch, sample.query, sample.keys) for sample in self._samples]
+        if values != tuple(PartBytes.of(shape, row_bytes, *each) for each in sizes):
+            return (float(max(values)),)
+        if shape not in self._shapes:
+            self._shapes.append(shape)
+        return (*(0.0,) * (len(MONOMIALS) + self._shapes.index(shape)), float(row_bytes))
 
     def estimate(self, values: Sequence[int]) -> Rule:
         """The rule that gives these values, or nearly: a sum over masks of several lengths."""

@@ -212,10 +212,10 @@ def _flash(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out, rows = attention_numbers.attend(inputs)
     results = *_placed((out,), (query,), gpu), place(rows, gpu)
     batch, heads, tokens, head_dim = query.shape
-    if 1 < tokens == key.shape[2] and not inputs.dropout:
-        shape = FlashShape(heads, head_dim)
+    if not inputs.dropout:
+        shape, sizes = FlashShape(heads, key.shape[1], head_dim), (batch, tokens, key.shape[2])
         padded_head = _rounded(head_dim, 32 if head_dim <= 128 else 64)
-        gpu.charge(*(PartBytes.of(shape, batch, tokens, size) for size in (4, 4 * padded_head)))
+        gpu.charge(*(PartBytes.of(shape, row, *sizes) for row in (4, 4 * padded_head)))
     states = place(inputs.seed, gpu), place(_scalar(query), gpu)
     debug = place(query.new_empty(0), gpu)
     return *results, None, None, query.shape[2], key.shape[2], *states, debug
