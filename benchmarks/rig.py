@@ -47,19 +47,19 @@ def main() -> None:
     if options.bare:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"
     with quiet_libraries():  # before the fork: CUDA mustn't start here
-        from rig_pairs import CASES, line_of, rows_of, summary
+        from rig_pairs import PAIRS, line_of, rows_of, summary
     rows: list[dict[str, Any]] = []
     profiles: dict[str, Any] = {}
     print("| case | device | allocated: forecast, MiB | measured | | reserved | measured | |")
     print("|---|---|---:|---:|---:|---:|---:|---:|")
-    for case in CASES:
-        if options.only not in str(case):
+    for pair in PAIRS:
+        if options.only not in str(pair):
             continue
         started = time.perf_counter()
         try:
-            found = list(rows_of(case, profiles))
+            found = list(rows_of(pair, profiles))
         except Exception as error:
-            print(f"| {case} | {type(error).__name__}: {error} |", flush=True)
+            print(f"| {pair} | {type(error).__name__}: {error} |", flush=True)
             continue
         rows += found
         print(*map(line_of, found), sep="\n", flush=True)

@@ -7,34 +7,25 @@ import multiprocessing
 import os
 import statistics
 from collections.abc import Iterator
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from cuda_rig.forecasting import Case, counted, forecast, run
 from forecast_models import SIZES
 
 import duoka
-from duoka import models, virtual
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Training
-from duoka.models.quantization import quantize_model
-from duoka.planner.constraints import Constraints
-from duoka.planner.planner import solve, with_chunks
-from duoka.planner.request import PlanProblem
-from duoka.runtime.dispatch.dispatch import dispatch
-from duoka.runtime.image_inputs import prompts_for
-from duoka.runtime.steps import Learner, Stepper
-from duoka.tracing import Irregular, TraceSpec, profile_training, trace, trace_workload
 
 MIB = 2**20
 NUM_GPUS = 8
 FOR_CUDA_BYTES = 768 * MIB
 # Model, budgets, prompt tokens, new tokens, and what else there is.
-Case = tuple[str, str, int, int, dict[str, Any]]
+Pair = tuple[str, str, int, int, dict[str, Any]]
 PICTURE: dict[str, Any] = {"images": 1, "image_size": (448, 448)}
 LORA: dict[str, Any] = {"gradient_checkpointing": True}
-CASES: list[Case] = [
+PAIRS: list[Pair] = [
     # Short prompts, one sequence.
     ("glm-4-9b", "24GiB", 1000, 16, {}),
     ("llama-3-8b", "24GiB,12GiB", 1000, 6, {}),
@@ -122,117 +113,71 @@ CASES: list[Case] = [
 ]
 
 
-class Planned:
-    """A case with its plan, its model on meta, and how its steps are run."""
-
-    def __init__(self, case: Case, profiles: dict[str, Profile]) -> None:
-        self.name, self.gpus, prompt, new, more = case
-        self.fleet = duoka.Fleet.parse(self.gpus)
-        self.capability = more.get("capability", "8.6")
-        training = Training(**more["training"]) if "training" in more else None
-        self.workload = duoka.Workload(
-            batch=more.get("batch", 1),
-            prompt_tokens=prompt,
-            new_tokens=new,
-            dtype=more.get("dtype", "bfloat16"),
-            prefill_chunk_tokens=more.get("chunk"),
-            cache=more.get("cache", "dynamic"),
-            quantize=more.get("quantize", "none"),
-            **more.get("pictures", {}),
-            training=training,
-            gpu_generation=self.fleet.gpu_generation,
-        )
-        self.dtype = getattr(torch, self.workload.dtype)
-        key = f"{self.name} {self.workload.dtype} {self.workload.conditions}"
-        if key not in profiles:
-            spec = TraceSpec(fingerprint="case", conditions=self.workload.conditions)
-            profiles[key] = self.traced(spec)
-        offload = more.get("offload", False)
-        problem = PlanProblem(
-            fleet=self.fleet,
-            workload=self.workload,
-            use_all=not offload,
-            constraints=Constraints(offload=offload),
-        )
-        self.plan = solve(profiles[key], problem)
-
-    def traced(self, spec: TraceSpec) -> Profile:
-        if self.workload.training:
-            return virtual.apart(profile_training, self.shape, spec, self.workload)[0]
-        with suppress(Irregular):
-            return trace(self.shape(), spec)
-        return trace_workload(self.shape(), spec, list(with_chunks(self.workload)))
-
-    def shape(self) -> Any:
-        model = models.build(SIZES[self.name], dtype=self.dtype)
-        if self.workload.quantize != "none":
-            quantize_model(model, self.workload.quantize)
-        return model
-
-    def run(self) -> None:
-        """Run the plan's steps where it says."""
-        from cuda_rig.values import values
-
-        plan, model = self.plan, self.shape()
-        if self.workload.training:
-            models.make_trainable(model, self.workload.training, self.dtype)
-        prompts = prompts_for(model, plan.workload.conditions)  # of a model that isn't spread yet
-        dispatch(model, plan.placement, empty=True, offloaded=plan.offloaded)
-        first = torch.device(plan.placement.entries[0][1])
-        if self.workload.training:
-            with values():  # masks and positions are looked at
-                Learner(model, plan.workload, first).run()
-            return
-        stepper = Stepper.of(model, plan.workload, first, prompts)
-        with torch.no_grad(), values():
-            stepper.run(plan.workload, decode_steps=plan.workload.new_tokens - 1)
+def case_of(pair: Pair) -> Case:
+    name, gpus, prompt, new, more = pair
+    workload = duoka.Workload(
+        batch=more.get("batch", 1),
+        prompt_tokens=prompt,
+        new_tokens=new,
+        dtype=more.get("dtype", "bfloat16"),
+        prefill_chunk_tokens=more.get("chunk"),
+        cache=more.get("cache", "dynamic"),
+        quantize=more.get("quantize", "none"),
+        **more.get("pictures", {}),
+        training=Training(**more["training"]) if "training" in more else None,
+        gpu_generation=duoka.Fleet.parse(gpus).gpu_generation,
+    )
+    offload = more.get("offload", False)
+    return Case(config=SIZES[name], gpus=gpus, workload=workload, offload=offload)
 
 
-def measure(planned: Planned, writer: Connection) -> None:
+def measure(case: Case, plan: duoka.Plan, capability: str, writer: Connection) -> None:
     """In a fork: what the allocator counts."""
-    sizes = [device.budget_bytes + FOR_CUDA_BYTES for device in planned.fleet.devices]
+    gpus = duoka.Fleet.parse(case.gpus).devices
+    sizes = [gpu.budget_bytes + FOR_CUDA_BYTES for gpu in gpus]
     sizes += [MIB] * (NUM_GPUS - len(sizes))  # torch has counted them before the fork
     os.environ["RIG_GPUS"] = ",".join(f"{size // MIB}MiB" for size in sizes)
-    os.environ["RIG_CAPABILITY"] = planned.capability
+    os.environ["RIG_CAPABILITY"] = capability
     torch.backends.cuda.enable_cudnn_sdp(False)  # from Hopper on it is chosen; the rig has none
     torch.set_num_threads(1)
     assert ctypes.CDLL(None).rig_restart() == 0
     error = ""
     try:
-        planned.run()
+        run(plan, case.build())
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"[:300]
-    peaks = {
-        device: [torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)]
-        for device in planned.plan.devices
-    }
-    writer.send((peaks, error))
+    writer.send((counted(plan), error))
 
 
-def rows_of(case: Case, profiles: dict[str, Profile]) -> Iterator[dict[str, Any]]:
-    planned = Planned(case, profiles)
+def rows_of(pair: Pair, profiles: dict[str, Profile]) -> Iterator[dict[str, Any]]:
+    case = case_of(pair)
+    key = f"{pair[0]} {case.workload.dtype} {case.workload.conditions}"
+    if key not in profiles:
+        profiles[key] = case.profile()
+    plan = case.plan(profiles[key])
     fork: Any = multiprocessing.get_context("fork")
     reader, writer = fork.Pipe(duplex=False)
-    child = fork.Process(target=measure, args=(planned, writer))
+    capability = pair[-1].get("capability", "8.6")
+    child = fork.Process(target=measure, args=(case, plan, capability, writer))
     child.start()
     writer.close()
     try:
         peaks, error = reader.recv()
     except EOFError:
-        peaks, error = {}, "the process died"
+        peaks, error = [(0, 0)] * len(plan.devices), "the process died"
     child.join()
-    for device in planned.plan.forecast.devices:
+    for device, told, found in zip(plan.devices, forecast(plan), peaks, strict=True):
         yield {
-            "case": case,
-            "device": device.device,
-            "allocated_bytes": [device.allocated_bytes, peaks.get(device.device, [0, 0])[0]],
-            "reserved_bytes": [device.reserved_bytes, peaks.get(device.device, [0, 0])[1]],
+            "pair": pair,
+            "device": device,
+            "allocated_bytes": [told[0], found[0]],
+            "reserved_bytes": [told[1], found[1]],
             "error": error,
         }
 
 
 def line_of(row: dict[str, Any]) -> str:
-    name, gpus, prompt, new, more = row["case"]
+    name, gpus, prompt, new, more = row["pair"]
     what = " ".join(f"{key}={value}" for key, value in more.items())
     cells = [f"{name} {gpus} {prompt}+{new} {what}".strip(), row["device"]]
     for kind in ("allocated_bytes", "reserved_bytes"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,13 +11,14 @@ from cuda_rig.values import values
 
 from duoka import Fleet, Plan, Workload, models, virtual
 from duoka.forecast.profile import Profile
-from duoka.forecast.workload import Training
-from duoka.hardware.gpu_generation import GpuGeneration
-from duoka.planner.planner import solve
+from duoka.models.quantization import quantize_model
+from duoka.planner.constraints import Constraints
+from duoka.planner.planner import solve, with_chunks
 from duoka.planner.request import PlanProblem
 from duoka.runtime.dispatch.dispatch import dispatch
+from duoka.runtime.image_inputs import prompts_for
 from duoka.runtime.steps import Learner, Stepper
-from duoka.tracing import TraceSpec, profile_training, trace
+from duoka.tracing import Irregular, TraceSpec, profile_training, trace, trace_workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,38 +27,31 @@ class Case:
 
     config: dict[str, Any] = field(repr=False)
     gpus: str
-    batch: int = 1
-    prompt: int
-    new: int = 0
-    chunk: int | None = None
-    training: Training | None = None
-    generation: GpuGeneration = field(default_factory=GpuGeneration)
-
-    @property
-    def workload(self) -> Workload:
-        return Workload(
-            gpu_generation=self.generation,
-            batch=self.batch,
-            prompt_tokens=self.prompt,
-            new_tokens=self.new,
-            dtype="bfloat16",
-            prefill_chunk_tokens=self.chunk,
-            training=self.training,
-        )
+    workload: Workload
+    offload: bool = False
 
     def build(self) -> Any:
-        return models.build(self.config, dtype=torch.bfloat16)
+        model = models.build(self.config, dtype=getattr(torch, self.workload.dtype))
+        if self.workload.quantize != "none":
+            quantize_model(model, self.workload.quantize)
+        return model
 
     def profile(self) -> Profile:
-        workload = self.workload
-        spec = TraceSpec(fingerprint="rig", conditions=workload.conditions)
-        if self.training is None:
+        spec = TraceSpec(fingerprint="rig", conditions=self.workload.conditions)
+        if self.workload.training is not None:
+            return virtual.apart(profile_training, self.build, spec, self.workload)[0]
+        with suppress(Irregular):
             return trace(self.build(), spec)
-        return virtual.apart(profile_training, self.build, spec, workload)[0]
+        return trace_workload(self.build(), spec, list(with_chunks(self.workload)))
 
     def plan(self, profile: Profile) -> Plan:
-        fleet = Fleet.parse(self.gpus)
-        return solve(profile, PlanProblem(fleet=fleet, workload=self.workload, use_all=True))
+        problem = PlanProblem(
+            fleet=Fleet.parse(self.gpus),
+            workload=self.workload,
+            use_all=not self.offload,
+            constraints=Constraints(offload=self.offload),
+        )
+        return solve(profile, problem)
 
 
 Peaks = list[tuple[int, int]]
@@ -67,21 +62,25 @@ def forecast(plan: Plan) -> Peaks:
     return [(told.allocated_bytes, told.reserved_bytes) for told in plan.forecast.devices]
 
 
-def measured(plan: Plan, model: Any) -> Peaks:
-    """What CUDA's allocator counts when the plan's steps run, as they are proved."""
+def run(plan: Plan, model: Any) -> None:
+    """Run a plan's steps where it says, as they are proved; weights are empty."""
     workload, first = plan.workload, torch.device(plan.placement.entries[0][1])
-    if workload.training is None:
-        with torch.no_grad():
-            dispatch(model, plan.placement, empty=True)
-            stepper = Stepper.of(model, workload, first)
-            with values():
-                stepper.run(workload, decode_steps=workload.new_tokens - 1)
-    else:
+    prompts = prompts_for(model, workload.conditions)  # of a model that isn't spread yet
+    if workload.training is not None:
         assert workload.training.schedule == "sequential", "stages differ in what is in flight"
-        models.make_trainable(model, workload.training, torch.bfloat16)
-        dispatch(model, plan.placement, empty=True)
-        with values():  # this thread's: a backward pass reads none
+        models.make_trainable(model, workload.training, getattr(torch, workload.dtype))
+    dispatch(model, plan.placement, empty=True, offloaded=plan.offloaded)
+    with values():  # masks and positions are looked at; in this thread, a backward pass reads none
+        if workload.training is not None:
             Learner(model, workload, first).run()
+            return
+        with torch.no_grad():
+            stepper = Stepper.of(model, workload, first, prompts)
+            stepper.run(workload, decode_steps=workload.new_tokens - 1)
+
+
+def counted(plan: Plan) -> Peaks:
+    """What CUDA's allocator counted."""
     return [
         (torch.cuda.max_memory_allocated(name), torch.cuda.max_memory_reserved(name))
         for name in plan.devices

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from cuda_rig.forecasting import Case, forecast, measured
+from cuda_rig.forecasting import Case, counted, forecast, run
 from torch.utils.checkpoint import checkpoint
 
-from duoka.forecast.workload import Training
+from duoka.forecast.workload import Training, Workload
 from duoka.hardware import gpu_generation
 from duoka.hardware.gpu_generation import GpuGeneration
 
@@ -27,18 +26,23 @@ ONE, TWO, THREE = "1GiB", "1GiB,1GiB", "1GiB,1GiB,1GiB"
 def check(case: Case, *, over: float = 0.0, segments: int = 0) -> None:
     """Never less than what is allocated, and no more than a share over; so many segments apart."""
     plan = case.plan(case.profile())
-    found = measured(plan, case.build())
-    for (allocated, reserved), (counted, taken) in zip(forecast(plan), found, strict=True):
-        assert counted - 512 <= allocated <= counted * (1 + over)
+    run(plan, case.build())
+    for (allocated, reserved), (most, taken) in zip(forecast(plan), counted(plan), strict=True):
+        assert most - 512 <= allocated <= most * (1 + over)
         assert abs(reserved - taken) <= segments * 2 * MIB
 
 
-def small(name: str, gpus: str, **workload: Any) -> Case:
-    return Case(config=tiny.CONFIGS[name], gpus=gpus, **workload)
+def load(prompt: int, new: int, chunk: int | None = None, **more: Any) -> Workload:
+    sizes = {"prompt_tokens": prompt, "new_tokens": new, "prefill_chunk_tokens": chunk}
+    return Workload(dtype="bfloat16", **sizes, **more)
 
 
-def large(name: str, gpus: str, **workload: Any) -> Case:
-    return Case(config=SIZES[name], gpus=gpus, **workload)
+def small(name: str, gpus: str, prompt: int, new: int = 0, **more: Any) -> Case:
+    return Case(config=tiny.CONFIGS[name], gpus=gpus, workload=load(prompt, new, **more))
+
+
+def large(name: str, gpus: str, prompt: int, new: int = 0, **more: Any) -> Case:
+    return Case(config=SIZES[name], gpus=gpus, workload=load(prompt, new, **more))
 
 
 @pytest.mark.cuda_rig(gpus=ONE)
@@ -49,20 +53,20 @@ def test_one_gpu() -> None:
 @pytest.mark.cuda_rig(gpus=ONE, capability="9.0")
 def test_hopper_takes_more() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # the rig has none
-    check(small("glm", ONE, prompt=1333, new=18, generation=GpuGeneration(32 * MIB)))
+    check(small("glm", ONE, prompt=1333, new=18, gpu_generation=GpuGeneration(32 * MIB)))
 
 
 @pytest.mark.cuda_rig(gpus=TWO, capability="7.5")
 @pytest.mark.parametrize("name", ["llama", "window"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_turing_has_no_flash_attention(name: str, batch: int) -> None:
-    case = small(
-        name, TWO, prompt=1333, new=9, batch=batch, generation=GpuGeneration(before_ampere=True)
+    turing, ampere = (
+        small(name, TWO, prompt=1333, new=9, batch=batch, gpu_generation=GpuGeneration(**older))
+        for older in ({"before_ampere": True}, {})
     )
-    ampere = replace(case, generation=GpuGeneration())
-    turings, amperes = (forecast(each.plan(each.profile())) for each in (case, ampere))
+    turings, amperes = (forecast(each.plan(each.profile())) for each in (turing, ampere))
     assert max(turings)[0] > 1.2 * max(amperes)[0]
-    check(case, over=0.001)
+    check(turing, over=0.001)
 
 
 @pytest.mark.cuda_rig(gpus=TWO)
