@@ -25,6 +25,7 @@ HALF, FULL = torch.float16, torch.float32
     (lambda x: x.sort(-1)[0], FULL, False, 4 + 8 + 8 + 8 + 4 + 12),
     (lambda x: x.sort(1)[0], FULL, False, 4 + 8 + 8 + 8 + 4 + 12),
     (lambda x: x.sort(0)[0], FULL, False, 4 + 8),
+    (lambda x: x.masked_scatter(x > 0, x), FULL, False, 1 + 4 + 8),
 ])  # fmt: skip
 @pytest.mark.parametrize("inference", [False, True])
 def test_the_peak_of_an_operation(

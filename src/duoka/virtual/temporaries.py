@@ -55,6 +55,14 @@ def _sort(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
+def _masked_scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Where each value comes from is counted over the mask, in int64; as a view it is copied."""
+    out, mask = make(func, args, kwargs), args[1]
+    copied = [] if mask.is_contiguous() and mask.shape == out.shape else [out.numel()]
+    out.gpu.charge(*copied, 8 * out.numel())
+    return out
+
+
 def _softmax(name: str) -> Any:
     """Half precision becomes fp32 within the kernel, where the caller asks for that."""
     kernel = getattr(_aten, f"_{name}").default
@@ -82,6 +90,7 @@ def install() -> None:
     handlers[_aten._softmax_backward_data.default] = _softmax_backward
     handlers[_aten.logsumexp.default] = _logsumexp
     handlers[_aten.sort.default] = handlers[_aten.sort.stable] = _sort
+    handlers[_aten.masked_scatter.default] = _masked_scatter
     library = torch.library.Library("aten", "IMPL")
     for name in ("softmax", "log_softmax"):
         softmax = _softmax(name)
