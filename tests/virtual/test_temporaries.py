@@ -43,7 +43,8 @@ def test_the_peak_of_an_operation(
         if trains:
             out.backward(torch.empty_like(out))
         added = meta_world.max_memory_allocated(0) - before
-    assert added == num_bytes * ROWS * COLUMNS
+    # Beside that, sorting has tables: a third of a byte for each number.
+    assert num_bytes * ROWS * COLUMNS <= added <= (num_bytes + 0.36) * ROWS * COLUMNS
 
 
 def test_numbers_of_operations_that_stay_whole(world: virtual.World) -> None:

@@ -16,6 +16,7 @@ from .operators import Handler, handlers, make, run
 
 _aten = torch.ops.aten
 _SORTED_IN_SHARED_MEMORY = 4096
+_SORT_TABLE_BYTES = 8704  # and a third of a byte for each number, up to a million of them
 _WHOLE = ("silu_backward", "mish_backward")
 """What CUDA has a kernel for, and other backends have in parts."""
 
@@ -48,10 +49,13 @@ def _sort(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ordered, order = result = make(func, args, kwargs)
     dim = args[1] if func is _aten.sort.default and len(args) > 1 else kwargs.get("dim", -1)
     length = ordered.shape[dim] if ordered.dim() else 1
-    # One row always counts as a long one: what a step does must not depend on its tokens.
+    # One row alone always counts as a long one: what a step does must not depend on its tokens.
     if ordered.dim() == 1 or length > _SORTED_IN_SHARED_MEMORY:
         rows = [order.nbytes, ordered.nbytes] if ordered.numel() > length else []
-        ordered.gpu.charge(order.nbytes, *rows, order.nbytes + ordered.nbytes)
+        # A row of tokens has none that a rule could tell; one of a vocabulary is always as long.
+        is_whole = ordered.dim() == 1
+        tables = 0 if is_whole else _SORT_TABLE_BYTES + ordered.numel() // length * (length // 3)
+        ordered.gpu.charge(order.nbytes, *rows, order.nbytes + ordered.nbytes + tables)
     return result
 
 
