@@ -16,8 +16,9 @@ from transformers.models.llama import modeling_llama
 from duoka import Device, Fleet, Placement, Plan, Workload, models, virtual
 from duoka.checker.prove import prove
 from duoka.errors import PlacementError, ProofError
+from duoka.planner.limits import on_fleet
 from duoka.planner.planner import solve
-from duoka.planner.request import PlanProblem
+from duoka.planner.request import PlanProblem, PlanRequest
 from duoka.runtime.steps import Stepper
 from duoka.tracing import TraceSpec
 from duoka.tracing.trace_training import trace_training_workload
@@ -193,7 +194,7 @@ def test_workspaces_are_forecast_as_they_are_taken(
     found = []
     for config, size in ((":0:0", 0), (":4096:2:16:8", 8_519_680), (":4096:8", 32 * MIB)):
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
-        problem = PlanProblem(fleet=Fleet.parse("2x512MiB"), workload=workload, use_all=True)
+        problem = on_fleet(PlanRequest(workload=workload, use_all=True), "2x512MiB")
         plan = solve(profile, problem)
         peaks = [peak.allocated_bytes for peak in prove(plan, build())]
         forecast = [told.allocated_bytes for told in plan.forecast.devices]

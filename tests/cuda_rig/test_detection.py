@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from duoka.hardware.generation import Generation
 
 from duoka import Fleet
 from duoka.hardware.device import RESERVE_BYTES, STEP_BYTES, Device
+from duoka.hardware.gpu_generation import GpuGeneration
 
 pytestmark = pytest.mark.cuda_rig(
     gpus="80GiB,24GiB,12000MiB",
@@ -31,8 +31,8 @@ def test_each_gpu_is_found_as_it_is() -> None:
     assert [device.has_bfloat16 for device in fleet.devices] == [True, True, False]
     workspaces = [device.workspace_bytes for device in fleet.devices]
     assert workspaces == [32 * MIB, BEFORE_HOPPER_BYTES, BEFORE_HOPPER_BYTES]
-    assert fleet.generation == Generation(workspace_bytes=32 * MIB, before_ampere=True)
-    assert fleet.only(["cuda:1"]).generation == Generation(workspace_bytes=BEFORE_HOPPER_BYTES)
+    assert fleet.gpu_generation == GpuGeneration(workspace_bytes=32 * MIB, before_ampere=True)
+    assert fleet.only(["cuda:1"]).generation == GpuGeneration(workspace_bytes=BEFORE_HOPPER_BYTES)
     for device in fleet.devices:
         assert device.memory_bytes_per_second, "the catalogue knows it"
         assert (device.product, device.memory_bytes, device.uuid) == as_torch_sees(device)

@@ -39,7 +39,8 @@ def test_no_smaller_card_would_do(gpus: str) -> None:
         assert solve(LARGE, PlanProblem(fleet=Fleet.parse(way.gpus), workload=LOAD)).devices
         name = way.gpus.rpartition(",")[2]
         card = catalogue.find(name)
-        smaller = [c for c in catalogue.cards() if round(c.memory_gib) < round(card.memory_gib)]
+        cards = [card for card in catalogue.cards() if card.has_bfloat16]
+        smaller = [c for c in cards if round(c.memory_gib) < round(card.memory_gib)]
         least = max(smaller, key=lambda c: c.usable_bytes, default=None)
         if least is not None:
             fleet = Fleet.parse(way.gpus.removesuffix(name) + least.name)

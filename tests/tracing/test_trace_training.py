@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -17,6 +18,7 @@ from duoka.forecast.allocator import SEGMENT_ROUND_BYTES
 from duoka.forecast.costs import costs_of
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Conditions, Training
+from duoka.hardware.gpu_generation import GpuGeneration
 from duoka.tracing import TraceSpec
 from duoka.tracing import trace_training as tracing
 
@@ -74,6 +76,7 @@ def test_workspaces_change_nothing_else(
 
     without = too_much()
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
+    workload = replace(workload, gpu_generation=GpuGeneration())
     assert too_much() == without
     hold("glm", workload, cuts)
 

@@ -216,8 +216,11 @@ class _Solver:
     def _part_rule(self, first: PartBytes, values: Sequence[int]) -> Rule:
         """The rule of parts that are those of the step's tokens; else, as in a tower, the most."""
         shape, row_bytes = first.shape, first.row_bytes
-        sizes = [(sample.batch, sample.query, sample.keys) for sample in self._samples]
-        if values != tuple(PartBytes.of(shape, row_bytes, *each) for each in sizes):
+        expected = tuple(
+            PartBytes.of(shape, row_bytes, sample.batch, sample.query, sample.keys)
+            for sample in self._samples
+        )
+        if values != expected:
             return (float(max(values)),)
         if shape not in self._shapes:
             self._shapes.append(shape)
