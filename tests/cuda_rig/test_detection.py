@@ -32,7 +32,9 @@ def test_each_gpu_is_found_as_it_is() -> None:
     workspaces = [device.workspace_bytes for device in fleet.devices]
     assert workspaces == [32 * MIB, BEFORE_HOPPER_BYTES, BEFORE_HOPPER_BYTES]
     assert fleet.gpu_generation == GpuGeneration(workspace_bytes=32 * MIB, before_ampere=True)
-    assert fleet.only(["cuda:1"]).gpu_generation == GpuGeneration(workspace_bytes=BEFORE_HOPPER_BYTES)
+    assert fleet.only(["cuda:1"]).gpu_generation == GpuGeneration(
+        workspace_bytes=BEFORE_HOPPER_BYTES
+    )
     for device in fleet.devices:
         assert device.memory_bytes_per_second, "the catalogue knows it"
         assert (device.product, device.memory_bytes, device.uuid) == as_torch_sees(device)

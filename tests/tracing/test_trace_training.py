@@ -60,10 +60,16 @@ def test_a_forecast_is_what_training_takes(workload: Any, cuts: list[int]) -> No
     [
         (rehearsing.load(500, **FULL), [3]),
         (rehearsing.load(200, micro_batches=6, schedule="1f1b", **FULL), [2, 4]),
-        (rehearsing.load(97, batch=2, micro_batches=3, gradient_checkpointing=True), [2]),
+        pytest.param(
+            rehearsing.load(97, batch=2, micro_batches=3, gradient_checkpointing=True),
+            [2],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-@pytest.mark.parametrize("config", [":4096:2:16:8", ":4096:8"])
+@pytest.mark.parametrize(
+    "config", [":4096:2:16:8", pytest.param(":4096:8", marks=pytest.mark.slow)]
+)
 def test_workspaces_change_nothing_else(
     monkeypatch: pytest.MonkeyPatch, workload: Any, cuts: list[int], config: str
 ) -> None:
