@@ -140,6 +140,7 @@ def test_wrong_maps(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_what_does_not_fit(tiny: Path, program: Program, write: Write) -> None:
     small = ("--gpus", "virtual:64MiB,1MiB")
     device_map = write({"": 1})

@@ -57,8 +57,7 @@ CASES = [
     ("llama", ONE, load(505, 9, batch=5)),
     ("tied", TWO, load(1333, 6)),
     ("tied", TWO, load(1901, 5, batch=2, chunk=640)),
-    # Decoding fills the window of 512.
-    pytest.param("window", ONE, load(501, 20), marks=pytest.mark.slow),
+    ("window", ONE, load(501, 20)),  # decoding fills the window of 512
     ("window", TWO, load(1333, 6)),
     ("window", TWO, load(1900, 5, chunk=333)),  # a chunk begins before it is full
     ("window", TWO, load(1500, 4, batch=2, chunk=640)),
