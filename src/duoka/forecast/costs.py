@@ -40,8 +40,9 @@ _NEVER = 2**60
 
 def costs_of(profile: Profile, workload: Workload, cache: ReplayCache | None = None) -> Costs:
     """What stages cost at a workload, be it inference or training."""
-    costs = Costs if workload.training is None else TrainingCosts
-    return costs(profile, workload, cache)
+    if workload.training is not None:
+        return TrainingCosts(profile, workload, cache)
+    return Costs(profile, workload, cache)
 
 
 class ReplayCache:

@@ -124,7 +124,7 @@ def trace_call(
         regime = Regime(
             phase="prefill", many=False, query=EVERYWHERE, past=EVERYWHERE, keys=EVERYWHERE
         )
-        return as_profile(model, groups, spec, [_fitted(regime, [sample], [])], named)
+        return as_profile(model, groups, spec, [_fitted(regime, [sample])], named)
 
 
 # What model code raises when it can't run as it is asked to.
@@ -310,8 +310,7 @@ class _Tracer:
                     past=EVERYWHERE,
                     keys=(before + 1, keys + 1),
                 )
-                sample = Sample(phase, workload.batch, query, keys, recorded)
-                yield _fitted(regime, [sample], self.shapes)
+                yield _fitted(regime, [Sample(phase, workload.batch, query, keys, recorded)])
                 before = keys
 
     def _cell(self, many: bool, start: int, stop: int) -> Iterator[RegimeTapes]:
@@ -405,7 +404,9 @@ def _decodes(workload: Workload) -> list[tuple[int, int]]:
     return [(1, past) for past in chosen]
 
 
-def _fitted(regime: Regime, samples: Sequence[Sample], shapes: list[FlashShape]) -> RegimeTapes:
+def _fitted(
+    regime: Regime, samples: Sequence[Sample], shapes: list[FlashShape] | None = None
+) -> RegimeTapes:
     tapes, carried = fit([sample for sample in samples if sample.phase == regime.phase], shapes)
     return replace(regime, carried=carried), tapes
 

@@ -52,9 +52,9 @@ def _sort(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # One row alone always counts as a long one: what a step does must not depend on its tokens.
     if ordered.dim() == 1 or length > _SORTED_IN_SHARED_MEMORY:
         rows = [order.nbytes, ordered.nbytes] if ordered.numel() > length else []
-        # A row of tokens has none that a rule could tell; one of a vocabulary is always as long.
-        is_whole = ordered.dim() == 1
-        tables = 0 if is_whole else _SORT_TABLE_BYTES + ordered.numel() // length * (length // 3)
+        tables = 0  # of a row of tokens, where no rule could tell them
+        if ordered.dim() > 1:
+            tables = _SORT_TABLE_BYTES + ordered.numel() // length * (length // 3)
         ordered.gpu.charge(order.nbytes, *rows, order.nbytes + ordered.nbytes + tables)
     return result
 

@@ -1,6 +1,6 @@
 /* Device memory: capacity is counted in pages, and addresses are had from an arena for each GPU.
 
-   Nobody writes there but copies, fills and small.values(): kernels don't. So a model of any size
+   Nobody writes there but copies, fills and values(): kernels don't. So a model of any size
    fits. What nobody wrote reads as zeros, also where an earlier tensor lay. */
 
 #include "rig.h"
