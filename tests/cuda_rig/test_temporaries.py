@@ -19,6 +19,9 @@ OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
     "sort": lambda x: x.sort(-1),
     "sort of short rows": lambda x: x[:, :1000].sort(-1),
     "sort of columns": lambda x: x.sort(0),
+    "scatter": lambda x: x.scatter(1, torch.zeros_like(x, dtype=torch.int64), x),
+    "cumsum": lambda x: x.cumsum(-1),
+    "multinomial": lambda x: x.multinomial(1),
     "masked scatter": lambda x: x.masked_scatter(x > 0, x),
     "masked scatter by rows": lambda x: x.masked_scatter((x > 0)[:, :1].expand_as(x), x),
 }

@@ -59,6 +59,13 @@ def _sort(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
+def _multinomial(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each weight is divided by a random number of its own."""
+    out = make(func, args, kwargs)
+    out.gpu.charge(args[0].nbytes)
+    return out
+
+
 def _masked_scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Where each value comes from is counted over the mask, in int64; as a view it is copied."""
     out, mask = make(func, args, kwargs), args[1]
@@ -94,6 +101,7 @@ def install() -> None:
     handlers[_aten._softmax_backward_data.default] = _softmax_backward
     handlers[_aten.logsumexp.default] = _logsumexp
     handlers[_aten.sort.default] = handlers[_aten.sort.stable] = _sort
+    handlers[_aten.multinomial.default] = _multinomial
     handlers[_aten.masked_scatter.default] = _masked_scatter
     library = torch.library.Library("aten", "IMPL")
     for name in ("softmax", "log_softmax"):
