@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from duoka.base.units import format_bytes, format_count, parse_bytes
+from duoka.base.units import format_bytes, format_count, parse_bytes, parse_memory
 from duoka.errors import DuokaError, UsageError
 
 
@@ -29,6 +29,11 @@ from duoka.errors import DuokaError, UsageError
 )
 def test_parse(text: str, num_bytes: int) -> None:
     assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["24G", "24g", "24GB", "24 gb", "24GiB", " 24576M "])
+def test_memory_is_told_as_its_makers_tell_it(text: str) -> None:
+    assert parse_memory(text) == 24 * 2**30
 
 
 @pytest.mark.parametrize(

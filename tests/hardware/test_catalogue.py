@@ -31,6 +31,18 @@ def test_common_gpus_are_there() -> None:
         assert catalogue.find(name).usable_bytes > 0
 
 
+def test_a_name_may_tell_the_memory() -> None:
+    for name, card in (
+        ("A100 80G", "A100-80GB-PCIe"),
+        ("A100-40G", "A100-40GB-PCIe"),
+        ("RTX 3080 12G", "RTX 3080 12GB"),
+        ("4090 24GB", "RTX 4090"),
+        ("A10G", "A10G"),
+    ):
+        assert catalogue.find(name).name == card
+    assert not catalogue.knows("4090 48G")
+
+
 def test_names_are_unique() -> None:
     names = Counter(
         catalogue._key(name)

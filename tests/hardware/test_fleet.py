@@ -33,7 +33,9 @@ GIB = 2**30
         ("virtual:2x24GiB", [("vgpu:0", 24 * GIB), ("vgpu:1", 24 * GIB)]),
         ("virtual:24GiB,12GiB", [("vgpu:0", 24 * GIB), ("vgpu:1", 12 * GIB)]),
         ("VIRTUAL: 1X64KiB", [("vgpu:0", 64 * 1024)]),
-        ("2×24GB", [("cuda:0", 24 * 10**9), ("cuda:1", 24 * 10**9)]),
+        ("2×24GB", [("cuda:0", 24 * GIB), ("cuda:1", 24 * GIB)]),
+        ("24G,24g", [("cuda:0", 24 * GIB), ("cuda:1", 24 * GIB)]),
+        ("512M*2", [("cuda:0", GIB // 2), ("cuda:1", GIB // 2)]),
         ("virtual:1.5GiB", [("vgpu:0", 3 * GIB // 2)]),
     ],
 )
@@ -108,6 +110,9 @@ def test_cards_have_budgets_and_speeds() -> None:
         " 2 x rtx 4090 , rtx-3090 ",
         "2*GeForce RTX 4090 + NVIDIA GeForce RTX 3090",
         "2x4090,1x3090",
+        "4090x2,3090",
+        "4090*2+RTX 3090 x1",
+        "4090,RTX 4090 24GB,3090 24G",
     ],
 )
 def test_cards_are_written_in_many_ways(text: str) -> None:
@@ -193,6 +198,9 @@ def test_the_figures_of_a_card_end_at_a_plus() -> None:
         ("cuda:0", "'cuda:0' is torch's name for a device"),
         ("virtual:virtual:24GiB", "'virtual' is not a name for a card"),
         ("RTX4095", "the nearest are RTX 4090"),
+        ("910B", "no GPU '910B' is in the catalogue; the nearest are A10"),
+        ("8x910B", "no GPU '910B' is in the catalogue"),
+        ("4090 48G", "no GPU '4090 48G' is in the catalogue; the nearest are RTX 4090"),
         ("A100", "can be several GPUs: A100-40GB-PCIe"),
         ("2,24GiB", "mixes GPUs of this machine .'2'. with declared ones"),
         ("RTX4090+GPU-8932f937", "mixes GPUs of this machine .'GPU-8932f937'."),
@@ -203,7 +211,7 @@ def test_the_figures_of_a_card_end_at_a_plus() -> None:
         ("24GiB+", "has an empty entry"),
         ("+", "has an empty entry"),
         ("2x24", "'24' is not a size"),
-        ("24G", "'24G' is not a size"),
+        ("24x2", "'2' is not a size"),
         ("99999999TiB", r"is more than 1024\.00 TiB"),
     ],
 )

@@ -20,6 +20,7 @@ _UNIT_BYTES = {
     "GB": 10**9,
     "TB": 10**12,
 }
+_OF_MEMORY = re.compile(r"(?<=[\d\s])([KMGT])B?(?=\s*$)", re.ASCII | re.IGNORECASE)
 _SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
@@ -35,6 +36,11 @@ def parse_bytes(text: str) -> int:
     if size <= 0:
         raise UsageError(f"{text!r} is not a positive size", hint="the smallest size is 1B")
     return size
+
+
+def parse_memory(text: str) -> int:
+    """Read a size of memory as its makers tell it: 24G, 24GB and 24GiB are one."""
+    return parse_bytes(_OF_MEMORY.sub(r"\1iB", text))
 
 
 def exact_bytes(num_bytes: int) -> str:

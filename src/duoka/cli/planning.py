@@ -13,7 +13,7 @@ import duoka
 from duoka.api.plan import find_or_trace
 from duoka.base.progress import heard_by, say, say_import
 from duoka.base.text import choose
-from duoka.base.units import parse_bytes
+from duoka.base.units import parse_memory
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.errors import CheckpointError, UsageError
 from duoka.forecast.workload import CACHES, QUANTIZATIONS, Training
@@ -210,7 +210,7 @@ def read_constraints(options: PlanOptions) -> Constraints:
         pins=tuple(_pairs("--pin", options.pin or (), "lm_head=cuda:1")),
         uncut=tuple(options.uncut or ()),
         reserve=tuple(
-            (device, parse_bytes(size))
+            (device, parse_memory(size))
             for device, size in _pairs("--reserve", options.reserve or (), "cuda:0=2GiB")
         ),
         offload=options.offload,

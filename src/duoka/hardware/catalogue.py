@@ -21,6 +21,7 @@ from duoka.errors import UsageError
 _MOST_SHOWN = 6
 _CUTOFF = 0.5  # below this, difflib's nearest has nothing to do with what was written
 _NOISE = re.compile(r"[\s_-]+")
+_WITH_MEMORY = re.compile(r"(.{1,40}?)[\s_-]+(\d{1,4})\s*gi?b?", re.ASCII | re.IGNORECASE)
 _MAKERS = re.compile(r"^(?:nvidia|geforce|tesla)+")
 DECLARING = (
     'declare a card with what it has: --gpus "MyCard:24GiB,936GB/s,71TFLOPs" '
@@ -102,15 +103,16 @@ def cards() -> tuple[Card, ...]:
 
 def knows(text: str) -> bool:
     """Whether a text is the name of a card."""
-    return _key(text) in _by_name()
+    return _named(text) is not None
 
 
 def find(text: str) -> Card:
     """Find a card by a name that a person wrote."""
     wanted = text.strip()
+    card = _named(wanted)
+    if card is not None:
+        return card
     key = _key(wanted)
-    if key in _by_name():
-        return _by_name()[key]
     words = _words(wanted)
     begun = [
         card
@@ -126,6 +128,21 @@ def find(text: str) -> Card:
     names = list(dict.fromkeys(_by_name()[match].name for match in near))[:3]
     nearest = f"; the nearest are {', '.join(names)}" if names else ""
     raise UsageError(f"no GPU {wanted[:60]!r} is in the catalogue{nearest}", hint=DECLARING)
+
+
+def _named(text: str) -> Card | None:
+    """The card of a name, which may tell its memory: "A100 80G", "RTX 3090 24GB"."""
+    cards_by_name = _by_name()
+    card = cards_by_name.get(_key(text))
+    match = _WITH_MEMORY.fullmatch(text.strip()) if card is None else None
+    if match is None:
+        return card
+    name, size = match.groups()
+    card = cards_by_name.get(_key(f"{name}{size}GB"))
+    if card is None:
+        plain = cards_by_name.get(_key(name))
+        card = plain if plain is not None and plain.memory_gib == int(size) else None
+    return card
 
 
 def of_product(product: str, total_bytes: int | None) -> Card | None:

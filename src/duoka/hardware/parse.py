@@ -1,18 +1,22 @@
 """Fleets as people write them: what `--gpus` takes, and what ``max_memory`` of transformers says.
 
 Four kinds of entry, joined by commas or "+": a GPU of this machine ("2", "GPU-8932f937"), a
-budget ("24GiB"), a card of the catalogue ("RTX4090") and a card with its figures
-("MyCard:24GiB,936GB/s"). Which kind an entry is can be seen from the entry alone.
+budget ("24GiB"), a card of the catalogue ("RTX4090", "4090") and a card with its figures
+("MyCard:24GiB,936GB/s"). Which kind an entry is can be seen from the entry alone. The number of
+equal ones stands before or behind: "2xRTX4090", "4090*2".
+
+Memory is told as its makers tell it: 24G, 24GB and 24GiB are 24 x 1024³ bytes. Speeds, and the
+sizes of ``max_memory``, count a GB in thousands.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from duoka.base.units import exact_bytes, format_bytes, parse_bytes
+from duoka.base.units import exact_bytes, format_bytes, parse_bytes, parse_memory
 from duoka.errors import FleetError, UsageError
 
 from . import calibration, catalogue, gpu_generation
@@ -29,8 +33,12 @@ _MOST_SIGNS = 4000
 _MOST_BYTES = 2**50
 _SHOWN = 60
 _ALL = "all"
-_GROUP = re.compile(r"(?:(\d+)\s*[xX×*]\s*)?(.+)", re.ASCII | re.DOTALL)
+_BEFORE = re.compile(r"(?P<count>\d+)\s*[xX×*]\s*(?P<name>.+)", re.ASCII | re.DOTALL)
+_BEHIND = re.compile(r"(?P<name>.+?)\s*[xX×*]\s*(?P<count>\d+)", re.ASCII | re.DOTALL)
 _SIZE = re.compile(r"[\d.]+\s*(?:[kmgtp]i?b?|b)?", re.ASCII | re.IGNORECASE)
+_BUDGET = re.compile(r"[\d.]+\s*(?:[kmgt]i?b?|b)", re.ASCII | re.IGNORECASE)
+_BYTES = re.compile(r"\d+\s*b", re.ASCII | re.IGNORECASE)
+_LEAST_BYTES = 2**10  # what is said in bytes and is less, as "910B", is rather a card's name
 _SPEED = re.compile(r"([\d.]+\s*[kmgt]?i?b)\s*(?:/\s*s|ps)", re.ASCII | re.IGNORECASE)
 _RATE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([gtp])flop(?:s|/s|ps)?", re.ASCII | re.IGNORECASE)
 _RATE_UNITS = {"g": 1e9, "t": 1e12, "p": 1e15}
@@ -67,11 +75,11 @@ def read(text: str) -> Found:
     entries = [entry.strip() for entry in _entries(body)]
     if "" in entries:
         raise UsageError(f"{_short(text)} has an empty entry", hint=FORMS)
-    detected = [entry for entry in entries if is_detected(entry) or entry.lower() == _ALL]
+    detected = [entry for entry in entries if _is_here(entry) or entry.lower() == _ALL]
     if not detected:
         return _declared(entries, "vgpu" if is_virtual else "cuda", text)
     everything = [entry.lower() for entry in entries] == [_ALL]
-    if is_virtual or not (everything or all(map(is_detected, entries))):
+    if is_virtual or not (everything or all(map(_is_here, entries))):
         raise _mixture(text, detected, is_virtual=is_virtual)
     return detect(None if everything else ",".join(entries))
 
@@ -86,14 +94,34 @@ def devices_in(text: str) -> tuple[str, list[str]] | None:
     names: list[str] = []
     for entry in _entries(rest if is_virtual else text):
         entry = entry.strip()
-        match = _GROUP.fullmatch(entry)
-        if match is None or is_detected(entry) or entry.lower() == _ALL:
+        if not entry or _is_here(entry) or entry.lower() == _ALL:
             return None
-        name = match[2].strip()
-        # "3090" alone would be a GPU of this machine.
+        name, count = _counted(entry)
+        # "3090" alone can be taken for a GPU of this machine.
         name = catalogue.find(name).name if is_detected(name) else name
-        names += [name] * _count(match[1], entry)
+        names += [name] * count
     return ("virtual:" if is_virtual else "", names)
+
+
+def _is_here(entry: str) -> bool:
+    """Whether an entry is a GPU of this machine: "2" is, and "3090" is a card."""
+    return is_detected(entry) and not catalogue.knows(entry)
+
+
+def _counted(entry: str) -> tuple[str, int]:
+    """What an entry names, and how often: "2xRTX4090", "4090*2"."""
+    before, behind = _BEFORE.fullmatch(entry), _BEHIND.fullmatch(entry)
+    if not catalogue.knows(entry):  # "GTX 1060" is no multiple of "GT"
+        for match in (before, behind):
+            if match is not None and _is_declared(match["name"]):
+                return match["name"], _count(match["count"], entry)
+        if before is not None:
+            return before["name"], _count(before["count"], entry)
+    return entry, 1
+
+
+def _is_declared(name: str) -> bool:
+    return catalogue.knows(name) or bool(_BUDGET.fullmatch(name))
 
 
 def _entries(body: str) -> Iterator[str]:
@@ -125,14 +153,12 @@ def _declared(entries: list[str], kind: str, text: str) -> Found:
     declared: list[_Entry] = []
     known = calibration.for_this_driver()
     for entry in entries:
-        match = _GROUP.fullmatch(entry)
-        assert match is not None, "an empty entry was refused"
-        count = _count(match[1], entry)
+        name, count = _counted(entry)
         if count > MAX_DEVICES - len(declared):
             raise FleetError(
                 f"{_short(text)} is more than {MAX_DEVICES} devices", hint="name fewer of them"
             )
-        declared += [_entry(match[2], text, known)] * count
+        declared += [_entry(name, text, known)] * count
     names = [f"{kind}:{index}" for index in range(len(declared))]
     links = between(names, lambda one, other: _way(declared[one].card, declared[other].card))
     ends = [
@@ -147,9 +173,7 @@ def _declared(entries: list[str], kind: str, text: str) -> Found:
     )
 
 
-def _count(digits: str | None, entry: str) -> int:
-    if digits is None:
-        return 1
+def _count(digits: str, entry: str) -> int:
     # Digits are limited first: int() of a million digits takes long.
     count = int(digits) if len(digits) < 10 else MAX_DEVICES + 1
     if count == 0:
@@ -162,7 +186,9 @@ def _entry(entry: str, text: str, known: Calibration) -> _Entry:
         return _Entry(device=_own_card(entry))
     # "3090 Ti" is a name, too: "Ti" could be tebibytes.
     if _SIZE.fullmatch(entry) and not catalogue.knows(entry):
-        return _Entry(device=Device(name="cuda", budget_bytes=_size(entry, text)))
+        budget = _size(entry, text)
+        if budget >= _LEAST_BYTES or not _BYTES.fullmatch(entry):
+            return _Entry(device=Device(name="cuda", budget_bytes=budget))
     card = catalogue.find(entry)
     figures = calibration.of_card(card, known)
     device = replace(
@@ -220,7 +246,7 @@ def _figure(part: str, entry: str) -> tuple[str, float]:
         if rate > 0:
             return "rate", rate
     elif (match := _SPEED.fullmatch(part)) is not None:
-        return "memory_speed", float(_size(match[1], entry))
+        return "memory_speed", float(_size(match[1], entry, parse_bytes))
     elif _SIZE.fullmatch(part):
         return "memory", _size(part, entry)
     raise UsageError(
@@ -246,9 +272,9 @@ def _card(product: str, memory_bytes: int, reserve_bytes: int = RESERVE_BYTES) -
     )
 
 
-def _size(size: str, text: str) -> int:
+def _size(size: str, text: str, parse: Callable[[str], int] = parse_memory) -> int:
     try:
-        num_bytes = parse_bytes(size)
+        num_bytes = parse(size)
     except UsageError as error:
         raise UsageError(
             f"{_short(text)} is not a fleet: {error}", hint=f"{error.hint}; {FORMS}"
