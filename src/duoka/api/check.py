@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from duoka.forecast.tensor_names import Outline
 from duoka.forecast.workload import Training, Workload
 from duoka.hardware.fleet import Fleet
 from duoka.models.from_checkpoint import build_model
+from duoka.planner.constraints import Constraints, strategy_of
 from duoka.planner.device_map import DeviceMap, judge
 from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
@@ -38,7 +40,7 @@ _DEALT = "the model can't be planned, so its modules were dealt to the devices b
 _UNTRACED = "what must stay whole on one device isn't known"
 
 Inputs = Mapping[str, Any] | tuple[Any, ...] | Callable[[nn.Module], Any]
-Where = Placement | Plan | DeviceMap | Mapping[str, Any]
+Where = Placement | Plan | DeviceMap | Mapping[str, Any] | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,7 @@ class _CheckRequest:
     workload: Workload
     train: bool
     fleet: Fleet | None
+    constraints: Constraints = field(default_factory=Constraints)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -78,10 +81,11 @@ def check(
     ----------
     model : path, str, Checkpoint or torch.nn.Module
         As in `plan`. A model that is given as an object is run itself, and left as it was.
-    placement : Placement, Plan or mapping, optional
+    placement : Placement, Plan, mapping or str, optional
         Where its modules are: by device names, or by numbers of GPUs or stages. Without one, the
-        plan that duoka makes for all devices of `fleet` is checked; and where the model's code
-        can't be traced for a plan, a split of its modules by their bytes.
+        plan that duoka makes for all devices of `fleet` is checked, by the strategy that it may
+        say instead ("balanced", "sequential"); and where the model's code can't be traced for a
+        plan, a split of its modules by their bytes.
     inputs : mapping, tuple or callable, optional
         Keyword or positional arguments of one call; or a function that is called with the model
         and runs it. Models of transformers that generate need none.
@@ -106,6 +110,8 @@ def check(
     True
     """
     fleet = Fleet.parse(fleet) if isinstance(fleet, str) else fleet
+    strategy = strategy_of(placement)
+    placement = placement if strategy is None else None
     if placement is None and fleet is None:
         raise UsageError(
             "nothing says where the modules are",
@@ -122,6 +128,7 @@ def check(
         workload=workload or Workload(),
         train=train,
         fleet=fleet,
+        constraints=Constraints(strategy=strategy or "auto"),
     )
     try:
         subject = _with_images(_offloaded(_subject(model, request), placement), images)
@@ -191,9 +198,7 @@ def _of_module(model: nn.Module, request: _CheckRequest) -> Subject:
     if placement is None:
         call = _call_of(request.inputs)
         load = workload if call is None else None
-        placement = _planned(
-            lambda some, use_all: plan(model, some, load, inputs=call, use_all=use_all), request
-        )
+        placement = _planned(partial(plan, model, workload=load, inputs=call), request)
     if isinstance(placement, Plan):
         workload, fleet = placement.workload, placement.fleet
         placement = placement.placement
@@ -297,9 +302,7 @@ def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
     """The plan for a checkpoint: for training all of it where that is checked, and fits."""
 
     def planned(load: Workload) -> Plan | None:
-        return _planned(
-            lambda some, use_all: plan(checkpoint, some, load, use_all=use_all), request
-        )
+        return _planned(partial(plan, checkpoint, workload=load), request)
 
     workload = request.workload
     if request.train and workload.training is None and workload.quantize == "none":
@@ -323,20 +326,20 @@ def _learning(workload: Workload) -> Workload:
     )
 
 
-def _planned(ask: Callable[[Fleet, bool], Plan], request: _CheckRequest) -> Plan | None:
+def _planned(ask: Callable[..., Plan], request: _CheckRequest) -> Plan | None:
     """The plan for all devices, or for as many of the first as the model has blocks for."""
-    fleet = request.to_plan
+    fleet, constraints = request.to_plan, request.constraints
 
     def attempt() -> Plan:
         for count in range(len(fleet.devices), 1, -1):
             with suppress(UsageError, InfeasibleError):  # what is no matter of number is told below
-                plan = ask(fleet.only(fleet.names[:count]), True)
+                plan = ask(fleet.only(fleet.names[:count]), use_all=True, constraints=constraints)
                 if count < len(fleet.devices):
                     request.notes.append(
                         f"the model has blocks for {count} of {len(fleet.devices)} devices"
                     )
                 return plan
-        return ask(fleet, False)
+        return ask(fleet, constraints=constraints)
 
     return _or_note(attempt, _DEALT, request.notes)
 

@@ -22,7 +22,7 @@ from duoka.forecast.profile import Profile
 from duoka.forecast.profile_cache import find_profile
 from duoka.forecast.workload import DTYPE_BYTES, DTYPES, Workload
 from duoka.hardware.fleet import Fleet
-from duoka.planner.constraints import Constraints
+from duoka.planner.constraints import Constraints, strategy_of
 from duoka.planner.device_map import DeviceMap
 from duoka.planner.limits import on_fleet
 from duoka.planner.plan import Plan
@@ -69,9 +69,9 @@ def plan(
         Use every device, instead of as few as hold the workload.
     objective : {"auto", "headroom", "latency", "throughput"}
         What to optimise.
-    device_map : mapping, or one device
+    device_map : mapping, one device, or "auto", "balanced", "sequential"
         Put the modules where it says, in the names of the model or of its checkpoint; see
-        `Placement.from_device_map`.
+        `Placement.from_device_map`. transformers' words for no map are those strategies.
     constraints : Constraints
         The strategy, pins, modules that stay uncut, and memory to leave free.
     largest : {"context", "batch"}, optional
@@ -95,6 +95,9 @@ def plan(
     >>> plan(layers, "virtual:2x32MiB", inputs=inputs, use_all=True).device_map
     {'0': 'vgpu:0', '1': 'vgpu:1'}
     """
+    strategy = strategy_of(device_map)
+    if strategy is not None:
+        constraints, device_map = replace(constraints, strategy=strategy), None
     request = PlanRequest(
         workload=Workload() if workload is None else workload,
         objective=objective,

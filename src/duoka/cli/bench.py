@@ -20,7 +20,7 @@ from duoka.forecast.workload import QUANTIZED, Cache, Quantization
 
 from . import planning
 from .groups import Only, flag, option, with_groups
-from .options import ModelOptions, PlanOptions, parse_dtype, parse_tokens
+from .options import ModelOptions, PlanOptions, parse_dtype, parse_quantization, parse_tokens
 from .terminal import stderr, stdout, working
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class BenchOptions:
     def forms(self) -> list[Quantization]:
         """What the weights become; nothing where only a cache is to be measured."""
         usual = ["int8", "int4"] if self.cache is None else []
-        return [choose("quantize", name, QUANTIZED) for name in self.quantize or usual]
+        return [parse_quantization(name, QUANTIZED) for name in self.quantize or usual]
 
 
 @with_groups

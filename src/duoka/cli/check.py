@@ -17,7 +17,6 @@ from rich.text import Text
 import duoka
 from duoka.base.progress import say_import
 from duoka.errors import UsageError
-from duoka.planner.device_map import DeviceMap
 from duoka.planner.limits import fleet_for
 from duoka.report.terminal.words import where
 
@@ -183,18 +182,19 @@ def _arguments(model: ModelOptions, options: PlanOptions, *, train: bool) -> dic
             "--new-tokens is for answers, and --train makes none",
             hint="--context says how long a sequence is",
         )
-    device_map = None if options.device_map is None else DeviceMap.load(options.device_map)
-    checkpoint = planning.open_checkpoint(model)
-    fleet = None
+    device_map, fleet = planning.read_device_map(options), None
     if options.gpus is not None or device_map is None:
         gpus = options.gpus or planning.ALL_GPUS
         fleet = fleet_for(duoka.Fleet.parse(gpus), device_map)
+    checkpoint = planning.open_checkpoint(model)
     if train:  # all tokens of the context are the prompt's, but for one
         options = replace(options, new_tokens=_TRAINING_TOKENS)
+    workload = planning.workload_for(checkpoint.max_context_tokens, options)
+    planning.say_quantization(options.quantize, workload)
     return {
         "model": checkpoint,
-        "placement": device_map,
-        "workload": planning.workload_for(checkpoint.max_context_tokens, options),
+        "placement": device_map or options.device_map,
+        "workload": workload,
         "fleet": fleet,
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,9 @@ _TOKENS = re.compile(r"([1-9][0-9]{0,9})([kKmM]?)", re.ASCII)
 _PIXELS = re.compile(r"([1-9][0-9]{0,5})[xX×]([1-9][0-9]{0,5})", re.ASCII)
 _FACTORS = {"": 1, "K": 1024, "M": 1024 * 1024}
 _DTYPES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
+
+# What `load_in_8bit` and `load_in_4bit` of transformers make, by duoka's names of it.
+_BITSANDBYTES = {"8bit": "int8", "4bit": "nf4"}
 
 _LONGEST_PIXELS = 16384
 _MOST_PIXELS = 2**26
@@ -92,7 +96,8 @@ class PlanOptions:
     quantize: str | None = _plan(
         "KIND",
         "What the weights of linear layers become while they are loaded: none (the default), "
-        "int8, int4, nf4, or auto: the first of none, int8 and int4 that fits.",
+        "int8, int4, nf4, or auto: the first of none, int8 and int4 that fits. 8bit and 4bit are "
+        "bitsandbytes' words for int8 and nf4.",
     )
     images: int | None = _plan(
         "N",
@@ -145,9 +150,10 @@ class PlanOptions:
         "N",
         'Plan so many copies of the model, each on GPUs of its own; "auto" for as many as fit.',
     )
-    device_map: Path | None = _plan(
+    device_map: str | None = _plan(
         "FILE",
-        "Put the modules where a JSON file says, in the names of the model or its checkpoint.",
+        "Put the modules where a JSON file says, in the names of the model or its checkpoint; or "
+        "transformers' words auto, balanced and sequential, which are strategies.",
     )
     plan_file: Path | None = _plan(
         "FILE",
@@ -277,6 +283,12 @@ def _size_of(file: Path) -> tuple[int, int]:
 def parse_dtype(text: str) -> workload.Dtype:
     """Read a type by torch's name of it, or a short one."""
     return choose("dtype", _DTYPES.get(text.lower(), text), workload.DTYPES)
+
+
+def parse_quantization(text: str, known: Sequence[workload.Quantization]) -> workload.Quantization:
+    """Read what weights become; bitsandbytes' words for it too."""
+    word = text.strip().lower().replace("-", "").removeprefix("load_in_")
+    return choose("quantize", _BITSANDBYTES.get(word, text), known)
 
 
 def read_stdin(*, line: bool = False) -> str:

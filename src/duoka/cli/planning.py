@@ -18,7 +18,7 @@ from duoka.checkpoint.sampling_params import Sampling
 from duoka.errors import CheckpointError, UsageError
 from duoka.forecast.workload import CACHES, QUANTIZATIONS, Training
 from duoka.hardware.parse import devices_in
-from duoka.planner.constraints import STRATEGIES, Constraints
+from duoka.planner.constraints import STRATEGIES, Constraints, Strategy, strategy_of
 from duoka.planner.device_map import DeviceMap
 from duoka.planner.from_device_map import OBJECTIVE as GIVEN
 from duoka.planner.limits import given_back, on_fleet
@@ -35,6 +35,7 @@ from .options import (
     parse_chunk,
     parse_dtype,
     parse_pixels,
+    parse_quantization,
     parse_tokens,
 )
 from .terminal import progress_bars, stderr, working, write_file
@@ -76,7 +77,7 @@ def make_plan(
         return replace(plan, source=checkpoint.source)
     if options.replan:
         raise UsageError("--replan is for a saved plan", hint="name it with --plan FILE")
-    device_map = None if options.device_map is None else DeviceMap.load(options.device_map)
+    device_map = read_device_map(options)
     checkpoint, request = read_request(model, options, training, to_run=to_run)
     return _plan(checkpoint, request, request.gpus, device_map)
 
@@ -180,9 +181,16 @@ def read_request(
     )
     if devices_in(request.gpus) is not None:
         duoka.Fleet.parse(request.gpus)
+    say_quantization(options.quantize, request.workload)
     checkpoint = open_checkpoint(model, to_run)
     workload = workload_for(checkpoint.max_context_tokens, options, training)
     return checkpoint, replace(request, workload=workload)
+
+
+def say_quantization(word: str | None, workload: duoka.Workload) -> None:
+    """Say which of duoka's forms a word of bitsandbytes became."""
+    if word is not None and word != workload.quantize:
+        stderr().print(f"--quantize {word}: weights in {workload.quantize}", markup=False)
 
 
 def _largest(options: PlanOptions) -> Largest | None:
@@ -206,7 +214,7 @@ def _largest(options: PlanOptions) -> Largest | None:
 def read_constraints(options: PlanOptions) -> Constraints:
     """What is demanded of the placement."""
     return Constraints(
-        strategy=choose("the strategy", options.strategy or "auto", STRATEGIES),
+        strategy=_strategy(options),
         pins=tuple(_pairs("--pin", options.pin or (), "lm_head=cuda:1")),
         uncut=tuple(options.uncut or ()),
         reserve=tuple(
@@ -215,6 +223,24 @@ def read_constraints(options: PlanOptions) -> Constraints:
         ),
         offload=options.offload,
     )
+
+
+def _strategy(options: PlanOptions) -> Strategy:
+    word = strategy_of(options.device_map)
+    strategy = choose("the strategy", options.strategy or word or "auto", STRATEGIES)
+    if word not in (None, strategy):
+        raise UsageError(
+            f"--strategy {strategy} and --device-map {word} say two things of one",
+            hint="give one of the two",
+        )
+    return strategy
+
+
+def read_device_map(options: PlanOptions) -> DeviceMap | None:
+    """The map that a person wrote; None without one, and for a word that is a strategy's."""
+    if options.device_map is None or strategy_of(options.device_map) is not None:
+        return None
+    return DeviceMap.load(options.device_map)
 
 
 def _pairs(option: str, texts: Sequence[str], example: str) -> Iterator[tuple[str, str]]:
@@ -245,7 +271,7 @@ def workload_for(
         dtype=parse_dtype(options.dtype or "auto"),
         prefill_chunk_tokens=parse_chunk(options.prefill_chunk or "auto"),
         cache=choose("cache", options.cache or "dynamic", CACHES),
-        quantize=choose("quantize", options.quantize or "none", QUANTIZATIONS),
+        quantize=parse_quantization(options.quantize or "none", QUANTIZATIONS),
         images=options.images or 0,
         training=training,
     )

@@ -18,6 +18,7 @@ Strategy = Literal["auto", "balanced", "sequential"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 _SHOWN = 60
+_LOW_FIRST = "balanced_low_0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,22 @@ class Constraints:
     def demands(self) -> bool:
         """Whether anything is demanded of where modules go."""
         return bool(self.pins or self.uncut) or self.strategy != "auto"
+
+
+def strategy_of(device_map: object) -> Strategy | None:
+    """The strategy that one of transformers' words for a device map asks for; None for a map.
+
+    "auto" is what accelerate leaves itself free to find best, and so is duoka's; "balanced" and
+    "sequential" are the same in both.
+    """
+    word = device_map.strip().lower() if isinstance(device_map, str) else ""
+    if word == _LOW_FIRST:
+        raise UsageError(
+            f"{_LOW_FIRST!r} keeps the first GPU free for what generation takes, and duoka counts "
+            "that on every GPU",
+            hint='say "balanced"; --reserve cuda:0=4GiB leaves so much more free on the first',
+        )
+    return next((strategy for strategy in STRATEGIES if strategy == word), None)
 
 
 def _refuse_empty(what: str, names: Sequence[str]) -> None:
