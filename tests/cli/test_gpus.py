@@ -64,6 +64,13 @@ def test_other_visible_devices(
     replay(monkeypatch, "eight-3090", visible=[6, 3, 2])
     monkeypatch.setitem(environment, "CUDA_VISIBLE_DEVICES", "6,3,2")
     assert planned(program, tiny, "--gpus", "2,3").fleet.names == ("cuda:2", "cuda:1")
+    shown = " ".join(program("plan", tiny, *SIZES, "--gpus", "2").stdout.split())
+    assert "CUDA_VISIBLE_DEVICES=6,3,2: cuda:2 is nvidia-smi's GPU 2" not in shown
+    shown = " ".join(program("plan", tiny, *SIZES, "--gpus", "3").stdout.split())
+    assert "CUDA_VISIBLE_DEVICES=6,3,2: cuda:1 is nvidia-smi's GPU 3" in shown
+    told = refused(program, tiny, "--gpus", "1,2")
+    assert "CUDA_VISIBLE_DEVICES=6,3,2: 6 is cuda:0, 3 is cuda:1, 2 is cuda:2" in told
+    assert "if that was meant, --gpus 6,3,2" in told
     told = refused(program, tiny, "--gpus", "2,5")
     assert "GPU 5 can't be used: it is hidden" in told
     assert "CUDA_VISIBLE_DEVICES='6,3,2'" in told

@@ -223,3 +223,26 @@ def test_torch_sees_the_same_gpus() -> None:
         pytest.skip("needs a CUDA GPU")
     seen = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
     assert list(cuda_driver.visible_uuids()) == seen
+
+
+@pytest.mark.parametrize(
+    ("value", "numbers"),
+    [
+        (None, {}),
+        ("", {}),
+        ("0,1", {}),
+        ("2,3", {2: 0, 3: 1}),
+        (" 1 , 0 ", {1: 0, 0: 1}),
+        ("GPU-8932f937,2", {}),
+        ("-1", {}),
+        ("9" * 5000, {}),
+    ],
+)
+def test_renumbered(
+    value: str | None, numbers: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(cuda_driver.VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(cuda_driver.VARIABLE, value)
+    assert cuda_driver.renumbered() == numbers
+    assert bool(cuda_driver.tell_renumbered()) == bool(numbers)

@@ -11,6 +11,7 @@ import typer
 import duoka
 from duoka.base.serialization import to_dict
 from duoka.errors import InfeasibleError, PlacementError, UsageError
+from duoka.hardware.detect import tell_numbers
 from duoka.planner.replicas import Replicas
 from duoka.report.export import refuse_unknown
 
@@ -126,6 +127,9 @@ class PlanOutput:
         from duoka.report.terminal import render_explanation, render_plan
 
         stdout().print(render_plan(plan))
+        numbers = tell_numbers(plan.fleet.only(plan.devices).devices)
+        if numbers:
+            stdout().print(numbers, markup=False)
         if explanation is not None:
             stdout().print("", render_explanation(explanation))
 

@@ -127,6 +127,19 @@ def tells_memory() -> bool:
     return any(gpu.free_bytes is not None for gpu in gpus)
 
 
+def tell_numbers(devices: Sequence[Device]) -> str:
+    """Which GPUs of `nvidia-smi` devices are, where CUDA_VISIBLE_DEVICES gave others' numbers."""
+    value = cuda_driver.restriction()
+    if value is None or not any(device.uuid for device in devices):
+        return ""
+    numbers = {gpu.uuid: gpu.index for gpu in nvml.read().gpus}
+    found = [(d.name, numbers[d.uuid]) for d in devices if d.uuid in numbers]
+    if all(name == f"cuda:{number}" for name, number in found):
+        return ""
+    texts = [f"{name} is nvidia-smi's GPU {number}" for name, number in found]
+    return f"{cuda_driver.VARIABLE}={value}: {', '.join(texts)}"
+
+
 def _visible(machine: nvml.Machine) -> tuple[str, ...]:
     try:
         return cuda_driver.visible_uuids()
@@ -258,6 +271,12 @@ def _hidden(part: _Part) -> _Trouble:
         advice = "`nvidia-smi -q` may tell why: its compute mode, its state, MIG"
     else:
         advice = f"leave {cuda_driver.VARIABLE} out, or name it there: {part.uuid}"
+        listed = cuda_driver.renumbered()
+        if part.gpu.index in listed.values():
+            advice += (
+                f"; GPUs have nvidia-smi's numbers here. {cuda_driver.tell_renumbered()}: "
+                f"if that was meant, --gpus {','.join(map(str, listed))}"
+            )
     return _Trouble(state="hidden", reason=f"it is hidden from this process by {by}", advice=advice)
 
 

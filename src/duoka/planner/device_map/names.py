@@ -10,6 +10,7 @@ from functools import cached_property
 from duoka.base.text import is_within, longest_prefix, prefixes
 from duoka.errors import UsageError
 from duoka.forecast.tensor_names import NamedTensor, Outline
+from duoka.hardware import cuda_driver
 from duoka.hardware.fleet import Fleet
 
 from .read import DeviceMap, Devices, NoDevice
@@ -62,9 +63,10 @@ def find_device(text: str, fleet: Fleet) -> str:
     try:
         return Devices(fleet).find(text)
     except NoDevice:
+        told = cuda_driver.tell_renumbered()
         raise UsageError(
             f"{text[:60]!r} is no device of these GPUs",
-            hint=f"the devices are {', '.join(fleet.names)}",
+            hint="; ".join(filter(None, [f"the devices are {', '.join(fleet.names)}", told])),
         ) from None
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from duoka.base.text import is_within
 from duoka.errors import Faults, PlacementError
 from duoka.forecast.tensor_names import NamedTensor, Outline, OutlineBlock
+from duoka.hardware import cuda_driver
 from duoka.hardware.fleet import Fleet
 
 from .names import Entries, Match, Matcher, Spelling
@@ -85,6 +86,7 @@ class _Judge:
         self.outline = outline
         self.devices = devices
         self.spelling = Spelling(outline)
+        self.device_map = device_map
         self.entries = Entries.read(device_map, self.spelling, devices)
         self.published = self.entries.are_published(self.spelling)
 
@@ -94,8 +96,7 @@ class _Judge:
         if not faults:
             notes = tuple(note for part in parts for note in self._followed(part))
             return Judgement(placed=tuple(self._placed(parts)), notes=notes)
-        completed = self._completed()
-        faults = replace(faults, completed=completed)
+        faults = replace(faults, completed=self._corrected()._completed())
         raise PlacementError(
             self._message(faults, parts),
             hint=_HINT,
@@ -184,6 +185,14 @@ class _Judge:
 
     # ── completing ──
 
+    def _corrected(self) -> _Judge:
+        """The judge of the map with its GPUs' numbers as they are in this process."""
+        meant = self.devices.renumbered(value for _, value in self.device_map.entries)
+        if not meant:
+            return self
+        entries = ((name, meant.get(str(value), value)) for name, value in self.device_map.entries)
+        return _Judge(DeviceMap(tuple(entries)), self.outline, self.devices)
+
     def _completed(self) -> dict[str, int | str]:
         """What could be kept, what was meant, and for the rest the device of its neighbours."""
         usable = {name: device for name, device in self.entries.known.items() if device}
@@ -245,4 +254,5 @@ class _Judge:
         lines = [f"{problem} for {listed(runs(names))}" for problem, names in at.items()]
         if lines and self.devices.names:
             lines.append(f"the fleet is {', '.join(self.devices.names)}")
+            lines += filter(None, [cuda_driver.tell_renumbered()])
         return lines
