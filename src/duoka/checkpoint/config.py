@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from duoka.errors import CheckpointError
@@ -47,7 +47,7 @@ _SIZES = re.compile(
 def check_config(config: dict[str, Any], *, num_tensors: int | None, source: str) -> None:
     """Refuse a config that no model has."""
     layers = experts = 0
-    for key, value in _values(config, source):
+    for key, value in values(config, source):
         if isinstance(value, float) and not math.isfinite(value):
             raise CheckpointError(
                 f"{source}: {_shown(key)} is {value}, which is no number", hint=_HINT
@@ -78,6 +78,11 @@ def check_config(config: dict[str, Any], *, num_tensors: int | None, source: str
         )
 
 
+def is_size(key: str) -> bool:
+    """Whether a key of a config says how large something of its model is."""
+    return bool(_LAYERS.fullmatch(key) or _SIZES.fullmatch(key))
+
+
 def _shown(key: str) -> str:
     return key if len(key) <= 80 and key.isprintable() else ascii(key[:80])
 
@@ -88,7 +93,7 @@ def _limit(key: str) -> int:
     return _MAX_SIZE if _SIZES.fullmatch(key) else _MAX_INTEGER
 
 
-def _values(config: dict[str, Any], source: str) -> Iterator[tuple[str, Any]]:
+def values(config: Mapping[str, Any], source: str) -> Iterator[tuple[str, Any]]:
     """Every number and text, with the nearest key above it; a list's elements have the list's."""
     level: list[tuple[str, Any]] = list(config.items())
     for _ in range(_MAX_DEPTH):

@@ -14,6 +14,7 @@ from duoka.api.plan import find_or_trace
 from duoka.base.progress import heard_by, say, say_import
 from duoka.base.text import choose
 from duoka.base.units import parse_memory
+from duoka.checkpoint.architecture import refuse_unbuildable
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.errors import CheckpointError, UsageError
 from duoka.forecast.workload import CACHES, QUANTIZATIONS, Training
@@ -145,6 +146,8 @@ def open_checkpoint(options: ModelOptions, to_run: bool = False) -> duoka.Checkp
             revision=options.revision,
             trust_remote_code=options.trust_remote_code,
         )
+    if not checkpoint.code:
+        refuse_unbuildable(checkpoint.config)
     if to_run and not checkpoint.has_weights:
         raise CheckpointError(
             f"{checkpoint.source} has no weights to load",

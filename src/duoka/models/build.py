@@ -7,7 +7,6 @@ caller asks for it. Nothing here reads a weight.
 from __future__ import annotations
 
 import copy
-import difflib
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,12 +15,14 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from duoka.checkpoint.architecture import model_type_of, unknown_type
 from duoka.errors import ModelError
 
 from . import chatglm
@@ -36,7 +37,6 @@ _CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
 _ENCODER_DECODER = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 _IMAGE = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 _REMOTE_CLASSES = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel")
-_MODEL_TYPE = re.compile(r"[\w.+-]{1,100}", re.ASCII)
 # "file.Class"; transformers would fetch "org/name--file.Class" from another repository and run it.
 _REFERENCE = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*", re.ASCII)
 _FREQUENCIES = re.compile(r"(^|[._])inv_freq$")
@@ -85,21 +85,14 @@ def resolve(
 ) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """Return the parsed configuration and the model class that a ``config.json`` asks for."""
     chatglm.register()
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or not _MODEL_TYPE.fullmatch(model_type):
-        raise ModelError(
-            "the configuration has no model_type"
-            if model_type is None
-            else f"the configuration's model_type is {str(model_type)[:60]!a}, which is no name",
-            hint="give a config.json as transformers writes it, or as the model was published with",
-        )
+    model_type = model_type_of(config)
     if "quantization_config" in config:
         raise ModelError("quantized checkpoints are not supported", hint="use the 16-bit weights")
     if model_type in CONFIG_MAPPING:
         parsed = _parse(CONFIG_MAPPING[model_type], config)
         return parsed, _native_class(parsed)
     if trust_remote_code is None:
-        raise _unknown(model_type, has_code="auto_map" in config)
+        raise unknown_type(model_type, CONFIG_MAPPING.keys(), has_code="auto_map" in config)
     directory = trust_remote_code
     return _remote(config, lambda name: get_class_from_dynamic_module(name, str(directory)))
 
@@ -110,29 +103,17 @@ def is_served(model_type: object) -> bool:
     return model_type in CONFIG_MAPPING
 
 
-def _unknown(model_type: str, *, has_code: bool) -> ModelError:
-    nearest = difflib.get_close_matches(model_type, list(CONFIG_MAPPING), n=3)
-    hints = [f"did you mean {' or '.join(map(repr, nearest))}?"] if nearest else []
-    if has_code:
-        hints.append(
-            "the checkpoint brings its own model code, which runs only with --trust-remote-code, "
-            "from files beside its config.json"
-        )
-    return ModelError(
-        f"model_type {model_type!r} is neither one of duoka's families nor known to "
-        f"transformers {transformers.__version__}",
-        hint="; ".join(hints) or "a newer transformers may know it",
-    )
-
-
 def _parse(config_class: type[PreTrainedConfig], config: Mapping[str, Any]) -> PreTrainedConfig:
     try:
         return config_class.from_dict(_decode(dict(config)))
     except ModelError:
         raise
     except Exception as error:
+        # A strict dataclass tells which field only; its cause tells why.
+        reason = error.__cause__ if isinstance(error, StrictDataclassError) else error
         raise ModelError(
-            f"the configuration is not valid for model_type {config_class.model_type!r}: {error}"
+            f"the configuration is not valid for model_type {config_class.model_type!r}: {reason}",
+            hint="compare config.json with the published one",
         ) from error
 
 

@@ -12,7 +12,7 @@ published files. Nothing is registered on import.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -42,27 +42,8 @@ from transformers.models.glm.modeling_glm import (
     eager_attention_forward,
 )
 
-from duoka.errors import ModelError
+from duoka.checkpoint.architecture import CHATGLM_NAMES, refuse_other_chatglm
 
-_NEW_NAMES = {
-    "padded_vocab_size": "vocab_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "multi_query_group_num": "num_key_value_heads",
-    "kv_channels": "head_dim",
-    "layernorm_epsilon": "rms_norm_eps",
-    "add_qkv_bias": "attention_bias",
-    "seq_length": "max_position_embeddings",
-}
-# What every published checkpoint of these generations has; another value is another architecture.
-_FIXED = {
-    "add_bias_linear": False,
-    "apply_residual_connection_post_layernorm": False,
-    "multi_query_attention": True,
-    "post_layer_norm": True,
-    "rmsnorm": True,
-    "fp32_residual_connection": False,
-}
 _ROPE_THETA = 10_000.0
 # The trained epsilon tells the generations apart: 1e-5 in ChatGLM2 and 3, 1.5625e-7 in GLM-4.
 _GLM4_EPSILON_LIMIT = 1e-6
@@ -105,8 +86,8 @@ class ChatGLMConfig(GlmConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Give published names their new ones and decide what the files leave unsaid."""
-        _refuse_other_architectures(kwargs)
-        for old, new in _NEW_NAMES.items():
+        refuse_other_chatglm({**vars(self), **kwargs})
+        for old, new in CHATGLM_NAMES.items():
             if old in kwargs:
                 setattr(self, new, kwargs.pop(old))
         is_glm4 = self.rms_norm_eps < _GLM4_EPSILON_LIMIT
@@ -116,25 +97,6 @@ class ChatGLMConfig(GlmConfig):
         if not stated:
             self.rope_parameters = _rope_parameters(self.rope_ratio, is_glm4=is_glm4)
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
-
-
-def _refuse_other_architectures(config: Mapping[str, Any]) -> None:
-    """Raise ModelError for configurations that share the model type and nothing else."""
-    if "position_encoding_2d" in config or "inner_hidden_size" in config:
-        raise ModelError(
-            "this is ChatGLM-6B of the first generation, which is another architecture",
-            hint="ChatGLM2, ChatGLM3 and GLM-4 are supported",
-        )
-    if "vision_config" in config:
-        raise ModelError(
-            "this is GLM-4V-9B, whose vision tower is not supported",
-            hint="the text models glm-4-9b and glm-4-9b-chat are supported",
-        )
-    for name, value in _FIXED.items():
-        if config.get(name, value) != value:
-            raise ModelError(
-                f"{name} is {config[name]!r}; the ChatGLM family is built for {value!r} only"
-            )
 
 
 def _rope_parameters(rope_ratio: float, *, is_glm4: bool) -> dict[str, Any]:

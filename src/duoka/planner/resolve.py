@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 from duoka.base.progress import say
+from duoka.checkpoint.architecture import refuse_unbuildable
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import InfeasibleError, UsageError
@@ -82,6 +83,8 @@ def _resolved(checkpoint: Checkpoint, problem: PlanProblem) -> Iterator[PlanProb
 
 def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
     """The workload with what the checkpoint decides: its dtype, and whether it reads in chunks."""
+    if not checkpoint.code:
+        refuse_unbuildable(checkpoint.config)
     check_context(workload, checkpoint.max_context_tokens, checkpoint.name)
     workload = _unquantized(checkpoint, workload)
     workload = whole_prompt(

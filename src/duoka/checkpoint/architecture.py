@@ -1,0 +1,177 @@
+"""Architecture: why no model of duoka's or transformers' can be built of a config.
+
+What the config alone tells is told here, because nothing here imports torch, which takes seconds.
+Models whose code comes with their checkpoint are none of these.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Collection, Mapping
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from duoka.errors import ModelError
+
+from .config import is_size, values
+
+CHATGLM = "chatglm"
+CHATGLM_NAMES = {
+    "padded_vocab_size": "vocab_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "multi_query_group_num": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "layernorm_epsilon": "rms_norm_eps",
+    "add_qkv_bias": "attention_bias",
+    "seq_length": "max_position_embeddings",
+}
+"""The published names in a config of the ChatGLM family, and transformers' names for the same."""
+
+# What every published checkpoint of these generations has; another value is another architecture.
+_FIXED = {
+    "add_bias_linear": False,
+    "apply_residual_connection_post_layernorm": False,
+    "multi_query_attention": True,
+    "post_layer_norm": True,
+    "rmsnorm": True,
+    "fp32_residual_connection": False,
+}
+_MODEL_TYPE = re.compile(r"[\w.+-]{1,100}", re.ASCII)
+_NAMED_TYPE = re.compile(r'[("]([a-z][\w.+-]*)"', re.ASCII)
+# What is a whole number, or a number, in every config that names it.
+_WHOLE = re.compile(
+    r"(?:(?:ffn_)?hidden|intermediate|(?:padded_)?vocab)_size|num_(?:hidden_)?layers"
+    r"|num_(?:attention|key_value)_heads|multi_query_group_num|kv_channels"
+    r"|max_position_embeddings|seq_length",
+    re.ASCII,
+)
+_NUMBER = re.compile(
+    r"rope_theta|rope_ratio|partial_rotary_factor|rms_norm_eps|layer_?norm_eps(?:ilon)?", re.ASCII
+)
+_PUBLISHED = "compare config.json with the published one"
+
+
+def refuse_unbuildable(config: Mapping[str, Any]) -> None:
+    """Raise ModelError where the config alone tells that no model can be built of it."""
+    model_type = model_type_of(config)
+    known = _known_types()
+    if known and model_type not in known:
+        raise unknown_type(model_type, known, has_code="auto_map" in config)
+    stated = list(values(config, "config.json"))
+    if not any(is_size(key) for key, _ in stated) and "transformers_version" not in config:
+        # Only transformers leaves out what is as by default.
+        raise ModelError(
+            f"the configuration says nothing of the model but that its type is {model_type!r}",
+            hint=_PUBLISHED,
+        )
+    for key, value in stated:
+        _refuse_other_kinds(key, value)
+    if model_type == CHATGLM:
+        refuse_other_chatglm(config)
+
+
+def model_type_of(config: Mapping[str, Any]) -> str:
+    """The type of model that a config names."""
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and _MODEL_TYPE.fullmatch(model_type):
+        return model_type
+    raise ModelError(
+        "the configuration has no model_type"
+        if model_type is None
+        else f"the configuration's model_type is {str(model_type)[:60]!a}, which is no name",
+        hint="give a config.json as transformers writes it, or as the model was published with",
+    )
+
+
+def unknown_type(model_type: str, known: Collection[str], *, has_code: bool) -> ModelError:
+    """The error that a type of model is which nothing here can build."""
+    nearest = difflib.get_close_matches(model_type, sorted(known), n=3)
+    hints = [f"did you mean {' or '.join(map(repr, nearest))}?"] if nearest else []
+    if has_code:
+        hints.append(
+            "the checkpoint brings its own model code, which runs only with --trust-remote-code, "
+            "from files beside its config.json"
+        )
+    return ModelError(
+        f"model_type {model_type!r} is neither one of duoka's families nor known to "
+        f"transformers {version('transformers')}",
+        hint="; ".join(hints) or "a newer transformers may know it",
+    )
+
+
+def _known_types() -> set[str]:
+    """The types that transformers lists; none where that can't be told without importing it.
+
+    Whoever has imported it may have registered others.
+    """
+    found = None if "transformers" in sys.modules else find_spec("transformers")
+    if found is None or found.origin is None:
+        return set()
+    folder = Path(found.origin).parent / "models" / "auto"
+    try:
+        text = (folder / "configuration_auto.py").read_text(encoding="utf-8")
+        names = folder / "auto_mappings.py"
+        text += names.read_text(encoding="utf-8") if names.is_file() else ""
+    except OSError:
+        return set()
+    return {CHATGLM, *_NAMED_TYPE.findall(text)}
+
+
+def _refuse_other_kinds(key: str, value: Any) -> None:
+    """Refuse what is no number where every model has one, and nothing of what each has some."""
+    is_whole = _WHOLE.fullmatch(key) is not None
+    if value is None or not (is_whole or _NUMBER.fullmatch(key)):
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_empty = is_whole and value == 0 and not key.endswith("layers")
+    if not is_number or is_empty or (is_whole and value != int(value)):
+        kind = "a number" if not is_whole else "at least 1" if is_empty else "a whole number"
+        raise ModelError(
+            f"the configuration's {key} is {value!r:.60}; it must be {kind}", hint=_PUBLISHED
+        )
+
+
+def refuse_other_chatglm(config: Mapping[str, Any]) -> None:
+    """Raise ModelError for what has the family's model type, and isn't one of its models."""
+    if "position_encoding_2d" in config or "inner_hidden_size" in config:
+        raise ModelError(
+            "this is ChatGLM-6B of the first generation, which is another architecture",
+            hint="ChatGLM2, ChatGLM3 and GLM-4 are supported",
+        )
+    if "vision_config" in config:
+        raise ModelError(
+            "this is GLM-4V-9B, whose vision tower is not supported",
+            hint="the text models glm-4-9b and glm-4-9b-chat are supported",
+        )
+    for name, value in _FIXED.items():
+        if config.get(name, value) != value:
+            raise ModelError(
+                f"{name} is {config[name]!r}; the ChatGLM family is built for {value!r} only"
+            )
+    _refuse_parts(config)
+
+
+def _refuse_parts(config: Mapping[str, Any]) -> None:
+    """Refuse a published config that lacks a size, and sizes that don't go together."""
+    sizes = {"hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads"}
+    sizes |= {old: new for old, new in CHATGLM_NAMES.items() if old != "add_qkv_bias"}
+    missing = [old for old, new in sizes.items() if old not in config and new not in config]
+    if missing and any(old in config for old in CHATGLM_NAMES):
+        raise ModelError(
+            f"the configuration of a ChatGLM says nothing of {', '.join(missing)}", hint=_PUBLISHED
+        )
+    bias = config.get("add_qkv_bias", config.get("attention_bias", True))
+    if not isinstance(bias, bool):
+        raise ModelError(f"add_qkv_bias is {bias!r:.60}; it must be true or false", hint=_PUBLISHED)
+    heads = config.get("num_attention_heads")
+    groups = config.get("multi_query_group_num", config.get("num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+        raise ModelError(
+            f"{heads} attention heads can't share the keys of {groups} groups equally",
+            hint=_PUBLISHED,
+        )
