@@ -69,6 +69,8 @@ def test_types_are_known_without_importing_transformers() -> None:
         "except ModelError as error: print(error, error.hint)\n"
         "assert not {'torch', 'transformers'} & sys.modules.keys()\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert "model_type 'llamma' is neither" in done.stdout
     assert "did you mean 'llama'" in done.stdout

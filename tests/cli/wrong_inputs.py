@@ -85,6 +85,9 @@ def prepare() -> None:
     _model("own-code", {"model_type": "frob", "auto_map": {"AutoModelForCausalLM": "a.Frob"}})
     _model("quantized", {**tiny, "quantization_config": {"quant_method": "awq"}})
     _model("spelled", {**tiny, "quantization_config": {"quant_method": "spell"}})
+    _model("type-only", {"model_type": "chatglm"})
+    _model("with-tower", {**tiny, "vision_config": {}})
+    _model("text-size", {**tiny, "hidden_size": "64"})
     _model("no-heads", {**tiny, "num_attention_heads": 0})
     _model("huge", {**tiny, "num_layers": 10**9})
     _model("truncated", tiny, b"\x08")
@@ -96,6 +99,11 @@ def prepare() -> None:
     Path("outside/model.safetensors.index.json").write_text(json.dumps(index))
     shutil.copytree("tiny", "no-tokenizer")
     Path("no-tokenizer/tokenizer.model").unlink()
+    shutil.copytree("tiny", "damaged-tokenizer")
+    Path("damaged-tokenizer/tokenizer.model").write_bytes(b"\x0a")
+    shutil.copytree("tiny", "other-tokenizer")
+    Path("other-tokenizer/config.json").write_text(json.dumps({**tiny, "padded_vocab_size": 1000}))
+    Path("long.txt").write_text("What is NVLink? " * 99, encoding="utf-8")
     _write_plans_and_maps()
 
 

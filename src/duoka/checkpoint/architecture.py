@@ -10,6 +10,7 @@ import difflib
 import re
 import sys
 from collections.abc import Collection, Mapping
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,9 +60,11 @@ _PUBLISHED = "compare config.json with the published one"
 def refuse_unbuildable(config: Mapping[str, Any]) -> None:
     """Raise ModelError where the config alone tells that no model can be built of it."""
     model_type = model_type_of(config)
-    known = _known_types()
-    if known and model_type not in known:
-        raise unknown_type(model_type, known, has_code="auto_map" in config)
+    known = _listed_types()
+    if model_type not in known:
+        if known and "transformers" not in sys.modules:
+            raise unknown_type(model_type, known, has_code="auto_map" in config)
+        return  # whoever has imported transformers may have registered it
     stated = list(values(config, "config.json"))
     if not any(is_size(key) for key, _ in stated) and "transformers_version" not in config:
         # Only transformers leaves out what is as by default.
@@ -104,12 +107,10 @@ def unknown_type(model_type: str, known: Collection[str], *, has_code: bool) -> 
     )
 
 
-def _known_types() -> set[str]:
-    """The types that transformers lists; none where that can't be told without importing it.
-
-    Whoever has imported it may have registered others.
-    """
-    found = None if "transformers" in sys.modules else find_spec("transformers")
+@cache
+def _listed_types() -> set[str]:
+    """The types that transformers lists, without importing it; none where that doesn't work."""
+    found = find_spec("transformers")
     if found is None or found.origin is None:
         return set()
     folder = Path(found.origin).parent / "models" / "auto"

@@ -220,12 +220,15 @@ class Checkpoint:
 
     def _needed(self) -> list[str]:
         assert self.folder is not None
-        small = [
-            name
-            for name in sorted(self.folder.names())
-            if _TOKENIZER.fullmatch(name) and self.folder.size(name) <= _MAX_SMALL_BYTES
-        ]
-        return [*small, *(file.name for file in self.files)]
+        return [*self.tokenizer_files, *(file.name for file in self.files)]
+
+    @property
+    def tokenizer_files(self) -> list[str]:
+        """The files that its tokenizer may consist of."""
+        if self.folder is None:
+            return []
+        names = sorted(filter(_TOKENIZER.fullmatch, self.folder.names()))
+        return [name for name in names if self.folder.size(name) <= _MAX_SMALL_BYTES]
 
     @property
     def remote_code(self) -> tuple[tuple[str, str], ...]:

@@ -15,6 +15,7 @@ from duoka.base.progress import say, say_import
 from duoka.base.serialization import to_dict
 from duoka.base.text import choose
 from duoka.base.units import format_bytes
+from duoka.checkpoint.tokenizer_files import refuse_prompts
 from duoka.errors import UsageError
 from duoka.forecast.workload import QUANTIZED, Cache, Quantization
 
@@ -139,7 +140,9 @@ def _measure(
         raise UsageError(
             f"{file} can't be read: {why(error)}", hint="give a file with text in UTF-8"
         ) from error
+    planning.look_at_cards(gpus)
     checkpoint, fleet = planning.open_checkpoint(model, to_run=True), duoka.Fleet.parse(gpus)
+    refuse_prompts(checkpoint)
     with working():
         say_import("torch")
         from duoka.tools.bench.quality import measure_quality, windows_for

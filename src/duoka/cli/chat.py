@@ -34,9 +34,9 @@ def chat(options: RunnablePlan, answering: AnswerOptions, model: ModelOptions) -
     [bold]duoka chat[/] --plan chatglm3.plan --system "Answer in one sentence."
     """
     chosen = answering.chosen()
-    plan = planning.make_plan(model, options, to_run=True)
-    generator = planning.load_generator(plan, model, cache_weights=answering.cache_weights)
-    sampling = planning.sampling(plan, chosen)
+    plan = planning.make_plan(model, options, texts=[answering.system or ""])
+    sampling, reader = planning.sampling(plan, chosen), planning.open_prompts(plan)
+    generator = planning.load_generator(plan, model, reader, cache_weights=answering.cache_weights)
     from duoka.runtime import Conversation
 
     _talk(Conversation(generator, sampling, system=answering.system))

@@ -182,11 +182,12 @@ def _arguments(model: ModelOptions, options: PlanOptions, *, train: bool) -> dic
             "--new-tokens is for answers, and --train makes none",
             hint="--context says how long a sequence is",
         )
-    device_map, fleet = planning.read_device_map(options), None
-    if options.gpus is not None or device_map is None:
-        gpus = options.gpus or planning.ALL_GPUS
-        fleet = fleet_for(duoka.Fleet.parse(gpus), device_map)
+    device_map, gpus = planning.read_device_map(options), options.gpus or planning.ALL_GPUS
+    planning.look_at_cards(gpus)
     checkpoint = planning.open_checkpoint(model)
+    fleet = None
+    if options.gpus is not None or device_map is None:
+        fleet = fleet_for(duoka.Fleet.parse(gpus), device_map)
     if train:  # all tokens of the context are the prompt's, but for one
         options = replace(options, new_tokens=_TRAINING_TOKENS)
     workload = planning.workload_for(checkpoint.max_context_tokens, options)

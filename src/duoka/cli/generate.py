@@ -87,15 +87,16 @@ def generate(
     questions = prompts.questions()
     if options.batch is None and options.plan_file is None:
         options = replace(options, batch=len(questions))
-    plan = planning.make_plan(model, options, to_run=True)
-    generator = planning.load_generator(plan, model, cache_weights=answering.cache_weights)
-    sampling = planning.sampling(plan, chosen)
+    system = "" if prompts.raw else answering.system or ""
+    plan = planning.make_plan(model, options, texts=[system + text for text in questions])
+    sampling, reader = planning.sampling(plan, chosen), planning.open_prompts(plan)
     tokens = [
-        generator.plain(text)
-        if prompts.raw
-        else generator.prompt(text.strip(), system=answering.system)
+        reader.plain(text) if prompts.raw else reader.prompt(text.strip(), system=answering.system)
         for text in questions
     ]
+    for ids in tokens:
+        reader.check([ids], sampling.max_new_tokens)
+    generator = planning.load_generator(plan, model, reader, cache_weights=answering.cache_weights)
     if prompts.json:
         typer.echo(_json(plan, questions, _answer(generator, tokens, sampling)))
     elif len(tokens) == 1:

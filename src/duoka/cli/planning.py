@@ -16,6 +16,7 @@ from duoka.base.text import choose
 from duoka.base.units import parse_memory
 from duoka.checkpoint.architecture import refuse_unbuildable
 from duoka.checkpoint.sampling_params import Sampling
+from duoka.checkpoint.tokenizer_files import refuse_prompts
 from duoka.errors import CheckpointError, UsageError
 from duoka.forecast.workload import CACHES, QUANTIZATIONS, Training
 from duoka.hardware.parse import devices_in
@@ -42,7 +43,7 @@ from .options import (
 from .terminal import progress_bars, stderr, working, write_file
 
 if TYPE_CHECKING:
-    from duoka.runtime import Generator
+    from duoka.runtime import Generator, PromptReader
 
 ALL_GPUS = "all"
 _CONTEXT_TOKENS = 4096
@@ -56,9 +57,10 @@ def make_plan(
     options: PlanOptions,
     training: Training | None = None,
     *,
-    to_run: bool = False,
+    texts: Sequence[str] | None = None,
 ) -> duoka.Plan:
-    """Take the saved plan, or make one."""
+    """Take the saved plan, or make one; with `texts`, for a model that will be asked these."""
+    to_run = texts is not None
     if model.model is None and model.revision is not None:
         raise UsageError(
             "--revision is for a model on the Hub, and no model was given",
@@ -68,8 +70,14 @@ def make_plan(
         refuse_beside_plan(options, training)
         plan = duoka.Plan.load(options.plan_file)
         if model.model is None and not options.replan and not model.trust_remote_code:
+            if texts is not None:
+                refuse_prompts(
+                    duoka.Checkpoint.open(plan.source), texts, plan.workload.prompt_tokens
+                )
             return plan  # to look at it, neither the checkpoint nor the GPUs need be here
         checkpoint = open_checkpoint(replace(model, model=model.model or plan.source), to_run)
+        if texts is not None:
+            refuse_prompts(checkpoint, texts, plan.workload.prompt_tokens)
         if options.replan:
             plan = _plan_again(plan, checkpoint)
             save_plan(plan, options.plan_file)
@@ -80,6 +88,8 @@ def make_plan(
         raise UsageError("--replan is for a saved plan", hint="name it with --plan FILE")
     device_map = read_device_map(options)
     checkpoint, request = read_request(model, options, training, to_run=to_run)
+    if texts is not None:
+        refuse_prompts(checkpoint, texts, request.workload.prompt_tokens)
     return _plan(checkpoint, request, request.gpus, device_map)
 
 
@@ -182,12 +192,17 @@ def read_request(
         largest=_largest(options),
         trust_remote_code=model.trust_remote_code,
     )
-    if devices_in(request.gpus) is not None:
-        duoka.Fleet.parse(request.gpus)
+    look_at_cards(request.gpus)
     say_quantization(options.quantize, request.workload)
     checkpoint = open_checkpoint(model, to_run)
     workload = workload_for(checkpoint.max_context_tokens, options, training)
     return checkpoint, replace(request, workload=workload)
+
+
+def look_at_cards(gpus: str) -> None:
+    """Refuse what can't be GPUs before a model is read; those of this machine are found later."""
+    if devices_in(gpus) is not None:
+        duoka.Fleet.parse(gpus)
 
 
 def say_quantization(word: str | None, workload: duoka.Workload) -> None:
@@ -325,16 +340,27 @@ def save_device_map(device_map: Mapping[str, int | str], file: Path) -> None:
     write_file(file, text + "\n", "the device map")
 
 
-def load_generator(plan: duoka.Plan, model: ModelOptions, *, cache_weights: bool) -> Generator:
+def open_prompts(plan: duoka.Plan) -> PromptReader:
+    """What reads prompts for the model of a plan, before its weights are read."""
+    plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
+    with working():
+        say_import("torch")
+        from duoka.runtime import PromptReader
+
+        return PromptReader.open(duoka.Checkpoint.open(plan.source), plan.workload)
+
+
+def load_generator(
+    plan: duoka.Plan, model: ModelOptions, reader: PromptReader, *, cache_weights: bool
+) -> Generator:
     """Prove and load a plan, with a progress bar."""
-    plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
+    plan = plan.on_this_machine()
     console = stderr()
 
     def tell(text: str) -> None:
         console.print(text, markup=False, soft_wrap=True)
 
     with heard_by(tell), progress_bars() as bar:
-        say_import("torch")
         from duoka.runtime import Generator
         from duoka.runtime.load import Keeping
 
@@ -346,7 +372,7 @@ def load_generator(plan: duoka.Plan, model: ModelOptions, *, cache_weights: bool
             trust_remote_code=model.trust_remote_code,
             keeping=Keeping(wanted=cache_weights, notify=tell),
         )
-    return Generator.of(loaded, duoka.Checkpoint.open(plan.source), plan.workload)
+    return Generator(loaded, reader.tokenizer, reader.chat, plan.workload)
 
 
 def sampling(plan: duoka.Plan, chosen: dict[str, Any]) -> Sampling:

@@ -14,7 +14,7 @@ or terminals; of a plan it takes the placement, and the workload, whose limits i
 from duoka.checkpoint.sampling_params import Sampling
 
 from .conversation import Conversation
-from .generate import Answer, Generator
+from .generate import Answer, Generator, PromptReader
 from .stream import Stream
 
-__all__ = ["Answer", "Conversation", "Generator", "Sampling", "Stream"]
+__all__ = ["Answer", "Conversation", "Generator", "PromptReader", "Sampling", "Stream"]

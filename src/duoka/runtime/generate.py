@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.sampling_params import Sampling
+from duoka.checkpoint.tokenizer_files import beyond_embedding
 from duoka.errors import UsageError
 from duoka.forecast.workload import Workload
 from duoka.models.kv_cache import cache_name, new_cache
@@ -44,7 +45,52 @@ class Answer:
     finish: Literal["stop", "length"]
 
 
-class Generator:
+class PromptReader:
+    """A checkpoint's tokenizer and prompt format, within the limits of a workload."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, workload: Workload
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.chat = chat
+        self.workload = workload
+
+    @classmethod
+    def open(cls, checkpoint: Checkpoint, workload: Workload) -> PromptReader:
+        """The reader of a checkpoint whose tokenizer is on this machine."""
+        tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
+        chat = chat_format(tokenizer, checkpoint.config, checkpoint.generation_config)
+        return cls(tokenizer, chat, workload)
+
+    def prompt(self, question: str, *, system: str | None = None) -> list[int]:
+        """The token ids of a single question."""
+        messages = [Message(role="system", content=system)] if system else []
+        return self.chat.prompt([*messages, Message(role="user", content=question)])
+
+    def plain(self, text: str) -> list[int]:
+        """The token ids of a text that is to be continued."""
+        ids: list[int] = self.tokenizer.encode(text, split_special_tokens=True)
+        return ids
+
+    def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int | None) -> None:
+        """Refuse what no memory was planned for."""
+        planned = self.workload
+        longest = max((len(prompt) for prompt in prompts), default=0)
+        if not longest:
+            raise UsageError("there is nothing to answer: the prompt is empty")
+        for what, got, limit, option in (
+            ("prompts", len(prompts), planned.batch, "--batch"),
+            ("tokens of prompt", longest, planned.prompt_tokens, "--context"),
+            ("new tokens", max_new_tokens or 0, planned.new_tokens, "--new-tokens"),
+        ):
+            if got > limit:
+                raise UsageError(
+                    f"{got} {what}; the plan has memory for {limit}",
+                    hint=f"plan with a larger {option}",
+                )
+
+
+class Generator(PromptReader):
     """A loaded model with its tokenizer and prompt format, within the limits of a workload.
 
     Longer prompts, larger batches and longer answers than the workload's are refused: the memory
@@ -59,27 +105,14 @@ class Generator:
         workload: Workload,
     ) -> None:
         assert workload.prefill_chunk_tokens != "auto", "a plan's workload is resolved"
+        super().__init__(tokenizer, chat, workload)
         self.model = model
-        self.tokenizer = tokenizer
-        self.chat = chat
-        self.workload = workload
 
     @classmethod
     def of(cls, model: PreTrainedModel, checkpoint: Checkpoint, workload: Workload) -> Generator:
         """The generator of a model that was loaded from a checkpoint."""
-        tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
-        chat = chat_format(tokenizer, checkpoint.config, checkpoint.generation_config)
-        return cls(model, tokenizer, chat, workload)
-
-    def prompt(self, question: str, *, system: str | None = None) -> list[int]:
-        """The token ids of a single question."""
-        messages = [Message(role="system", content=system)] if system else []
-        return self.chat.prompt([*messages, Message(role="user", content=question)])
-
-    def plain(self, text: str) -> list[int]:
-        """The token ids of a text that is to be continued."""
-        ids: list[int] = self.tokenizer.encode(text, split_special_tokens=True)
-        return ids
+        reader = PromptReader.open(checkpoint, workload)
+        return cls(model, reader.tokenizer, reader.chat, workload)
 
     def stream(self, prompt: Sequence[int], sampling: Sampling | None = None) -> Stream:
         """Start an answer; its pieces come while it is generated.
@@ -115,20 +148,11 @@ class Generator:
         )
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        planned = self.workload
-        longest = max((len(prompt) for prompt in prompts), default=0)
-        if not longest:
-            raise UsageError("there is nothing to answer: the prompt is empty")
-        for what, got, limit, option in (
-            ("prompts", len(prompts), planned.batch, "--batch"),
-            ("tokens of prompt", longest, planned.prompt_tokens, "--context"),
-            ("new tokens", sampling.max_new_tokens or 0, planned.new_tokens, "--new-tokens"),
-        ):
-            if got > limit:
-                raise UsageError(
-                    f"{got} {what}; the plan has memory for {limit}",
-                    hint=f"plan with a larger {option}",
-                )
+        self.check(prompts, sampling.max_new_tokens)
+        embeddings: Any = self.model.get_input_embeddings()
+        largest, rows = max(map(max, prompts)), embeddings.weight.shape[0]
+        if largest >= rows:
+            raise beyond_embedding(largest, rows)
 
     def _generate(
         self,

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from duoka.checkpoint import tokenizer_files, vocabulary
 from duoka.errors import CheckpointError
-from duoka.models.text import tokenizer as tokenization
 from duoka.models.text.tokenizer import load_tokenizer, special_id
 
 TEXTS = [
@@ -70,7 +70,7 @@ def slow_glm4(shared_data: Path) -> Any:
     lines = (line.split() for line in file.read_bytes().splitlines())
     ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
     return tiktoken.Encoding(
-        "glm4", pat_str=tokenization._GLM4_PATTERN, mergeable_ranks=ranks, special_tokens={}
+        "glm4", pat_str=vocabulary._GLM4_PATTERN, mergeable_ranks=ranks, special_tokens={}
     )
 
 
@@ -81,7 +81,7 @@ def plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def corpus(shared_data: Path) -> list[str]:
     """Real text in pieces of all lengths: this project's own words, code and Chinese."""
-    text = Path(__file__).read_text() + Path(tokenization.__file__).read_text()
+    text = Path(__file__).read_text() + Path(vocabulary.__file__).read_text()
     for path in shared_data.rglob("tokenizer_config.json"):
         text += path.read_text()
     pieces, at = [], 0
@@ -128,9 +128,9 @@ def test_any_text_round_trips(
 def test_special_tokens_have_the_published_ids(
     chatglm3: PreTrainedTokenizerBase, glm4: PreTrainedTokenizerBase
 ) -> None:
-    names = ["[MASK]", "[gMASK]", "[sMASK]", "sop", "eop", *tokenization._ROLES]
+    names = ["[MASK]", "[gMASK]", "[sMASK]", "sop", "eop", *tokenizer_files._ROLES]
     assert [special_id(chatglm3, name) for name in names] == list(range(64789, 64798))
-    assert [special_id(glm4, name) for name in tokenization._GLM4_SPECIAL] == list(
+    assert [special_id(glm4, name) for name in tokenizer_files._GLM4_SPECIAL] == list(
         range(151329, 151343)
     )
     assert (chatglm3.unk_token_id, chatglm3.pad_token_id) == (0, 0)

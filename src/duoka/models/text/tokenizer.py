@@ -1,67 +1,28 @@
-"""Fast tokenizers from published files, and which special tokens the ChatGLM family adds.
+"""Fast tokenizers from published files.
 
-ChatGLM2 and 3 publish a sentencepiece model, GLM-4 a tiktoken rank file; both become a
-``tokenizers`` byte-pair encoding with the same ids. Text that looks like a special token
-(``<|user|>``) is encoded as text: nobody gets a role by typing it. A caller that does want it,
-and passes no foreign text, asks for ``split_special_tokens=False``.
-
-Both files are read as data, by rules of their own here, so that a damaged or hostile one ends in a
-`CheckpointError` and nothing else: of sentencepiece's protocol buffer
-(``sentencepiece_model.proto``) pieces and normalizer, of tiktoken lines of base64 and rank.
+Text that looks like a special token (``<|user|>``) is encoded as text: nobody gets a role by typing
+it. A caller that does want it, and passes no foreign text, asks for ``split_special_tokens=False``.
+How the files are read says `duoka.checkpoint.vocabulary`.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
-import re
-import struct
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
-from tokenizers.models import BPE
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from duoka.base.units import format_bytes
+from duoka.checkpoint.tokenizer_files import HINT, look_at_files, special_tokens
+from duoka.checkpoint.vocabulary import SentencePieceModel, encoding_of, read_vocabulary
 from duoka.errors import CheckpointError
-
-Generation = Literal["chatglm2", "chatglm3", "glm4"]
-
-_CHATGLM2_SPECIAL = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
-_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
-_GLM4_SPECIAL = (
-    *("<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", *_ROLES),
-    *("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
-)
-# Published with GLM-4: how text is cut before bytes are merged.
-_GLM4_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-_HINT = "its tokenizer.json or tokenizer.model belongs into the same directory"
-_NAMED = re.compile(r"token|vocab|sentencepiece|spiece|merges|tekken")
-_MOST_BYTES = (
-    (re.compile(r"\.jinja$|^chat_template"), 2**20),
-    (re.compile(r"^(tokenizer_config|special_tokens_map|added_tokens)\.json$"), 2**26),
-    (_NAMED, 2**29),
-)
-
-_MAX_BYTES = 64 * 2**20  # the largest published vocabularies have 5 MiB
-_VARINT, _EIGHT_BYTES, _LENGTH, _FOUR_BYTES = 0, 1, 2, 5
-_BPE = 2
 
 
 def load_tokenizer(directory: Path, config: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     """Load the tokenizer that a checkpoint's directory holds. No code from there is run."""
-    _look_at_files(directory)
+    look_at_files(directory)
     vocabulary = directory / "tokenizer.model"
     if config.get("model_type") == "chatglm" and vocabulary.is_file():
         return _chatglm_tokenizer(vocabulary, config)
@@ -71,23 +32,15 @@ def load_tokenizer(directory: Path, config: Mapping[str, Any]) -> PreTrainedToke
         )
     except Exception as error:
         raise CheckpointError(
-            f"no tokenizer could be loaded from {directory}: {error}",
-            hint=_HINT,
+            f"no tokenizer could be loaded from {directory}: {_first_line(error)}",
+            hint=HINT,
         ) from error
     return loaded
 
 
-def _look_at_files(directory: Path) -> None:
-    """Refuse a directory without a tokenizer, and files that are far larger than any published."""
-    files = directory.iterdir() if directory.is_dir() else ()
-    sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
-    if not any(_NAMED.search(name) for name in sizes):
-        raise CheckpointError(f"{directory} holds no tokenizer", hint=_HINT)
-    for name, size in sizes.items():
-        most = next((most for pattern, most in _MOST_BYTES if pattern.search(name)), size)
-        if size > most:
-            got, limit = format_bytes(size), format_bytes(most)
-            raise CheckpointError(f"{directory / name} has {got}; at most {limit} are read")
+def _first_line(error: Exception) -> str:
+    """What an error of another library says first; some write a page."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def special_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
@@ -101,19 +54,15 @@ def special_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
 
 
 def _chatglm_tokenizer(vocabulary: Path, config: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    settings = _read_json(vocabulary.with_name("tokenizer_config.json"))
     model = read_vocabulary(vocabulary)
+    backend, special = encoding_of(model), special_tokens(vocabulary.parent, config, model)
     if isinstance(model, SentencePieceModel):
-        special = list(_CHATGLM2_SPECIAL)
-        if _sentencepiece_generation(vocabulary.parent, config, settings) == "chatglm3":
-            special += _ROLES
-        backend, prefix = _sentencepiece_backend(model), ("[gMASK]", "sop")
+        prefix = ("[gMASK]", "sop")
         unknown, end = model.pieces[0][0], model.pieces[2][0]
         names = {"unk_token": unknown, "bos_token": model.pieces[1][0], "eos_token": end}
         pad = unknown
     else:
-        special, prefix = _glm4_special(settings, len(model)), ("[gMASK]", "<sop>")
-        backend = _tiktoken_backend(model)
+        prefix = ("[gMASK]", "<sop>")
         end = pad = "<|endoftext|>"
         names = {"eos_token": end}
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
@@ -141,252 +90,3 @@ class _Owned:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tokenizer:
         return self.backend
-
-
-def _sentencepiece_generation(
-    directory: Path, config: Mapping[str, Any], settings: Mapping[str, Any]
-) -> Generation:
-    """Tell ChatGLM2 from ChatGLM3, which adds tokens for roles to the same vocabulary.
-
-    Surest is the tokenizer's code beside it, looked into as text; then the name under which the
-    model was published; then the length in its configuration, 32K for ChatGLM2-6B.
-    """
-    code = directory / "tokenization_chatglm.py"
-    if code.is_file():
-        return "chatglm3" if b"<|user|>" in code.read_bytes() else "chatglm2"
-    for name in (settings.get("name_or_path"), config.get("_name_or_path")):
-        for generation in ("chatglm2", "chatglm3"):
-            if isinstance(name, str) and generation in name.lower():
-                return generation
-    long = config.get("seq_length") == 32768 and config.get("rope_ratio", 1) in (1, 16)
-    return "chatglm2" if long else "chatglm3"
-
-
-def _glm4_special(settings: Mapping[str, Any], first: int) -> list[str]:
-    """Return special tokens in the order of their ids, which follow the ranks without a gap."""
-    listed = settings.get("added_tokens_decoder")
-    if listed is None:
-        return list(_GLM4_SPECIAL)
-    try:
-        contents = {int(number): str(token["content"]) for number, token in listed.items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError("tokenizer_config.json: added_tokens_decoder is damaged") from error
-    if sorted(contents) != list(range(first, first + len(contents))):
-        raise CheckpointError(
-            f"tokenizer_config.json: the ids of added tokens don't count on from {first}"
-        )
-    return [contents[number] for number in sorted(contents)]
-
-
-def _sentencepiece_backend(model: SentencePieceModel) -> Tokenizer:
-    vocabulary = {text: number for number, (text, _, _) in enumerate(model.pieces)}
-    if len(vocabulary) != len(model.pieces):
-        raise CheckpointError("tokenizer.model: a piece occurs twice")
-    normal = {text: -score for text, score, kind in model.pieces if kind == PieceKind.NORMAL}
-    bytes_known = any(kind == PieceKind.BYTE for _, _, kind in model.pieces)
-    unknown = next((text for text, _, kind in model.pieces if kind == PieceKind.UNKNOWN), None)
-    backend = Tokenizer(
-        BPE(
-            vocab=vocabulary,
-            merges=_merges(normal, vocabulary),
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=bytes_known,
-        )
-    )
-    backend.normalizer = _sentencepiece_normalizer(model)
-    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if model.add_dummy_prefix:
-        steps.append(decoders.Strip(" ", 1, 0))
-    backend.decoder = decoders.Sequence(steps)
-    control = [text for text, _, kind in model.pieces if kind in (2, 3)]
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in control])
-    user = [text for text, _, kind in model.pieces if kind == PieceKind.USER_DEFINED]
-    backend.add_tokens([AddedToken(text, normalized=False) for text in user])
-    return backend
-
-
-def _sentencepiece_normalizer(model: SentencePieceModel) -> Any:
-    steps: list[Any] = []
-    if model.charsmap:
-        steps.append(normalizers.Precompiled(model.charsmap))
-    if model.remove_extra_whitespaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    if model.add_dummy_prefix:
-        steps.append(normalizers.Prepend("▁"))
-    return normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-
-
-def _tiktoken_backend(ranks: Mapping[bytes, int]) -> Tokenizer:
-    letters = _byte_letters()
-    spelled = {"".join(letters[b] for b in token): rank for token, rank in ranks.items()}
-    # A piece of text that is a token is that token, whether or not merges lead there.
-    backend = Tokenizer(BPE(vocab=spelled, merges=_merges(spelled, spelled), ignore_merges=True))
-    cut = pre_tokenizers.Split(Regex(_GLM4_PATTERN), behavior="isolated")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([cut, byte_level])
-    backend.decoder = decoders.ByteLevel()
-    return backend
-
-
-def _merges(wanted: Mapping[str, float], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-    """List every pair that joins to a wanted piece, the pair of the lowest cost first.
-
-    Both sentencepiece and tiktoken join any two neighbours whose union is in the vocabulary, so
-    all ways to cut a piece count.
-    """
-    merges: list[tuple[str, str]] = []
-    for piece in sorted(wanted, key=lambda piece: (wanted[piece], vocabulary[piece])):
-        pairs = [
-            (left, right)
-            for cut in range(1, len(piece))
-            if (left := piece[:cut]) in vocabulary and (right := piece[cut:]) in vocabulary
-        ]
-        if len(pairs) > 1:
-            pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        merges += pairs
-    return merges
-
-
-def _byte_letters() -> Sequence[str]:
-    """Return the letter that the ``tokenizers`` library writes for each byte.
-
-    Printable bytes stand for themselves, the others for the characters from U+0100 on, in order.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    letters: list[str] = []
-    shifted = 0x100
-    for byte in range(256):
-        letters.append(chr(byte if byte in printable else shifted))
-        shifted += byte not in printable
-    return letters
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is damaged: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: holds no object")
-    return content
-
-
-class PieceKind(IntEnum):
-    """What a piece of a sentencepiece model is for."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SentencePieceModel:
-    """Pieces (text, score, kind) in the order of their ids, and what is done to a text before.
-
-    `charsmap` has compiled normalization rules; empty for none.
-    """
-
-    pieces: tuple[tuple[str, float, PieceKind], ...]
-    charsmap: bytes = b""
-    add_dummy_prefix: bool = True
-    remove_extra_whitespaces: bool = True
-
-
-def read_vocabulary(path: Path) -> SentencePieceModel | dict[bytes, int]:
-    """Read a vocabulary of either form; which one is told by its first line."""
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise CheckpointError(f"{path}: larger than any vocabulary ({_MAX_BYTES} bytes)")
-        content = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path}: the vocabulary cannot be read: {error}") from error
-    first = content.split(b"\n", 1)[0].split(b" ")
-    try:
-        if len(first) == 2 and first[1].isdigit():
-            return _ranks(content)
-        return _sentencepiece(content)
-    except (ValueError, IndexError, struct.error, binascii.Error) as error:
-        raise CheckpointError(f"{path}: the vocabulary is damaged: {error}") from error
-
-
-def _ranks(content: bytes) -> dict[bytes, int]:
-    ranks: dict[bytes, int] = {}
-    for line in content.splitlines():
-        if line:
-            token, rank = line.split(b" ")
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-    if sorted(ranks.values()) != list(range(len(ranks))):
-        raise ValueError("its ranks don't count from 0")
-    if any(bytes([byte]) not in ranks for byte in range(256)):
-        raise ValueError("it lacks some of the 256 single bytes")
-    return ranks
-
-
-def _sentencepiece(content: bytes) -> SentencePieceModel:
-    pieces: list[tuple[str, float, PieceKind]] = []
-    normalizer: dict[int, int | bytes] = {}
-    trainer: dict[int, int | bytes] = {}
-    for number, value in _fields(content):
-        if number == 1 and isinstance(value, bytes):
-            pieces.append(_piece(dict(_fields(value))))
-        elif number == 2 and isinstance(value, bytes):
-            trainer = dict(_fields(value))
-        elif number == 3 and isinstance(value, bytes):
-            normalizer = dict(_fields(value))
-    if not pieces:
-        raise ValueError("it has no pieces")
-    if trainer.get(3, 1) != _BPE:
-        raise ValueError("it is no byte-pair encoding")
-    charsmap = normalizer.get(2, b"")
-    return SentencePieceModel(
-        pieces=tuple(pieces),
-        charsmap=charsmap if isinstance(charsmap, bytes) else b"",
-        add_dummy_prefix=bool(normalizer.get(3, 1)),
-        remove_extra_whitespaces=bool(normalizer.get(4, 1)),
-    )
-
-
-def _piece(fields: dict[int, int | bytes]) -> tuple[str, float, PieceKind]:
-    text, score, kind = fields.get(1, b""), fields.get(2, bytes(4)), fields.get(3, 1)
-    if not isinstance(text, bytes) or not isinstance(score, bytes) or not isinstance(kind, int):
-        raise ValueError("a piece has fields of the wrong type")
-    return text.decode(), struct.unpack("<f", score)[0], PieceKind(kind)
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the fields of a protocol buffer message: numbers, or bytes not yet read."""
-    at = 0
-    while at < len(message):
-        key, at = _varint(message, at)
-        kind = key & 7
-        if kind == _VARINT:
-            number, at = _varint(message, at)
-            yield key >> 3, number
-            continue
-        if kind == _LENGTH:
-            length, at = _varint(message, at)
-        elif kind in (_EIGHT_BYTES, _FOUR_BYTES):
-            length = 8 if kind == _EIGHT_BYTES else 4
-        else:
-            raise ValueError(f"a field of the unknown type {kind}")
-        if at + length > len(message):
-            raise ValueError("it ends within a field")
-        yield key >> 3, message[at : at + length]
-        at += length
-
-
-def _varint(message: bytes, at: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = message[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-    raise ValueError("a number of more than 64 bits")

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from duoka.checkpoint import vocabulary
+from duoka.checkpoint.vocabulary import PieceKind, SentencePieceModel, read_vocabulary
 from duoka.errors import CheckpointError
-from duoka.models.text import tokenizer
-from duoka.models.text.tokenizer import PieceKind, SentencePieceModel, read_vocabulary
 
 BYTES = [base64.b64encode(bytes([byte])) + b" %d" % byte for byte in range(256)]
 
@@ -77,6 +77,6 @@ def test_any_bytes_end_in_our_error(
 def test_missing_and_oversized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_vocabulary(tmp_path / "none")
-    monkeypatch.setattr(tokenizer, "_MAX_BYTES", 10)
+    monkeypatch.setattr(vocabulary, "_MAX_BYTES", 10)
     with pytest.raises(CheckpointError, match="larger"):
         read_vocabulary(write(tmp_path, b"x" * 11))

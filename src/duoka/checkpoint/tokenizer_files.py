@@ -1,0 +1,175 @@
+"""Tokenizer files: whether a checkpoint's tokenizer can be read, and texts be asked of its model.
+
+All of that is told here from the published files, because nothing here imports torch, which takes
+seconds. How a prompt is written around a text isn't known here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from tokenizers import Tokenizer
+
+from duoka.base.units import format_bytes
+from duoka.errors import CheckpointError, UsageError
+
+from .architecture import CHATGLM
+from .checkpoint import Checkpoint
+from .config import vocabulary_size
+from .headers import read_json
+from .vocabulary import SentencePieceModel, encoding_of, read_vocabulary
+
+Generation = Literal["chatglm2", "chatglm3", "glm4"]
+
+_CHATGLM2_SPECIAL = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
+_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+_GLM4_SPECIAL = (
+    *("<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", *_ROLES),
+    *("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
+)
+
+HINT = "its tokenizer.json or tokenizer.model belongs into the same directory"
+_NAMED = re.compile(r"token|vocab|sentencepiece|spiece|merges|tekken")
+_MOST_BYTES = (
+    (re.compile(r"\.jinja$|^chat_template"), 2**20),
+    (re.compile(r"^(tokenizer_config|special_tokens_map|added_tokens)\.json$"), 2**26),
+    (_NAMED, 2**29),
+)
+_JSON = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_MOST_JSON_BYTES = 2**26
+_FETCH_AGAIN = "the download may be incomplete: fetch it again"
+
+
+def refuse_prompts(checkpoint: Checkpoint, texts: Sequence[str] = (), most_tokens: int = 0) -> None:
+    """Refuse a tokenizer that can't be read, and texts that are too long or not the model's.
+
+    What a prompt has around a text isn't counted.
+    """
+    if checkpoint.folder is not None:
+        for name in checkpoint.tokenizer_files:
+            checkpoint.folder.fetch(name)
+    look_at_files(checkpoint.path)
+    for name in _JSON:
+        _settings(checkpoint.path / name)
+    # A token has a byte at least: what is short enough needn't be counted.
+    is_counted = any(len(text.encode()) > most_tokens for text in texts)
+    rows = vocabulary_size(checkpoint.config)
+    encoding = _encoding(checkpoint.path, checkpoint.config, rows, is_counted=is_counted)
+    if encoding is None:
+        return
+    for text in texts:
+        ids = encoding.encode(text, add_special_tokens=False).ids
+        _refuse_beyond(max(ids, default=0), rows)
+        if len(ids) > most_tokens:
+            raise too_long(len(ids), most_tokens)
+
+
+def _encoding(
+    directory: Path, config: Mapping[str, Any], rows: int | None, *, is_counted: bool
+) -> Tokenizer | None:
+    """How text is encoded; None where that is read by other code, or takes long for nothing."""
+    vocabulary, file = directory / "tokenizer.model", directory / "tokenizer.json"
+    if config.get("model_type") == CHATGLM and vocabulary.is_file():
+        model = read_vocabulary(vocabulary)
+        size = len(model.pieces) if isinstance(model, SentencePieceModel) else len(model)
+        # The special tokens, of which every prompt has some, are the last.
+        _refuse_beyond(size + len(special_tokens(directory, config, model)) - 1, rows)
+        return encoding_of(model) if is_counted else None
+    if not file.is_file():
+        return None
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the only class that tokenizers has
+        raise CheckpointError(
+            f"{file} can't be read: it is damaged, or for other versions of tokenizers",
+            hint=_FETCH_AGAIN,
+        ) from error
+
+
+def too_long(num_tokens: int, most_tokens: int) -> UsageError:
+    """The error that a prompt is which is longer than was planned for."""
+    return UsageError(
+        f"{num_tokens} tokens of prompt; the plan has memory for {most_tokens}",
+        hint="plan with a larger --context",
+    )
+
+
+def _refuse_beyond(largest_id: int, rows: int | None) -> None:
+    if rows is not None and largest_id >= rows:
+        raise beyond_embedding(largest_id, rows)
+
+
+def beyond_embedding(token_id: int, rows: int) -> CheckpointError:
+    """The error that a token is which the model has no embedding of."""
+    return CheckpointError(
+        f"the tokenizer has a token {token_id}, and the model's embedding has {rows} rows, 0 to "
+        f"{rows - 1}",
+        hint="the tokenizer and config.json must be of the same model",
+    )
+
+
+def look_at_files(directory: Path) -> None:
+    """Refuse a directory without a tokenizer, and files that are far larger than any published."""
+    files = directory.iterdir() if directory.is_dir() else ()
+    sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
+    if not any(_NAMED.search(name) for name in sizes):
+        raise CheckpointError(f"{directory} holds no tokenizer", hint=HINT)
+    for name, size in sizes.items():
+        most = next((most for pattern, most in _MOST_BYTES if pattern.search(name)), size)
+        if size > most:
+            got, limit = format_bytes(size), format_bytes(most)
+            raise CheckpointError(f"{directory / name} has {got}; at most {limit} are read")
+
+
+def special_tokens(
+    directory: Path, config: Mapping[str, Any], model: SentencePieceModel | Mapping[bytes, int]
+) -> list[str]:
+    """The special tokens that a model of the ChatGLM family adds, in the order of their ids."""
+    settings = _settings(directory / "tokenizer_config.json")
+    if not isinstance(model, SentencePieceModel):
+        return _glm4_special(settings, len(model))
+    is_third = _sentencepiece_generation(directory, config, settings) == "chatglm3"
+    return [*_CHATGLM2_SPECIAL, *(_ROLES if is_third else ())]
+
+
+def _sentencepiece_generation(
+    directory: Path, config: Mapping[str, Any], settings: Mapping[str, Any]
+) -> Generation:
+    """Tell ChatGLM2 from ChatGLM3, which adds tokens for roles to the same vocabulary.
+
+    Surest is the tokenizer's code beside it, looked into as text; then the name under which the
+    model was published; then the length in its configuration, 32K for ChatGLM2-6B.
+    """
+    code = directory / "tokenization_chatglm.py"
+    if code.is_file():
+        return "chatglm3" if b"<|user|>" in code.read_bytes() else "chatglm2"
+    for name in (settings.get("name_or_path"), config.get("_name_or_path")):
+        for generation in ("chatglm2", "chatglm3"):
+            if isinstance(name, str) and generation in name.lower():
+                return generation
+    long = config.get("seq_length") == 32768 and config.get("rope_ratio", 1) in (1, 16)
+    return "chatglm2" if long else "chatglm3"
+
+
+def _glm4_special(settings: Mapping[str, Any], first: int) -> list[str]:
+    """Return special tokens in the order of their ids, which follow the ranks without a gap."""
+    listed = settings.get("added_tokens_decoder")
+    if listed is None:
+        return list(_GLM4_SPECIAL)
+    try:
+        contents = {int(number): str(token["content"]) for number, token in listed.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError("tokenizer_config.json: added_tokens_decoder is damaged") from error
+    if sorted(contents) != list(range(first, first + len(contents))):
+        raise CheckpointError(
+            f"tokenizer_config.json: the ids of added tokens don't count on from {first}"
+        )
+    return [contents[number] for number in sorted(contents)]
+
+
+def _settings(path: Path) -> Mapping[str, Any]:
+    """What a JSON file of a tokenizer says; nothing where there is none."""
+    return read_json(path, most_bytes=_MOST_JSON_BYTES) if path.is_file() else {}
