@@ -6,7 +6,16 @@ import pytest
 
 from duoka.base.serialization import from_dict, to_dict
 from duoka.errors import UsageError
-from duoka.planner.constraints import Constraints
+from duoka.planner.constraints import Constraints, strategy_of
+
+
+def test_transformers_words_for_a_device_map() -> None:
+    words = ("auto", "Balanced ", "sequential", "map.json", {"": 0}, None, 0)
+    found = ["auto", "balanced", "sequential", None, None, None, None]
+    assert [strategy_of(word) for word in words] == found
+    with pytest.raises(UsageError, match="keeps the first GPU free") as caught:
+        strategy_of("balanced_low_0")
+    assert "--reserve" in str(caught.value.hint)
 
 
 def test_constraints_survive_their_json_form() -> None:

@@ -14,6 +14,7 @@ from tiny import MIB
 
 import duoka.planner.plan
 from duoka import Device, Fleet, Link, Plan, Workload
+from duoka.base.serialization import to_dict
 from duoka.errors import FleetError, FormatError
 from duoka.hardware.gpu_generation import GpuGeneration
 from duoka.planner.planner import solve
@@ -69,6 +70,22 @@ def changed(plan: Plan, **values: Any) -> str:
 
 
 @pytest.mark.parametrize("version", [0, 1, 5, None, "6", True])
+def test_bytes_that_no_plan_has_are_refused(plan: Plan) -> None:
+    stage = to_dict(plan.forecast.devices[0])
+    for name, number, told in (
+        ("weight_bytes", -1, "below 0"),
+        ("kv_cache_bytes", stage["kv_cache_bytes"] + 512, "bytes in parts"),
+        ("allocated_bytes", 1, "and 1 allocated"),
+        ("reserved_bytes", 2**40, "bytes of"),
+        ("budget_bytes", 2**40, "a budget of"),
+    ):
+        data = json.loads(plan.to_json())
+        data["forecast"]["devices"][0][name] = number
+        with pytest.raises(FormatError, match=told) as caught:
+            Plan.from_json(json.dumps(data))
+        assert caught.value.hint
+
+
 def test_another_version_is_refused(plan: Plan, version: Any) -> None:
     with pytest.raises(FormatError, match="reads version 6") as caught:
         Plan.from_json(changed(plan, version=version))

@@ -150,7 +150,34 @@ class Plan:
                 if newer
                 else "make the plan again",
             )
-        return from_dict(cls, data)
+        plan = from_dict(cls, data)
+        plan._refuse_impossible()
+        return plan
+
+    def _refuse_impossible(self) -> None:
+        """Refuse bytes that no plan has; a file can say anything."""
+        for stage in self.forecast.devices:
+            budget = self.fleet.device(stage.device).budget_bytes
+            parts = (
+                stage.weight_bytes,
+                stage.kv_cache_bytes,
+                stage.activation_bytes,
+                stage.gradient_bytes,
+                stage.optimizer_bytes,
+            )
+            used = (*parts, stage.requested_bytes, stage.reserved_bytes)
+            for what, is_wrong in (
+                ("a number of bytes below 0", min(used) < 0),
+                (f"a budget of {stage.budget_bytes} bytes", stage.budget_bytes != budget),
+                (f"{max(used)} bytes of {budget}", max(used) > budget),
+                (f"{sum(parts)} bytes in parts, and {stage.allocated_bytes} allocated",
+                 sum(parts) != stage.allocated_bytes),
+            ):  # fmt: skip
+                if is_wrong:
+                    raise FormatError(
+                        f"the forecast of {stage.device} has {what}, which can't be",
+                        hint="the file was changed or damaged; make the plan again",
+                    )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, whole or not at all."""
