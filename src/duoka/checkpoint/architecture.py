@@ -110,10 +110,10 @@ def unknown_type(model_type: str, known: Collection[str], *, has_code: bool) -> 
 @cache
 def _listed_types() -> set[str]:
     """The types that transformers lists, without importing it; none where that doesn't work."""
-    found = find_spec("transformers")
-    if found is None or found.origin is None:
+    package = find_spec("transformers")
+    if package is None or package.origin is None:
         return set()
-    folder = Path(found.origin).parent / "models" / "auto"
+    folder = Path(package.origin).parent / "models" / "auto"
     try:
         text = (folder / "configuration_auto.py").read_text(encoding="utf-8")
         names = folder / "auto_mappings.py"

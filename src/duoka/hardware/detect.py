@@ -133,10 +133,10 @@ def tell_numbers(devices: Sequence[Device]) -> str:
     if value is None or not any(device.uuid for device in devices):
         return ""
     numbers = {gpu.uuid: gpu.index for gpu in nvml.read().gpus}
-    found = [(d.name, numbers[d.uuid]) for d in devices if d.uuid in numbers]
-    if all(name == f"cuda:{number}" for name, number in found):
+    pairs = [(d.name, numbers[d.uuid]) for d in devices if d.uuid in numbers]
+    if all(name == f"cuda:{number}" for name, number in pairs):
         return ""
-    texts = [f"{name} is nvidia-smi's GPU {number}" for name, number in found]
+    texts = [f"{name} is nvidia-smi's GPU {number}" for name, number in pairs]
     return f"{cuda_driver.VARIABLE}={value}: {', '.join(texts)}"
 
 

@@ -63,10 +63,9 @@ def find_device(text: str, fleet: Fleet) -> str:
     try:
         return Devices(fleet).find(text)
     except NoDevice:
-        told = cuda_driver.tell_renumbered()
+        hints = [f"the devices are {', '.join(fleet.names)}", cuda_driver.tell_renumbered()]
         raise UsageError(
-            f"{text[:60]!r} is no device of these GPUs",
-            hint="; ".join(filter(None, [f"the devices are {', '.join(fleet.names)}", told])),
+            f"{text[:60]!r} is no device of these GPUs", hint="; ".join(filter(None, hints))
         ) from None
 
 
