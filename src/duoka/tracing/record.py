@@ -284,10 +284,16 @@ class Skipper:
     """Recognises blocks that would do what an earlier one did, and stands in for them."""
 
     def __init__(self, model: nn.Module, groups: Sequence[Group]) -> None:
-        self._signatures: list[Any] = []
+        alone: list[Any] = []
         for group in groups:
             module = _submodule(model, group.names[0]) if len(group.names) == 1 else None
-            self._signatures.append(None if module is None else signature(module))
+            alone.append(None if module is None else signature(module))
+        # What comes between a block's call and the next one, such as a norm without parameters, is
+        # done in its turn. In the backward pass the block after one comes before it.
+        self._signatures = [
+            None if block is None else (block, following)
+            for block, following in zip(alone, [*alone[1:], None], strict=True)
+        ]
         self._seen: dict[Any, tuple[int, Any, int]] = {}
         self._like: list[int] = []
 

@@ -201,16 +201,10 @@ def placeholder(position: int) -> int:
 
 
 class TrainingSkipper(Skipper):
-    """Recognises blocks that are alike and between alike ones, and stands in for them."""
+    """Recognises blocks that are alike, and stands in for them with a way back."""
 
     def __init__(self, model: nn.Module, groups: Sequence[Group]) -> None:
         super().__init__(model, groups)
-        # In the backward pass the block after one comes before it.
-        after = [*self._signatures[1:], None]
-        self._signatures = [
-            None if signature is None else (signature, following)
-            for signature, following in zip(self._signatures, after, strict=True)
-        ]
         # Of each block that ran the homes of its arguments that get gradients.
         self._differentiated: dict[int, set[Home]] = {}
 
