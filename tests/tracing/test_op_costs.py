@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from duoka import virtual
-from duoka.tracing.blocks import tensors_in
+from duoka.runtime.dispatch.arguments import tensors_in
 from duoka.tracing.op_costs import count_bytes, count_flops, launches
 
 aten = torch.ops.aten

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from duoka.runtime.dispatch.arguments import tensors_in
 from duoka.runtime.dispatch.movers import Frames, Mover
 from duoka.runtime.dispatch.place_tensors import tensor_names
 
-from .execute import tensors_in
 from .mixed_call import CAUSE
 
 Entered = Callable[[torch.device], None]

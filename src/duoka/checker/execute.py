@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence
 
 from duoka.errors import UsageError
+from duoka.models.kv_cache import CACHE_NAMES
+from duoka.runtime.dispatch.arguments import tensors_in, to_device
 from duoka.runtime.steps import Stepper
 from duoka.virtual import UnknownValueError
 
@@ -24,7 +23,6 @@ BETWEEN = "decode, many steps"
 """The phase in which a cache is made longer without a step for each token."""
 
 _TRAIN_STEPS = 2
-_CACHES = ("past_key_values", "cache_params", "presents", "kv_cache", "kv_caches", "cache")
 
 
 class StepListener:
@@ -73,9 +71,9 @@ def _run(subject: Subject, device: torch.device, steps: StepListener) -> Any:
 def _arguments(inputs: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments on a device; a tensor alone is the only argument."""
     if isinstance(inputs, Mapping):
-        return (), _to_device(dict(inputs), device)
+        return (), to_device(dict(inputs), device)
     args = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-    return _to_device(args, device), {}
+    return to_device(args, device), {}
 
 
 def _train(call: Callable[[], Any], steps: StepListener) -> torch.Tensor:
@@ -135,7 +133,7 @@ def _decode_arguments(
 ) -> dict[str, Any] | None:
     """The arguments of a call with one token more, where a cache was returned and is taken."""
     accepted = inspect.signature(model.forward).parameters
-    for name in _CACHES:
+    for name in CACHE_NAMES:
         cache = outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
         ids = kwargs.get("input_ids")
         if cache is None or name not in accepted or not isinstance(ids, torch.Tensor):
@@ -216,42 +214,3 @@ def _cache_contents(cache: Any) -> Any:
         _cache_contents(value) if hasattr(value, "layers") else value
         for value in vars(cache).values()
     ]
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested lists, tuples, mappings and objects of transformers' outputs."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    """The value with every tensor in it on a device."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to(device).requires_grad_(value.requires_grad)
-    if isinstance(value, PackedSequence):
-        packed: Any = value
-        return packed.to(device)  # its batch sizes stay on the CPU
-    if is_dataclass(value) and not isinstance(value, (type, MutableMapping)):
-        parts = {part.name: _to_device(getattr(value, part.name), device) for part in fields(value)}
-        return replace(
-            value, **{part.name: parts[part.name] for part in fields(value) if part.init}
-        )
-    if isinstance(value, MutableMapping):
-        # A shallow copy keeps the class: transformers' outputs are mappings.
-        moved = copy.copy(value)
-        for key, item in value.items():
-            moved[key] = _to_device(item, device)
-        return moved
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_to_device(item, device) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_to_device(item, device) for item in value)
-    if callable(move := getattr(value, "to", None)) and not isinstance(value, (type, nn.Module)):
-        return move(device)
-    return value

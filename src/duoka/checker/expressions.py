@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from duoka.base.model_code import Spot
 from duoka.report.check_report import Place
 
-from .source_map import SPOT, Spot, locals_of, position, source_of, span
+from .source_map import SPOT, locals_of, position, source_of, span
 
 _NOTHING = object()
 

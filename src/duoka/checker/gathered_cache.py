@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from duoka.base.model_code import Spot
 from duoka.base.units import format_bytes
 from duoka.report.check_report import Fault, Operand
 
 from .report_names import ReportNames
-from .source_map import Spot, assigned_to, place_of
+from .source_map import assigned_to, place_of
 
 _FOREIGN = "_duoka_foreign"
 _JOINS = frozenset({torch.cat, torch.concat, torch.concatenate, torch.stack})

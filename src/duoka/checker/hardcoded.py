@@ -16,10 +16,9 @@ from unittest import mock
 
 import torch
 
+from duoka.base.model_code import is_installed
 from duoka.virtual import active_world, is_virtual, virtual_device
 from duoka.virtual import device_type as virtual_type
-
-from .source_map import is_installed
 
 _TO = torch.Tensor.to
 _CUDA = torch.Tensor.cuda

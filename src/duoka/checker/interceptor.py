@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
+from duoka.base.model_code import Spot, is_installed, is_own_code
 from duoka.report.check_report import Call, Fault, FaultKind, Operand, Origin, Place
 from duoka.virtual import MixedDevicesError, carry_over, settled_by
 
@@ -55,11 +56,8 @@ from .mixed_call import (
 from .report_names import ReportNames, at_hand
 from .source_map import (
     SPOT,
-    Spot,
     is_handled,
-    is_installed,
     is_named,
-    is_own_code,
     is_written_back,
     library_frame,
     model_frame,

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch.overrides import resolve_name
 
+from duoka.base.model_code import is_model_code
 from duoka.report.check_report import Fault
 from duoka.virtual import MixedDevicesError, VirtualTensor
-
-from .source_map import is_model_code
 
 CAUSE = "_duoka_cause"
 """The attribute of a tensor that names the fault which decided its device."""

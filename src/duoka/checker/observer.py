@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from duoka.base.model_code import Spot
 from duoka.report.check_report import PeakMemory, Sync, Transfer
 from duoka.virtual import Gpu, VirtualTensor
 
 from .execute import BETWEEN
 from .report_names import ReportNames
-from .source_map import Spot, model_frame, place_of, spot_of
+from .source_map import model_frame, place_of, spot_of
 
 _aten = torch.ops.aten
 _COPIES = frozenset({_aten._to_copy.default, _aten.copy_.default})

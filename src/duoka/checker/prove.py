@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from duoka import virtual
+from duoka.base.model_code import where_raised
 from duoka.base.units import format_count
 from duoka.errors import ProofError
 from duoka.forecast.replay_training import in_flight
@@ -24,7 +25,6 @@ from duoka.runtime.image_inputs import ImagePrompts, prompts_for
 from duoka.runtime.steps import Learner, Stepper
 
 from .execute import BETWEEN, decode_phases
-from .source_map import place_of, raised_in
 
 
 def prove(plan: Plan, model: PreTrainedModel) -> tuple[PeakMemory, ...]:
@@ -69,12 +69,12 @@ def _measured(
             run()
         except torch.OutOfMemoryError as error:
             raise ProofError(
-                f"the plan overflows{_where(error)}: {_renamed(str(error), names)}",
+                f"the plan overflows{where_raised(error)}: {_renamed(str(error), names)}",
                 hint="make the plan again; if it comes out the same, report it as a defect",
             ) from error
         except RuntimeError as error:
             raise ProofError(
-                f"the model fails on {format_count(len(names), 'device')}{_where(error)}: "
+                f"the model fails on {format_count(len(names), 'device')}{where_raised(error)}: "
                 f"{_renamed(str(error), names)}",
                 hint="this model's code can't be split there; put it on one GPU (--gpus)",
             ) from error
@@ -96,15 +96,6 @@ def _run(model: PreTrainedModel, workload: Workload, prompts: ImagePrompts | Non
     for phase, tokens in decode_phases(workload.new_tokens - 1):
         advance = stepper.lengthen if phase == BETWEEN else stepper.step
         advance(tokens)
-
-
-def _where(error: BaseException) -> str:
-    """File, line and text of the model's code in which an error arose."""
-    spot = raised_in(error)
-    if spot is None:
-        return ""
-    place = place_of(spot)
-    return f" at {place.file}:{place.line} ({place.text})"
 
 
 def _renamed(message: str, names: tuple[str, ...]) -> str:

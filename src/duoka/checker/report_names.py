@@ -9,9 +9,10 @@ from types import FrameType
 import torch
 from torch import nn
 
+from duoka.base.model_code import is_model_code
 from duoka.report.check_report import Call, Origin, OriginKind
 
-from .source_map import is_model_code, locals_of, place_of, spot_of
+from .source_map import locals_of, place_of, spot_of
 
 
 class ReportNames:

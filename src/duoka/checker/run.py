@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from duoka import virtual
+from duoka.base.model_code import raised_in
 from duoka.errors import DuokaError, ModelError
 from duoka.models.quantization import parts
 from duoka.planner.placement import Placement
@@ -27,7 +28,7 @@ from .interceptor import Interceptor
 from .observer import Observer
 from .report_names import ReportNames
 from .snapshot import globals_restored, on_virtual_gpus
-from .source_map import forget_sources, place_of, raised_in
+from .source_map import forget_sources, place_of
 from .subject import Subject, module_names, named_tensors, placed_modules, tensor_devices
 
 _MOST_NAMED = 5

@@ -23,13 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from duoka.base.model_code import is_installed
 from duoka.models.quantization import empty_weight, is_composed, moved, parts
 from duoka.runtime.dispatch.dispatch import stream
 from duoka.runtime.dispatch.install_movers import install_on
 from duoka.runtime.dispatch.place_tensors import on_host, tensor_names
 from duoka.virtual import VirtualTensor
-
-from .source_map import is_installed
 
 _SCALE = 0.02
 _LruCache = type(cache(len))

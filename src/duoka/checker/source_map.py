@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import ast
 import linecache
-import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dis import opname
 from functools import cache
 from inspect import CO_OPTIMIZED
@@ -19,44 +18,15 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-import torch
-
+from duoka.base.model_code import Spot, is_model_code, torch_folder
 from duoka.report.check_report import Place
 
-_OWN = str(Path(__file__).parent.parent) + "/"
-_TORCH = str(Path(torch.__file__).parent) + "/"
-_TORCH_MODULES = _TORCH + "nn/modules/"
-_STANDARD = sysconfig.get_paths()["stdlib"] + "/"
+_TORCH_MODULES = torch_folder() + "nn/modules/"
 _RUNNER = str(Path(__file__).parent / "execute.py")
-_INSTALLED = ("/site-packages/", "/dist-packages/")
 _CATCH_ALL = frozenset({"RuntimeError", "Exception", "BaseException"})
 
 SPOT = "_duoka_spot"
 """The attribute of a tensor that says where in model code it was made."""
-
-Spot = tuple[CodeType, int]
-"""A code object and the offset of an instruction in it."""
-
-
-def is_installed(file: str | None) -> bool:
-    """Whether a file is a library's: the standard one's, or one that was installed."""
-    if file is None:
-        return True
-    return file.startswith((_OWN, _STANDARD)) or any(part in file for part in _INSTALLED)
-
-
-@cache
-def is_model_code(code: CodeType) -> bool:
-    """Whether code is neither PyTorch's, nor duoka's, nor the standard library's."""
-    file = code.co_filename
-    if file.startswith((_OWN, _TORCH, "<frozen")):
-        return False
-    return not file.startswith(_STANDARD) or any(part in file for part in _INSTALLED)
-
-
-def is_own_code(code: CodeType) -> bool:
-    """Whether code is duoka's."""
-    return code.co_filename.startswith(_OWN)
 
 
 def model_frame(frame: FrameType | None) -> FrameType | None:
@@ -91,19 +61,6 @@ def locals_of(frame: FrameType) -> dict[str, Any]:
 def spot_of(frame: FrameType) -> Spot:
     """Where a frame is."""
     return frame.f_code, frame.f_lasti
-
-
-def raised_in(
-    error: BaseException, is_wanted: Callable[[CodeType], bool] = is_model_code
-) -> Spot | None:
-    """The innermost place in model code, or in what else is wanted, that an error went through."""
-    spot: Spot | None = None
-    trace = error.__traceback__
-    while trace is not None:
-        if is_wanted(trace.tb_frame.f_code):
-            spot = (trace.tb_frame.f_code, trace.tb_lasti)
-        trace = trace.tb_next
-    return spot
 
 
 @cache

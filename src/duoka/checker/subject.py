@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from duoka import models
+from duoka.base.model_code import raised_in
 from duoka.base.text import longest_prefix
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import Faults, ModelError, PlacementError
@@ -27,7 +28,7 @@ from duoka.report.check_report import OriginKind, Stop
 from duoka.runtime.dispatch.install_movers import is_callable
 from duoka.runtime.dispatch.place_tensors import tensor_names
 
-from .source_map import place_of, raised_in
+from .source_map import place_of
 
 Entries = tuple[tuple[str, str], ...]
 

@@ -332,6 +332,11 @@ class Profile:
             return self.regimes[regime].carried[ref.index]
         return -1, ref.index
 
+    @property
+    def is_of_steps(self) -> bool:
+        """Whether it holds certain steps, and no rules for others."""
+        return all(regime.query[1] - regime.query[0] == 1 for regime in self.regimes)
+
     def answers(self, batch: int) -> bool:
         """Whether there are rules for so many sequences: one, or several."""
         return any(regime.many == (batch > 1) for regime in self.regimes)

@@ -87,7 +87,8 @@ class Replay(AllocEvents):
         """A step of so many tokens after so many others."""
         # A one-token step after others is what decoding does.
         phase: Phase = "prefill" if not past else "extend" if query > 1 else "decode"
-        query = max(query, 2) if phase == "prefill" else query
+        if phase == "prefill" and not self.profile.is_of_steps:
+            query = max(query, 2)  # rules are made from several tokens; one takes no more
         return self._step(phase, query, past + query)
 
     def _schedule(self) -> list[Step]:

@@ -58,7 +58,7 @@ class Piece:
         axes = [axis for axis in self.axes if axis is not None]
         dropped = [axis for axis in range(part.ndim) if axis not in axes]
         extents = [stop - start for start, stop in self.target_box]
-        return part.permute(*axes, *dropped).reshape(extents)
+        return part.permute((*axes, *dropped)).reshape(extents)
 
     def place(self, target: Tensor) -> Tensor:
         """Return the view of the parameter or buffer that the piece fills."""

@@ -22,11 +22,14 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 from duoka.errors import UsageError
 from duoka.forecast.workload import Cache
 
-CACHE_NAMES = ("past_key_values", "cache_params")
+CACHE_NAMES = (*ALL_CACHE_NAMES, "presents", "kv_caches", "kv_cache", "cache")
+"""What models call a cache that they return, or take: transformers' names, and of older code."""
+_ASKED_FOR = ("past_key_values", "cache_params", "state")
 _MOST = 127
 """The largest 8-bit integer."""
 
@@ -34,7 +37,7 @@ _MOST = 127
 def cache_name(model: Any) -> str:
     """The argument of a model's `forward` that takes the cache."""
     accepted = inspect.signature(model.forward).parameters
-    return next((name for name in CACHE_NAMES if name in accepted), CACHE_NAMES[0])
+    return next((name for name in _ASKED_FOR if name in accepted), _ASKED_FOR[0])
 
 
 def new_cache(model: Any, kind: Cache = "dynamic", *, context_tokens: int = 0) -> Any:

@@ -131,7 +131,8 @@ class Stepper:
         """
         if tokens <= 0:
             return
-        if lengthen(self.cache, tokens):
+        # A decoder's cache is beside the one of what the encoder made.
+        if lengthen(getattr(self.cache, "self_attention_cache", self.cache), tokens):
             self.past += tokens
             return
         while tokens:

@@ -11,7 +11,7 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from duoka import virtual
 from duoka.base.text import containing, prefixes
 from duoka.models.quantization import parts
+from duoka.runtime.dispatch.arguments import brought, caches_of, mapped, stays, tensors_in
 
 from .device_moves import Moves
 
@@ -127,7 +128,7 @@ class _Experiment:
         handles: list[RemovableHandle] = []
         for name, module in self.model.named_modules():
             if name in self.containers:
-                before, after = partial(self._enter, name), self._leave
+                before, after = partial(self._enter, name, caches_of(module)), self._leave
                 handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 handles.append(module.register_forward_hook(after, always_call=True))
         try:
@@ -207,10 +208,13 @@ class _Experiment:
         """The owners that a tag stands for; it may be that of what enters a module."""
         return self.members.get(self._find(tag), set())
 
-    def _enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _enter(
+        self, name: str, caches: frozenset[int | str], _: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, Any]:
         self.stack.append(name)
         self.count += 1
-        return _retag(args, name + _ENTERED), _retag(kwargs, name + _ENTERED)
+        retag = partial(_retag, name=name + _ENTERED, caches=caches)
+        return tuple(retag(dict(enumerate(args))).values()), retag(kwargs)
 
     def _leave(self, *_: Any) -> None:
         self.stack.pop()
@@ -407,33 +411,18 @@ def _holders(model: nn.Module) -> dict[int, list[str]]:
     return holders
 
 
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors in nested tuples, lists and dictionaries, in order."""
-    tensors: list[torch.Tensor] = []
-    _collect(tree, tensors)
-    return tensors
+def _retag(arguments: Mapping[Any, Any], name: str, caches: Iterable[int | str]) -> dict[Any, Any]:
+    """The arguments as they are where a mover has brought them, with another tag."""
 
-
-def _collect(tree: Any, tensors: list[torch.Tensor]) -> None:
-    # Asked for every argument of every operation that is traced: no generators here.
-    if isinstance(tree, torch.Tensor):
-        tensors.append(tree)
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            _collect(item, tensors)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            _collect(item, tensors)
-
-
-def _retag(tree: Any, name: str) -> Any:
-    """The same arguments as new tensor objects with another tag; storage is shared."""
-    if isinstance(tree, torch.Tensor) and not isinstance(tree, nn.Parameter):
-        alias = tree.view_as(tree)
+    def retag(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return tensor
+        tensor = brought(tensor, virtual.virtual_device(0))
+        alias = tensor.view_as(tensor)
         setattr(alias, _TAG, name)
         return alias
-    if type(tree) in (tuple, list):
-        return type(tree)(_retag(item, name) for item in tree)
-    if type(tree) is dict:
-        return {key: _retag(item, name) for key, item in tree.items()}
-    return tree
+
+    return {
+        key: value if stays(key, value, caches) else mapped(value, retag)
+        for key, value in arguments.items()
+    }

@@ -18,8 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from duoka import virtual
 from duoka.base.text import containing
 from duoka.models.quantization import parts
+from duoka.runtime.dispatch.arguments import brought, caches_of, stays, tensors_in
 
-from .blocks import Group, tensors_in
+from .blocks import Group
 from .op_costs import count_bytes, count_flops, launches
 
 Home = tuple[int, int, int]
@@ -93,7 +94,7 @@ class Recorder:
                     containers.setdefault(container, index)
         for name, module in self._model.named_modules():
             if name in containers:
-                enter = partial(self._enter, containers[name])
+                enter = partial(self._enter_container, containers[name], caches_of(module))
                 handle = module.register_forward_pre_hook(enter, with_kwargs=True)
                 self._handles.append(handle)
         for index, group in enumerate(self._groups):
@@ -186,8 +187,21 @@ class Recorder:
         """What follows is the caller's: the last block, which has no modules."""
         self._current = len(self._groups) - 1
 
-    def _enter(self, first: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter_container(
+        self, first: int, caches: frozenset[int | str], module: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, Any]:
         """What contains blocks begins: dispatch moves its arguments to its first block."""
+        given = {**dict(enumerate(args)), **kwargs}
+        moved = {k: v if stays(k, v, caches) else _brought(v) for k, v in given.items()}
+        self._enter(
+            first,
+            [moved[at] for at, value in enumerate(args) if not stays(at, value, caches)],
+            {key: moved[key] for key, value in kwargs.items() if not stays(key, value, caches)},
+        )
+        return tuple(moved[at] for at in range(len(args))), {key: moved[key] for key in kwargs}
+
+    def _enter(self, first: int, args: Any, kwargs: Any) -> None:
+        """Note what is moved to a block for those behind it, too."""
         self._entered += self._moved_to(first, self._arguments(args, kwargs))
 
     def _moved_to(self, first: int, arguments: Iterable[_Argument]) -> Iterator[_Argument]:
@@ -210,6 +224,7 @@ class Recorder:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             if not self._begin(block):
                 return forward(*args, **kwargs)
+            args, kwargs = _brought(args), _brought(kwargs)
             entered, self._entered = self._entered, []
             self._read(block, entered, passing=True)
             self._read(block, [*self._arguments(args, kwargs)])
@@ -437,6 +452,11 @@ def picture_made(picture: Any, call: Any, make: Callable[..., torch.Tensor]) -> 
 def device_of(arguments: Iterable[Any]) -> torch.device:
     """The virtual GPU of a block's arguments."""
     return next(t.device for t in arguments if isinstance(t, virtual.VirtualTensor))
+
+
+def _brought(arguments: Any) -> Any:
+    """What dispatch would bring from the host, on the virtual GPU; all else is there."""
+    return brought(arguments, virtual.virtual_device(0))
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module | None:

@@ -24,8 +24,9 @@ import torch
 from torch import nn
 
 from duoka import virtual
+from duoka.runtime.dispatch.arguments import tensors_in
 
-from .blocks import Group, tensors_in
+from .blocks import Group
 from .record import Home, Pass, Recorder, Skipper, device_of, picture_made
 
 
@@ -104,7 +105,7 @@ class TrainingRecorder(Recorder):
         self._blocks.append(block)
         return super()._begin(block)
 
-    def _enter(self, first: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, first: int, args: Any, kwargs: Any) -> None:
         if not self._is_backward:
             for tensor in tensors_in((args, kwargs)):
                 self._follow(tensor, None, by=first)

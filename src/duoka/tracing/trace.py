@@ -6,7 +6,6 @@ A model is whole on one virtual GPU. Nothing is known here of several, nor of bu
 from __future__ import annotations
 
 import os
-import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from duoka import virtual
+from duoka.base.model_code import where_raised
 from duoka.errors import ModelError
 from duoka.forecast.flash_splits import FlashShape
 from duoka.forecast.profile import ALIGNED_TOKENS, Block, Kind, Phase, Profile, Regime, Tape
@@ -27,6 +27,7 @@ from duoka.forecast.workload import Conditions, Workload
 from duoka.hardware.gpu_generation import GpuGeneration
 from duoka.models.quantization import is_composed, parts
 from duoka.planner.placement import Placement
+from duoka.runtime.dispatch.arguments import to_device
 from duoka.runtime.dispatch.place_tensors import place
 from duoka.runtime.image_inputs import ImagePrompts, prompts_for
 from duoka.runtime.steps import Stepper
@@ -98,12 +99,11 @@ def trace_workload(model: nn.Module, spec: TraceSpec, workloads: Sequence[Worklo
     steps = _Steps.of(model, spec)
     with running(model), whole(model, spec) as device:
         tracer = _Tracer(model, device, ENDLESS, steps)
-        regimes = {
-            (regime.phase, regime.query, regime.keys): (regime, tapes)
-            for workload in workloads
-            for regime, tapes in tracer.points(workload)
-        }
-        profile = as_profile(model, tracer.groups, spec, list(regimes.values()), named)
+        try:
+            regimes = tracer.all_points(workloads, _FILLED_TOKENS)
+        except FAILURES:  # of a model that takes one token at a time once it has a cache
+            regimes = tracer.all_points(workloads, 1)
+        profile = as_profile(model, tracer.groups, spec, regimes, named)
         return replace(profile, least_prompt_tokens=steps.least_tokens)
 
 
@@ -116,7 +116,7 @@ def trace_call(
     with running(model), whole(model, spec) as device:
 
         def call() -> None:
-            model(*_moved(args, device), **_moved(kwargs, device))
+            model(*to_device(args, device), **to_device(kwargs, device))
 
         groups = find_groups(model, call)
         with Recorder(model, groups, skip=False) as recorder:
@@ -128,20 +128,25 @@ def trace_call(
 
 
 # What model code raises when it can't run as it is asked to.
-FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
+FAILURES = (
+    *(RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError),
+    *(AssertionError, ImportError, ArithmeticError),
+)
 
 
 @contextmanager
 def running(model: nn.Module) -> Iterator[None]:
-    """Say which model failed, and where, when its own code does."""
+    """Say which model failed, and where, when its own code does; what is compiled runs eagerly."""
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     except FAILURES as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = where_raised(error)
+        if not where and isinstance(error, AssertionError):
+            raise  # one of duoka's own
         raise ModelError(
             f"{type(model).__name__} can't be traced: {type(error).__name__}: "
-            f"{virtual.spoken(str(error))} "
-            f"({last.filename}:{last.lineno})",
+            f"{virtual.spoken(str(error))}{where}",
             hint="give example inputs that it accepts: duoka.plan(model, fleet, inputs=…)",
         ) from error
 
@@ -284,7 +289,16 @@ class _Tracer:
         for start, stop in cells:
             yield from self._cell(many, start, stop)
 
-    def points(self, workload: Workload) -> Iterator[RegimeTapes]:
+    def all_points(self, workloads: Iterable[Workload], filled_tokens: int) -> list[RegimeTapes]:
+        """Regimes for the steps of some workloads."""
+        regimes = {
+            (regime.phase, regime.query, regime.keys): (regime, tapes)
+            for workload in workloads
+            for regime, tapes in self._points(workload, filled_tokens)
+        }
+        return [*regimes.values()]
+
+    def _points(self, workload: Workload, filled_tokens: int) -> Iterator[RegimeTapes]:
         """Regimes for the steps of one workload; between two recorded ones the later counts."""
         many = workload.batch > 1
         chunks = workload.chunks()
@@ -296,7 +310,7 @@ class _Tracer:
             for query, past in [*steps, *_decodes(workload)]:
                 while stepper.past < past:
                     # Recorded and thrown away: what is skipped must be skipped here as well.
-                    tokens = min(past - stepper.past, max(query, _FILLED_TOKENS))
+                    tokens = min(past - stepper.past, max(query, filled_tokens))
                     recorder.record(partial(stepper.step, tokens))
                 phase: Phase = "prefill" if not past else "extend" if query > 1 else "decode"
                 recorded = recorder.record(
@@ -409,17 +423,6 @@ def _fitted(
 ) -> RegimeTapes:
     tapes, carried = fit([sample for sample in samples if sample.phase == regime.phase], shapes)
     return replace(regime, carried=carried), tapes
-
-
-def _moved(tree: Any, device: torch.device) -> Any:
-    """Nested arguments with every tensor on a device."""
-    if isinstance(tree, torch.Tensor):
-        return tree.to(device)
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(_moved(item, device) for item in tree)
-    if isinstance(tree, Mapping):
-        return {key: _moved(item, device) for key, item in tree.items()}
-    return tree
 
 
 def as_profile(

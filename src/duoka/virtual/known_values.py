@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from duoka.base.model_code import is_model_code
 from duoka.errors import VirtualDeviceError
 
 if TYPE_CHECKING:
     from .tensor import VirtualTensor
 
-
-_TORCH_FOLDER = str(Path(torch.__file__).parent)
-_OWN_FOLDER = str(Path(__file__).parent)
 
 KNOWN_LIMIT_BYTES = 16 * 2**20
 """The largest tensor whose values are kept on a GPU with meta data."""
@@ -90,14 +87,11 @@ def unknown_value(what: str) -> UnknownValueError:
 
 
 def caller() -> tuple[str, int]:
-    """Return file and line of the innermost code that is neither torch's nor ours."""
+    """Return file and line of the innermost code of a model's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        is_ours = file.startswith((_TORCH_FOLDER, _OWN_FOLDER, "<frozen"))
-        # What listens to all of torch's functions is on the way to every one of them.
-        if not is_ours and frame.f_code.co_name != "__torch_function__":
-            return file, frame.f_lineno
+        if is_model_code(frame.f_code):
+            return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
     return "unknown", 0
 

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import libcst as cst
-import torch
 
 from duoka.base.files import read_bytes, why
+from duoka.base.model_code import torch_folder
 from duoka.report.check_report import Fault
 
 from ..subject import Subject
 from .syntax import Tree
 
 _MOST_BYTES = 8 << 20
-_TORCH = str(Path(torch.__file__).parent) + "/"
 _NOTEBOOK_CELL = "<ipython-input"
 
 
@@ -34,7 +33,7 @@ class Sources:
 
     def text(self, file: str) -> str:
         """The text of a file, line ends as they are."""
-        if file.startswith(_TORCH):
+        if file.startswith(torch_folder()):
             raise SourceError(
                 "it stands in PyTorch's own code: the map must keep that module on one device"
             )

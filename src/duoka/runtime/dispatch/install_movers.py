@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from duoka.base.text import containing
 from duoka.planner.placement import Placement
 
+from .arguments import caches_of
 from .movers import MOVER, Enter, Frames, Leave, Mover, moving_class, plain_class, settle_class
 from .place_tensors import tensor_names
 
@@ -37,11 +38,13 @@ def moving_modules(
 def install_on(model: nn.Module, blocks: Mapping[nn.Module, torch.device]) -> Installed:
     """Put a mover on these modules alone, and a memory of what was moved around them."""
     frames = Frames()
+    parents = _parents(model, blocks)
     for block, device in blocks.items():
-        block.__dict__[MOVER] = Mover(device, frames)
+        caches = caches_of(block) if block in parents else frozenset[int | str]()
+        block.__dict__[MOVER] = Mover(device, frames, caches)
         block.__class__ = moving_class(plain_class(block))
     handles = []
-    for module in _parents(model, blocks):
+    for module in parents:
         enter, leave = Enter(frames, is_root=module is model), Leave(frames)
         handles.append(module.register_forward_pre_hook(enter, prepend=True))
         handles.append(module.register_forward_hook(leave, always_call=True))

@@ -19,7 +19,6 @@ stays on the block's own copy.
 
 from __future__ import annotations
 
-import copy
 import threading
 import weakref
 from typing import Any, SupportsIndex
@@ -28,9 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from .arguments import NO_TENSORS, is_brought, mapped, stays
+
 MOVER = "_duoka_mover"
 STREAMED = "_duoka_streamed"
-_NO_TENSORS = frozenset({type(None), bool, int, float, str})
 
 
 class Frames(threading.local):
@@ -191,11 +191,14 @@ def _revive(base: type[nn.Module]) -> nn.Module:
 
 
 class Mover:
-    """Brings arguments to one device."""
+    """Brings arguments to one device; `caches` are those of several blocks, which stay."""
 
-    __slots__ = ("_device", "_frames", "_keys")
+    __slots__ = ("_caches", "_device", "_frames", "_keys")
 
-    def __init__(self, device: torch.device, frames: Frames) -> None:
+    def __init__(
+        self, device: torch.device, frames: Frames, caches: frozenset[int | str] = frozenset()
+    ) -> None:
+        self._caches = caches
         self._device = device
         self._frames = frames
         self._keys = ((str(device), False), (str(device), True))
@@ -214,41 +217,21 @@ class Mover:
         memory = None
         if stack and not torch.is_inference_mode_enabled():
             memory = stack[-1].memory(self._keys[torch.is_grad_enabled()])
-        moved_kwargs = {key: _brought(value, device, memory) for key, value in kwargs.items()}
-        return tuple([_brought(value, device, memory) for value in args]), moved_kwargs
 
+        def move(tensor: Tensor) -> Tensor:
+            if not is_brought(tensor, device):
+                return tensor
+            known = None if memory is None else memory.find(tensor)
+            return _moved(tensor, device, memory) if known is None else known
 
-def _brought(value: Any, device: torch.device, memory: Memory | None) -> Any:
-    """The value with every tensor in it on the device; unchanged if they are there."""
-    if type(value) in _NO_TENSORS:
-        return value
-    if isinstance(value, Tensor):
-        if value.device == device:
-            return value
-        known = None if memory is None else memory.find(value)
-        return _moved(value, device, memory) if known is None else known
-    if isinstance(value, PackedSequence):
-        packed: Any = value
-        return packed.to(device)  # its batch sizes stay on the CPU
-    if isinstance(value, (tuple, list)):
-        if _at_home(value, device):
-            return value
-        items = [_brought(item, device, memory) for item in value]
-        if hasattr(value, "_fields"):
-            return type(value)(*items)
-        return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, dict) and not _at_home(value.values(), device):
-        # A shallow copy keeps the class and its attributes: transformers' outputs are dicts.
-        brought = copy.copy(value)
-        for key, item in value.items():
-            brought[key] = _brought(item, device, memory)
-        return brought
-    return value
+        def bring(key: int | str, value: Any) -> Any:
+            return value if stays(key, value, self._caches) else mapped(value, move)
+
+        moved_kwargs = {key: bring(key, value) for key, value in kwargs.items()}
+        return tuple([bring(at, value) for at, value in enumerate(args)]), moved_kwargs
 
 
 def _moved(tensor: Tensor, device: torch.device, memory: Memory | None) -> Tensor:
-    if tensor.dim() == 0 and tensor.device.type == "cpu":
-        return tensor  # mixes with any device
     moved = tensor.to(device)
     if memory is not None:
         memory.add(tensor, moved)
@@ -259,7 +242,7 @@ def _at_home(values: Any, device: torch.device) -> bool:
     """Whether no tensor among the values, at any depth, is on another device."""
     for value in values:
         # The commonest first: this runs for every block and token.
-        if type(value) in _NO_TENSORS:
+        if type(value) in NO_TENSORS:
             continue
         if isinstance(value, Tensor):
             if value.device != device:

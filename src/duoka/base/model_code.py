@@ -1,0 +1,76 @@
+"""Which code is a model's, and where in it an error arose.
+
+It is whatever is neither PyTorch's, nor duoka's, nor the standard library's. PyTorch is found here
+without being imported.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sysconfig
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import CodeType
+
+_OWN = str(Path(__file__).parent.parent) + "/"
+_STANDARD = sysconfig.get_paths()["stdlib"] + "/"
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+
+Spot = tuple[CodeType, int]
+"""A code object and the offset of an instruction in it."""
+
+
+@cache
+def torch_folder() -> str:
+    """Where PyTorch's files are."""
+    spec = find_spec("torch")
+    assert spec is not None, "duoka needs it"
+    return str(Path(spec.origin or "").parent) + "/"
+
+
+def is_installed(file: str | None) -> bool:
+    """Whether a file is a library's: the standard one's, or one that was installed."""
+    if file is None:
+        return True
+    return file.startswith((_OWN, _STANDARD)) or any(part in file for part in _INSTALLED)
+
+
+@cache
+def is_model_code(code: CodeType) -> bool:
+    """Whether code is neither PyTorch's, nor duoka's, nor the standard library's."""
+    file = code.co_filename
+    if file.startswith((_OWN, torch_folder(), "<frozen")):
+        return False
+    return not file.startswith(_STANDARD) or any(part in file for part in _INSTALLED)
+
+
+def is_own_code(code: CodeType) -> bool:
+    """Whether code is duoka's."""
+    return code.co_filename.startswith(_OWN)
+
+
+def raised_in(
+    error: BaseException, is_wanted: Callable[[CodeType], bool] = is_model_code
+) -> Spot | None:
+    """The innermost place in model code, or in what else is wanted, that an error went through."""
+    spot: Spot | None = None
+    trace = error.__traceback__
+    while trace is not None:
+        if is_wanted(trace.tb_frame.f_code):
+            spot = (trace.tb_frame.f_code, trace.tb_lasti)
+        trace = trace.tb_next
+    return spot
+
+
+def where_raised(error: BaseException) -> str:
+    """File, line and text of the model's code in which an error arose; "" outside of it."""
+    trace, found = error.__traceback__, ""
+    while trace is not None:
+        code, line = trace.tb_frame.f_code, trace.tb_lineno
+        if is_model_code(code):
+            text = linecache.getline(code.co_filename, line).strip()
+            found = f" at {code.co_filename}:{line}" + (f" ({text})" if text else "")
+        trace = trace.tb_next
+    return found
