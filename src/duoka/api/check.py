@@ -7,18 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from duoka.base.model_code import raised_in
 from duoka.base.progress import say
 from duoka.checker.run import check_subject
+from duoka.checker.source_map import place_of
 from duoka.checker.stage_splits import splits
 from duoka.checker.subject import Subject, build_own, complete, native_hint, read_entries, stop_of
 from duoka.checkpoint.checkpoint import Checkpoint
-from duoka.errors import Faults, InfeasibleError, ModelError, PlacementError, UsageError
+from duoka.errors import DuokaError, Faults, InfeasibleError, ModelError, PlacementError, UsageError
 from duoka.forecast.tensor_names import Outline
 from duoka.forecast.workload import Training, Workload
 from duoka.hardware.fleet import Fleet
@@ -31,10 +33,10 @@ from duoka.planner.resolve import workload_for
 from duoka.report.check_report import Report, Stop
 from duoka.runtime.dispatch.place_tensors import tensor_names
 from duoka.runtime.image_inputs import image_inputs
+from duoka.virtual import UnknownValueError
 
 from .plan import find_or_trace, plan
 
-T = TypeVar("T")
 _INPUTS = (Mapping, tuple, list, torch.Tensor)
 _DEALT = "the model can't be planned, so its modules were dealt to the devices by their bytes"
 _UNTRACED = "what must stay whole on one device isn't known"
@@ -54,6 +56,8 @@ class _CheckRequest:
     fleet: Fleet | None
     constraints: Constraints = field(default_factory=Constraints)
     notes: list[str] = field(default_factory=list)
+    refusals: list[DuokaError] = field(default_factory=list)
+    """Why there is no plan, where one was asked for."""
 
     @property
     def to_plan(self) -> Fleet:
@@ -136,9 +140,19 @@ def check(
         return Report(model=error.source, devices=(), stop=error.stop, train=train)
     say("running the model on virtual GPUs")
     report = check_subject(subject)
+    if report.ok and request.refusals:
+        # On these devices `plan` and `generate` take no such model: that isn't clean.
+        report = replace(report, stop=_unplanned(request.refusals[0]))
     if report.stop is None or report.stop.hint or not subject.hint:
         return report
     return replace(report, stop=replace(report.stop, hint=subject.hint))
+
+
+def _unplanned(error: DuokaError) -> Stop:
+    """That a model can't be planned, and the line of its code that says so."""
+    spot = None if error.__cause__ is None else raised_in(error.__cause__)
+    place = None if spot is None else place_of(spot)
+    return Stop(message=str(error), place=place, phase="plan", hint=error.hint or "")
 
 
 def _subject(
@@ -280,7 +294,11 @@ def _of_checkpoint(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
     elif isinstance(placement, Placement):
         entries = placement.entries
     else:
-        profile = _or_note(lambda: find_or_trace(checkpoint, workload), _UNTRACED, request.notes)
+        profile = None
+        try:
+            profile = find_or_trace(checkpoint, workload)
+        except (ModelError, UnknownValueError) as error:
+            request.notes.append(f"{_UNTRACED}: {error}")
         names = (name for name, _ in tensor_names(model))
         outline = Outline.of_names(names) if profile is None else profile.outline
         entries, faults, is_whole = _judged(outline, model, DeviceMap.of(placement), request)
@@ -341,15 +359,11 @@ def _planned(ask: Callable[..., Plan], request: _CheckRequest) -> Plan | None:
                 return plan
         return ask(fleet, constraints=constraints)
 
-    return _or_note(attempt, _DEALT, request.notes)
-
-
-def _or_note(attempt: Callable[[], T], note: str, notes: list[str]) -> T | None:
-    """What an attempt gives; None, and a note, where the model's code can't be traced."""
     try:
         return attempt()
-    except ModelError as error:
-        notes.append(f"{note}: {error}")
+    except (ModelError, UnknownValueError) as error:
+        request.notes.append(f"{_DEALT}: {error}")
+        request.refusals.append(error)
         return None
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from duoka.base.progress import say
-from duoka.checker.prove import prove
+from duoka.checker.prove import needs_movers
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import CheckpointError, ModelError, UsageError
@@ -87,24 +87,24 @@ def load(
     refuse_more(plan.forecast.host_bytes)
     devices.materialise(plan.fleet)
     say("proving the plan on virtual GPUs")
-    prove(plan, build_model(checkpoint, plan.workload))
+    has_movers = needs_movers(plan, build_model(checkpoint, plan.workload))
     checkpoint = checkpoint.fetch(download_progress)
     plan.refuse_other(checkpoint.fingerprint, plan.source)
     say("reading the weights")
-    return _filled(plan, checkpoint, progress, keeping)
+    model = _filled(plan, checkpoint, progress, keeping)
+    return spread(model, plan.placement, offloaded=plan.offloaded, has_movers=has_movers)
 
 
 def _filled(
     plan: Plan, checkpoint: Checkpoint, progress: Progress | None, keeping: Keeping | None
 ) -> PreTrainedModel:
-    """The model with its weights, spread as the plan says."""
+    """The model with its weights where the plan says."""
     model = build_model(checkpoint, plan.workload)
     if method_of(checkpoint.config) is not None:
         dtype = getattr(torch, plan.workload.dtype)
-        placed = loader.load_published(
+        return loader.load_published(
             checkpoint, model, plan.placement, dtype=dtype, progress=progress
         )
-        return spread(placed, plan.placement)
     loader.load_weights(
         model,
         checkpoint,
@@ -113,7 +113,7 @@ def _filled(
         offloaded=plan.offloaded,
         keeping=keeping,
     )
-    return spread(model, plan.placement, offloaded=plan.offloaded)
+    return model
 
 
 def _refuse_unloadable(plan: Plan) -> None:

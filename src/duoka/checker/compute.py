@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from duoka import virtual
 from duoka.report.check_report import Report, Stop
+from duoka.runtime.dispatch.place_tensors import parameter_bytes
 
 from .execute import DECODE_STEPS
-from .run import REAL_BYTES, Run, num_bytes, random_state_kept
+from .run import Run, random_state_kept
 from .subject import Subject
 
 _SEED = 20
@@ -33,7 +35,7 @@ class Numbers:
 
 def is_computable(subject: Subject) -> bool:
     """Whether a model is small enough to be run with real numbers."""
-    return num_bytes(subject.model) <= REAL_BYTES
+    return parameter_bytes(subject.model) <= virtual.REAL_BYTES
 
 
 def compute(subject: Subject, *, on_one: bool = False) -> Numbers:

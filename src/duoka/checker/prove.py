@@ -21,19 +21,40 @@ from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
 from duoka.report.check_report import PeakMemory
 from duoka.runtime.dispatch.dispatch import dispatch
+from duoka.runtime.dispatch.place_tensors import invent_values, parameter_bytes
 from duoka.runtime.image_inputs import ImagePrompts, prompts_for
 from duoka.runtime.steps import Learner, Stepper
 
 from .execute import BETWEEN, decode_phases
 
 
-def prove(plan: Plan, model: PreTrainedModel) -> tuple[PeakMemory, ...]:
-    """Run a plan on virtual GPUs that have its devices' budgets."""
+def prove(
+    plan: Plan, model: PreTrainedModel, *, has_movers: bool = False
+) -> tuple[PeakMemory, ...]:
+    """Run a plan on virtual GPUs that have its devices' budgets; the model stays as it is."""
     if plan.workload.training is not None:
         return virtual.apart(_prove_training, plan, model)
     prompts = prompts_for(model, plan.workload.conditions)
+
+    def measured(data: str) -> tuple[PeakMemory, ...]:
+        copied = copy.deepcopy(model)
+        run = partial(_run, copied, plan.workload, prompts)
+        return _measured(plan, copied, run, plan.devices, data=data, has_movers=has_movers)
+
     with torch.no_grad():
-        return _measured(plan, model, partial(_run, model, plan.workload, prompts), plan.devices)
+        return virtual.with_values(measured, partial(parameter_bytes, model))
+
+
+def needs_movers(plan: Plan, model: PreTrainedModel) -> bool:
+    """Prove a plan; whether it has one device, and its code makes arguments of blocks elsewhere."""
+    try:
+        prove(plan, model)
+    except ProofError as error:
+        if len(plan.devices) > 1 or not isinstance(error.__cause__, virtual.MixedDevicesError):
+            raise
+        prove(plan, model, has_movers=True)
+        return True
+    return False
 
 
 def _prove_training(plan: Plan, model: PreTrainedModel) -> tuple[PeakMemory, ...]:
@@ -47,13 +68,20 @@ def _prove_training(plan: Plan, model: PreTrainedModel) -> tuple[PeakMemory, ...
         copied = copy.deepcopy(model)
         stages = [name for name, number in zip(names, flying, strict=True) if number == limit]
         learner = Learner(copied, workload, virtual.virtual_device(0))
-        measured = _measured(plan, copied, partial(learner.run, in_flight=limit), stages)
+        run = partial(learner.run, in_flight=limit)
+        measured = _measured(plan, copied, run, stages)
         by_device |= {peak.device: peak for peak in measured}
     return tuple(by_device[name] for name in names)
 
 
 def _measured(
-    plan: Plan, model: PreTrainedModel, run: Callable[[], None], limited: Sequence[str]
+    plan: Plan,
+    model: PreTrainedModel,
+    run: Callable[[], None],
+    limited: Sequence[str],
+    *,
+    data: str = "meta",
+    has_movers: bool = False,
 ) -> tuple[PeakMemory, ...]:
     """Run a model where a plan puts it; what the devices measure that have their budgets."""
     names = plan.devices
@@ -62,10 +90,13 @@ def _measured(
     entries = tuple((module, virtual_name[name]) for module, name in plan.placement.entries)
     capacities = [budgets.get(name) for name in names]
     with virtual.unnamed_gpus(
-        capacities, data="meta", generation=plan.workload.gpu_generation
+        capacities, data=data, generation=plan.workload.gpu_generation
     ) as world:
         try:
-            dispatch(model, Placement(entries=entries), empty=True, offloaded=plan.offloaded)
+            placement = Placement(entries=entries)
+            dispatch(model, placement, empty=True, offloaded=plan.offloaded, has_movers=has_movers)
+            if data == "cpu":
+                invent_values(model)
             run()
         except torch.OutOfMemoryError as error:
             raise ProofError(

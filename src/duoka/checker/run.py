@@ -21,6 +21,7 @@ from duoka.models.quantization import parts
 from duoka.planner.placement import Placement
 from duoka.report.check_report import PeakMemory, Report, Stop
 from duoka.runtime.dispatch.install_movers import moving_modules
+from duoka.runtime.dispatch.place_tensors import parameter_bytes
 
 from .entry_hooks import watch_entries
 from .execute import StepListener, run
@@ -33,8 +34,6 @@ from .subject import Subject, module_names, named_tensors, placed_modules, tenso
 
 _MOST_NAMED = 5
 _MOST_GPUS = 8
-REAL_BYTES = 2**30
-"""The largest model that is run with real numbers where its code reads values."""
 
 
 def check_subject(subject: Subject) -> Report:
@@ -51,9 +50,10 @@ def _run(subject: Subject) -> Report:
     with random_state_kept(), torch.inference_mode(False):
         report = Run(subject, "meta").report()
         # Code that reads values, or an operation without a shape rule, may run with real numbers.
-        if report.stop is not None and num_bytes(subject.model) <= REAL_BYTES:
-            report = _further(report, Run(subject, "cpu").report())
-    return report
+        if report.stop is None:
+            return report
+        is_small = parameter_bytes(subject.model) <= virtual.REAL_BYTES
+        return _further(report, Run(subject, "cpu" if is_small else "even").report(), is_small)
 
 
 def _refuse_scripted(subject: Subject) -> None:
@@ -70,14 +70,15 @@ def _refuse_scripted(subject: Subject) -> None:
         )
 
 
-def _further(report: Report, real: Report) -> Report:
-    """Of a run that stopped and one with real numbers, the one that came further."""
+def _further(report: Report, real: Report, is_small: bool) -> Report:
+    """Of a run that stopped and one with other numbers, the one that came further."""
     assert report.stop is not None
     needs_values = report.stop.message.startswith(virtual.UnknownValueError.__name__)
     if real.stop is not None and not needs_values and len(real.faults) <= len(report.faults):
         return report
     why = "the model's code reads values" if needs_values else report.stop.message
-    return replace(real, notes=(*real.notes, f"it was run with real numbers: {why}"))
+    how = "with real numbers" if is_small else "with experts chosen evenly"
+    return replace(real, notes=(*real.notes, f"it was run {how}: {why}"))
 
 
 @contextmanager
@@ -92,17 +93,12 @@ def random_state_kept() -> Iterator[None]:
             np.random.set_state(numpy_state)
 
 
-def num_bytes(model: nn.Module) -> int:
-    """The bytes of a model's parameters."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-
-
 class _FirstFound(BaseException):
     """The first placed module was entered. No code of a model's catches it."""
 
 
 class Run(StepListener):
-    """One run; `data` says what holds the numbers: "meta" or "cpu"."""
+    """One run; `data` says what holds the numbers: "meta", "even" or "cpu"."""
 
     def __init__(self, subject: Subject, data: str) -> None:
         self.subject = subject

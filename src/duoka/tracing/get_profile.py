@@ -25,6 +25,7 @@ from duoka.planner.planner import with_chunks
 from duoka.planner.resolve import workload_for
 from duoka.runtime import load as loader
 from duoka.runtime.dispatch.dispatch import undispatch
+from duoka.runtime.dispatch.place_tensors import parameter_bytes
 from duoka.tracing import Irregular, TraceSpec, profile_training, trace, trace_call, trace_workload
 
 
@@ -47,7 +48,7 @@ def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
         build = partial(build_model, checkpoint, workload)
         profile, regular = _trace(build, spec, workload)
         # Where parts keep another type, the first parameter may be one of them.
-        profile = replace(profile, dtype=workload.dtype, notes=notes)
+        profile = replace(profile, dtype=workload.dtype, notes=(*notes, *profile.notes))
         profile_cache.keep_profile(profile, workload, alone=not regular)
     return profile
 
@@ -58,7 +59,10 @@ def profile_module(
     """The profile of a model that is given as an object; the object isn't touched."""
     spec = TraceSpec(fingerprint=fingerprint_module(model), conditions=workload.conditions)
     if inputs is not None:
-        return trace_call(without_data(model), spec, inputs)
+        return virtual.with_values(
+            lambda data: trace_call(without_data(model), replace(spec, data=data), inputs),
+            partial(parameter_bytes, model),
+        )
     if not hasattr(model, "prepare_inputs_for_generation"):
         raise UsageError(
             f"{type(model).__name__} is no generating model of transformers",
@@ -71,6 +75,15 @@ def _trace(
     build: Callable[[], nn.Module], spec: TraceSpec, workload: Workload
 ) -> tuple[Profile, bool]:
     """Trace for every workload where rules hold, which the second result says, or for this one."""
+    return virtual.with_values(
+        lambda data: _trace_with(build, replace(spec, data=data), workload),
+        lambda: parameter_bytes(build()),
+    )
+
+
+def _trace_with(
+    build: Callable[[], nn.Module], spec: TraceSpec, workload: Workload
+) -> tuple[Profile, bool]:
     if workload.training is not None:
         return virtual.apart(profile_training, build, spec, workload)
     with suppress(Irregular):

@@ -28,7 +28,7 @@ from duoka.hardware.gpu_generation import GpuGeneration
 from duoka.models.quantization import is_composed, parts
 from duoka.planner.placement import Placement
 from duoka.runtime.dispatch.arguments import to_device
-from duoka.runtime.dispatch.place_tensors import place
+from duoka.runtime.dispatch.place_tensors import invent_values, place
 from duoka.runtime.image_inputs import ImagePrompts, prompts_for
 from duoka.runtime.steps import Stepper
 
@@ -50,6 +50,13 @@ _LOOKED_AT_TOKENS = 8
 # Between the recorded steps of one workload, so many tokens are filled in at a time.
 _FILLED_TOKENS = 128
 
+_NOTES = {
+    "meta": (),
+    "even": ("the model's code reads which experts are chosen: the forecast is for even choices",),
+    "cpu": ("the model's code reads values: the forecast is for random weights",),
+}
+"""What a person should know who plans with a profile, by what held the numbers."""
+
 _CALLER = Group(names=(), owners=())
 """What `generate` does with the logits of a step."""
 
@@ -62,13 +69,14 @@ class TraceSpec:
     """What a trace holds besides the model: whose it is, and what it is run under.
 
     `published` are the checkpoint's names of its tensors, where they are known; `conditions` are
-    what the model is run under.
+    what the model is run under. `data` is what holds the numbers of the GPU that it runs on.
     """
 
     fingerprint: str
     max_context_tokens: int | None = None
     published: tuple[str, ...] | None = None
     conditions: Conditions = field(default_factory=Conditions)
+    data: str = "meta"
 
 
 class Irregular(Exception):
@@ -159,12 +167,15 @@ def whole(model: nn.Module, spec: TraceSpec) -> Iterator[torch.device]:
     device = virtual.virtual_device(0)
     generation = GpuGeneration(workspace_bytes=0, before_ampere=spec.conditions.before_ampere)
     with (
-        virtual.unnamed_gpus([None], data="meta", generation=generation),
+        virtual.unnamed_gpus([None], data=spec.data, generation=generation),
         torch.no_grad(),
         _one_thread(),
     ):
         place(model, Placement(entries=(("", str(device)),)))
-        _forget_values(model)
+        if spec.data == "cpu":
+            invent_values(model)
+        else:
+            _forget_values(model)
         yield device
 
 
@@ -464,6 +475,7 @@ def as_profile(
         max_context_tokens=spec.max_context_tokens,
         tensor_names=by_block(named, [block.modules for block in blocks]),
         conditions=spec.conditions,
+        notes=_NOTES[spec.data],
     )
 
 

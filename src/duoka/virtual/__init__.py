@@ -18,12 +18,13 @@ from .apart import apart
 from .backend import gpus, register, set_gpus, unnamed_gpus
 from .cublas import is_product
 from .faults import MixedDevicesError
-from .known_values import UnknownValueError
+from .known_values import REAL_BYTES, UnknownValueError, with_values
 from .naming import device_type, is_virtual, spoken, virtual_device
 from .tensor import VirtualTensor
 from .world import Gpu, Listener, World, active_world, carry_over, observe, settled_by
 
 __all__ = [
+    "REAL_BYTES",
     "Gpu",
     "Listener",
     "MixedDevicesError",
@@ -44,4 +45,5 @@ __all__ = [
     "spoken",
     "unnamed_gpus",
     "virtual_device",
+    "with_values",
 ]

@@ -9,9 +9,10 @@ Where a known one meets an unknown one, the result is unknown.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -32,9 +33,13 @@ Positions and padding masks are read by models, and are long; the attention mask
 from them are far larger, and are not read.
 """
 
+REAL_BYTES = 2**30
+"""The most bytes of parameters with which real numbers are computed, where code asks for them."""
+
 KNOWN_CONSTANT_BYTES = 2**20
 """The largest floating-point tensor of ones, zeros or another constant whose values are kept."""
 
+T = TypeVar("T")
 _aten = torch.ops.aten
 # Their result's shape comes from values, or they return a value: no meta kernel can answer.
 _NEEDS_VALUES = frozenset(
@@ -60,6 +65,8 @@ _PLAIN = frozenset({str, torch.dtype, torch.device, torch.layout, torch.memory_f
 _results: dict[Any, Any] = {}
 _direct: set[Any] = set()
 """Operators whose results may share an operand's memory (``_unsafe_view``), or are no tensors."""
+# Operators that choose by scores, and which of their arguments is the dimension.
+_CHOICES = {_aten.topk.default: 2, _aten.argmax.default: 1}
 _MASKED_WRITES = frozenset({"index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"})
 _INDEXING = _MASKED_WRITES | {"index", "_unsafe_index"}
 
@@ -150,6 +157,41 @@ def execute(func: Any, args: list[Any], kwargs: dict[str, Any], *, writes: bool 
             f"{func} can't run on a virtual GPU with meta data: PyTorch has no shape rule for it",
             hint='use virtual GPUs with data="cpu", or another implementation of this layer',
         ) from error
+
+
+def even_choice(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a call; what is chosen by unknown scores is every candidate in turn, and is known."""
+    result = execute(func, args, kwargs)
+    if func not in _CHOICES or not args[0].is_meta:
+        return result
+    chosen = result if func is _aten.argmax.default else result[1]
+    place = _CHOICES[func]
+    dim = args[place] if len(args) > place else kwargs.get("dim", -1)
+    if dim is None or not keeps_values(chosen.dtype, chosen.numel()):
+        return result
+    among = args[0].shape[dim]
+    if chosen.dim() == args[0].dim():
+        turns = torch.arange(chosen.numel()).reshape(chosen.movedim(dim, -1).shape).movedim(-1, dim)
+    else:
+        turns = torch.arange(chosen.numel()).reshape(chosen.shape)
+    known = turns.remainder(among).contiguous()
+    return known if chosen is result else (result[0], known)
+
+
+def with_values(run: Callable[[str], T], num_bytes: Callable[[], int]) -> T:
+    """What a run gives on GPUs without data, and so few of other kinds as its code asks for.
+
+    Code that reads choices (of experts) is given even ones; where that won't do, and the parameters
+    take few bytes, real numbers.
+    """
+    with suppress(UnknownValueError):
+        return run("meta")
+    try:
+        return run("even")
+    except UnknownValueError:
+        if num_bytes() > REAL_BYTES:
+            raise
+    return run("cpu")
 
 
 def count(args: list[Any], kwargs: dict[str, Any]) -> tuple[int, int]:

@@ -69,7 +69,8 @@ def unwrap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Pl
 def execute(func: Any, plain: Plain, gpu: Gpu) -> Any:
     """Compute on the backing tensors."""
     if gpu.meta:
-        return known_values.execute(func, plain.args, plain.kwargs)
+        even = known_values.even_choice if gpu.data == "even" else known_values.execute
+        return even(func, plain.args, plain.kwargs)
     return func(*plain.args, **plain.kwargs)
 
 

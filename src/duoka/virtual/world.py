@@ -76,9 +76,10 @@ thread = _ThreadState()
 class Gpu:
     """One virtual GPU of a world.
 
-    `data` says what holds the numbers: "cpu", "meta" (nothing does) or "cuda:N". If it `refuses`,
-    what doesn't fit is an error. Otherwise `overflowed` is set, and from then on nothing limits the
-    GPU. The first matrix product takes cuBLAS's workspace, and the first in backward another.
+    `data` says what holds the numbers: "cpu", "meta" (nothing does), "even" (nor then, but experts
+    are chosen evenly) or "cuda:N". If it `refuses`, what doesn't fit is an error. Otherwise
+    `overflowed` is set, and from then on nothing limits the GPU. The first matrix product takes
+    cuBLAS's workspace, and the first in backward another.
     """
 
     __slots__ = (
@@ -90,8 +91,8 @@ class Gpu:
         self.index = index
         self.allocator = CachingAllocator(capacity_bytes)
         self.data = data
-        self.data_device = torch.device(data)
-        self.meta = data == "meta"
+        self.meta = data in ("meta", "even")
+        self.data_device = torch.device("meta" if self.meta else data)
         self.device = virtual_device(index)
         self.world = world
         self.refuses = True

@@ -20,9 +20,10 @@ from transformers import PreTrainedModel
 from duoka.base.units import format_bytes, format_count
 from duoka.errors import Faults
 from duoka.report.check_report import Report
+from duoka.runtime.dispatch.place_tensors import parameter_bytes
 
 from ..compute import Numbers, compute, is_computable
-from ..run import check_subject, num_bytes
+from ..run import check_subject
 from ..subject import Subject, complete, device_of
 
 Patched = Callable[[nn.Module], AbstractContextManager[None]]
@@ -54,7 +55,7 @@ def prove(report: Report, subject: Subject, patched: Patched) -> Proof:
         return Proof(not difference, difference)
     twin = twin_of(subject)
     if twin is None:
-        weights = format_bytes(num_bytes(subject.model))
+        weights = format_bytes(parameter_bytes(subject.model))
         return Proof(
             False,
             f"checked again it is clean, but {weights} of weights are too much to compute with "
@@ -138,7 +139,7 @@ def twin_of(subject: Subject) -> tuple[Subject, int] | None:
         for entry, device in subject.entries
         if (name := _renamed(entry, stacks, layers)) is not None
     )
-    if complete(small, entries)[1] or num_bytes(small) > _MOST_BYTES:
+    if complete(small, entries)[1] or parameter_bytes(small) > _MOST_BYTES:
         return None
     workload = replace(subject.workload, prompt_tokens=_TOKENS, new_tokens=_TOKENS)
     twin = replace(

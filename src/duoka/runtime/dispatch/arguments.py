@@ -35,10 +35,10 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, PackedSequence):
-        data: Tensor = value.data
-        changed, packed = change(data), value
+        packed: Any = value
+        changed = change(packed.data)
         # its batch sizes stay on the CPU
-        return packed if changed is data else packed.to(changed.device)  # type: ignore[no-untyped-call]
+        return packed if changed is packed.data else packed.to(changed.device)
     if isinstance(value, (tuple, list)):
         items = [mapped(item, change) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):

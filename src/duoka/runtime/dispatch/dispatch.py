@@ -55,14 +55,20 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def dispatch(
-    model: Model, placement: Placement, *, empty: bool = False, offloaded: Sequence[str] = ()
+    model: Model,
+    placement: Placement,
+    *,
+    empty: bool = False,
+    offloaded: Sequence[str] = (),
+    has_movers: bool = False,
 ) -> Model:
     """Spread a model over the devices of a placement, which takes the place of an earlier one.
 
     With `empty`, parameters without data (on the meta device) are allocated, not filled. The
     weights of `offloaded` modules, in the order in which they run, stay in the host's memory: each
     is copied to its device, into a buffer that it shares with others, whenever it is called. What
-    is refused (PlacementError, ModelError) is so before anything has been moved.
+    is refused (PlacementError, ModelError) is so before anything has been moved. On one device
+    there are movers only with `has_movers`, for code that makes arguments of blocks elsewhere.
     """
     devices = devices_by_name(model, placement)
     hosts = on_host(model, devices, offloaded)
@@ -73,8 +79,8 @@ def dispatch(
         move_tensors(model, {name: at for name, at in devices.items() if name not in hosts})
     else:
         move_tensors(model, {**devices, **hosts})
-    is_spread = len(set(devices.values())) > 1
-    installed = install(model, placement, devices) if is_spread else None
+    has_movers = has_movers or len(set(devices.values())) > 1
+    installed = install(model, placement, devices) if has_movers else None
     _adopt(model, placement, installed, stream(model, offloaded, devices))
     return model
 

@@ -13,11 +13,25 @@ from duoka.errors import Faults, ModelError, PlacementError
 from duoka.models.quantization import empty_weight, is_composed, moved
 from duoka.planner.placement import Placement
 
+_SCALE = 0.02
+
 
 def tensor_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All parameters and buffers, persistent or not, each under every name it has."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """The bytes of a model's parameters."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def invent_values(model: nn.Module) -> None:
+    """Give weights that were never read some values: code that reads what comes of them goes on."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data.normal_(std=_SCALE)
 
 
 def place(model: nn.Module, placement: Placement) -> None:
