@@ -130,8 +130,9 @@ def test_a_saved_plan_is_checked(tiny: Path, program: Program, tmp_path: Path) -
         assert report["ok"] is True
 
 
-def test_training(tiny: Path, program: Program) -> None:
-    done = program("check", tiny, *GPUS, "--context", "96", "--train")
+@pytest.mark.parametrize("method", [(), ("lora", "--lora-rank", "4")])
+def test_training(method: tuple[str, ...], tiny: Path, program: Program) -> None:
+    done = program("check", tiny, *GPUS, "--context", "96", "--train", *method)
     assert done.returncode == 0
     assert "runs and trains without a fault" in " ".join(done.stdout.split())
 

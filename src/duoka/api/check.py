@@ -24,6 +24,7 @@ from duoka.errors import DuokaError, Faults, InfeasibleError, ModelError, Placem
 from duoka.forecast.tensor_names import Outline
 from duoka.forecast.workload import Training, Workload
 from duoka.hardware.fleet import Fleet
+from duoka.models import make_trainable
 from duoka.models.from_checkpoint import build_model
 from duoka.planner.constraints import Constraints, strategy_of
 from duoka.planner.device_map import DeviceMap, judge
@@ -52,7 +53,7 @@ class _CheckRequest:
     placement: Where | None
     inputs: Inputs | None
     workload: Workload
-    train: bool
+    training: Training | None
     fleet: Fleet | None
     constraints: Constraints = field(default_factory=Constraints)
     notes: list[str] = field(default_factory=list)
@@ -71,7 +72,7 @@ def check(
     placement: Where | None = None,
     inputs: Inputs | None = None,
     workload: Workload | None = None,
-    train: bool = False,
+    train: bool | Training = False,
     *,
     fleet: Fleet | str | None = None,
     images: Sequence[tuple[int, int]] = (),
@@ -95,8 +96,10 @@ def check(
         and runs it. Models of transformers that generate need none.
     workload : Workload, optional
         What such a model is asked to do; by default `Workload()`.
-    train : bool
-        Run the loss and backward, instead of the prompt and decode steps.
+    train : bool or Training
+        Run the loss and backward, instead of the prompt and decode steps: of every parameter, or
+        as the training says (adapters, checkpointed gradients). A model that is given as an object
+        is trained as it is.
     fleet : Fleet or str
         Devices with budgets that the peaks are held against.
     images : sequence of (int, int)
@@ -130,14 +133,15 @@ def check(
         placement=placement,
         inputs=inputs,
         workload=workload or Workload(),
-        train=train,
+        training=Training(method="full") if train is True else train or None,
         fleet=fleet,
         constraints=Constraints(strategy=strategy or "auto"),
     )
     try:
         subject = _with_images(_offloaded(_subject(model, request), placement), images)
+        subject = _trainable(subject, request, is_given=isinstance(model, nn.Module))
     except _CodeStoppedError as error:
-        return Report(model=error.source, devices=(), stop=error.stop, train=train)
+        return Report(model=error.source, devices=(), stop=error.stop, train=bool(train))
     say("running the model on virtual GPUs")
     report = check_subject(subject)
     if report.ok and request.refusals:
@@ -181,6 +185,21 @@ def _offloaded(subject: Subject, placement: Where | None) -> Subject:
             hint="plan without offload, or check generation",
         )
     return replace(subject, offloaded=placement.offloaded)
+
+
+def _trainable(subject: Subject, request: _CheckRequest, *, is_given: bool) -> Subject:
+    """The subject as its training says."""
+    training = request.training
+    if training in (None, Training(method="full")):
+        return subject
+    if is_given:
+        raise UsageError(
+            f"a model that is given as an object is trained as it is: it gets no {training.method}",
+            hint="put adapters into it first, and say train=True",
+        )
+    make_trainable(subject.model, training, getattr(torch, subject.workload.dtype))
+    # An entry that is a tensor's name means another one below an adapter.
+    return replace(subject, entries=complete(subject.model, subject.entries)[0])
 
 
 def _with_images(subject: Subject, sizes: Sequence[tuple[int, int]]) -> Subject:
@@ -234,7 +253,7 @@ def _of_module(model: nn.Module, request: _CheckRequest) -> Subject:
         workload=_whole(workload),
         inputs=request.inputs,
         notes=tuple(request.notes),
-        train=request.train,
+        train=request.training is not None,
     )
 
 
@@ -294,13 +313,7 @@ def _of_checkpoint(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
     elif isinstance(placement, Placement):
         entries = placement.entries
     else:
-        profile = None
-        try:
-            profile = find_or_trace(checkpoint, workload)
-        except (ModelError, UnknownValueError) as error:
-            request.notes.append(f"{_UNTRACED}: {error}")
-        names = (name for name, _ in tensor_names(model))
-        outline = Outline.of_names(names) if profile is None else profile.outline
+        outline = _outline(checkpoint, workload, model, request.notes)
         entries, faults, is_whole = _judged(outline, model, DeviceMap.of(placement), request)
     return Subject(
         is_dispatched=is_whole,
@@ -312,35 +325,44 @@ def _of_checkpoint(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
         generation=None if fleet is None else fleet.gpu_generation,
         workload=_whole(workload),
         notes=tuple(request.notes),
-        train=request.train,
+        train=request.training is not None,
     )
 
 
+def _outline(
+    checkpoint: Checkpoint, workload: Workload, model: nn.Module, notes: list[str]
+) -> Outline:
+    """What must stay whole; where the model's code can't be traced, the names of its tensors."""
+    try:
+        return find_or_trace(checkpoint, workload).outline
+    except (ModelError, UnknownValueError) as error:
+        notes.append(f"{_UNTRACED}: {error}")
+        return Outline.of_names(name for name, _ in tensor_names(model))
+
+
 def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
-    """The plan for a checkpoint: for training all of it where that is checked, and fits."""
+    """The plan for a checkpoint: for training it where that is checked, and fits."""
 
     def planned(load: Workload) -> Plan | None:
         return _planned(partial(plan, checkpoint, workload=load), request)
 
     workload = request.workload
-    if request.train and workload.training is None and workload.quantize == "none":
+    if request.training and workload.training is None and workload.quantize == "none":
         try:
-            return planned(_learning(workload))
+            return planned(_learning(workload, request.training))
         except InfeasibleError:
-            request.notes.append(
-                "training all of it doesn't fit: the placement is one for answering"
-            )
+            request.notes.append("such training doesn't fit: the placement is one for answering")
     return planned(workload)
 
 
-def _learning(workload: Workload) -> Workload:
-    """Training every parameter on sequences as long as the workload's context."""
+def _learning(workload: Workload, training: Training) -> Workload:
+    """Training on sequences as long as the workload's context."""
     return Workload(
         batch=workload.batch,
         prompt_tokens=workload.context_tokens,
         new_tokens=0,
         dtype=workload.dtype,
-        training=Training(method="full"),
+        training=training,
     )
 
 

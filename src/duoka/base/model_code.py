@@ -66,11 +66,11 @@ def raised_in(
 
 def where_raised(error: BaseException) -> str:
     """File, line and text of the model's code in which an error arose; "" outside of it."""
-    trace, found = error.__traceback__, ""
+    trace, place = error.__traceback__, ""
     while trace is not None:
         code, line = trace.tb_frame.f_code, trace.tb_lineno
         if is_model_code(code):
             text = linecache.getline(code.co_filename, line).strip()
-            found = f" at {code.co_filename}:{line}" + (f" ({text})" if text else "")
+            place = f" at {code.co_filename}:{line}" + (f" ({text})" if text else "")
         trace = trace.tb_next
-    return found
+    return place

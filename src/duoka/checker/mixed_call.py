@@ -17,6 +17,7 @@ from torch.overrides import resolve_name
 
 from duoka.base.model_code import is_model_code
 from duoka.report.check_report import Fault
+from duoka.runtime.dispatch.arguments import mapped
 from duoka.virtual import MixedDevicesError, VirtualTensor
 
 CAUSE = "_duoka_cause"
@@ -157,15 +158,7 @@ def must_move(tensor: torch.Tensor, target: torch.device) -> bool:
 
 def moved_to(value: Any, moved: set[int], target: torch.device) -> Any:
     """Arguments, with the tensors of these identities on the target."""
-    if isinstance(value, torch.Tensor):
-        return value.to(target) if id(value) in moved else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(moved_to(item, moved, target) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(moved_to(item, moved, target) for item in value)
-    if type(value) is dict:
-        return {key: moved_to(item, moved, target) for key, item in value.items()}
-    return value
+    return mapped(value, lambda tensor: tensor.to(target) if id(tensor) in moved else tensor)
 
 
 def sampled(

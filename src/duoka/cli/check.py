@@ -25,6 +25,7 @@ from .errors import NOT_OK
 from .groups import Only, flag, option, with_groups
 from .options import PLANNING, ModelOptions, PlanOptions, picture_size
 from .terminal import check_file, stderr, stdout, working, write_file
+from .training_options import TrainingOptions
 
 if TYPE_CHECKING:
     from duoka.checker.fix import Repairs
@@ -40,17 +41,25 @@ _CheckedOptions = Annotated[
         ("gpus", "plan_file", "device_map", "context", "new_tokens", "batch", "dtype", "quantize")
     ),
 ]
+_TRAINING = ("train", "lora_rank", "lora_target", "gradient_checkpointing")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedTraining(TrainingOptions):
+    """How the model is trained, where it is."""
+
+    train: str | None = option(
+        "METHOD",
+        "Run the loss and backward, instead of the prompt and decode steps: of every parameter "
+        "(full, or nothing more than --train) or of adapters (lora).",
+        panel=PLANNING,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """What of the model's code is run."""
 
-    train: bool = flag(
-        "--train",
-        "Run the loss and backward, instead of the prompt and decode steps.",
-        panel=PLANNING,
-    )
     image: list[str] | None = option(
         "WxH|FILE",
         "A picture in the prompt, by its size (1120x1120) or as a file; repeatable.",
@@ -129,9 +138,13 @@ class FixOptions:
             return Repaired(repair(report), None if self.in_place else self._directory)
 
 
+_CheckedTraining = Annotated[CheckedTraining, Only(_TRAINING)]
+
+
 @with_groups
 def check(
     options: _CheckedOptions,
+    training: _CheckedTraining,
     run: RunOptions,
     output: ReportOutput,
     fixes: FixOptions,
@@ -149,11 +162,13 @@ def check(
     """
     fixes.check()
     output.check()
-    arguments = _arguments(model, options, train=run.train)
+    how_to_train = training.read()
+    arguments = _arguments(model, options, train=how_to_train is not None)
     images = [picture_size(text) for text in run.image or ()]
     with working():
         say_import("torch")
-        report: Report = duoka.check(**arguments, train=run.train, images=images)
+        train = how_to_train or False
+        report: Report = duoka.check(**arguments, train=train, images=images)
     output.write(report)
     if not output.json:
         from duoka.report.terminal import render_report

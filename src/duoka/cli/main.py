@@ -26,6 +26,7 @@ from .groups import Debug, State
 from .plan import plan
 from .suggestions import options_of
 from .terminal import correct_columns
+from .training_options import with_method
 
 _EPILOG = "\n\n".join(
     [
@@ -110,7 +111,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     correct_columns()
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = with_method(sys.argv[1:] if arguments is None else arguments)
     state = State()
     try:
         # Not Typer's own call: its way to run turns Ctrl-C and a closed pipe into exit code 1.

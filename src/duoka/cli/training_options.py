@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
 from duoka.errors import UsageError
-from duoka.forecast.workload import Training
+from duoka.forecast.workload import METHODS, Training
 
 from .groups import flag, option
 from .options import is_said, option_name
@@ -14,6 +15,16 @@ from .options import is_said, option_name
 _PANEL = "Training instead of answering"
 _train = partial(option, panel=_PANEL)
 _train_flag = partial(flag, panel=_PANEL)
+
+
+def with_method(arguments: Sequence[str]) -> list[str]:
+    """A command line in which `duoka check --train` says what it means alone: every parameter."""
+    words = list(arguments)
+    if next((word for word in words if not word.startswith("-")), "") == "check":
+        for at in reversed(range(len(words))):
+            if words[at] == "--train" and not {*words[at + 1 : at + 2]} & {*METHODS}:
+                words.insert(at + 1, "full")
+    return words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

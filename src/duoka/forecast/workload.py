@@ -24,6 +24,7 @@ Schedule = Literal["sequential", "gpipe", "1f1b"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 CACHES: tuple[Cache, ...] = get_args(Cache)
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
+METHODS: tuple[Method, ...] = get_args(Method)
 QUANTIZED: tuple[Quantization, ...] = ("int8", "int4", "nf4")
 """What weights can become."""
 
@@ -82,7 +83,7 @@ class Training:
                 f"lora_targets is {self.lora_targets!r}; it must be several names",
                 hint=f"write ({self.lora_targets!r},)",
             )
-        choose("method", self.method, get_args(Method))
+        choose("method", self.method, METHODS)
         choose("optimizer", self.optimizer, get_args(Optimizer))
         choose("schedule", self.schedule, get_args(Schedule))
 

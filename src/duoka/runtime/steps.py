@@ -220,7 +220,9 @@ class Learner:
     def look(self) -> None:
         """Run the model without labels: they go where its own code brings them."""
         inputs = self._inputs()
-        del inputs["labels"]
+        labels = inputs.pop("labels")
+        if getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
+            inputs["decoder_input_ids"] = labels
         with torch.no_grad(), self._autocast():
             self.model(**inputs)
 

@@ -191,14 +191,12 @@ class Recorder:
         self, first: int, caches: frozenset[int | str], module: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, Any]:
         """What contains blocks begins: dispatch moves its arguments to its first block."""
-        given = {**dict(enumerate(args)), **kwargs}
-        moved = {k: v if stays(k, v, caches) else _brought(v) for k, v in given.items()}
-        self._enter(
-            first,
-            [moved[at] for at, value in enumerate(args) if not stays(at, value, caches)],
-            {key: moved[key] for key, value in kwargs.items() if not stays(key, value, caches)},
-        )
-        return tuple(moved[at] for at in range(len(args))), {key: moved[key] for key in kwargs}
+        moved_args = [_brought(a) for at, a in enumerate(args) if not stays(at, a, caches)]
+        moved = {key: _brought(a) for key, a in kwargs.items() if not stays(key, a, caches)}
+        self._enter(first, moved_args, moved)
+        left = iter(moved_args)
+        values = tuple(a if stays(at, a, caches) else next(left) for at, a in enumerate(args))
+        return values, {**kwargs, **moved}
 
     def _enter(self, first: int, args: Any, kwargs: Any) -> None:
         """Note what is moved to a block for those behind it, too."""

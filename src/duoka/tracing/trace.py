@@ -108,10 +108,11 @@ def trace_workload(model: nn.Module, spec: TraceSpec, workloads: Sequence[Worklo
     with running(model), whole(model, spec) as device:
         tracer = _Tracer(model, device, ENDLESS, steps)
         try:
-            regimes = tracer.all_points(workloads, _FILLED_TOKENS)
-        except FAILURES:  # of a model that takes one token at a time once it has a cache
-            regimes = tracer.all_points(workloads, 1)
-        profile = as_profile(model, tracer.groups, spec, regimes, named)
+            points = [point for work in workloads for point in tracer.points(work)]
+        except FAILURES:  # it may take one token at a time, once it has a cache
+            points = [point for work in workloads for point in tracer.points(work, 1)]
+        regimes = {(regime.phase, regime.query, regime.keys): (regime, t) for regime, t in points}
+        profile = as_profile(model, tracer.groups, spec, [*regimes.values()], named)
         return replace(profile, least_prompt_tokens=steps.least_tokens)
 
 
@@ -300,16 +301,9 @@ class _Tracer:
         for start, stop in cells:
             yield from self._cell(many, start, stop)
 
-    def all_points(self, workloads: Iterable[Workload], filled_tokens: int) -> list[RegimeTapes]:
-        """Regimes for the steps of some workloads."""
-        regimes = {
-            (regime.phase, regime.query, regime.keys): (regime, tapes)
-            for workload in workloads
-            for regime, tapes in self._points(workload, filled_tokens)
-        }
-        return [*regimes.values()]
-
-    def _points(self, workload: Workload, filled_tokens: int) -> Iterator[RegimeTapes]:
+    def points(
+        self, workload: Workload, filled_tokens: int = _FILLED_TOKENS
+    ) -> Iterator[RegimeTapes]:
         """Regimes for the steps of one workload; between two recorded ones the later counts."""
         many = workload.batch > 1
         chunks = workload.chunks()

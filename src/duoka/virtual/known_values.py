@@ -65,8 +65,6 @@ _PLAIN = frozenset({str, torch.dtype, torch.device, torch.layout, torch.memory_f
 _results: dict[Any, Any] = {}
 _direct: set[Any] = set()
 """Operators whose results may share an operand's memory (``_unsafe_view``), or are no tensors."""
-# Operators that choose by scores, and which of their arguments is the dimension.
-_CHOICES = {_aten.topk.default: 2, _aten.argmax.default: 1}
 _MASKED_WRITES = frozenset({"index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"})
 _INDEXING = _MASKED_WRITES | {"index", "_unsafe_index"}
 
@@ -162,20 +160,14 @@ def execute(func: Any, args: list[Any], kwargs: dict[str, Any], *, writes: bool 
 def even_choice(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Run a call; what is chosen by unknown scores is every candidate in turn, and is known."""
     result = execute(func, args, kwargs)
-    if func not in _CHOICES or not args[0].is_meta:
+    if func is not _aten.topk.default or not args[0].is_meta:
         return result
-    chosen = result if func is _aten.argmax.default else result[1]
-    place = _CHOICES[func]
-    dim = args[place] if len(args) > place else kwargs.get("dim", -1)
-    if dim is None or not keeps_values(chosen.dtype, chosen.numel()):
+    values, chosen = result
+    if not keeps_values(chosen.dtype, chosen.numel()):
         return result
-    among = args[0].shape[dim]
-    if chosen.dim() == args[0].dim():
-        turns = torch.arange(chosen.numel()).reshape(chosen.movedim(dim, -1).shape).movedim(-1, dim)
-    else:
-        turns = torch.arange(chosen.numel()).reshape(chosen.shape)
-    known = turns.remainder(among).contiguous()
-    return known if chosen is result else (result[0], known)
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+    turns = torch.arange(chosen.numel()).reshape(chosen.movedim(dim, -1).shape)
+    return values, turns.remainder(args[0].shape[dim]).movedim(-1, dim).contiguous()
 
 
 def with_values(run: Callable[[str], T], num_bytes: Callable[[], int]) -> T:

@@ -1,6 +1,7 @@
 """Dispatch: the one place where activations change device. How a placement is found isn't known.
 
 - `dispatch`, `install_movers`: a model → the same, with movers at its stages' borders; and back
+- `arguments`: which tensors of a call are brought to a block, by one rule for all
 - `movers`: inputs to the device of a stage, each tensor once
 - `place_tensors`: parameters and buffers on their devices
 - `offload`: weights that stay on the host, streamed into two buffers
