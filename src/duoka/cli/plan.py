@@ -10,8 +10,10 @@ import typer
 
 import duoka
 from duoka.base.serialization import to_dict
+from duoka.base.text import choose
 from duoka.errors import InfeasibleError, PlacementError, UsageError
 from duoka.hardware.detect import tell_numbers
+from duoka.planner.plan_profile import CONVENTIONS, Convention, map_of
 from duoka.planner.replicas import Replicas
 from duoka.report.export import refuse_unknown
 
@@ -40,6 +42,12 @@ class PlanOutput:
         "Write the plan's device map, as transformers takes it, to a file; of a --device-map that "
         "is refused, the completed one.",
     )
+    names: str | None = option(
+        "WHOSE",
+        "Whose names --save-device-map and --export accelerate write: the model's, as duoka and "
+        "transformers have it (model, the default), or those of its checkpoint, as the code that "
+        "comes with it has them (checkpoint).",
+    )
     explain: bool = flag(
         "--explain",
         "Say why: what binds, why each GPU has no less and no more, what else was weighed. With "
@@ -56,8 +64,17 @@ class PlanOutput:
     )
     json: bool = flag("--json", "Print the plan as JSON.")
 
+    @property
+    def _convention(self) -> Convention:
+        return choose("names", self.names or "model", CONVENTIONS)
+
     def check(self, options: PlanOptions) -> None:
         """Refuse files that can't be written and what doesn't go together, before the work."""
+        if self._convention != "model" and self.save_device_map is None and self.export is None:
+            raise UsageError(
+                "--names is for --save-device-map and --export, and neither is given",
+                hint="say which file or tool the names are for",
+            )
         check_file(self.save, "the plan")
         check_file(self.save_device_map, "the device map")
         check_file(self.html, "the page")
@@ -112,13 +129,14 @@ class PlanOutput:
     def give(self, plan: duoka.Plan) -> None:
         """Write and show a plan."""
         if self.save_device_map is not None:
-            planning.save_device_map(plan.device_map, self.save_device_map)
+            device_map = map_of(plan, self._convention)
+            planning.save_device_map(device_map, self.save_device_map)
         if self.save is not None:
             planning.save_plan(plan, self.save)
         if self.html is not None:
             _save_page(plan, self.html)
         if self.export is not None:
-            typer.echo(str(duoka.export(plan, self.export)))
+            typer.echo(str(duoka.export(plan, self.export, names=self._convention)))
             return
         explanation = duoka.explain(plan) if self.explain else None
         if self.json:

@@ -11,9 +11,19 @@ map. Nothing here needs the model, its weights or torch, nor knows what a device
 - `suggest`: the real names that an unknown one probably means
 """
 
-from .names import Names, find_device
+from .names import Names, find_device, published_names
 from .read import DeviceMap
 from .suggest import meant, runs, shorten
 from .validate import Judgement, judge
 
-__all__ = ["DeviceMap", "Judgement", "Names", "find_device", "judge", "meant", "runs", "shorten"]
+__all__ = [
+    "DeviceMap",
+    "Judgement",
+    "Names",
+    "find_device",
+    "judge",
+    "meant",
+    "published_names",
+    "runs",
+    "shorten",
+]

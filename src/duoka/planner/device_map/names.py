@@ -126,6 +126,16 @@ def _common(names: list[str]) -> str:
     return ".".join(shared)
 
 
+def published_names(outline: Outline) -> dict[str, str]:
+    """What the checkpoint calls the modules of an outline's blocks, where it has a name for one."""
+    spelling = Spelling(outline)
+    return {
+        module: spelling.module(module, block.tensors, published=True)
+        for block in outline.blocks
+        for module in block.modules
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """What a map says of one tensor.

@@ -7,14 +7,14 @@ from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import Literal
 
-from duoka.errors import FormatError, UsageError
+from duoka.errors import FormatError
 from duoka.forecast.costs import Costs, costs_of
 from duoka.forecast.profile import Profile
-from duoka.forecast.profile_cache import find_profile
 from duoka.hardware.fleet import Fleet
 
 from ..limits import limits_for
 from ..plan import Plan
+from ..plan_profile import needed_profile
 from ..planner import with_chunks
 from ..search import NoPlacement, Stage, search
 from .alternatives import Stages, Trial, alternatives
@@ -43,7 +43,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
     >>> explanation.changes[0].outcome  # doctest: +SKIP
     'impossible'
     """
-    profile = profile or _cached_profile(plan)
+    profile = profile or needed_profile(plan, "to explain the plan with")
     plan.refuse_other(profile.fingerprint, plan.source or profile.model)
     if plan.offloaded:
         streams = [
@@ -69,18 +69,6 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
         fewer=_fewer(trial, plan),
         whole_prompt=() if stages is None else _whole_prompt(trial, plan, stages),
         alternatives=tuple(alternatives(trial, stages)),
-    )
-
-
-def _cached_profile(plan: Plan) -> Profile:
-    # What was traced for one workload alone is kept under the workload as it was asked for.
-    requested = replace(plan.request.workload, dtype=plan.workload.dtype)
-    for workload in (plan.workload, requested):
-        if (profile := find_profile(plan.fingerprint, workload)) is not None:
-            return profile
-    raise UsageError(
-        f"there is no profile of {plan.model} in the cache to explain the plan with",
-        hint="plan the model again on this machine (duoka plan MODEL …): that traces it",
     )
 
 

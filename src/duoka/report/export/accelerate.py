@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
+from duoka.planner.plan_profile import Convention, map_of
 
 from . import common
 from .text import Export
@@ -17,13 +18,10 @@ from .text import Export
 NAME = "accelerate"
 
 
-def export(plan: Plan, profile: Profile | None) -> Export:
+def export(plan: Plan, profile: Profile | None, names: Convention = "model") -> Export:
     """The plan as Python."""
-    del profile  # the map says it all
-    device_map: dict[int | str, int | str] = {
-        name: _device(at) for name, at in plan.placement.entries
-    }
-    device_map |= dict.fromkeys(plan.offloaded, "cpu")
+    devices = map_of(plan, names, profile, offloaded_to="cpu")
+    device_map: dict[int | str, int | str] = {name: _device(at) for name, at in devices.items()}
     max_memory: dict[int | str, int | str] = {
         _device(device.name): device.budget_bytes
         for device in plan.fleet.devices
@@ -33,6 +31,8 @@ def export(plan: Plan, profile: Profile | None) -> Export:
     revision = common.revision_of(plan)
     if revision is not None:
         arguments.append(f"revision={revision!r}")
+    if names == "checkpoint":
+        arguments.append("trust_remote_code=True")
     imports, quantizing = _quantizing(plan)
     if quantizing:
         arguments.append(f"quantization_config={quantizing}")
@@ -51,7 +51,7 @@ def export(plan: Plan, profile: Profile | None) -> Export:
             ")",
         ]
     )
-    return Export(tool=NAME, text=text, notes=tuple(_notes(plan)))
+    return Export(tool=NAME, text=text, notes=tuple(_notes(plan, names)))
 
 
 def _quantizing(plan: Plan) -> tuple[list[str], str]:
@@ -82,10 +82,15 @@ def _literal(values: Mapping[int | str, int | str]) -> str:
     return "\n".join(["{", *(f"    {key!r}: {value!r}," for key, value in values.items()), "}"])
 
 
-def _notes(plan: Plan) -> Iterator[str]:
+def _notes(plan: Plan, names: Convention) -> Iterator[str]:
     yield from common.common_notes(plan)
     yield from common.source_note(plan)
-    if plan.model.startswith("ChatGLM"):
+    if names == "checkpoint":
+        yield (
+            "NOTE: the names are those of the code that comes with the checkpoint, which runs; the "
+            "memory was forecast for duoka's or transformers' own."
+        )
+    elif plan.model.startswith("ChatGLM"):
         yield (
             f"NOTE: transformers 5 has no {plan.model}; duoka brings it. Load the plan with "
             "duoka.load, or a checkpoint in transformers' own format with this map."

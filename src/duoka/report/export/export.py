@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
+from duoka.base.text import choose
 from duoka.errors import UsageError
 from duoka.forecast.profile import Profile
-from duoka.forecast.profile_cache import find_profile
 from duoka.planner.plan import Plan
+from duoka.planner.plan_profile import CONVENTIONS, Convention, cached_profile
 
 from . import accelerate, deepspeed, llamacpp, sglang, torch_pipelining, vllm
 from .text import Export
 
 _EXPORTERS: dict[str, Callable[[Plan, Profile | None], Export]] = {
-    "accelerate": accelerate.export,
     "vllm": vllm.export,
     "sglang": sglang.export,
     "llama.cpp": llamacpp.export,
@@ -22,11 +21,13 @@ _EXPORTERS: dict[str, Callable[[Plan, Profile | None], Export]] = {
     "torchtitan": torch_pipelining.export_titan,
     "deepspeed": deepspeed.export,
 }
-TOOLS = tuple(_EXPORTERS)
+TOOLS = (accelerate.NAME, *_EXPORTERS)
 _SERVERS = ("vllm", "sglang", "llama.cpp")
 
 
-def export(plan: Plan, tool: str, profile: Profile | None = None) -> Export:
+def export(
+    plan: Plan, tool: str, profile: Profile | None = None, *, names: Convention = "model"
+) -> Export:
     """Write a plan in the words of another tool.
 
     Parameters
@@ -38,6 +39,10 @@ def export(plan: Plan, tool: str, profile: Profile | None = None) -> Export:
     profile : Profile, optional
         Of the plan's model, for the bytes of its cache; by default the one in the cache, and
         without any they are left to the tool.
+
+    names : {"model", "checkpoint"}
+        Whose names a device map has: those of duoka's and transformers' classes, or those of the
+        code that comes with the checkpoint. For "accelerate" alone.
 
     Raises
     ------
@@ -54,17 +59,19 @@ def export(plan: Plan, tool: str, profile: Profile | None = None) -> Export:
             f"{tool} serves models, and the plan is for training one",
             hint="plan without training, or export to torch-pipelining, torchtitan or deepspeed",
         )
-    if profile is None:
-        requested = replace(plan.request.workload, dtype=plan.workload.dtype)
-        profile = find_profile(plan.fingerprint, plan.workload) or find_profile(
-            plan.fingerprint, requested
+    if tool == accelerate.NAME:
+        return accelerate.export(plan, profile, names)
+    if choose("names", names, CONVENTIONS) != "model":
+        raise UsageError(
+            f"{tool} is told no names of modules that a checkpoint could have",
+            hint=f"leave them out, or export to {accelerate.NAME}",
         )
-    return _EXPORTERS[tool](plan, profile)
+    return _EXPORTERS[tool](plan, profile or cached_profile(plan))
 
 
 def refuse_unknown(tool: str) -> None:
     """Refuse a tool that there is no export for."""
-    if tool not in _EXPORTERS:
+    if tool not in TOOLS:
         raise UsageError(
             f"there is no export for {tool[:40]!r}", hint=f"known are {', '.join(TOOLS)}"
         )
