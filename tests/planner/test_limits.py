@@ -96,7 +96,7 @@ def test_what_stays_uncut(text: str, places: set[int]) -> None:
     [
         ({"pins": (("haed", "0"),)}, "no module or tensor 'haed'", "the nearest: head"),
         ({"pins": (("head", "vgpu:7"),)}, "'vgpu:7' is no device", "vgpu:0, vgpu:1, vgpu:2"),
-        ({"pins": (("haed", "7"),)}, "tensor 'haed' and '7' is no device", "head; the devices are"),
+        ({"pins": (("haed", "7"),)}, "the pin haed=7: '7' is no device", "the devices are"),
         ({"pins": (("head.a", "0"), ("head.b", "1"))}, "of the same block, on vgpu:0", "one"),
         ({"uncut": ("layers.9",)}, "no module or tensor 'layers.9'", "layers.3"),
         ({"uncut": ("layers.2-9",)}, "no module or tensor 'layers.4'", "layers.3"),

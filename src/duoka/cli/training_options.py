@@ -47,7 +47,8 @@ class TrainingOptions:
     )
     lora_target: list[str] | None = _train(
         "NAME",
-        "Modules that get adapters, by the end of their names (q_proj). Repeatable; by default "
+        "Modules that get adapters, by the end of their names (q_proj; of a ChatGLM checkpoint "
+        "query_key_value too). Repeatable; by default "
         "every linear layer but the head.",
     )
     gradient_checkpointing: bool = _train_flag(

@@ -8,17 +8,21 @@ each with its layer.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from duoka.base.quiet import quiet_libraries
+from duoka.checkpoint.architecture import unknown_target
 from duoka.errors import ModelError, UsageError
 from duoka.forecast.workload import Training
 
 _ADAPTED = ".base_layer"
 """Where peft keeps the layer that it adapts, below the name that the layer had."""
+_ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, Conv1D)
 _ALL_LINEAR = "all-linear"
 
 
@@ -51,7 +55,7 @@ def _adapt(model: nn.Module, training: Training, dtype: torch.dtype) -> None:
         ) from error
     config = peft.LoraConfig(
         r=training.lora_rank,
-        target_modules=list(training.lora_targets) or _ALL_LINEAR,
+        target_modules=_known(model, training.lora_targets) or _ALL_LINEAR,
     )
     before = {id(parameter) for parameter in model.parameters()}
     try:
@@ -60,14 +64,20 @@ def _adapt(model: nn.Module, training: Training, dtype: torch.dtype) -> None:
             warnings.filterwarnings("ignore", ".*fan_in_fan_out.*")
             peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     except ValueError as error:
-        raise UsageError(
-            f"peft can't adapt {type(model).__name__}: {error}",
-            hint="name modules of the model as LoRA targets",
-        ) from error
+        raise UsageError(f"peft can't adapt {type(model).__name__}: {error}") from error
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in before and parameter.dtype != dtype:
                 _retype(module, name, dtype)
+
+
+def _known(model: nn.Module, targets: Sequence[str]) -> list[str]:
+    """The targets, all of which are ends of names of modules that can have adapters."""
+    layers = {name for name, module in model.named_modules() if isinstance(module, _ADAPTABLE)}
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in layers):
+            raise unknown_target(target, {name.rpartition(".")[2] for name in layers})
+    return list(targets)
 
 
 def _retype(module: nn.Module, name: str, dtype: torch.dtype) -> None:

@@ -9,6 +9,7 @@
 - `suggestions`, `gpu_upgrades`: what would fit where nothing does
 - `replicas`: several copies of a model on one fleet
 - `placement`, `plan`: module → device; the plan as one file
+- `plan_profile`: what is known of a plan's model besides the plan
 - `device_map`: maps that people write
 - `reasons`, `explain`, `compare`: why a plan is as it is, and two side by side
 - `command_line`: the command that asks for a plan again

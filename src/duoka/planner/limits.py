@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from duoka.base.text import choose
@@ -69,9 +70,21 @@ def on_fleet(
     if any(device.uuid for device in fleet.devices):
         refuse_options()
     fleet = fleet_for(fleet, device_map, offload=request.constraints.offload)
+    for name, target in request.constraints.pins:
+        with _of_pin(name, target):
+            find_device(target, fleet)
     workload = replace(request.workload, gpu_generation=fleet.gpu_generation)
     request = replace(request, workload=workload)
     return PlanProblem.of(request, usable(fleet, request.constraints), device_map)
+
+
+@contextmanager
+def _of_pin(name: str, target: str) -> Iterator[None]:
+    """A scope whose errors tell which pin they are of."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"the pin {name}={target}: {error}", hint=error.hint) from None
 
 
 def limits_for(
@@ -98,7 +111,9 @@ class _Reader:
         devices: dict[int, int] = {}
         said: dict[int, str] = {}
         for name, target in pins:
-            device, blocks = self._pinned(name, target, fleet)
+            with _of_pin(name, target):
+                device = fleet.names.index(find_device(target, fleet))
+                blocks = self._blocks(name)
             for block in blocks:
                 place = self._place[self._root(block)]
                 if devices.setdefault(place, device) != device:
@@ -109,24 +124,6 @@ class _Reader:
                     )
                 said.setdefault(place, name)
         return devices
-
-    def _pinned(self, name: str, target: str, fleet: Fleet) -> tuple[int, list[int]]:
-        """The device of a pin and its blocks; both are told where both are wrong."""
-        problems = []
-        try:
-            blocks = self._blocks(name)
-        except UsageError as error:
-            problems.append(error)
-        try:
-            device = fleet.names.index(find_device(target, fleet))
-        except UsageError as error:
-            problems.append(error)
-        if problems:
-            hints = "; ".join(error.hint for error in problems if error.hint)
-            raise UsageError(
-                f"the pin {name}={target}: {' and '.join(map(str, problems))}", hint=hints
-            )
-        return device, blocks
 
     def uncut(self, text: str) -> Iterator[int]:
         """The places in the chain before which nothing may be cut."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 from duoka.base.progress import say
-from duoka.checkpoint.architecture import refuse_unbuildable
+from duoka.checkpoint.architecture import native_targets, refuse_unbuildable
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import InfeasibleError, UsageError
@@ -85,12 +85,22 @@ def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
     """The workload with what the checkpoint decides: its dtype, and whether it reads in chunks."""
     if not checkpoint.code:
         refuse_unbuildable(checkpoint.config)
+        workload = _with_native_targets(checkpoint, workload)
     check_context(workload, checkpoint.max_context_tokens, checkpoint.name)
     workload = _unquantized(checkpoint, workload)
     workload = whole_prompt(
         workload, is_encoder=bool(checkpoint.config.get("is_encoder_decoder", False))
     )
     return workload.resolved(dtype=checkpoint.default_dtype or "float32")
+
+
+def _with_native_targets(checkpoint: Checkpoint, workload: Workload) -> Workload:
+    """The workload with its adapters on modules of duoka's classes."""
+    training = workload.training
+    if training is None or not training.lora_targets:
+        return workload
+    targets = native_targets(checkpoint.config, training.lora_targets)
+    return replace(workload, training=replace(training, lora_targets=targets))
 
 
 def _unquantized(checkpoint: Checkpoint, workload: Workload) -> Workload:

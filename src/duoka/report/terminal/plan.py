@@ -272,7 +272,8 @@ def _inference(workload: Workload) -> Iterator[str]:
 
 def _training(workload: Workload, training: Training) -> Iterator[str]:
     lora = training.method == "lora"
-    yield f"training LoRA of rank {training.lora_rank}" if lora else "training all weights"
+    targets = f" on {', '.join(training.lora_targets)}" if training.lora_targets else ""
+    yield f"training LoRA of rank {training.lora_rank}{targets}" if lora else "training all weights"
     yield f"{workload.batch} x {workload.prompt_tokens} tokens"
     if training.micro_batches > 1:
         yield f"{training.micro_batches} micro-batches, {training.schedule}"
