@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from duoka import virtual
 from duoka.report.check_report import Report, Stop
 from duoka.runtime.dispatch.place_tensors import parameter_bytes
+from duoka.virtual import REAL_BYTES
 
 from .execute import DECODE_STEPS
 from .run import Run, random_state_kept
@@ -35,7 +35,7 @@ class Numbers:
 
 def is_computable(subject: Subject) -> bool:
     """Whether a model is small enough to be run with real numbers."""
-    return parameter_bytes(subject.model) <= virtual.REAL_BYTES
+    return parameter_bytes(subject.model) <= REAL_BYTES
 
 
 def compute(subject: Subject, *, on_one: bool = False) -> Numbers:
