@@ -17,5 +17,8 @@ class AnyPlace:
     def bounds_at(self, place: int) -> np.ndarray:
         return self.lower_bound_bytes
 
+    def usable_bytes(self, budget_bytes: int) -> int:
+        return budget_bytes
+
     def update_seconds(self, device: Device) -> None:
         return None

@@ -164,8 +164,10 @@ def draw_question(rng: random.Random, profile: Profile) -> PlanProblem:
 class Brute:
     """All placements at one chunk, with what a fresh replay says of each stage."""
 
-    def __init__(self, profile: Profile, workload: Workload, problem: PlanProblem) -> None:
-        self.profile, self.problem = profile, problem
+    def __init__(
+        self, profile: Profile, workload: Workload, problem: PlanProblem, *, leave_room: bool
+    ) -> None:
+        self.profile, self.problem, self.leave_room = profile, problem, leave_room
         self.chain = [index for index, block in enumerate(profile.blocks) if block.tied_to is None]
         self.costs = Costs(profile, workload)
         self.full = Replay(profile, workload)
@@ -175,7 +177,10 @@ class Brute:
         roots = [block.tied_to for block in self.profile.blocks]
         blocks += [index for index, root in enumerate(roots) if root is not None and start == 0]
         peaks = self.full.run(blocks, budget)
-        return None if peaks is None else peaks.requested_bytes
+        room = max(budget * 3 // 100, min(512 * MIB, budget // 8)) if self.leave_room else 0
+        if peaks is None or peaks.reserved_bytes + room > budget:
+            return None
+        return peaks.requested_bytes
 
     def placements(self) -> Iterator[tuple[int, float]]:
         """How many GPUs each placement uses, and its value: the larger the better."""
@@ -219,15 +224,34 @@ def chunks_of(workload: Workload) -> list[Workload]:
     ]
 
 
+def expected_of(profile: Profile, problem: PlanProblem) -> tuple[int, float] | None:
+    """The fewest GPUs over all chunks, in the largest chunk that does with them.
+
+    With room and large chunks if there is such a placement, else with room, else without.
+    """
+    every = chunks_of(problem.workload)
+    chunks = [workload.prefill_chunk_tokens for workload in every]
+    large = [
+        workload
+        for workload, chunk in zip(every, chunks, strict=True)
+        if not isinstance(chunk, int) or chunk >= 2048
+    ]
+    for workloads, leave_room in ((large, True), (every, True), (every, False)):
+        expected: tuple[int, float] | None = None
+        for workload in workloads:
+            best = Brute(profile, workload, problem, leave_room=leave_room).best()
+            if best is not None and (expected is None or best[0] < expected[0]):
+                expected = best
+        if expected is not None:
+            return expected
+    return None
+
+
 def planned_case(rng: random.Random) -> Planned:
-    """One case: the fewest GPUs over all chunks, in the largest chunk that does with them."""
+    """One case, planned and by brute force."""
     profile = draw_profile(rng)
     problem = draw_question(rng, profile)
-    expected: tuple[int, float] | None = None
-    for workload in chunks_of(problem.workload):
-        best = Brute(profile, workload, problem).best()
-        if best is not None and (expected is None or best[0] < expected[0]):
-            expected = best
+    expected = expected_of(profile, problem)
     plan = attempt(profile, problem)
     got = None
     if plan is not None:

@@ -107,7 +107,7 @@ def judge(subject: Subject, workload: Workload, machines: Sequence[str]) -> Iter
 
 def timed(profile: Profile, problem: PlanProblem) -> tuple[Plan | None, float, float]:
     clock, processor = time.perf_counter(), time.process_time()
-    plan = attempt(profile, problem)
+    plan = attempt(profile, problem, leave_room=False)
     return plan, time.perf_counter() - clock, time.process_time() - processor
 
 

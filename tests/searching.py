@@ -41,6 +41,9 @@ class Costs:
     def bounds_at(self, place: int) -> np.ndarray:
         return self.lower_bound_bytes
 
+    def usable_bytes(self, budget_bytes: int) -> int:
+        return budget_bytes
+
     def requested_bytes(
         self, start: int, stop: int, budget_bytes: int, *, place: int
     ) -> int | None:

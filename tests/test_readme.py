@@ -157,7 +157,7 @@ def table_rows(page: str) -> list[tuple[str, int, str, list[float], int | None]]
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 4 and "GiB" in cells[2]:
             sizes = [float(size) for size in re.findall(r"\d+\.\d\d", cells[3])]
-            chunk = re.search(r"\b(4096|8192)\b", cells[3])
+            chunk = re.search(r"\b(2048|4096|8192)\b", cells[3])
             context = int(cells[1].replace(",", ""))
             rows.append((cells[0], context, cells[2], sizes, int(chunk[0]) if chunk else None))
     return rows

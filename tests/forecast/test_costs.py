@@ -74,7 +74,7 @@ def left_free(
         budget = fleet.devices[device].budget_bytes
         replay = costs.replay(brief=False, place=len(stages) - at)
         peaks = replay.run(costs.blocks_of(start, stop), budget)
-        if peaks is None:
+        if peaks is None or peaks.reserved_bytes > costs.usable_bytes(budget):
             return None
         told.append((budget - peaks.requested_bytes, budget))
     return told
@@ -190,7 +190,9 @@ def test_every_objective_is_reached(seed: int, schedule: str) -> None:
     workload = load(1, method="full", optimizer=optimizer, micro_batches=number, schedule=schedule)
     costs = costs_of(profile, workload)
     for objective in ("latency", "throughput", "headroom", "balanced"):
-        expected = best_by_hand(costs, fleet, objective)
+        # First with room on each device, which of these small ones is an eighth.
+        expected = best_by_hand(costs.leaving(lambda size: size // 8), fleet, objective)
+        expected = expected or best_by_hand(costs, fleet, objective)
         balanced = objective == "balanced"
         problem = PlanProblem(
             fleet=fleet,

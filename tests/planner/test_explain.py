@@ -62,7 +62,10 @@ def test_changes_are_what_the_search_thinks_of_them() -> None:
         stages = stages_of([(name, after[name]) for name, _ in own], gpus)
         fits = min(change.giver.free_bytes, change.taker.free_bytes) >= 0
         assert (change.outcome == "impossible") == (not fits)
-        if fits:
+        if change.outcome == "tight":
+            assert fits
+            assert change.value is None
+        elif fits:
             needs = [costs.requested_bytes(s.start, s.stop, 1 << 50) or 0 for s in stages]
             free = [
                 gpus.devices[s.device].budget_bytes - n for s, n in zip(stages, needs, strict=True)
@@ -110,12 +113,12 @@ def named(explanation: Explanation, part: str) -> Alternative:
 
 
 def test_alternatives_are_complete_and_never_better() -> None:
-    plan = planned(fleet(100, 90, 70))
+    plan = planned(fleet(130, 110, 70))
     found = explain(plan, PROFILE)
     placed = [name for name, _ in plan.placement.entries]
     for other in found.alternatives:
         assert [name for share in other.shares for name in share.modules] == placed
-        assert other.fits == (other.least_free_bytes >= 0) == (other.value is not None)
+        assert other.fits == all(s.holds for s in other.shares) == (other.value is not None)
         if other.fits and len(other.shares) <= len(plan.devices):
             assert other.value is not None
             assert other.value <= plan.value
@@ -230,3 +233,17 @@ def test_it_has_a_json_form() -> None:
     data = explain(planned(fleet(100, 96)), PROFILE).to_dict()
     assert data["shares"][0]["device"] == "vgpu:0"
     assert data["fewer"]["missing_bytes"] > 0
+
+
+def test_what_leaves_too_little_room_is_tight() -> None:
+    found = explain(planned(fleet(115, 110)), PROFILE)
+    assert found.leaves_room
+    assert [change.outcome for change in found.changes] == ["tight", "tight"]
+    for change in found.changes:
+        assert change.value is None
+        assert change.taker.is_tight
+        assert change.taker.free_bytes > 0
+    unfit = named(found, "equal numbers of layers")
+    assert not unfit.fits
+    assert any(share.is_tight for share in unfit.shares)
+    assert not explain(planned(fleet(100, 96)), PROFILE).leaves_room

@@ -8,6 +8,7 @@ and on its place from the end. It knows nothing of which stages are best.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,9 @@ from .stages import Chain, between, lower_bounds
 from .workload import Training, Workload
 
 Ints = NDArray[np.int64]
+
+Room = Callable[[int], int]
+"""What is to stay free of a budget of so many bytes."""
 
 _NEVER = 2**60
 """More bytes than any budget."""
@@ -110,9 +114,22 @@ class Costs:
         self._peaks: dict[tuple[tuple[int, ...], int], StageBytes | None] = {}
         # Of stages that had memory enough: more of it makes no difference.
         self._unpressed: dict[tuple[int, ...], StageBytes] = {}
+        self.room: Room | None = None
+        # Stages that have too little room where they are, and would have enough elsewhere.
+        self._narrow: set[tuple[tuple[int, ...], int]] = set()
         self.num_blocks = len(self._chain)
         self.lower_bound_bytes = self._cache.bounds(profile, workload, self._lower_bounds)
         self._latency: LatencyModel | None = None
+
+    def leaving(self, room: Room) -> Costs:
+        """The same, where a stage fits if what is reserved leaves so much of its budget free."""
+        roomy = copy(self)
+        roomy.room, roomy._narrow = room, set()
+        return roomy
+
+    def usable_bytes(self, budget_bytes: int) -> int:
+        """What a stage may reserve of a budget."""
+        return budget_bytes - (self.room(budget_bytes) if self.room else 0)
 
     @property
     def has_ties(self) -> bool:
@@ -164,12 +181,19 @@ class Costs:
         blocks = self.blocks_of(start, stop)
         signature = self._signature(blocks, place)
         key = (signature, budget_bytes)
+        if key in self._narrow:
+            return None
         if key not in self._peaks:
             enough = self._unpressed.get(signature)
-            if enough is not None and enough.reserved_bytes <= budget_bytes:
-                return enough
-            self._peaks[key] = self._replay_stage(blocks, signature, budget_bytes, place)
-        return self._peaks[key]
+            if enough is None or enough.reserved_bytes > budget_bytes:
+                enough = self._replay_stage(blocks, signature, budget_bytes, place)
+            self._peaks[key] = enough
+        return self._with_room(self._peaks[key], budget_bytes)
+
+    def _with_room(self, peaks: StageBytes | None, budget_bytes: int) -> StageBytes | None:
+        if peaks is None or peaks.reserved_bytes > self.usable_bytes(budget_bytes):
+            return None
+        return peaks
 
     def stage_bytes_where(
         self, start: int, stop: int, budget_bytes: int, device_of: Sequence[str]
@@ -180,9 +204,13 @@ class Costs:
         """
         blocks = self.blocks_of(start, stop)
         peaks = self._full_at(1).run(blocks, budget_bytes, device_of=device_of)
-        if peaks is None:
-            self._peaks[self._signature(blocks, 1), budget_bytes] = None
-        return peaks
+        roomy = self._with_room(peaks, budget_bytes)
+        if roomy is None:
+            key = (self._signature(blocks, 1), budget_bytes)
+            if peaks is None:
+                self._peaks[key] = None
+            self._narrow.add(key)
+        return roomy
 
     def _replay_stage(
         self, blocks: Sequence[int], signature: tuple[int, ...], budget_bytes: int, place: int

@@ -22,8 +22,9 @@ from .device_map import Judgement, judge
 from .placement import Placement
 from .plan import Plan
 from .planner import check_context, with_chunks
-from .reasons import Reason, chunk_reason, crossing_values
+from .reasons import Reason, chunk_reason, crossing_values, room_reasons
 from .request import PlanProblem
+from .room import is_tight
 from .search import UnsearchableError
 
 OBJECTIVE = "given"
@@ -77,13 +78,19 @@ class _Judged:
         self.device_of = _devices(profile, self.placement)
 
     def plan(self, source: str) -> Plan:
-        """The plan, with the largest chunk of the prompt with which the map fits."""
-        needs: list[StageBytes] = []
+        """The plan, with the largest chunk of the prompt that leaves room; else that fits."""
+        fitting: list[tuple[Workload, list[StageBytes]]] = []
         for workload in with_chunks(self.problem.workload):
             needs = self._needs(workload)
             if all(map(_fits, needs)):
-                return self._plan_with(workload, needs, source)
-        raise self._infeasible(needs)
+                fitting.append((workload, needs))
+                if not any(map(is_tight, needs)):
+                    break
+        if not fitting:
+            raise self._infeasible(needs)
+        *_, last = fitting
+        chosen = fitting[0] if any(map(is_tight, last[1])) else last
+        return self._plan_with(*chosen, source)
 
     def _needs(self, workload: Workload) -> list[StageBytes]:
         devices = self.placement.devices
@@ -121,7 +128,10 @@ class _Judged:
             bound=free if best is None else max(free, best),
             binding_device=tightest.device,
             request=problem.request,
-            why=tuple(self._reasons(workload, tightest, automatic)),
+            why=(
+                *self._reasons(workload, tightest, automatic),
+                *room_reasons(needs, chosen=False),
+            ),
         )
 
     def _automatic(self) -> Plan | None:
@@ -140,7 +150,7 @@ class _Judged:
             fleet=Fleet(devices=devices), workload=workload, objective="headroom", use_all=True
         )
         try:
-            best = planner.attempt(self.profile, problem)
+            best = planner.attempt(self.profile, problem, leave_room=False)
         except UnsearchableError:
             # A map can use more devices than there are stages, or than can be searched. Whatever
             # the cuts, all of them together hold at least what one stage of everything does.

@@ -35,6 +35,9 @@ def find_largest(profile: Profile, problem: PlanProblem) -> Plan | None:
     def resized(index: int) -> PlanProblem:
         return replace(problem, workload=_workload(problem, numbers[index]))
 
+    def fits(resized: PlanProblem) -> bool:
+        return attempt(profile, resized, leave_room=False) is not None
+
     def ruled_out(index: int) -> bool:
         return not conceivable(profile, resized(index))
 
@@ -42,9 +45,11 @@ def find_largest(profile: Profile, problem: PlanProblem) -> Plan | None:
     if problem.constraints.offload:
         # Each answer is a search for what to offload, and takes seconds: here nothing is sought
         # above a number for which there is no plan.
-        stop = bisect_left(range(stop), True, key=lambda i: attempt(profile, resized(i)) is None)
+        stop = bisect_left(range(stop), True, key=lambda i: not fits(resized(i)))
     for index in reversed(range(stop)):
-        if (plan := attempt(profile, resized(index))) is not None:
+        if fits(resized(index)):
+            plan = attempt(profile, resized(index))
+            assert plan is not None, "it fits"
             reason = _reason(profile, problem, plan, is_last=index == len(numbers) - 1)
             return replace(plan, why=(reason, *plan.why))
     return None

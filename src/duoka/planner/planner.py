@@ -20,9 +20,17 @@ from .limits import limits_for, reserves
 from .offload import candidates, lightest
 from .placement import Placement
 from .plan import Plan
-from .reasons import Reason, chunk_reason, demand_reasons, gpus_reason, offload_reason
+from .reasons import (
+    Reason,
+    chunk_reason,
+    demand_reasons,
+    gpus_reason,
+    offload_reason,
+    room_reasons,
+)
 from .request import PlanProblem
-from .search import NO_LIMITS, Limits, NoPlacement, Objective, Solution
+from .room import is_cramped, is_much_roomier, least_room_bytes, preferences
+from .search import NO_LIMITS, Limits, NoPlacement, Objective, Solution, UnsearchableError
 
 _SMALLEST_CHUNK_TOKENS = 512
 _LARGEST_CHUNK_TOKENS = 8192
@@ -32,11 +40,12 @@ _LEAST_TOLD = 4096
 def solve(profile: Profile, problem: PlanProblem, *, source: str = "") -> Plan:
     """Find the best placement.
 
-    The fewest devices that hold the workload are used, all of them with `use_all`; among the
-    placements on so many devices the one that is best for the objective is taken, and it is the
-    optimum over all contiguous cuts and all orders of the devices that obey the constraints. Their
-    strategies "balanced" and "sequential" choose otherwise (`search.search`). The CPU is used only
-    where there is nothing else.
+    The fewest devices that hold the workload and leave room (`room.preferences`) are used, all of
+    them with `use_all`; among the placements on so many devices the one that is best for the
+    objective is taken, and it is the optimum over all contiguous cuts and all orders of the devices
+    that obey the constraints. Their strategies "balanced" and "sequential" choose otherwise
+    (`search.search`). Where nothing leaves room the fewest devices that hold the workload are used.
+    The CPU is used only where there is nothing else.
     """
     check_context(problem.workload, profile.max_context_tokens, profile.model)
     if problem.constraints.offload:
@@ -44,13 +53,30 @@ def solve(profile: Profile, problem: PlanProblem, *, source: str = "") -> Plan:
     plan = _solve(profile, problem, source)
     if isinstance(plan, NoPlacement):
         raise _infeasible(profile, _ready(profile, problem), plan)
-    return plan
+    return replace(plan, why=(*plan.why, *_more_room(profile, problem, plan)))
 
 
-def attempt(profile: Profile, problem: PlanProblem) -> Plan | None:
-    """The plan that `solve` finds; None where it would say what fits instead, which takes long."""
-    plan = _solve(profile, problem, "")
+def attempt(profile: Profile, problem: PlanProblem, *, leave_room: bool = True) -> Plan | None:
+    """The plan that `solve` finds; None where it would say what fits instead, which takes long.
+
+    Without `leave_room` it is the plan where every byte may be taken.
+    """
+    plan = _solve(profile, problem, "", leave_room=leave_room)
     return None if isinstance(plan, NoPlacement) else plan
+
+
+def _more_room(profile: Profile, problem: PlanProblem, plan: Plan) -> Iterator[Reason]:
+    """That more devices would leave much more room, where the plan is close to a budget."""
+    has_more = len(plan.devices) < len(without_cpu(problem.fleet).devices)
+    if problem.constraints.strategy != "auto" or not (has_more and is_cramped(plan.forecast)):
+        return
+    try:
+        wider = attempt(profile, replace(problem, use_all=True))
+    except UnsearchableError:
+        return
+    if wider is not None and is_much_roomier(wider.forecast, plan.forecast):
+        free = format_bytes(least_room_bytes(wider.forecast))
+        yield Reason("more-room", {"devices": len(wider.devices), "free": free})
 
 
 def conceivable(profile: Profile, problem: PlanProblem) -> bool:
@@ -99,10 +125,12 @@ def _refuse_offload(workload: Workload) -> None:
         )
 
 
-def _solve(profile: Profile, problem: PlanProblem, source: str) -> Plan | NoPlacement:
+def _solve(
+    profile: Profile, problem: PlanProblem, source: str, *, leave_room: bool = True
+) -> Plan | NoPlacement:
     assert problem.device_map is None, "from_device_map follows maps"
     ready = _ready(profile, problem)
-    plan = _best(profile, ready, source)
+    plan = _best(profile, ready, source, leave_room=leave_room)
     may_offload = problem.constraints.offload and problem.workload.training is None
     if may_offload and isinstance(plan, NoPlacement):
         plan = _offloaded(profile, replace(problem, limits=ready.limits), source) or plan
@@ -161,9 +189,21 @@ def without_cpu(fleet: Fleet) -> Fleet:
     return fleet.only(gpus) if gpus else fleet
 
 
-def _best(profile: Profile, problem: PlanProblem, source: str) -> Plan | NoPlacement:
-    """The plan with the fewest devices, and of those the one with the largest chunk."""
+def _best(
+    profile: Profile, problem: PlanProblem, source: str, *, leave_room: bool = True
+) -> Plan | NoPlacement:
+    """The first plan that is found, in the order of what is preferred."""
     chunked = _chunked(profile, problem)
+    plan: Plan | NoPlacement = NoPlacement()
+    for tried in preferences(chunked) if leave_room else (chunked,):
+        plan = _on_fewest(tried, problem, source)
+        if isinstance(plan, Plan):
+            break
+    return plan
+
+
+def _on_fewest(chunked: Sequence[Costs], problem: PlanProblem, source: str) -> Plan | NoPlacement:
+    """The plan with the fewest devices, and of those the one with the largest chunk."""
     shortage = NoPlacement()
     try:
         for limits in _limits_to_try(chunked, problem):
@@ -270,6 +310,7 @@ def _plan(
         for index, block in enumerate(profile.blocks)
         for module in block.modules
     )
+    reasons = (*_reasons(costs, solution, problem), *room_reasons(forecasts, chosen=True))
     return Plan(
         source=source,
         model=profile.model,
@@ -288,7 +329,7 @@ def _plan(
         bound=float(solution.bound),
         binding_device=fleet.devices[solution.binding_device].name,
         request=problem.request,
-        why=tuple(_reasons(costs, solution, problem)),
+        why=reasons,
         offloaded=profile.offloaded,
     )
 
@@ -314,9 +355,12 @@ def _copy_seconds(costs: Costs, solution: Solution, fleet: Fleet) -> float | Non
 
 def _reasons(costs: Costs, solution: Solution, problem: PlanProblem) -> Iterator[Reason]:
     used, available = len(solution.stages), len(problem.fleet.devices)
-    if problem.constraints.strategy == "auto":
+    if problem.constraints.strategy == "auto" and not problem.use_all:
         first = problem.fleet.devices[solution.stages[0].device].name
-        yield from gpus_reason(used, available, first, is_limited=bool(problem.limits))
+        tight = used > 1 and costs.room is not None and _may_fit_fewer(problem, costs, used)
+        yield from gpus_reason(
+            used, available, first, is_limited=bool(problem.limits), lack_room=tight
+        )
     names = problem.fleet.names
     devices = [names[stage.device] for stage in solution.stages]
     reserved = reserves(problem.constraints, problem.fleet)
@@ -331,6 +375,15 @@ def _reasons(costs: Costs, solution: Solution, problem: PlanProblem) -> Iterator
             _copy_seconds(costs, solution, problem.fleet),
         )
     yield from chunk_reason(problem.workload, costs.workload)
+
+
+def _may_fit_fewer(problem: PlanProblem, costs: Costs, used: int) -> bool:
+    """Whether bounds leave it possible that fewer devices hold it and leave no room."""
+    return search.conceivable(
+        _chunked(costs.profile, problem),
+        problem.fleet,
+        limits=replace(_limits(problem), num_devices=used - 1),
+    )
 
 
 def _infeasible(profile: Profile, problem: PlanProblem, shortage: NoPlacement) -> InfeasibleError:

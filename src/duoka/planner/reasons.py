@@ -13,16 +13,20 @@ from string import Formatter
 
 from duoka.base.units import format_bytes, format_count
 from duoka.errors import FormatError
+from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 
 from .constraints import Constraints
 from .device_map import find_device
+from .room import LEAST_CHUNK_TOKENS, is_tight, room_bytes
 
 _CROSSINGS = "{crossings}, and at least {free} stay free on each."
 _SENTENCES = {
     "one-gpu": "One GPU suffices: {first} holds all of it, and nothing crosses between GPUs.",
     "gpus": "{used} of {gpus} GPUs are needed; {fewer} the workload{condition}.",
+    "more-room": "--use-all takes {devices} GPUs, and leaves at least {free} free on each.",
+    "little-room": "Little room: {devices}{condition}.",
     "balanced": "Every GPU is used, and the fullest has as large a share free as can be.",
     "sequential": "The GPUs are filled in the order given, each as far as it goes before the next.",
     "pins": "As pinned: {pins}.",
@@ -39,6 +43,10 @@ _SENTENCES = {
         "The CPU computes nothing: it would be slow. A device map can put modules there."
     ),
     "chunks": "The prompt runs in chunks of {tokens} tokens: whole, it needs more memory.",
+    "small-chunks": (
+        "The prompt runs in chunks of {tokens} tokens, which takes longer: in larger ones it needs "
+        "more memory."
+    ),
     "quantized": "The weights become {form}: {tried} they don't fit.",
     "offloaded-unquantized": "Some weights leave the GPUs: {tried} they don't fit.",
     "largest-batch": "The largest batch that fits {tokens} tokens each is {batch}: {limit}.",
@@ -79,16 +87,20 @@ class Reason:
         return _SENTENCES[self.kind].format_map(self.values)
 
 
-def gpus_reason(used: int, gpus: int, first: str, *, is_limited: bool) -> Iterator[Reason]:
-    """Why not all devices are used, where as few as possible were looked for.
+def gpus_reason(
+    used: int, gpus: int, first: str, *, is_limited: bool, lack_room: bool
+) -> Iterator[Reason]:
+    """Why so many devices are used, where as few as possible were looked for.
 
-    `first` is the first one that is, and `is_limited` says whether modules had demands on them.
+    `first` is the first one that is, `is_limited` says whether modules had demands on them, and
+    `lack_room` whether fewer might hold it all and have too little room left.
     """
     if used == 1 and gpus > 1:
         yield Reason("one-gpu", {"first": first})
-    elif used < gpus:
+    elif used < gpus or lack_room:
         fewer = "no single one holds" if used == 2 else f"no {used - 1} of them hold"
         condition = " with what is demanded of its modules" if is_limited else ""
+        condition += " with room to spare" if lack_room else ""
         words = {"fewer": fewer, "condition": condition}
         yield Reason("gpus", {"used": used, "gpus": gpus, **words})
 
@@ -125,7 +137,21 @@ def chunk_reason(requested: Workload, chosen: Workload) -> Iterator[Reason]:
     """Why the prompt runs in chunks, where that wasn't asked for."""
     chunk = chosen.prefill_chunk_tokens
     if requested.prefill_chunk_tokens == "auto" and isinstance(chunk, int):
-        yield Reason("chunks", {"tokens": chunk})
+        kind = "small-chunks" if chunk < LEAST_CHUNK_TOKENS else "chunks"
+        yield Reason(kind, {"tokens": chunk})
+
+
+def room_reasons(stages: Sequence[StageBytes], *, chosen: bool) -> Iterator[Reason]:
+    """Where less room is left than should be; `chosen` says whether duoka looked for more."""
+    tight = [
+        f"{stage.device} has {format_bytes(stage.budget_bytes - stage.reserved_bytes)} left "
+        f"instead of {format_bytes(room_bytes(stage.budget_bytes))}"
+        for stage in stages
+        if is_tight(stage)
+    ]
+    if tight:
+        condition = "; no placement that fits leaves so much on each" if chosen else ""
+        yield Reason("little-room", {"devices": ", ".join(tight), "condition": condition})
 
 
 def quantization_reason(

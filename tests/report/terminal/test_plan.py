@@ -59,7 +59,7 @@ PLAN = Plan(
     bound=1.0,
     binding_device="cuda:1",
     request=PlanRequest(workload=Workload()),
-    why=tuple(gpus_reason(2, 3, "cuda:0", is_limited=False)),
+    why=tuple(gpus_reason(2, 3, "cuda:0", is_limited=False, lack_room=False)),
 )
 
 

@@ -15,6 +15,7 @@ from duoka.forecast.latency import Seconds
 from duoka.forecast.tensor_names import layer_of, main_list
 from duoka.hardware.fleet import Fleet
 
+from ..room import room_bytes
 from ..search import Limits, NoPlacement, Objective, Stage, search
 from .data import Alternative, Share
 
@@ -37,8 +38,12 @@ class Trial:
     It says what stages need, and what an objective, as a plan has it, makes of them.
     """
 
-    def __init__(self, costs: Costs, fleet: Fleet, objective: str, limits: Limits) -> None:
+    def __init__(
+        self, costs: Costs, fleet: Fleet, objective: str, limits: Limits, *, leaves_room: bool
+    ) -> None:
         self.costs = costs
+        self.leaves_room = leaves_room
+        self.eligible = costs.leaving(room_bytes) if leaves_room else costs
         self.fleet = fleet
         self.limits = limits
         self.has_speeds = all(costs.seconds(device) is not None for device in fleet.devices)
@@ -55,6 +60,8 @@ class Trial:
         device = self.fleet.devices[stage.device]
         start, stop, budget = stage.start, stage.stop, device.budget_bytes
         requested = self.costs.requested_bytes(start, stop, budget, place=place)
+        chosen = self.eligible.requested_bytes(start, stop, budget, place=place)
+        is_tight = requested is not None and chosen is None
         if requested is None:
             least = self.costs.requested_bytes(start, stop, _UNLIMITED, place=place)
             assert least is not None, "nothing limits it"
@@ -65,6 +72,7 @@ class Trial:
             modules=self.modules(start, stop),
             requested_bytes=requested,
             budget_bytes=budget,
+            is_tight=is_tight,
         )
 
     def modules(self, start: int, stop: int) -> tuple[str, ...]:
@@ -85,7 +93,7 @@ class Trial:
         """What the objective makes of it; None where it doesn't fit."""
         shares = self.shares(stages)
         free = [share.free_bytes for share in shares]
-        if min(free) < 0:
+        if not all(share.holds for share in shares):
             return None
         if self.objective == "headroom":
             return float(min(free))
@@ -161,7 +169,7 @@ def _optima(trial: Trial, plan_stages: Stages | None) -> Iterator[tuple[str, Sta
 def _optimum(trial: Trial, objective: Objective, *, use_all: bool = False) -> Stages | None:
     try:
         return search(
-            trial.costs, trial.fleet, objective=objective, use_all=use_all, limits=trial.limits
+            trial.eligible, trial.fleet, objective=objective, use_all=use_all, limits=trial.limits
         ).stages
     except (NoPlacement, UsageError):
         return None  # nothing fits; or there are more devices than blocks, or too many kinds

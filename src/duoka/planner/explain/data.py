@@ -7,17 +7,26 @@ from typing import Any, Literal
 
 from duoka.base.serialization import to_dict
 
-Outcome = Literal["impossible", "forbidden", "worse", "equal", "better"]
+Outcome = Literal["impossible", "tight", "forbidden", "worse", "equal", "better"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one device has of a placement, its modules in execution order."""
+    """What one device has of a placement, its modules in execution order.
+
+    It is tight where it fits, and leaves too little room to be chosen.
+    """
 
     device: str
     modules: tuple[str, ...]
     requested_bytes: int
     budget_bytes: int
+    is_tight: bool = False
+
+    @property
+    def holds(self) -> bool:
+        """Whether the device holds it as a plan is to be held."""
+        return self.free_bytes >= 0 and not self.is_tight
 
     @property
     def free_bytes(self) -> int:
@@ -34,8 +43,9 @@ class Share:
 class Change:
     """One block moved over the boundary between two stages, and both devices as they would be then.
 
-    The outcome is impossible where it doesn't fit; forbidden by a pin or a module that stays uncut;
-    otherwise as the objective judges it, whose value is None where it doesn't fit.
+    The outcome is impossible where it doesn't fit; tight where it leaves too little room; forbidden
+    by a pin or a module that stays uncut; otherwise as the objective judges it, whose value is None
+    where it doesn't fit or is tight.
     """
 
     giver: Share
@@ -103,7 +113,8 @@ class Explanation:
     for "order", else seconds. `changes` say what would come of moving a block from a stage to its
     neighbour; there are none where the placement isn't one stage for each device. `fewer` is None
     where it wasn't asked, or where one device is used. `whole_prompt` are the shares that the
-    stages would need if the prompt ran whole; empty where it does.
+    stages would need if the prompt ran whole; empty where it does. With `leaves_room` a placement
+    is only compared where every device keeps the room that a plan leaves.
     """
 
     work: Literal["request", "step"]
@@ -112,6 +123,7 @@ class Explanation:
     bound: float
     binding_device: str
     shares: tuple[Share, ...]
+    leaves_room: bool = False
     crossings: tuple[Crossing, ...] = ()
     changes: tuple[Change, ...] = ()
     fewer: Fewer | None = None

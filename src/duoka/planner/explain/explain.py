@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import Literal
@@ -12,10 +12,12 @@ from duoka.forecast.costs import Costs, costs_of
 from duoka.forecast.profile import Profile
 from duoka.hardware.fleet import Fleet
 
+from ..from_device_map import OBJECTIVE as GIVEN
 from ..limits import limits_for
 from ..plan import Plan
 from ..plan_profile import needed_profile
 from ..planner import with_chunks
+from ..room import is_large_chunk, is_tight, room_bytes
 from ..search import NoPlacement, Stage, search
 from .alternatives import Stages, Trial, alternatives
 from .data import Change, Crossing, Explanation, Fewer, Outcome, Share
@@ -54,7 +56,8 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
         profile = profile.offloading(streams)
     costs = costs_of(profile, plan.workload)
     limits = limits_for(plan.request.constraints, profile, costs.chain, plan.fleet)
-    trial = Trial(costs, plan.fleet, plan.objective, limits)
+    leaves_room = plan.objective != GIVEN and not any(map(is_tight, plan.forecast.devices))
+    trial = Trial(costs, plan.fleet, plan.objective, limits, leaves_room=leaves_room)
     runs = _runs(costs, plan)
     stages = runs if len({stage.device for stage in runs}) == len(runs) else None
     return Explanation(
@@ -62,6 +65,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
         objective=plan.objective,
         value=plan.value,
         bound=plan.bound,
+        leaves_room=leaves_room,
         binding_device=plan.binding_device,
         shares=tuple(_shares(plan)),
         crossings=tuple(_crossings(trial, runs)),
@@ -141,14 +145,18 @@ def _changes(trial: Trial, stages: Stages) -> Iterator[Change]:
                 giver=giver,
                 taker=taker,
                 modules=trial.modules(min(cut, after.start), max(cut, after.start)),
-                outcome=_outcome(trial, value, current) if trial.allows(moved) else "forbidden",
+                outcome=_outcome(trial, value, current, shares)
+                if trial.allows(moved)
+                else "forbidden",
                 value=value,
             )
 
 
-def _outcome(trial: Trial, value: float | None, current: float | None) -> Outcome:
+def _outcome(
+    trial: Trial, value: float | None, current: float | None, shares: Sequence[Share]
+) -> Outcome:
     if value is None:
-        return "impossible"
+        return "tight" if all(share.free_bytes >= 0 for share in shares) else "impossible"
     if current is None or trial.is_better(value, current):
         return "better"
     return "worse" if trial.is_better(current, value) else "equal"
@@ -161,9 +169,13 @@ def _fewer(trial: Trial, plan: Plan) -> Fewer | None:
         return None
     largest = sorted(trial.fleet.devices, key=lambda device: -device.budget_bytes)[:num]
     chunk = plan.request.workload.prefill_chunk_tokens
-    *_, least = with_chunks(replace(plan.workload, prefill_chunk_tokens=chunk))
+    workloads = [*with_chunks(replace(plan.workload, prefill_chunk_tokens=chunk))]
+    if trial.leaves_room and is_large_chunk(plan.workload):
+        workloads = [*filter(is_large_chunk, workloads)] or workloads
+    costs = costs_of(trial.costs.profile, workloads[-1])
+    costs = costs.leaving(room_bytes) if trial.leaves_room else costs
     try:
-        search(costs_of(trial.costs.profile, least), Fleet(devices=tuple(largest)))
+        search(costs, Fleet(devices=tuple(largest)))
     except NoPlacement as none:
         missing = none.shortfall().shortfall_bytes
         return Fewer(devices=tuple(device.name for device in largest), missing_bytes=missing)
@@ -176,4 +188,5 @@ def _whole_prompt(trial: Trial, plan: Plan, stages: Stages) -> tuple[Share, ...]
     if chunk is None or plan.request.workload.prefill_chunk_tokens != "auto":
         return ()
     whole = costs_of(trial.costs.profile, replace(plan.workload, prefill_chunk_tokens=None))
-    return Trial(whole, plan.fleet, "headroom", trial.limits).shares(stages)
+    room = trial.leaves_room
+    return Trial(whole, plan.fleet, "headroom", trial.limits, leaves_room=room).shares(stages)

@@ -352,7 +352,7 @@ class Problem:
     def _missing_bytes(self, group: Group, place: int) -> Floats:
         """What each stage's lower bound exceeds the budget by; a byte where it fits in spite."""
         key = self._key(group, place)
-        over = self.memory.bytes[key] - group.budget_bytes
+        over = self.memory.bytes[key] - self.memory.usable_bytes(group.budget_bytes)
         missing = np.maximum(over, np.where(self.memory.fits[key], 0, 1))
         return np.where(self._allowed[group.index], missing, np.inf)
 

@@ -51,6 +51,9 @@ class StageCosts(Protocol):
     ) -> int | None:
         """Exact peak of requested bytes on a device of that budget; None when it doesn't fit."""
 
+    def usable_bytes(self, budget_bytes: int) -> int:
+        """What of a budget a stage may need: a lower bound beyond it rules the stage out."""
+
     def seconds(self, device: Device) -> Floats | None:
         """[num_blocks + 1, num_blocks + 1]: seconds of one pass; None when unknown."""
 
@@ -83,6 +86,7 @@ class KnownBytes:
         shape = (costs.num_blocks + 1, costs.num_blocks + 1)
         stages = np.triu(np.ones(shape, dtype=bool), 1)
         self._costs = costs
+        self.usable_bytes = costs.usable_bytes
         self._alike = np.where(stages, costs.alike, -1)
         self.num_places = min(num_places, costs.num_places)
         self.num_evaluations = 0
@@ -91,7 +95,7 @@ class KnownBytes:
             least = np.minimum.reduce([c.bounds_at(place) for c in (costs, *alternatives)])
             bound = np.where(stages, least, np.inf)
             self.bytes |= {(budget, place): bound for budget in budgets}
-        self.fits = {key: bound <= key[0] for key, bound in self.bytes.items()}
+        self.fits = {key: bound <= costs.usable_bytes(key[0]) for key, bound in self.bytes.items()}
         self._exact: set[tuple[tuple[int, int], int]] = set()
 
     def key(self, budget: int, place: int) -> tuple[int, int]:

@@ -62,7 +62,8 @@ def aim(explanation: Explanation) -> Iterator[str]:
     who = subject.format(binding, work=explanation.work)
     yield f"Optimised was {objective}: {_AIMS[objective].format(work=explanation.work)}."
     unit = "" if objective in ("latency", "throughput") else " to spare"
-    proof = f"{where} no placement {beyond} {bound}, which is the bound"
+    room = " with room on each" if explanation.leaves_room and num > 1 else ""
+    proof = f"{where} no placement{room} {beyond} {bound}, which is the bound"
     yield f"{who} {verb} {reached}{unit}; {proof}."
 
 
@@ -107,6 +108,8 @@ def _less(change: Change, now: dict[str, Share]) -> str:
     what, taker = name_modules(change.modules), change.taker
     if taker.is_fragmented:
         return f"with {what} the memory of {taker.device} would be too fragmented"
+    if taker.is_tight:
+        return f"with {what} {taker.device} would have too little room left"
     more = taker.requested_bytes - now[taker.device].requested_bytes
     free = now[taker.device].free_bytes
     return (
@@ -119,6 +122,8 @@ def _more(change: Change) -> str:
     what, taker = name_modules(change.modules), change.taker
     if taker.is_fragmented:
         return f"with {what} of {change.giver.device} its memory would be too fragmented"
+    if taker.is_tight:
+        return f"with {what} of {change.giver.device} it would have too little room left"
     return (
         f"with {what} of {change.giver.device} it would need {format_bytes(taker.requested_bytes)} "
         f"of {format_bytes(taker.budget_bytes)}"
@@ -129,7 +134,7 @@ def _judgement(change: Change, explanation: Explanation) -> str:
     """What becomes of the objective, as the end of a sentence."""
     if change.outcome == "forbidden":
         return ": the pins and uncut modules forbid it."
-    if change.taker.is_fragmented:
+    if change.taker.is_fragmented or change.outcome == "tight":
         return "."
     if change.value is None:
         return f": {_missing(-min(change.giver.free_bytes, change.taker.free_bytes))}."
@@ -156,7 +161,8 @@ def fewer(explanation: Explanation) -> str:
     largest = "" if len(fewer_devices.devices) == 1 else " the largest,"
     missing = _missing(fewer_devices.missing_bytes, "at least ")
     number = f"{len(explanation.shares)} GPUs and not {len(fewer_devices.devices)}"
-    return f"{number}: {which}{largest} {missing}."
+    room = ", for what is needed and the room beside it" if explanation.leaves_room else ""
+    return f"{number}: {which}{largest} {missing}{room}."
 
 
 def _missing(num_bytes: int, least: str = "") -> str:
@@ -168,7 +174,7 @@ def _missing(num_bytes: int, least: str = "") -> str:
 
 def whole_prompt(explanation: Explanation) -> str:
     """Why the prompt runs in chunks; empty where it doesn't, or where that was asked for."""
-    over = [share for share in explanation.whole_prompt if share.free_bytes < 0]
+    over = [share for share in explanation.whole_prompt if not share.holds]
     if not over:
         return ""
     return f"The prompt runs in chunks: whole, {_shortages(over)}."
@@ -209,8 +215,9 @@ def _verdict(other: Alternative, explanation: Explanation) -> str:
     if other.is_plan:
         return "that is this plan"
     if other.value is None:
-        over = [share for share in other.shares if share.free_bytes < 0]
-        return f"does not fit: {_shortages(over)}"
+        over = [share for share in other.shares if not share.holds]
+        verdict = "leaves too little room" if other.least_free_bytes >= 0 else "does not fit"
+        return f"{verdict}: {_shortages(over)}"
     verdict = amount(explanation, other.value)
     free = f"{format_bytes(other.least_free_bytes)} to spare on the tightest GPU"
     if explanation.objective in ("latency", "throughput"):

@@ -19,6 +19,7 @@ from duoka.forecast.workload import Training, Workload
 from duoka.hardware.device import Device
 from duoka.planner.limits import reserves
 from duoka.planner.plan import Plan
+from duoka.planner.room import is_tight
 
 from .words import name_modules
 
@@ -255,6 +256,8 @@ def facts(plan: Plan) -> Iterator[str]:
     else:
         yield from _training(workload, workload.training)
     yield _CHOSEN.get(plan.objective, f"for {plan.objective}")
+    if any(map(is_tight, plan.forecast.devices)):
+        yield "little room"
 
 
 def _inference(workload: Workload) -> Iterator[str]:

@@ -1,0 +1,77 @@
+"""Room: what a careful plan leaves free on each device, and what is tried in which order.
+
+A forecast is for what a process does itself. Others may take memory, too, and a prompt in small
+chunks is slow; so a plan leaves room and takes large chunks where it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from duoka.base.units import MIB
+from duoka.forecast.costs import Costs
+from duoka.forecast.forecast import Forecast
+from duoka.forecast.stage_bytes import StageBytes
+from duoka.forecast.workload import Workload
+
+LEAST_CHUNK_TOKENS = 2048
+_SHARE_PERCENT = 3
+_LEAST_BYTES = 512 * MIB
+_LARGEST_PART = 8
+_CRAMPED_SHARE = 0.1
+
+
+def room_bytes(budget_bytes: int) -> int:
+    """What is to stay free of a budget beside all that is reserved.
+
+    It is the larger of 3 % and 512 MiB, and of a budget below 4 GiB an eighth.
+    """
+    least = min(_LEAST_BYTES, budget_bytes // _LARGEST_PART)
+    return max(budget_bytes * _SHARE_PERCENT // 100, least)
+
+
+def is_tight(stage: StageBytes) -> bool:
+    """Whether a stage leaves less than that of its device."""
+    return _left(stage) < room_bytes(stage.budget_bytes)
+
+
+def least_room_bytes(forecast: Forecast) -> int:
+    """What the device with the least room has left of its budget."""
+    return min(map(_left, forecast.devices))
+
+
+def is_cramped(forecast: Forecast) -> bool:
+    """Whether some device has so little room that more of it would be welcome."""
+    return _least_share(forecast) < _CRAMPED_SHARE
+
+
+def is_much_roomier(forecast: Forecast, other: Forecast) -> bool:
+    """Whether every device has far more of its budget left than another placement's fullest."""
+    return _least_share(forecast) >= max(2 * _least_share(other), _CRAMPED_SHARE)
+
+
+def _left(stage: StageBytes) -> int:
+    return stage.budget_bytes - stage.reserved_bytes
+
+
+def _least_share(forecast: Forecast) -> float:
+    return min(_left(stage) / stage.budget_bytes for stage in forecast.devices)
+
+
+def preferences(chunked: Sequence[Costs]) -> Iterator[list[Costs]]:
+    """The costs of all chunks, in the order in which they are to be tried until something fits.
+
+    With room and large chunks; with room; whatever fits.
+    """
+    roomy = [costs.leaving(room_bytes) for costs in chunked]
+    large = [costs for costs in roomy if is_large_chunk(costs.workload)]
+    if large and len(large) < len(roomy):
+        yield large
+    yield roomy
+    yield list(chunked)
+
+
+def is_large_chunk(workload: Workload) -> bool:
+    """Whether a prompt runs whole, or in chunks that keep a GPU busy."""
+    chunk = workload.prefill_chunk_tokens
+    return not isinstance(chunk, int) or chunk >= LEAST_CHUNK_TOKENS
