@@ -83,11 +83,10 @@ def test_public_names_are_imported_without_a_word() -> None:
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["plan", "--help"]])
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     done = run_python(
-        "import sys, atexit\n"
-        f"atexit.register(lambda: print([n for n in {HEAVY} if n in sys.modules]))\n"
-        f"sys.argv = ['duoka', *{arguments!r}]\n"
-        "from duoka.cli import main\n"
-        "main()\n"
+        "import sys\n"
+        "from duoka.cli.main import run\n"
+        f"run({arguments!r})\n"
+        f"print([n for n in {HEAVY} if n in sys.modules])\n"
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("[]\n")

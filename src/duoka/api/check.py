@@ -343,13 +343,13 @@ def _outline(
 def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
     """The plan for a checkpoint: for training it where that is checked, and fits."""
 
-    def planned(load: Workload) -> Plan | None:
-        return _planned(partial(plan, checkpoint, workload=load), request)
+    def planned(load: Workload, *, suggest: bool = True) -> Plan | None:
+        return _planned(partial(plan, checkpoint, workload=load), request, suggest=suggest)
 
     workload = request.workload
     if request.training and workload.training is None and workload.quantize == "none":
         try:
-            return planned(_learning(workload, request.training))
+            return planned(_learning(workload, request.training), suggest=False)
         except InfeasibleError:
             request.notes.append("such training doesn't fit: the placement is one for answering")
     return planned(workload)
@@ -366,20 +366,23 @@ def _learning(workload: Workload, training: Training) -> Workload:
     )
 
 
-def _planned(ask: Callable[..., Plan], request: _CheckRequest) -> Plan | None:
+def _planned(
+    ask: Callable[..., Plan], request: _CheckRequest, *, suggest: bool = True
+) -> Plan | None:
     """The plan for all devices, or for as many of the first as the model has blocks for."""
     fleet, constraints = request.to_plan, request.constraints
 
     def attempt() -> Plan:
         for count in range(len(fleet.devices), 1, -1):
             with suppress(UsageError, InfeasibleError):  # what is no matter of number is told below
-                plan = ask(fleet.only(fleet.names[:count]), use_all=True, constraints=constraints)
+                some = fleet.only(fleet.names[:count])
+                plan = ask(some, use_all=True, constraints=constraints, suggest=False)
                 if count < len(fleet.devices):
                     request.notes.append(
                         f"the model has blocks for {count} of {len(fleet.devices)} devices"
                     )
                 return plan
-        return ask(fleet, constraints=constraints)
+        return ask(fleet, constraints=constraints, suggest=suggest)
 
     try:
         return attempt()

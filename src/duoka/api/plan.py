@@ -50,6 +50,7 @@ def plan(
     constraints: Constraints = _UNCONSTRAINED,
     largest: Largest | None = None,
     inputs: Inputs | None = None,
+    suggest: bool = True,
 ) -> Plan:
     """Find where every module goes.
 
@@ -79,6 +80,8 @@ def plan(
     inputs : mapping or tuple, optional
         Arguments of one call of the module. The plan is then for such a call; a workload can't
         be given as well.
+    suggest : bool
+        Where nothing fits, look for what would fit instead, which can take a minute.
 
     Raises
     ------
@@ -113,9 +116,10 @@ def plan(
             hint="give either inputs or a workload",
         )
     if _is_module(model):
-        return _plan_module(model, problem, inputs)
+        return _plan_module(model, problem, inputs, suggest=suggest)
     checkpoint = _opened(model)
-    return answer_checkpoint(checkpoint, problem, partial(find_or_trace, checkpoint))
+    find = partial(find_or_trace, checkpoint)
+    return answer_checkpoint(checkpoint, problem, find, suggest=suggest)
 
 
 def plan_replicas(
@@ -177,7 +181,8 @@ def _form(workload: Workload) -> str:
     """In which form a model is traced, where it isn't its own."""
     forms = [f"weights in {workload.quantize}"] if workload.quantize != "none" else []
     forms += [f"{workload.cache} cache"] if workload.cache != "dynamic" else []
-    return f" with {' and '.join(forms)}" if forms else ""
+    training = " in training" if workload.training is not None else ""
+    return training + (f" with {' and '.join(forms)}" if forms else "")
 
 
 def _opened(model: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
@@ -190,7 +195,9 @@ def _is_module(model: object) -> TypeIs[nn.Module]:
     return torch is not None and isinstance(model, torch.nn.Module)
 
 
-def _plan_module(model: nn.Module, problem: PlanProblem, inputs: Inputs | None) -> Plan:
+def _plan_module(
+    model: nn.Module, problem: PlanProblem, inputs: Inputs | None, *, suggest: bool
+) -> Plan:
     """The plan of a model that was given as an object."""
     from duoka.tracing.get_profile import profile_module
 
@@ -215,4 +222,5 @@ def _plan_module(model: nn.Module, problem: PlanProblem, inputs: Inputs | None) 
         profile,
         replace(problem, workload=replace(workload, dtype=choose("dtype", dtype, DTYPES))),
         profile_for=profile_for,
+        suggest=suggest,
     )

@@ -40,6 +40,7 @@ def chat(options: RunnablePlan, answering: AnswerOptions, model: ModelOptions) -
     from duoka.runtime import Conversation
 
     _talk(Conversation(generator, sampling, system=answering.system))
+    planning.tell_measured(plan, generator)
 
 
 def _talk(conversation: Conversation) -> None:

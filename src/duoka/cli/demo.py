@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 
-from duoka.base.units import format_bytes
 from duoka.errors import DuokaError, UsageError
 
 from .groups import with_groups
@@ -91,7 +88,7 @@ def _run(directory: Path) -> Demo:
 
 
 def _show(done: Demo) -> None:
-    from duoka.report.terminal import render_plan
+    from duoka.report.terminal import render_measured, render_plan
 
     console = stdout()
     console.print(f"One of the GPUs alone: {done.one_gpu}.", soft_wrap=True)
@@ -103,27 +100,6 @@ def _show(done: Demo) -> None:
         console.print(f"[bold]{answer.question}[/]")
         console.print(f"  {answer.answer}  ({verdict})")
     console.print()
-    console.print(_memory_table(done))
+    console.print(render_measured(done.plan, done.measured))
     seconds = ", ".join(f"{name} {value:.1f} s" for name, value in done.seconds.items())
     console.print(f"{seconds}; {done.training_steps} training steps")
-
-
-def _memory_table(done: Demo) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("peak of")
-    for name in ("allocated, forecast", "measured", "reserved, forecast", "measured"):
-        table.add_column(name, justify="right")
-    for forecast, measured in zip(done.plan.forecast.devices, done.measured, strict=True):
-        table.add_row(
-            forecast.device,
-            *(
-                format_bytes(size)
-                for size in (
-                    forecast.allocated_bytes,
-                    measured.allocated_bytes,
-                    forecast.reserved_bytes,
-                    measured.reserved_bytes,
-                )
-            ),
-        )
-    return table

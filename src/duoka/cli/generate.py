@@ -27,6 +27,7 @@ from .options import (
 from .terminal import answer
 
 if TYPE_CHECKING:
+    from duoka.forecast.measured import Measured
     from duoka.runtime import Answer, Generator, Sampling
 
 
@@ -98,12 +99,15 @@ def generate(
         reader.check([ids], sampling.max_new_tokens)
     generator = planning.load_generator(plan, model, reader, cache_weights=answering.cache_weights)
     if prompts.json:
-        typer.echo(_json(plan, questions, _answer(generator, tokens, sampling)))
-    elif len(tokens) == 1:
+        answers = _answer(generator, tokens, sampling)
+        typer.echo(_json(plan, questions, answers, generator.pace.measured(plan.devices)))
+        return
+    if len(tokens) == 1:
         _stream(generator, tokens[0], sampling)
     else:
         texts = [reply.text for reply in _answer(generator, tokens, sampling)]
         answer("\n\n".join(texts) + "\n")
+    planning.tell_measured(plan, generator)
 
 
 def _answer(
@@ -127,10 +131,17 @@ def _stream(generator: Generator, prompt: Sequence[int], sampling: Sampling) -> 
     answer("\n")
 
 
-def _json(plan: duoka.Plan, questions: Sequence[str], answers: Sequence[Answer]) -> str:
+def _json(
+    plan: duoka.Plan, questions: Sequence[str], answers: Sequence[Answer], measured: Measured
+) -> str:
     answered = [
         {"prompt": question, **asdict(answer)}
         for question, answer in zip(questions, answers, strict=True)
     ]
-    content = {"model": plan.model, "devices": plan.devices, "answers": answered}
+    content = {
+        "model": plan.model,
+        "devices": plan.devices,
+        "answers": answered,
+        "measured": measured.to_dict(plan.forecast),
+    }
     return json.dumps(content, ensure_ascii=False, indent=1)

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
 
@@ -77,7 +77,7 @@ def _options(
         raise typer.Exit
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the program and end the process with its exit code."""
     signals.install()
     try:
@@ -90,10 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stream.flush()
         except (OSError, ValueError, AttributeError):
             _discard(stream)
-    if signals.has_stray_threads():
-        # The interpreter's end would catch them in the middle of a step, and may crash on that.
-        os._exit(code)
-    sys.exit(code)
+    # The interpreter's end takes seconds after torch, would catch threads in the middle of a step,
+    # and may crash on that; everything has been written.
+    os._exit(code)
 
 
 def _discard(stream: TextIO) -> None:

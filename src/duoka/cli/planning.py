@@ -375,6 +375,13 @@ def load_generator(
     return Generator(loaded, reader.tokenizer, reader.chat, plan.workload)
 
 
+def tell_measured(plan: duoka.Plan, generator: Generator) -> None:
+    """Say what loading and answering took, beside the forecast."""
+    from duoka.report.terminal import render_measured
+
+    stderr().print(render_measured(plan, generator.pace.measured(plan.devices)))
+
+
 def sampling(plan: duoka.Plan, chosen: dict[str, Any]) -> Sampling:
     """How tokens are chosen: as the person said, else as the checkpoint recommends."""
     return Sampling.recommended(duoka.Checkpoint.open(plan.source).generation_config, **chosen)

@@ -93,11 +93,6 @@ def stopped_by() -> int | None:
     return handler.stopped_by if handler is not None else None
 
 
-def has_stray_threads() -> bool:
-    """Whether threads are left that the interpreter's end could catch in the middle of a step."""
-    return any(thread is not threading.main_thread() for thread in threading.enumerate())
-
-
 def _installed() -> _Handler | None:
     handlers = (signal.getsignal(signum) for signum in _SIGNALS)
     return next((handler for handler in handlers if isinstance(handler, _Handler)), None)

@@ -93,8 +93,12 @@ def working(what: str = "") -> Iterator[None]:
             yield
         return
 
+    said: set[str] = set()
+
     def show(text: str) -> None:
-        console.print(text, markup=False, soft_wrap=True)
+        if text not in said:
+            said.add(text)
+            console.print(text, markup=False, soft_wrap=True)
 
     if what:
         show(what)

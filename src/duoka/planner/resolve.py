@@ -32,18 +32,23 @@ def answer(
     source: str = "",
     profile_for: ProfileFor | None = None,
     request: PlanRequest | None = None,
+    suggest: bool = True,
 ) -> Plan:
     """The plan for a problem, or what would fit instead."""
     request = request or problem.request
     try:
         return replace(find(profile, problem, source=source), request=request)
     except InfeasibleError as error:
+        if not suggest:
+            raise
         say("looking for what would fit instead")
         ways = WaysOut(profile, problem, profile_for, request)
         raise error.with_ways_out(ways.search()) from None
 
 
-def answer_checkpoint(checkpoint: Checkpoint, problem: PlanProblem, find: Find) -> Plan:
+def answer_checkpoint(
+    checkpoint: Checkpoint, problem: PlanProblem, find: Find, *, suggest: bool = True
+) -> Plan:
     """The plan for a checkpoint; of an "auto" quantization for the first one that fits."""
     say("planning")
     refuse_offload(checkpoint, problem)
@@ -61,6 +66,7 @@ def answer_checkpoint(checkpoint: Checkpoint, problem: PlanProblem, find: Find) 
         source=checkpoint.source,
         profile_for=lambda other: find(workload_for(checkpoint, other)),
         request=problem.request,
+        suggest=suggest,
     )
     reasons = quantization_reason(plan.workload, tried, is_offloaded=bool(plan.offloaded))
     return replace(plan, why=(*reasons, *plan.why))

@@ -5,6 +5,7 @@ or terminals; of a plan it takes the placement, and the workload, whose limits i
 
 - `generate`, `stream`, `conversation`: one answer or several, piece by piece, and in rounds
 - `steps`: a model called as `generate` and a training loop do
+- `measure`: when tokens came, and the memory that they took
 - `devices`: what torch knows of real and virtual devices
 - `image_inputs`: made-up images, as a model's ``forward`` takes them
 - `dispatch`: the one place where activations change device

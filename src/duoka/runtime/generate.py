@@ -22,6 +22,7 @@ from duoka.models.text.messages import Message
 from duoka.models.text.prompts import ChatFormat, chat_format
 from duoka.models.text.tokenizer import load_tokenizer
 
+from .measure import Pace
 from .stream import Stop, Stream
 
 
@@ -107,6 +108,7 @@ class Generator(PromptReader):
         assert workload.prefill_chunk_tokens != "auto", "a plan's workload is resolved"
         super().__init__(tokenizer, chat, workload)
         self.model = model
+        self.pace = Pace()
 
     @classmethod
     def of(cls, model: PreTrainedModel, checkpoint: Checkpoint, workload: Workload) -> Generator:
@@ -164,13 +166,14 @@ class Generator(PromptReader):
     ) -> list[list[int]]:
         """The new tokens of each prompt, padding and stop tokens included."""
         ids, mask = self._padded(prompts)
+        criteria = [*([stop] if stop else []), self.pace.start()]
         with _seeded(sampling.seed, self.model):
             generate: Any = self.model.generate
             output = generate(
                 input_ids=ids,
                 attention_mask=mask,
                 streamer=streamer,
-                stopping_criteria=StoppingCriteriaList([stop] if stop else []),
+                stopping_criteria=StoppingCriteriaList(criteria),
                 **self._options(sampling),
             )
         # An encoder-decoder's output begins with one start token, others' with the prompt.

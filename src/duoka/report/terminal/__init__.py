@@ -1,6 +1,7 @@
 """What people read at a terminal.
 
 - `plan`, `explain`, `compare`: a plan, why it is so, and two beside each other
+- `measured`: what answering took, beside its forecast
 - `check`, `excerpt`: the report of a check, with lines of source
 - `words`: modules, places and devices in words
 """
@@ -8,6 +9,7 @@
 from .check import plain, render_report
 from .compare import render_comparison
 from .explain import render_explanation
+from .measured import render_measured
 from .plan import render_plan
 from .words import name_modules
 
@@ -16,6 +18,7 @@ __all__ = [
     "plain",
     "render_comparison",
     "render_explanation",
+    "render_measured",
     "render_plan",
     "render_report",
 ]

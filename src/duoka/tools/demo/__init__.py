@@ -6,6 +6,6 @@
 """
 
 from .checkpoint import make_checkpoint
-from .run import FLEET, Demo, DemoAnswer, DemoMemory, run_demo
+from .run import FLEET, Demo, DemoAnswer, run_demo
 
-__all__ = ["FLEET", "Demo", "DemoAnswer", "DemoMemory", "make_checkpoint", "run_demo"]
+__all__ = ["FLEET", "Demo", "DemoAnswer", "make_checkpoint", "run_demo"]

@@ -14,6 +14,7 @@ from duoka.api.load import load
 from duoka.api.plan import plan as make_plan
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import DuokaError, InfeasibleError
+from duoka.forecast.measured import Measured
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.plan import Plan
@@ -25,7 +26,7 @@ from duoka.tracing.get_profile import profile_checkpoint
 from .checkpoint import make_checkpoint
 from .training import load_pairs
 
-FLEET = "virtual:2x6MiB"
+FLEET = "virtual:2x7MiB"
 WORKLOAD = Workload(prompt_tokens=96, new_tokens=48, prefill_chunk_tokens=None)
 
 Tell = Callable[[str], None]
@@ -46,26 +47,17 @@ class DemoAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DemoMemory:
-    """Peaks of one GPU, in bytes: measured, beside `Plan.forecast`."""
-
-    device: str
-    allocated_bytes: int
-    reserved_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
     """What the demo did.
 
-    `measured` are peaks over loading, one prompt and answer of the planned lengths, and the
+    `measured` are the peaks over loading, one prompt and answer of the planned lengths, and the
     questions; `one_gpu` says why one of the GPUs alone doesn't do; `seconds` how long each part
     took.
     """
 
     plan: Plan
     answers: tuple[DemoAnswer, ...]
-    measured: tuple[DemoMemory, ...]
+    measured: Measured
     one_gpu: str
     training_steps: int
     seconds: dict[str, float]
@@ -89,7 +81,7 @@ class Demo:
                 for device in plan.devices
             ],
             "forecast": [asdict(device) for device in plan.forecast.devices],
-            "measured": [asdict(memory) for memory in self.measured],
+            "measured": [asdict(peaks) for peaks in self.measured.devices],
             "one_gpu": self.one_gpu,
             "training_steps": self.training_steps,
             "seconds": self.seconds,
@@ -123,7 +115,10 @@ def run_demo(directory: Path, *, tell: Tell = lambda text: None) -> Demo:
     return Demo(
         plan=plan,
         answers=answers,
-        measured=tuple(_measure(device) for device in plan.devices),
+        # One answer was as long as planned, whatever the questions are.
+        measured=replace(
+            generator.pace.measured(plan.devices), context_tokens=WORKLOAD.context_tokens
+        ),
         one_gpu=one_gpu,
         training_steps=steps,
         seconds=seconds,
@@ -169,16 +164,6 @@ def _ask(generator: Generator) -> tuple[DemoAnswer, ...]:
                 DemoAnswer(question=pair.question, answer=answer.text, expected=pair.answer)
             )
     return tuple(answers)
-
-
-def _measure(device: str) -> DemoMemory:
-    memory = devices.memory(device)
-    assert memory is not None, "a virtual GPU counts its memory"
-    return DemoMemory(
-        device=device,
-        allocated_bytes=memory.peak_allocated_bytes,
-        reserved_bytes=memory.peak_reserved_bytes,
-    )
 
 
 class _Clock:

@@ -1,0 +1,52 @@
+"""What was measured beside what was forecast, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from duoka.base.units import format_bytes, format_roughly, format_seconds
+from duoka.forecast.measured import Measured
+from duoka.planner.plan import Plan
+
+
+def render_measured(plan: Plan, measured: Measured) -> RenderableType:
+    """What rich prints: peaks of each device, and how fast tokens came."""
+    return Group(*_parts(plan, measured))
+
+
+def _parts(plan: Plan, measured: Measured) -> Iterator[RenderableType]:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("peak of")
+    for name in ("allocated, measured", "forecast", "reserved, measured", "forecast"):
+        table.add_column(name, justify="right")
+    for peaks, stage in measured.beside(plan.forecast):
+        sizes = (
+            peaks.allocated_bytes,
+            stage.allocated_bytes,
+            peaks.reserved_bytes,
+            stage.reserved_bytes,
+        )
+        table.add_row(peaks.device, *map(format_bytes, sizes))
+    if table.row_count:
+        yield table
+    if pace := _pace(measured):
+        yield Text(pace)
+    if 0 < measured.context_tokens < plan.workload.context_tokens:
+        yield Text(
+            f"The forecast is for {plan.workload.context_tokens} tokens; these were "
+            f"{measured.context_tokens} at most."
+        )
+
+
+def _pace(measured: Measured) -> str:
+    if measured.first_token_seconds is None:
+        return ""
+    text = f"first token after {format_seconds(measured.first_token_seconds)}"
+    if measured.tokens_per_second is None:
+        return text
+    return f"{text}, then {format_roughly(measured.tokens_per_second)} tokens/s"
