@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -17,9 +18,18 @@ def test_only_the_answer_goes_to_the_standard_output(
 ) -> None:
     done = process("generate", tiny, *GPUS, *SIZES, "--prompt", "什么是设备映射？")
     assert done.returncode == 0
-    assert without_progress(done.stderr) == "ChatGLMForCausalLM on vgpu:0\n"
+    lines = without_progress(done.stderr).splitlines()
+    assert lines[0] == "ChatGLMForCausalLM on vgpu:0"
+    assert [line.split()[0] for line in lines if line.startswith(" vgpu")] == ["vgpu:0"]
+    assert re.search(r"first token after .* then .* tokens/s", done.stderr)
     told = program("generate", tiny, *GPUS, *SIZES, "-p", "什么是设备映射？", "--json")
-    (answer,) = json.loads(told.stdout)["answers"]
+    data = json.loads(told.stdout)
+    (answer,) = data["answers"]
+    (peaks,), (forecast,) = data["measured"]["devices"], data["measured"]["forecast"]
+    assert 0 < peaks["allocated_bytes"] <= forecast["allocated_bytes"]
+    assert 0 < peaks["reserved_bytes"] <= forecast["reserved_bytes"]
+    assert data["measured"]["context_tokens"] == answer["prompt_tokens"] + 32
+    assert data["measured"]["tokens_per_second"] > 0
     assert done.stdout.strip() == answer["text"]
     assert answer["prompt"] == "什么是设备映射？"
 

@@ -152,3 +152,31 @@ def test_an_unknown_card(tiny: Path, program: Program) -> None:
     assert '--gpus "MyCard:24GiB,936GB/s,71TFLOPs"' in told
     own = planned(program, tiny, "--gpus", "2x RTX 4095:24GiB,936GB/s,71TFLOPs")
     assert json.loads(own.to_json())["fleet"]["devices"][1]["flops_per_second"] == 71e12
+
+
+def test_what_is_there(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay(monkeypatch, "eight-3090")
+    done = program("gpus")
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    (fourth,) = (line for line in lines if line.startswith(" 3 "))
+    assert " ".join(fourth.split()[1:]) == (
+        "cuda:3 NVIDIA GeForce RTX 3090 24.00 GiB 18.81 GiB 18.00 GiB"
+    )
+    assert "3: python3 (pid 4242) has 4.87 GiB" in lines
+    assert "0–1, 2–3: about 45 GB/s by NVLink" in lines
+    assert lines[-1] == "all other pairs: about 9 GB/s over PCIe, through the host"
+    data = json.loads(program("gpus", "--json").stdout)
+    assert [gpu["name"] for gpu in data["gpus"]] == [str(number) for number in range(8)]
+    assert len(data["links"]) == 28
+
+
+def test_what_cannot_be_used_is_there(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay(monkeypatch, "fell-off")
+    lost = [gpu for gpu in json.loads(program("gpus", "--json").stdout)["gpus"] if gpu["trouble"]]
+    assert [gpu["name"] for gpu in lost] == ["1", "3"]
+    assert "1 can't be used: it doesn't answer: GPU is lost" in program("gpus").stdout
+    replay(monkeypatch, "no-driver")
+    done = program("gpus")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "hint:" in done.stderr

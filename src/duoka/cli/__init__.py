@@ -4,7 +4,8 @@ The answer goes to the standard output, everything else to the standard error. W
 imported inside the commands, so that ``--help`` starts at once.
 
 - `main`: the program and its commands; `signals`, `errors`, `machine`: what ends it early
-- `plan`, `check`, `generate`, `chat`, `compare`, `bench`, `demo`: a command each
+- `plan`, `check`, `generate`, `chat`, `compare`, `gpus`, `bench`, `demo`: a command
+  each
 - `options`, `training_options`, `groups`: the options that commands share
 - `planning`: from options to a plan; `replicas`, `suggestions`: several plans, other ways
 - `terminal`: what is printed and written

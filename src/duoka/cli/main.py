@@ -22,6 +22,7 @@ from .check import check
 from .compare import compare
 from .demo import demo
 from .generate import generate
+from .gpus import gpus
 from .groups import Debug, State
 from .plan import plan
 from .suggestions import options_of
@@ -53,7 +54,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (plan, compare, check, generate, chat, bench, demo):
+for command in (plan, compare, check, generate, chat, gpus, bench, demo):
     app.command()(command)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Literal
 
 from duoka.base.units import format_bytes
 from duoka.errors import FleetError
@@ -93,6 +95,36 @@ _FELL_OFF = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PresentGpu:
+    """A GPU of this machine, be it usable or not.
+
+    `name` is what ``--gpus`` takes, and `torch_name` what torch calls it in this process; None
+    where torch doesn't see it. `budget_bytes` may be planned for. `trouble` says why it can't be
+    used, and is empty where it can.
+    """
+
+    name: str
+    torch_name: str | None
+    product: str
+    uuid: str
+    total_bytes: int | None
+    free_bytes: int | None
+    budget_bytes: int | None
+    trouble: str = ""
+    processes: tuple[nvml.Process, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connection:
+    """How fast bytes go between two GPUs, by their names for ``--gpus``, and by what."""
+
+    first: str
+    second: str
+    kind: Literal["NVLink", "PCIe"]
+    bytes_per_second: float
+
+
 def is_detected(text: str) -> bool:
     """Whether a text names a GPU of this machine: by its index or its UUID."""
     return bool(_INDEX.fullmatch(text) or _UUID.fullmatch(text))
@@ -113,6 +145,13 @@ def detect(which: str | None = None) -> Found:
             known,
         ),
     )
+
+
+def survey() -> tuple[tuple[PresentGpu, ...], tuple[Connection, ...]]:
+    """All GPUs of this machine, those that can't be used as well, and what connects them."""
+    machine = nvml.read()
+    view = _View(machine, _visible(machine), calibration.find(machine.driver_version))
+    return tuple(view.present()), tuple(view.connections())
 
 
 def tells_memory() -> bool:
@@ -175,6 +214,47 @@ class _View:
 
     def torch_name(self, part: _Part) -> str:
         return f"cuda:{self._numbers[_bare(part.uuid)]}"
+
+    def present(self) -> Iterator[PresentGpu]:
+        """All parts as they are."""
+        for part in self._parts:
+            trouble = self._trouble(part)
+            is_seen = _bare(part.uuid) in self._numbers
+            yield PresentGpu(
+                name=_short_name(part),
+                torch_name=self.torch_name(part) if is_seen else None,
+                product=part.product,
+                uuid=part.uuid,
+                total_bytes=part.total_bytes,
+                free_bytes=part.free_bytes,
+                budget_bytes=None if trouble else part.budget_bytes,
+                trouble="" if trouble is None else trouble.reason,
+                processes=part.gpu.processes if part.instance is None else (),
+            )
+        for lost in self._machine.lost:
+            yield PresentGpu(
+                name=str(lost.index),
+                torch_name=None,
+                product="",
+                uuid="",
+                total_bytes=None,
+                free_bytes=None,
+                budget_bytes=None,
+                trouble=f"it doesn't answer: {lost.reason}",
+            )
+
+    def connections(self) -> Iterator[Connection]:
+        """What is known of the ways between parts."""
+        for one, other in combinations(self._parts, 2):
+            way = _way(one, other)
+            if way is not None:
+                by_nvlink = _nvlink_speed(one.gpu, other.gpu) is not None
+                yield Connection(
+                    first=_short_name(one),
+                    second=_short_name(other),
+                    kind="NVLink" if by_nvlink else "PCIe",
+                    bytes_per_second=way.bytes_per_second,
+                )
 
     def usable(self) -> list[_Part]:
         """All that can be used, in `nvidia-smi`'s order."""
@@ -260,6 +340,11 @@ class _View:
         if part.instance is None:
             about += [f"used by {_process(process)}" for process in part.gpu.processes[:4]]
         return "  ".join(about)
+
+
+def _short_name(part: _Part) -> str:
+    """What ``--gpus`` takes for it."""
+    return str(part.gpu.index) if part.instance is None else part.uuid
 
 
 def _hidden(part: _Part) -> _Trouble:

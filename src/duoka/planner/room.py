@@ -35,6 +35,19 @@ def is_tight(stage: StageBytes) -> bool:
     return _left(stage) < room_bytes(stage.budget_bytes)
 
 
+def cache_tokens(forecast: Forecast, workload: Workload) -> int:
+    """About how many tokens the KV cache can grow to, on what is free beside the room.
+
+    At least those that were planned for; 0 where there is no cache.
+    """
+    grown = [
+        1 + max(_left(stage) - room_bytes(stage.budget_bytes), 0) / stage.kv_cache_bytes
+        for stage in forecast.devices
+        if stage.kv_cache_bytes > 0
+    ]
+    return int(min(grown, default=0) * workload.batch * workload.context_tokens)
+
+
 def least_room_bytes(forecast: Forecast) -> int:
     """What the device with the least room has left of its budget."""
     return min(map(_left, forecast.devices))

@@ -23,7 +23,7 @@ from duoka.planner.explain import Explanation
 from duoka.planner.plan import Plan
 
 from .terminal import explain
-from .terminal.plan import facts, kinds_of, render_seconds, title
+from .terminal.plan import facts, kinds_of, left_over, render_seconds, title
 from .terminal.words import without_prefix
 
 _MOST_CELLS = 1200
@@ -102,11 +102,14 @@ def _printable(value: object) -> object:
 
 
 def _gpus(plan: Plan, explanation: Explanation | None) -> Iterator[_Gpu]:
-    largest = max(device.budget_bytes for device in plan.forecast.devices)
+    totals = [
+        stage.reserved_bytes + sum(left_over(plan, stage).values())
+        for stage in plan.forecast.devices
+    ]
     links = {} if explanation is None else _links(explanation)
     main = main_list([name for name, _ in plan.placement.entries])
     for place, forecast in enumerate(plan.forecast.devices):
-        parts = list(_parts(forecast))
+        parts = list(_parts(plan, forecast))
         full = f"{format_bytes(forecast.reserved_bytes)} of {format_bytes(forecast.budget_bytes)}"
         amounts = ", ".join(f"{part.kind} {part.amount}" for part in parts if part.is_told)
         yield _Gpu(
@@ -114,7 +117,7 @@ def _gpus(plan: Plan, explanation: Explanation | None) -> Iterator[_Gpu]:
             product=plan.fleet.device(forecast.device).product,
             full=full,
             label=f"{forecast.device}, {full}: {amounts}",
-            width=_percent(forecast.budget_bytes, largest),
+            width=_percent(totals[place], max(totals)),
             link=links.get(place, "") if place else "",
             parts=parts,
             cells=list(_cells(plan, forecast.device, main)),
@@ -128,8 +131,8 @@ def _links(explanation: Explanation) -> dict[int, str]:
     return dict(enumerate(crossings, 1)) if is_chain else {}
 
 
-def _parts(forecast: StageBytes) -> Iterator[_Part]:
-    sizes = [*kinds_of(forecast), ("free", forecast.budget_bytes - forecast.reserved_bytes)]
+def _parts(plan: Plan, forecast: StageBytes) -> Iterator[_Part]:
+    sizes = [*kinds_of(forecast), *left_over(plan, forecast).items()]
     # A plan's file can say anything; what is drawn is never more than the whole.
     total = max(forecast.budget_bytes, sum(max(size, 0) for _, size in sizes), 1)
     for kind, size in sizes:

@@ -19,7 +19,7 @@ from duoka.forecast.workload import Training, Workload
 from duoka.hardware.device import Device
 from duoka.planner.limits import reserves
 from duoka.planner.plan import Plan
-from duoka.planner.room import is_tight
+from duoka.planner.room import cache_tokens, is_tight
 
 from .words import name_modules
 
@@ -46,7 +46,10 @@ _KINDS = {
     "optimizer": _Kind("green", "▓", "=", "optim."),
     "overhead": _Kind("magenta", "░", "-", "overh."),
     "free": _Kind("dim", "·", ".", ""),
+    "CUDA": _Kind("red", "c", "c", ""),
+    "others": _Kind("red", "x", "x", ""),
 }
+_OUTSIDE = ("free", "CUDA", "others")
 
 
 def render_plan(plan: Plan) -> RenderableType:
@@ -68,6 +71,7 @@ class _View:
         yield from _offloaded(self._plan)
         yield ""
         yield _bars(self._plan, options.max_width, ascii_only=options.ascii_only)
+        yield from _cache(self._plan)
         yield from render_seconds(self._plan)
         for reason in self._plan.why:
             yield Text(reason.text)
@@ -87,11 +91,11 @@ def _table(plan: Plan) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=wide)
     table.add_column("GPU", no_wrap=True)
     table.add_column("modules", overflow="fold", ratio=1)
-    kinds = [kind for kind in _kinds(plan) if kind != "free"]
+    kinds = [kind for kind in _kinds(plan) if kind not in _OUTSIDE]
     for name in (*(_KINDS[kind].column for kind in kinds), "reserved", "budget"):
         table.add_column(name, justify="right", no_wrap=True)
     for device in plan.forecast.devices:
-        parts = _parts(device)
+        parts = dict(kinds_of(device))
         sizes = (*(parts[kind] for kind in kinds), device.reserved_bytes, device.budget_bytes)
         numbers = [f"{size / divisor:.2f}" for size in sizes]
         table.add_row(device.device, _modules(plan, device.device), *numbers)
@@ -114,11 +118,11 @@ def _list(plan: Plan) -> Group:
     for device in plan.forecast.devices:
         rows.append(Text(device.device, style="bold"))
         rows.append(Text(f"  {_modules(plan, device.device)}"))
-        parts = _parts(device)
+        parts = dict(kinds_of(device))
         rows += [
             Text(f"  {kind}: {format_bytes(parts[kind])}")
             for kind in _kinds(plan)
-            if kind != "free"
+            if kind not in _OUTSIDE
         ]
         reserved, budget = format_bytes(device.reserved_bytes), format_bytes(device.budget_bytes)
         rows.append(Text(f"  reserved: {reserved} of {budget}"))
@@ -184,13 +188,14 @@ def _budget_parts(device: Device, asked_bytes: int) -> str:
 def _bars(plan: Plan, columns: int, *, ascii_only: bool) -> Group:
     devices = plan.forecast.devices
     label = max(len(device.device) for device in devices) + 1
-    longest = max(device.budget_bytes for device in devices)
+    parts_of = [{**dict(kinds_of(device)), **left_over(plan, device)} for device in devices]
+    longest = max(sum(parts.values()) for parts in parts_of)
     room = max(min(columns - label, _WIDEST_BAR), 8)
-    rows, kinds = [], _kinds(plan)
-    for device in devices:
+    rows: list[Text] = []
+    kinds = [kind for kind in _kinds(plan) if any(parts.get(kind) for parts in parts_of)]
+    for device, parts in zip(devices, parts_of, strict=True):
         row = Text(device.device.ljust(label))
-        width = max(round(room * device.budget_bytes / longest), 1)
-        parts = _parts(device)
+        width = max(round(room * sum(parts.values()) / longest), 1)
         shares = _share([parts[kind] for kind in kinds], width)
         for kind, cells in zip(kinds, shares, strict=True):
             row.append(_sign(kind, ascii_only=ascii_only) * cells, style=_KINDS[kind].style)
@@ -212,10 +217,16 @@ def _kinds(plan: Plan) -> list[str]:
     return [kind for kind in _KINDS if kind not in other]
 
 
-def _parts(device: StageBytes) -> dict[str, int]:
-    """Bytes by kind; together they are the budget."""
-    free = max(device.budget_bytes - device.reserved_bytes, 0)
-    return {**dict(kinds_of(device)), "free": free}
+def left_over(plan: Plan, stage: StageBytes) -> dict[str, int]:
+    """What isn't the plan's: free, kept for CUDA, and others', as far as that is known."""
+    device = plan.fleet.device(stage.device)
+    asked = reserves(plan.request.constraints, plan.fleet).get(stage.device, 0)
+    offered = device.budget_bytes + device.reserve_bytes
+    return {
+        "free": max(stage.budget_bytes - stage.reserved_bytes, 0) + asked,
+        "CUDA": max(device.reserve_bytes - asked, 0),
+        "others": (device.memory_bytes or offered) - offered,
+    }
 
 
 def _share(parts: Sequence[int], width: int) -> list[int]:
@@ -228,6 +239,17 @@ def _share(parts: Sequence[int], width: int) -> list[int]:
         ends.append(ends[-1] + part)
     cells = [round(end * width / total) for end in ends]
     return [stop - start for start, stop in itertools.pairwise(cells)]
+
+
+def _cache(plan: Plan) -> Iterator[Text]:
+    """How many tokens and users the cache has room for."""
+    context = plan.workload.context_tokens
+    tokens = cache_tokens(plan.forecast, plan.workload)
+    if tokens:
+        yield Text(
+            f"the KV cache has room for about {tokens:,} tokens: "
+            f"{format_count(tokens // context, 'user')} with {context:,} each"
+        )
 
 
 def _modules(plan: Plan, device: str) -> str:
