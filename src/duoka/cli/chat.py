@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import select
 import sys
+from collections.abc import Callable
 from contextlib import closing, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from duoka.errors import UsageError
@@ -20,7 +23,11 @@ _HELP = """\
 /clear   forget what was said
 /exit    leave (Ctrl-D does too)
 /help    show this
+Lines that are pasted together are one question; so is what stands between \"\"\" and \"\"\".
 Ctrl-C stops an answer."""
+_BLOCK = '"""'
+# So soon the next line of a paste is there.
+_PASTE_SECONDS = 0.05
 
 
 @with_groups
@@ -36,17 +43,20 @@ def chat(options: RunnablePlan, answering: AnswerOptions, model: ModelOptions) -
     chosen = answering.chosen()
     plan = planning.make_plan(model, options, texts=[answering.system or ""])
     sampling, reader = planning.sampling(plan, chosen), planning.open_prompts(plan)
+    system = planning.tell_limits(reader, answering.system)
     generator = planning.load_generator(plan, model, reader, cache_weights=answering.cache_weights)
     from duoka.runtime import Conversation
 
-    _talk(Conversation(generator, sampling, system=answering.system))
+    _talk(Conversation(generator, sampling, system=system))
     planning.tell_measured(plan, generator)
 
 
 def _talk(conversation: Conversation) -> None:
     if sys.stdin.isatty() and sys.stdout.isatty():
         with suppress(ImportError):
-            import readline  # noqa: F401  (input() edits lines with it)
+            import readline  # input() edits lines with it
+
+            readline.parse_and_bind("set enable-bracketed-paste on")
         stderr().print("/help shows the commands, /exit leaves")
         _talk_with_a_person(conversation)
         return
@@ -88,18 +98,40 @@ def _turn(conversation: Conversation, said: str | None, *, is_stoppable: bool = 
 
 
 def _read_prompted() -> str | None:
-    """One line that a person writes; None at the end of the input."""
+    """What a person writes or pastes; None at the end of the input."""
     try:
-        return input("> ").strip()
+        lines = [input("> ")]
     except EOFError:
         sys.stdout.write("\n")
         return None
+    with suppress(EOFError):
+        while select.select([sys.stdin], [], [], _PASTE_SECONDS)[0]:
+            lines.append(input())
+    return _with_block("\n".join(lines), partial(input, "… "))
 
 
 def _read() -> str | None:
-    """One line of a file or pipe; None at its end."""
+    """One line, or one block, of a file or pipe; None at its end."""
     line = read_stdin(line=True)
-    return line.strip() if line else None
+    return _with_block(line, _next_line) if line else None
+
+
+def _next_line() -> str:
+    if line := read_stdin(line=True):
+        return line
+    raise EOFError
+
+
+def _with_block(text: str, read: Callable[[], str]) -> str:
+    """The text; where it begins a block, with the lines up to the block's end."""
+    text = text.strip()
+    if not text.startswith(_BLOCK):
+        return text
+    lines = [text.removeprefix(_BLOCK)]
+    with suppress(EOFError):
+        while not lines[-1].rstrip().endswith(_BLOCK):
+            lines.append(read())
+    return "\n".join(line.rstrip("\n") for line in lines).rstrip().removesuffix(_BLOCK).strip()
 
 
 def _answer(conversation: Conversation, question: str) -> None:

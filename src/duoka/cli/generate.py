@@ -91,8 +91,9 @@ def generate(
     system = "" if prompts.raw else answering.system or ""
     plan = planning.make_plan(model, options, texts=[system + text for text in questions])
     sampling, reader = planning.sampling(plan, chosen), planning.open_prompts(plan)
+    told = None if prompts.raw else planning.tell_limits(reader, system)
     tokens = [
-        reader.plain(text) if prompts.raw else reader.prompt(text.strip(), system=answering.system)
+        reader.plain(text) if prompts.raw else reader.prompt(text.strip(), system=told)
         for text in questions
     ]
     for ids in tokens:

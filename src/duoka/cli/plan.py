@@ -15,9 +15,10 @@ from duoka.errors import InfeasibleError, PlacementError, UsageError
 from duoka.hardware.detect import tell_numbers
 from duoka.planner.plan_profile import CONVENTIONS, Convention, map_of
 from duoka.planner.replicas import Replicas
+from duoka.planner.weight_forms import WeightForm
 from duoka.report.export import refuse_unknown
 
-from . import planning, replicas
+from . import planning, replicas, weight_forms
 from .groups import flag, option, with_groups
 from .options import ModelOptions, PlanOptions
 from .suggestions import as_json
@@ -62,6 +63,11 @@ class PlanOutput:
         "torch-pipelining, torchtitan or deepspeed.",
         callback=_known_tool,
     )
+    dtypes: bool = flag(
+        "--dtypes",
+        "Show the weights in every precision side by side, from 32 to 4 bit, and training: what "
+        "fits, and what is left.",
+    )
     json: bool = flag("--json", "Print the plan as JSON.")
 
     @property
@@ -78,6 +84,19 @@ class PlanOutput:
         check_file(self.save, "the plan")
         check_file(self.save_device_map, "the device map")
         check_file(self.html, "the page")
+        files = {
+            "--save": self.save,
+            "--save-device-map": self.save_device_map,
+            "--html": self.html,
+            "--explain": self.explain or None,
+            "--export": self.export,
+        }
+        several = [name for name, value in files.items() if value is not None]
+        if self.dtypes and several:
+            raise UsageError(
+                f"{', '.join(several)} can't be given with --dtypes: each is for one plan",
+                hint="plan with the --dtype or --quantize that you choose",
+            )
         said = {"--json": self.json, "--explain": self.explain}
         beside = [name for name, is_said in said.items() if is_said]
         if self.export is not None and beside:
@@ -117,6 +136,13 @@ class PlanOutput:
             typer.echo(_json(to_dict(copies)))
         else:
             replicas.show_copies(copies)
+
+    def give_forms(self, forms: list[WeightForm]) -> None:
+        """Show the weights in every form."""
+        if self.json:
+            typer.echo(_json([form.to_dict() for form in forms]))
+        else:
+            weight_forms.show_forms(forms)
 
     def refuse(self, error: PlacementError) -> None:
         """Say what is wrong with a device map, and keep the completed one."""
@@ -169,7 +195,9 @@ def plan(
     how_to_train = training.read()
     output.check(options)
     try:
-        if options.replicas is None:
+        if output.dtypes:
+            output.give_forms(weight_forms.make_forms(model, options, training))
+        elif options.replicas is None:
             output.give(planning.make_plan(model, options, how_to_train))
         else:
             number = replicas.read_number(options.replicas)

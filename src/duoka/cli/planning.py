@@ -350,6 +350,16 @@ def open_prompts(plan: duoka.Plan) -> PromptReader:
         return PromptReader.open(duoka.Checkpoint.open(plan.source), plan.workload)
 
 
+def tell_limits(reader: PromptReader, system: str | None) -> str | None:
+    """Say what the prompt format can't do; return the system's message if it can be told."""
+    from duoka.models.text.prompts import limits_of
+
+    limits = [*limits_of(reader.chat, system)]
+    for limit in limits:
+        stderr().print(f"note: {limit}", markup=False, soft_wrap=True)
+    return None if any("--system" in limit for limit in limits) else system
+
+
 def load_generator(
     plan: duoka.Plan, model: ModelOptions, reader: PromptReader, *, cache_weights: bool
 ) -> Generator:

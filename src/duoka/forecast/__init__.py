@@ -9,5 +9,5 @@
 - `stage_bytes`: what comes of it
 - `latency`, `schedules`: how long stages take; how the passes of a pipeline interleave
 - `stages`, `costs`: the chain that is cut and its lower bounds; what the search asks of stages
-- `forecast`: bytes and seconds of a placement
+- `forecast`, `measured`: bytes and seconds of a placement, and what came of them
 """

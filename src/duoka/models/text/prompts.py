@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -30,6 +30,8 @@ from .messages import (
     write_python_call,
 )
 from .tokenizer import special_id
+
+_NO_SYSTEM = "the model can't be told --system"
 
 
 class ChatFormat(Protocol):
@@ -212,6 +214,20 @@ class ChatGLM2Format:
     def parse(self, text: str, tools: Sequence[Tool] | None = None) -> Message:
         """See `ChatFormat.parse`."""
         return Message(role="assistant", content=text.strip())
+
+
+def limits_of(chat: ChatFormat, system: str | None) -> Iterator[str]:
+    """What a person should know of a format: that it has no roles, or no place for `system`."""
+    if isinstance(chat, TemplateFormat) and chat.tokenizer.chat_template is None:
+        yield "the model comes with no chat template: it continues the text that you write"
+    if system:
+        question = Message(role="user", content="?")
+        said = [Message(role="system", content=system), question]
+        try:
+            if chat.prompt(said) == chat.prompt([question]):
+                yield f"{_NO_SYSTEM}: its chat template leaves it out"
+        except UsageError as error:
+            yield f"{_NO_SYSTEM}: {error}"
 
 
 @dataclass(frozen=True)
