@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,25 @@ def test_a_conversation_through_a_pipe(tiny: Path, program: Program) -> None:
     assert "forgotten" in done.stderr
     assert "/frob is no command" in done.stderr
     assert "Ctrl-C stops an answer" in done.stderr
+
+
+def test_lines_of_a_block_are_one_question(tiny: Path, program: Program) -> None:
+    done = program("chat", tiny, *GPUS, *SIZES, stdin='"""What is\nNVLink?\n"""\n/exit\n')
+    block = program("chat", tiny, *GPUS, *SIZES, stdin='"""What is\nNVLink?')
+    lines = program("chat", tiny, *GPUS, *SIZES, stdin="What is\nNVLink?\n")
+    assert done.stdout == block.stdout != lines.stdout
+    assert re.search(r"vgpu:0 .*MiB", done.stderr)
+    assert re.search(r"first token after .* then .* tokens/s", done.stderr)
+
+
+@pytest.mark.slow
+def test_pasted_lines_are_one_question(terminal: Terminal) -> None:
+    terminal.wait_for("> ")
+    for pasted in ("\x1b[200~/clear\n/clear\x1b[201~\r", "/clear\n/clear\n"):
+        terminal.send(pasted)
+        terminal.wait_for(r"clear\s+\S+")
+        terminal.send("\x03")
+        assert "forgotten" not in terminal.wait_for(r"stopped\s[^>]*> ")
 
 
 def test_the_end_of_the_input_ends_it(tiny: Path, program: Program) -> None:

@@ -15,7 +15,7 @@ from duoka.planner.from_device_map import plan as plan_map
 from duoka.planner.plan import Plan
 from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
-from duoka.planner.room import is_tight, preferences, room_bytes
+from duoka.planner.room import cache_tokens, is_tight, preferences, room_bytes
 
 LOAD = Workload(prompt_tokens=6000, new_tokens=40, dtype="bfloat16")
 WHOLE = replace(LOAD, prefill_chunk_tokens=None)
@@ -118,3 +118,16 @@ def test_a_map_runs_in_the_largest_chunk_that_leaves_room() -> None:
     (*_, last) = plan_map(MODEL, problem).why
     assert last.kind == "little-room"
     assert "no placement" not in last.text
+
+
+def test_the_cache_grows_into_what_is_free_beside_the_room() -> None:
+    plan = planned(1000, load=WHOLE)
+    (stage,) = plan.forecast.devices
+    each = stage.kv_cache_bytes / WHOLE.context_tokens
+    spare = stage.budget_bytes - room_bytes(stage.budget_bytes) - stage.reserved_bytes
+    expected = WHOLE.context_tokens + spare / each
+    assert cache_tokens(plan.forecast, plan.workload) == pytest.approx(expected, abs=2)
+    tight = replace(plan.forecast, devices=(replace(stage, budget_bytes=stage.reserved_bytes),))
+    assert cache_tokens(tight, plan.workload) == WHOLE.context_tokens
+    without = replace(plan.forecast, devices=(replace(stage, kv_cache_bytes=0),))
+    assert cache_tokens(without, plan.workload) == 0

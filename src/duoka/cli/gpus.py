@@ -48,8 +48,8 @@ def _table(present: Sequence[PresentGpu]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for gpu in present:
         sizes = (gpu.total_bytes, gpu.free_bytes, gpu.budget_bytes)
-        told = ("–" if size is None else format_bytes(size) for size in sizes)
-        table.add_row(gpu.name, gpu.torch_name or "–", gpu.product, *told)
+        texts = ("–" if size is None else format_bytes(size) for size in sizes)
+        table.add_row(gpu.name, gpu.torch_name or "–", gpu.product, *texts)
     return table
 
 

@@ -220,11 +220,12 @@ def _kinds(plan: Plan) -> list[str]:
 def left_over(plan: Plan, stage: StageBytes) -> dict[str, int]:
     """What isn't the plan's: free, kept for CUDA, and others', as far as that is known."""
     device = plan.fleet.device(stage.device)
-    asked = reserves(plan.request.constraints, plan.fleet).get(stage.device, 0)
+    # As asked for, and not for CUDA.
+    kept_bytes = reserves(plan.request.constraints, plan.fleet).get(stage.device, 0)
     offered = device.budget_bytes + device.reserve_bytes
     return {
-        "free": max(stage.budget_bytes - stage.reserved_bytes, 0) + asked,
-        "CUDA": max(device.reserve_bytes - asked, 0),
+        "free": max(stage.budget_bytes - stage.reserved_bytes, 0) + kept_bytes,
+        "CUDA": max(device.reserve_bytes - kept_bytes, 0),
         "others": (device.memory_bytes or offered) - offered,
     }
 
