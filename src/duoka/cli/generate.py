@@ -91,9 +91,9 @@ def generate(
     system = "" if prompts.raw else answering.system or ""
     plan = planning.make_plan(model, options, texts=[system + text for text in questions])
     sampling, reader = planning.sampling(plan, chosen), planning.open_prompts(plan)
-    told = None if prompts.raw else planning.tell_limits(reader, system)
+    usable = None if prompts.raw else planning.tell_limits(reader, system)
     tokens = [
-        reader.plain(text) if prompts.raw else reader.prompt(text.strip(), system=told)
+        reader.plain(text) if prompts.raw else reader.prompt(text.strip(), system=usable)
         for text in questions
     ]
     for ids in tokens:
