@@ -200,10 +200,13 @@ class InfeasibleError(DuokaError):
         self.shortfall_bytes = shortfall_bytes
         self.ways_out = tuple(ways_out)
 
-    def with_ways_out(self, ways: Iterable[WayOut]) -> InfeasibleError:
-        """The same error, with what would fit."""
+    def with_ways_out(self, ways: Iterable[WayOut], because: str = "") -> InfeasibleError:
+        """The same error, with what would fit, and the model's part in it."""
         return InfeasibleError(
-            str(self), hint=self.hint, shortfall_bytes=self.shortfall_bytes, ways_out=tuple(ways)
+            f"{self}{because}",
+            hint=self.hint,
+            shortfall_bytes=self.shortfall_bytes,
+            ways_out=tuple(ways),
         )
 
 

@@ -115,9 +115,9 @@ def test_without_trust_no_code_runs(directory: Path) -> None:
 OLD = [
     pytest.param(
         "hidden = self.embedding(input_ids)\n",
-        "hidden = self.embedding(input_ids)\n        masks = self.get_head_mask(None, 4)\n",
+        "hidden = self.embedding(input_ids)\n        masks = self.estimate_tokens({})\n",
         1,
-        "AttributeError: .*get_head_mask",
+        "AttributeError: .*estimate_tokens",
         id="a method that is gone",
     ),
     pytest.param(
@@ -158,14 +158,19 @@ def test_code_of_an_older_transformers(
     assert "other versions" in report.stop.hint
 
 
-def test_code_that_duoka_has_itself(directory: Path) -> None:
-    """The published ChatGLM code can't run any more; duoka's own family serves these models."""
+def test_a_hint_never_leads_to_other_code(directory: Path) -> None:
+    """duoka has code for this model type: it isn't what was asked about."""
     line = edited(directory, "modeling_pebble.py", *OLD[0].values[:2])
     (directory / "config.json").write_text(json.dumps({**CONFIG, "model_type": "chatglm"}))
     report = checked(directory)
     assert report.stop is not None
     assert report.stop.place is not None
     assert report.stop.place.line == line + 1
-    assert "get_head_mask" in report.stop.place.text
-    assert "leave out --trust-remote-code" in report.stop.hint
-    assert "'chatglm'" in report.stop.hint
+    assert "trust" not in report.stop.hint
+
+
+def test_a_package_that_is_missing(directory: Path) -> None:
+    edited(directory, "helpers_pebble.py", "import torch\n", "import torch\nimport nosuchpackage\n")
+    report = checked(directory)
+    assert report.stop is not None
+    assert "pip install nosuchpackage" in report.stop.hint

@@ -204,7 +204,7 @@ def test_fingerprint(sharded: Path, tmp_path: Path) -> None:
 
     (copy / "unused.py").write_text("x = 1")
     assert Checkpoint.open(copy).fingerprint == fingerprint
-    write_json(copy / "config.json", CONFIG | {"auto_map": {}})
+    write_json(copy / "config.json", CONFIG | {"auto_map": {"AutoModel": "unused.Model"}})
     without_code = Checkpoint.open(copy).fingerprint
     with_code = Checkpoint.open(copy, trust_remote_code=True).fingerprint
     (copy / "unused.py").write_text("x = 2")

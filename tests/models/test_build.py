@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from duoka.errors import ModelError
-from duoka.models import build, meta
+from duoka.models import RemoteCode, build, meta
 
 TINY: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
@@ -181,7 +181,9 @@ def test_a_mask_larger_than_the_memory() -> None:
 @pytest.mark.parametrize("auto_map", ["AutoModel", ["AutoModel"], 3, {"AutoModel": 3}])
 def test_an_auto_map_that_is_none(auto_map: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="names no code"):
-        build({"model_type": "x", "auto_map": auto_map}, trust_remote_code=tmp_path)
+        build(
+            {"model_type": "x", "auto_map": auto_map}, code=RemoteCode(tmp_path, {}, legacy=False)
+        )
 
 
 @pytest.mark.parametrize("model_type", ["x" * 101, "a b", "", 3, "\x1b[2J"])
@@ -196,28 +198,27 @@ def test_a_config_without_a_model_type() -> None:
     assert caught.value.hint is not None
 
 
-def test_remote_code_only_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "c"))
-    monkeypatch.syspath_prepend(str(tmp_path / "c"))
-    directory = tmp_path / "pebble"
-    directory.mkdir()
-    (directory / "code_pebble.py").write_text(REMOTE_CODE)
+@pytest.mark.parametrize("legacy", [False, True])
+def test_remote_code_only_when_asked_for(tmp_path: Path, *, legacy: bool) -> None:
+    code = RemoteCode(tmp_path, {"code_pebble.py": REMOTE_CODE.encode()}, legacy=legacy)
     references = {"AutoConfig": "code_pebble.PebbleConfig", "AutoModel": "code_pebble.PebbleModel"}
     config = {"model_type": "pebble", "width": 6, "auto_map": references}
     with pytest.raises(ModelError, match="pebble") as caught:
         build(config)
     assert "--trust-remote-code" in (caught.value.hint or "")
-    model = build(config, trust_remote_code=directory)
+    model = build(config, code=code)
     assert model.lift.weight.is_meta
     assert torch.equal(model.table, torch.arange(4.0)[:, None].expand(4, 6))
     with pytest.raises(ModelError, match="auto_map"):
-        build({"model_type": "pebble"}, trust_remote_code=directory)
+        build({"model_type": "pebble"}, code=code)
 
 
-def test_known_types_never_run_remote_code(tmp_path: Path, reference: Any) -> None:
-    references = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
-    model = build({**reference.config, "auto_map": references}, trust_remote_code=tmp_path)
-    assert type(model).__name__ == "ChatGLMForCausalLM"
+def test_a_known_type_with_code_of_its_own(tmp_path: Path, reference: Any) -> None:
+    references = {"AutoConfig": "code_pebble.PebbleConfig", "AutoModel": "code_pebble.PebbleModel"}
+    config = {**reference.config, "auto_map": references}
+    assert type(build(config)).__name__ == "ChatGLMForCausalLM"
+    code = RemoteCode(tmp_path, {"code_pebble.py": REMOTE_CODE.encode()}, legacy=True)
+    assert type(build(config, code=code)).__name__ == "PebbleModel"
 
 
 class Block(nn.Module):

@@ -18,7 +18,7 @@ from duoka.base.progress import say
 from duoka.checker.run import check_subject
 from duoka.checker.source_map import place_of
 from duoka.checker.stage_splits import splits
-from duoka.checker.subject import Subject, build_own, complete, native_hint, read_entries, stop_of
+from duoka.checker.subject import OTHER_VERSIONS, Subject, complete, read_entries, stop_of
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import DuokaError, Faults, InfeasibleError, ModelError, PlacementError, UsageError
 from duoka.forecast.tensor_names import Outline
@@ -56,6 +56,7 @@ class _CheckRequest:
     training: Training | None
     fleet: Fleet | None
     constraints: Constraints = field(default_factory=Constraints)
+    joined_layers: str | None = None
     notes: list[str] = field(default_factory=list)
     refusals: list[DuokaError] = field(default_factory=list)
     """Why there is no plan, where one was asked for."""
@@ -171,7 +172,16 @@ def _subject(
             hint="leave them out; a workload says what is run",
         )
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
-    return (_of_own_code if checkpoint.code else _of_checkpoint)(checkpoint, request)
+    try:
+        subject = _of_checkpoint(checkpoint, request)
+    except ModelError as error:
+        stop = stop_of(checkpoint, error, "build") if checkpoint.code else None
+        if stop is None:
+            raise
+        raise _CodeStoppedError(checkpoint.source, stop) from error
+    if checkpoint.code:
+        return replace(subject, hint=OTHER_VERSIONS)
+    return replace(subject, not_run=checkpoint.untrusted_code)
 
 
 def _offloaded(subject: Subject, placement: Where | None) -> Subject:
@@ -236,7 +246,7 @@ def _of_module(model: nn.Module, request: _CheckRequest) -> Subject:
         workload, fleet = placement.workload, placement.fleet
         placement = placement.placement
     if placement is None:
-        entries = _dealt(model, request.to_plan)
+        entries = _dealt(model, request.to_plan, request.joined_layers)
     elif isinstance(placement, Placement):
         entries = placement.entries
     else:
@@ -275,22 +285,6 @@ class _CodeStoppedError(ModelError):
         self.stop = stop
 
 
-def _of_own_code(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
-    """A checkpoint whose own code may run: that code, also where duoka has some of its own."""
-    workload = workload_for(checkpoint, request.workload)
-    if isinstance(request.placement, Plan):
-        request.placement.refuse_other(checkpoint.fingerprint, checkpoint.source)
-    try:
-        model = build_own(checkpoint, workload.dtype)
-        subject = _of_module(model, replace(request, workload=workload))
-    except ModelError as error:
-        stop = stop_of(checkpoint, error, "build")
-        if stop is None:
-            raise
-        raise _CodeStoppedError(checkpoint.source, stop) from error
-    return replace(subject, name=checkpoint.source, hint=native_hint(checkpoint))
-
-
 def _of_checkpoint(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
     placement, workload, fleet = request.placement, request.workload, request.fleet
     if not isinstance(placement, Plan):
@@ -302,14 +296,17 @@ def _of_checkpoint(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
         )
     faults, is_whole = Faults(), True
     if placement is None:
-        placement = _plan_of(checkpoint, replace(request, workload=workload))
+        request = replace(request, workload=workload)
+        if checkpoint.code:
+            request = replace(request, joined_layers=_joined_layers(checkpoint, request))
+        placement = _plan_of(checkpoint, request)
     if isinstance(placement, Plan):
         placement.refuse_other(checkpoint.fingerprint, checkpoint.source)
         workload, fleet = placement.workload, placement.fleet
         placement = placement.placement
     model = build_model(checkpoint, workload)
     if placement is None:
-        entries = _dealt(model, request.to_plan)
+        entries = _dealt(model, request.to_plan, request.joined_layers)
     elif isinstance(placement, Placement):
         entries = placement.entries
     else:
@@ -347,12 +344,27 @@ def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
         return _planned(partial(plan, checkpoint, workload=load), request, suggest=suggest)
 
     workload = request.workload
+    if request.joined_layers is not None:
+        return None
     if request.training and workload.training is None and workload.quantize == "none":
         try:
             return planned(_learning(workload, request.training), suggest=False)
         except InfeasibleError:
             request.notes.append("such training doesn't fit: the placement is one for answering")
     return planned(workload)
+
+
+def _joined_layers(checkpoint: Checkpoint, request: _CheckRequest) -> str | None:
+    """The layers that a plan would keep on one device, so that nothing could be found there."""
+    layers = None
+    with suppress(ModelError):
+        layers = find_or_trace(checkpoint, request.workload).outline.joined_layers
+    if layers is not None:
+        request.notes.append(
+            f"the model's code joins what its layers make, so that a plan keeps {layers} on one "
+            'device; they were dealt to the devices, as device_map="auto" does'
+        )
+    return layers
 
 
 def _learning(workload: Workload, training: Training) -> Workload:
@@ -392,13 +404,19 @@ def _planned(
         return None
 
 
-def _dealt(model: nn.Module, fleet: Fleet) -> tuple[tuple[str, str], ...]:
-    """Devices for a model that can't be planned."""
+def _dealt(model: nn.Module, fleet: Fleet, joined: str | None) -> tuple[tuple[str, str], ...]:
+    """Devices for a model that can't be planned, or whose layers its code joins: those are cut."""
     names = fleet.names
     for num_stages in range(len(names), 1, -1):
-        for split in splits(model, num_stages):
+        dealt = splits(model, num_stages, joined)
+        for split in sorted(dealt, key=lambda split: not _cuts(split, joined)):
             return tuple((module, names[stage]) for module, stage in split.items())
     return (("", names[0]),)
+
+
+def _cuts(split: Mapping[str, int], layers: str | None) -> bool:
+    """Whether a split has a list of layers on several stages."""
+    return len({stage for name, stage in split.items() if name.startswith(f"{layers}.")}) > 1
 
 
 def _whole(workload: Workload) -> Workload:

@@ -30,7 +30,14 @@ from .observer import Observer
 from .report_names import ReportNames
 from .snapshot import globals_restored, on_virtual_gpus
 from .source_map import forget_sources, place_of
-from .subject import Subject, module_names, named_tensors, placed_modules, tensor_devices
+from .subject import (
+    Subject,
+    code_of,
+    module_names,
+    named_tensors,
+    placed_modules,
+    tensor_devices,
+)
 
 _MOST_NAMED = 5
 _MOST_GPUS = 8
@@ -143,6 +150,8 @@ class Run(StepListener):
         faults = tuple(finding.fault() for finding in findings if finding.cause is None)
         return Report(
             model=self.subject.name,
+            code=code_of(self.subject.model),
+            not_run=self.subject.not_run,
             devices=self.subject.devices,
             completeness=self.subject.completeness,
             faults=faults,

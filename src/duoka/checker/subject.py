@@ -5,24 +5,22 @@ A checkpoint's own model code is built from where it lies, or it is said where t
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from duoka import models
 from duoka.base.model_code import raised_in
 from duoka.base.text import longest_prefix
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import Faults, ModelError, PlacementError
-from duoka.forecast.workload import Dtype, Workload
+from duoka.forecast.workload import Workload
 from duoka.hardware.gpu_generation import GpuGeneration
 from duoka.report.check_report import OriginKind, Stop
 from duoka.runtime.dispatch.install_movers import is_callable
@@ -32,6 +30,10 @@ from .source_map import place_of
 
 Entries = tuple[tuple[str, str], ...]
 
+OTHER_VERSIONS = "the code was written for other versions of its libraries: look at that call"
+"""What to do where a checkpoint's own code can't run."""
+
+_PACKAGES = ("duoka", "torch", "transformers")
 _NEAREST = 3
 _DEVICE = re.compile(r"cpu|(?:cuda|vgpu):\d{1,3}")
 
@@ -59,6 +61,8 @@ class Subject:
     """The arguments of `forward` for the prompt, where it isn't text alone."""
     train: bool = False
     """Run the loss and backward instead of generating."""
+    not_run: tuple[str, ...] = ()
+    """Files with code that came with the checkpoint and isn't the model's."""
     hint: str = ""
     """What to do where the model's code stops for a reason of its own."""
     is_dispatched: bool = False
@@ -73,6 +77,18 @@ class Subject:
     def devices(self) -> tuple[str, ...]:
         """The devices of the entries, in their order."""
         return tuple(dict.fromkeys(device for _, device in self.entries))
+
+
+def code_of(model: nn.Module) -> str:
+    """Whose code a model is: its class, and the package or the file that the class is from."""
+    cls = type(model)
+    package = cls.__module__.partition(".")[0]
+    if package in _PACKAGES:
+        return f"{cls.__name__} of {package}"
+    try:
+        return f"{cls.__name__} of {Path(inspect.getfile(cls)).name}"
+    except (OSError, TypeError):
+        return cls.__name__
 
 
 def read_entries(device_map: Mapping[Any, Any]) -> Entries:
@@ -217,14 +233,11 @@ def _tensors_of(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"[{index}]", item
 
 
-def build_own(checkpoint: Checkpoint, dtype: Dtype) -> PreTrainedModel:
-    """Build a model from the code that came with it, even where its architecture is known.
-
-    The code names the checkpoint's files, so that faults in it are told, and repaired, there.
-    """
-    files = {file.name: file.content for file in checkpoint.code}
-    load = partial(models.import_class, directory=checkpoint.path, files=files)
-    return models.build(checkpoint.config, dtype=getattr(torch, dtype), own_code=load)
+def _hint(error: BaseException) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        package = error.name.partition(".")[0]
+        return f"the code needs a package that isn't there: pip install {package}"
+    return OTHER_VERSIONS
 
 
 def stop_of(checkpoint: Checkpoint, error: ModelError, phase: str) -> Stop | None:
@@ -238,16 +251,5 @@ def stop_of(checkpoint: Checkpoint, error: ModelError, phase: str) -> Stop | Non
         message=f"{type(cause).__name__}: {cause}",
         place=None if spot is None else place_of(spot),
         phase=phase,
-        hint=native_hint(checkpoint),
+        hint=_hint(cause),
     )
-
-
-def native_hint(checkpoint: Checkpoint) -> str:
-    """What to do where a checkpoint's own code can't run."""
-    model_type = checkpoint.config.get("model_type")
-    if models.is_served(model_type):
-        return (
-            f"duoka serves model_type {model_type!r} with code that it has: "
-            "leave out --trust-remote-code"
-        )
-    return "the code was written for other versions of its libraries: look at that call"

@@ -14,9 +14,7 @@ import json
 import os
 import re
 import stat
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -76,6 +74,8 @@ class Checkpoint:
         Whether model code that comes with the checkpoint may run.
     code : tuple of CodeFile
         That code; empty if it may not run.
+    untrusted_code : tuple of str
+        The names of its files with models, if it may not run.
     stamps : mapping of Path to Stamp
         Of the files with weights that are on this machine: whoever reads them can see that they
         are still the same.
@@ -91,6 +91,7 @@ class Checkpoint:
     fingerprint: str
     trust_remote_code: bool = False
     code: tuple[CodeFile, ...] = ()
+    untrusted_code: tuple[str, ...] = ()
     stamps: Mapping[Path, Stamp] = field(default_factory=dict, repr=False)
     folder: Folder | None = field(default=None, repr=False, compare=False)
 
@@ -160,7 +161,8 @@ class Checkpoint:
         num_tensors = None if weights.tensors is None else len(weights.tensors)
         where = str(folder.path / _CONFIG)
         configs.check_config(config, num_tensors=num_tensors, source=where)
-        code = _read_code(folder) if trust_remote_code and "auto_map" in config else ()
+        model_code = _model_code(config, names)
+        code = _read_code(folder) if trust_remote_code and model_code else ()
         generation = _GENERATION_CONFIG in names
         return cls(
             path=folder.path,
@@ -173,6 +175,7 @@ class Checkpoint:
             fingerprint=_fingerprint(config, code, weights),
             trust_remote_code=trust_remote_code,
             code=code,
+            untrusted_code=() if trust_remote_code else model_code,
             stamps=stamps_of(folder, weights),
             folder=folder,
         )
@@ -234,24 +237,6 @@ class Checkpoint:
     def remote_code(self) -> tuple[tuple[str, str], ...]:
         """Name and sha256 of each file of the checkpoint's own code that may run."""
         return tuple((file.name, file.sha256) for file in self.code)
-
-    @contextmanager
-    def code_directory(self) -> Iterator[Path | None]:
-        """A directory with the code that may run, and nothing else; None if none may.
-
-        It holds what was hashed, even if the checkpoint's files were changed since.
-        """
-        if not self.code:
-            yield None
-            return
-        key = hashlib.sha256(repr(self.remote_code).encode()).hexdigest()[:16]
-        with tempfile.TemporaryDirectory(prefix="duoka-code-") as scratch:
-            # The name becomes that of a Python package, the same one for the same code.
-            directory = Path(scratch) / f"checkpoint_{key}"
-            directory.mkdir()
-            for file in self.code:
-                (directory / file.name).write_bytes(file.content)
-            yield directory
 
     @property
     def weight_bytes(self) -> int | None:
@@ -319,6 +304,14 @@ def _remote(text: str, revision: str | None) -> Folder:
 
 def _read_config(folder: Folder, name: str) -> dict[str, Any]:
     return read_json(folder.fetch(name), most_bytes=configs.MAX_CONFIG_BYTES)
+
+
+def _model_code(config: Mapping[str, Any], names: Collection[str]) -> tuple[str, ...]:
+    """The files of the models that a configuration says came with it."""
+    auto_map = config.get("auto_map")
+    stated = auto_map.items() if isinstance(auto_map, dict) else ()
+    files = {f"{str(value).partition('.')[0]}.py" for key, value in stated if "Model" in key}
+    return tuple(sorted(files & set(names)))
 
 
 def _read_code(folder: Folder) -> tuple[CodeFile, ...]:

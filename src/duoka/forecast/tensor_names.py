@@ -108,6 +108,20 @@ class Outline:
     model: str = "the model"
     fingerprint: str = ""
 
+    @property
+    def joined_layers(self) -> str | None:
+        """The list of the model's layers, if they lie in one block: its code joins what they make.
+
+        Such code often fails on several devices; a model of that code goes on one.
+        """
+        layers = main_list([tensor.name for block in self.blocks for tensor in block.tensors])
+        blocks = [
+            block
+            for block in self.blocks
+            if layers and any(tensor.name.startswith(f"{layers}.") for tensor in block.tensors)
+        ]
+        return layers if len(blocks) == 1 else None
+
     @classmethod
     def of_names(cls, names: Iterable[str]) -> Outline:
         """The outline of tensors of which only the names are known.

@@ -3,7 +3,8 @@
 They know nothing of planning or hardware. Nothing is registered with transformers on import;
 `build` and `chatglm.register` do that on first use.
 
-- `build`, `meta`: any class of transformers, or code that comes with a checkpoint (`remote_code`)
+- `build`, `meta`: any class of transformers, or code that comes with a checkpoint
+- `remote_code`, `transformers4`: that code's import, and what transformers 4 gave to such code
 - `chatglm`: ChatGLM2, ChatGLM3 and GLM-4 in their published format
 - `from_checkpoint`, `quantized_checkpoint`: a checkpoint → its model, in the form of its weights
 - `conversion`, `boxes`: which part of which tensor of a checkpoint fills what of the model
@@ -12,17 +13,18 @@ They know nothing of planning or hardware. Nothing is registered with transforme
 - `text`: tokenizers, prompts, messages and chat templates
 """
 
-from .build import build, is_served, resolve
+from .build import build, resolve
 from .quantized_checkpoint import hold_as_stored
-from .remote_code import import_class
+from .remote_code import RemoteCode
 from .trainable import base_name, make_trainable
+from .transformers4 import is_for_transformers4
 
 __all__ = [
+    "RemoteCode",
     "base_name",
     "build",
     "hold_as_stored",
-    "import_class",
-    "is_served",
+    "is_for_transformers4",
     "make_trainable",
     "resolve",
 ]

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,18 +17,15 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from duoka.checkpoint.architecture import model_type_of, unknown_type
 from duoka.errors import ModelError
 
-from . import chatglm
+from . import chatglm, transformers4
 from .meta import construct
-
-OwnCode = Callable[[str], Any]
-"""Imports a class of a checkpoint's own code by a reference such as "file.Class"."""
+from .remote_code import RemoteCode
 
 # Where a generating class is looked for when the configuration names none, in this order; for an
 # encoder with a decoder in the reverse of the first two, since its decoder alone answers nothing.
@@ -47,14 +43,13 @@ def build(
     *,
     dtype: torch.dtype | None = None,
     attention: str = "sdpa",
-    trust_remote_code: Path | None = None,
-    own_code: OwnCode | None = None,
+    code: RemoteCode | None = None,
 ) -> PreTrainedModel:
-    """Build the model that a ``config.json`` describes, in evaluation mode, without weights."""
-    if own_code is None:
-        parsed, model_class = resolve(config, trust_remote_code=trust_remote_code)
-    else:
-        parsed, model_class = _remote(config, own_code)
+    """Build the model that a ``config.json`` describes, in evaluation mode, without weights.
+
+    With code that came with it the model is that code's, also where its architecture is known.
+    """
+    parsed, model_class = resolve(config) if code is None else _remote(config, code)
     chosen = dtype or _stated_dtype(parsed)
     # Asked for by name, sdpa is refused where a class lacks it; by default it is taken if there.
     implementation = None if attention == "sdpa" else attention
@@ -63,11 +58,15 @@ def build(
         model: PreTrainedModel = model_class._from_config(
             copy.deepcopy(parsed), dtype=default, attn_implementation=implementation
         )
+        if code is not None and code.legacy:
+            transformers4.finish(model)
         return model
 
     try:
         model = construct(partial(make, chosen))
-        if any(buffer.dtype != torch.float32 for buffer in _frequencies(model).values()):
+        # A checkpoint's own code keeps what its constructor makes: its users compute with that.
+        frequencies = _frequencies(model).values() if code is None else ()
+        if any(buffer.dtype != torch.float32 for buffer in frequencies):
             _replace_buffers(model, _frequencies(construct(partial(make, torch.float32))))
     except Exception as error:
         raise ModelError(
@@ -80,9 +79,7 @@ def build(
     return model
 
 
-def resolve(
-    config: Mapping[str, Any], *, trust_remote_code: Path | None = None
-) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
+def resolve(config: Mapping[str, Any]) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """Return the parsed configuration and the model class that a ``config.json`` asks for."""
     chatglm.register()
     model_type = model_type_of(config)
@@ -91,16 +88,7 @@ def resolve(
     if model_type in CONFIG_MAPPING:
         parsed = _parse(CONFIG_MAPPING[model_type], config)
         return parsed, _native_class(parsed)
-    if trust_remote_code is None:
-        raise unknown_type(model_type, CONFIG_MAPPING.keys(), has_code="auto_map" in config)
-    directory = trust_remote_code
-    return _remote(config, lambda name: get_class_from_dynamic_module(name, str(directory)))
-
-
-def is_served(model_type: object) -> bool:
-    """Whether duoka or transformers has code for a model type."""
-    chatglm.register()
-    return model_type in CONFIG_MAPPING
+    raise unknown_type(model_type, CONFIG_MAPPING.keys(), has_code="auto_map" in config)
 
 
 def _parse(config_class: type[PreTrainedConfig], config: Mapping[str, Any]) -> PreTrainedConfig:
@@ -166,7 +154,7 @@ def _mapped(mapping: Any, config: PreTrainedConfig) -> type[PreTrainedModel] | N
 
 
 def _remote(
-    config: Mapping[str, Any], load: OwnCode
+    config: Mapping[str, Any], code: RemoteCode
 ) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """Load configuration and model class from the checkpoint's own code."""
     auto_map = config.get("auto_map")
@@ -186,7 +174,7 @@ def _remote(
                 hint="use the repository that holds the code, or put its files into this one",
             )
     try:
-        config_class, model_class = load(stated), load(wanted)
+        config_class, model_class = code.import_class(stated), code.import_class(wanted)
     except Exception as error:
         raise ModelError(f"the checkpoint's own code could not be loaded: {error}") from error
     return _parse(config_class, config), model_class

@@ -20,14 +20,24 @@ def build_model(checkpoint: Checkpoint, workload: Workload) -> PreTrainedModel:
     method = method_of(checkpoint.config)
     dtype = getattr(torch, workload.dtype)
     config = checkpoint.config if method is None else without_quantization(checkpoint.config)
-    with checkpoint.code_directory() as code:
-        model = models.build(config, dtype=dtype, trust_remote_code=code)
+    model = models.build(config, dtype=dtype, code=_code_of(checkpoint))
     scheme = _scheme(workload)
     if method is not None:
         _hold_as_stored(model, method, checkpoint)
     elif scheme is not None:
         quantization.quantize_model(model, scheme)
     return model
+
+
+def _code_of(checkpoint: Checkpoint) -> models.RemoteCode | None:
+    """The code that came with a checkpoint, where it may run."""
+    if not checkpoint.code:
+        return None
+    return models.RemoteCode(
+        checkpoint.path,
+        {file.name: file.content for file in checkpoint.code},
+        legacy=models.is_for_transformers4(checkpoint.config),
+    )
 
 
 def notes_of(model: PreTrainedModel, checkpoint: Checkpoint, workload: Workload) -> tuple[str, ...]:

@@ -11,33 +11,45 @@ import hashlib
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from importlib.abc import MetaPathFinder, SourceLoader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from . import transformers4
 
-def import_class(reference: str, directory: Path, files: Mapping[str, bytes]) -> Any:
-    """Import a class from a checkpoint's own code.
+
+class RemoteCode:
+    """The files of a checkpoint's code, and for which transformers they were written.
 
     The modules stay importable for the life of the process, as others do: code may import them
     when it runs.
     """
-    finder = _Finder(directory, files)
-    if not any(isinstance(known, _Finder) and known.name == finder.name for known in sys.meta_path):
-        sys.meta_path.append(finder)
-    module, _, name = reference.partition(".")
-    return getattr(importlib.import_module(f"{finder.name}.{module}"), name)
+
+    def __init__(self, directory: Path, files: Mapping[str, bytes], *, legacy: bool) -> None:
+        self.legacy = legacy
+        self._finder = _Finder(directory, files, legacy=legacy)
+
+    def import_class(self, reference: str) -> Any:
+        """Import a class by what ``auto_map`` calls it: "file.Class"."""
+        known = (finder.name for finder in sys.meta_path if isinstance(finder, _Finder))
+        if self._finder.name not in known:
+            sys.meta_path.append(self._finder)
+        module, _, name = reference.partition(".")
+        with transformers4.importing() if self.legacy else nullcontext():
+            return getattr(importlib.import_module(f"{self._finder.name}.{module}"), name)
 
 
 class _Finder(MetaPathFinder):
     """Finds the modules of one checkpoint; other content makes another package."""
 
-    def __init__(self, directory: Path, files: Mapping[str, bytes]) -> None:
+    def __init__(self, directory: Path, files: Mapping[str, bytes], *, legacy: bool) -> None:
         self._directory = directory.absolute()
         self._files = files
-        content = repr((str(self._directory), sorted(files.items()))).encode()
+        self._legacy = legacy
+        content = repr((str(self._directory), sorted(files.items()), legacy)).encode()
         self.name = f"checkpoint_{hashlib.sha256(content).hexdigest()[:16]}"
 
     def find_spec(
@@ -50,8 +62,11 @@ class _Finder(MetaPathFinder):
         file = f"{module.replace('.', '/')}.py"
         if package != self.name or file not in self._files:
             return None
-        loader = _Loader(self._directory / file, self._files[file])
-        return ModuleSpec(fullname, loader, origin=str(self._directory / file))
+        kind = _LegacyLoader if self._legacy else _Loader
+        loader = kind(self._directory / file, self._files[file])
+        spec = ModuleSpec(fullname, loader, origin=str(self._directory / file))
+        spec.has_location = True  # the modules have a __file__
+        return spec
 
 
 class _Loader(SourceLoader):
@@ -66,3 +81,9 @@ class _Loader(SourceLoader):
         if path != str(self._path):
             raise OSError("no bytecode is kept")
         return self._content
+
+
+class _LegacyLoader(_Loader):
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module).update(transformers4.namespace())
+        super().exec_module(module)

@@ -43,7 +43,17 @@ def answer(
             raise
         say("looking for what would fit instead")
         ways = WaysOut(profile, problem, profile_for, request)
-        raise error.with_ways_out(ways.search()) from None
+        joined = profile.outline.joined_layers
+        because = "" if joined is None else f"; {joined_note(joined)}"
+        raise error.with_ways_out(ways.search(), because) from None
+
+
+def joined_note(layers: str) -> str:
+    """What a person should know of code that joins what its layers make."""
+    return (
+        f"{layers} stays whole on one GPU, since the model's code joins what its layers make "
+        "(duoka check shows the line, duoka check --fix mends it)"
+    )
 
 
 def answer_checkpoint(
@@ -94,9 +104,8 @@ def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
         workload = _with_native_targets(checkpoint, workload)
     check_context(workload, checkpoint.max_context_tokens, checkpoint.name)
     workload = _unquantized(checkpoint, workload)
-    workload = whole_prompt(
-        workload, is_encoder=bool(checkpoint.config.get("is_encoder_decoder", False))
-    )
+    is_encoder = bool(checkpoint.config.get("is_encoder_decoder", False))
+    workload = whole_prompt(workload, is_encoder=is_encoder, is_own_code=bool(checkpoint.code))
     return workload.resolved(dtype=checkpoint.default_dtype or "float32")
 
 
@@ -141,19 +150,23 @@ def refuse_offload(checkpoint: Checkpoint, problem: PlanProblem) -> None:
         )
 
 
-def whole_prompt(workload: Workload, *, is_encoder: bool) -> Workload:
+def whole_prompt(workload: Workload, *, is_encoder: bool, is_own_code: bool = False) -> Workload:
     """The workload without chunks for an encoder, which can't read its prompt in such.
 
-    Nor can a prompt with images: transformers refuses to cut it.
+    Nor can a prompt with images: transformers refuses to cut it. And a checkpoint's own code may
+    prepare its first call for the prompt, and every later one for one token, whatever it is given.
     """
-    if not is_encoder and not workload.images:
+    reasons = {
+        "an encoder can't read its prompt": is_encoder,
+        "a prompt with images can't run": bool(workload.images),
+        "code that comes with a checkpoint can't be relied on to read its prompt": is_own_code,
+    }
+    reader = next((reader for reader, is_so in reasons.items() if is_so), None)
+    if reader is None:
         return workload
     if isinstance(workload.prefill_chunk_tokens, int):
-        what = (
-            "an encoder can't read its prompt" if is_encoder else "a prompt with images can't run"
-        )
         raise UsageError(
-            f"{what} in chunks of {workload.prefill_chunk_tokens}",
+            f"{reader} in chunks of {workload.prefill_chunk_tokens}",
             hint="leave the chunk out",
         )
     return replace(workload, prefill_chunk_tokens=None)

@@ -253,6 +253,10 @@ class Report:
     ----------
     model : str
         Its class, or its checkpoint.
+    code : str
+        Whose code ran: the class, and the file or package that it is from.
+    not_run : tuple of str
+        Files with code that came with the checkpoint, about which nothing is said here.
     devices : tuple of str
         In the order of the placement.
     completeness : Faults
@@ -275,6 +279,8 @@ class Report:
 
     model: str
     devices: tuple[str, ...]
+    code: str = ""
+    not_run: tuple[str, ...] = ()
     completeness: Faults = field(default_factory=Faults)
     faults: tuple[Fault, ...] = ()
     warnings: tuple[Fault, ...] = ()

@@ -57,7 +57,10 @@ class Stepper:
         self.prompts = prompts
         self.past = 0
         self.encoded: Any = None
+        # What a model with a cache of its own asks `generate` to say in its next call.
+        self._next_arguments: dict[str, Any] = {}
         self.cache: Any = new_cache(model, conditions.cache, context_tokens=context_tokens)
+        self._brings_cache = self.cache is None
         # Of one sequence no mask is left in `generate`; a static cache makes one of its own.
         self._masked = batch > 1 or conditions.cache != "static"
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
@@ -113,6 +116,9 @@ class Stepper:
         self.cache = self.cache if cache is None else cache
         if self.model.config.is_encoder_decoder:
             self.encoded = BaseModelOutput(last_hidden_state=outputs.encoder_last_hidden_state)
+        elif self._brings_cache:
+            arguments = self.model._update_model_kwargs_for_generation(outputs, {})
+            self._next_arguments = {k: v for k, v in arguments.items() if k not in CACHE_NAMES}
         del outputs
         _sample(logits)
         self.past = keys
@@ -150,6 +156,15 @@ class Stepper:
             return self._pair_inputs(ids, mask, query)
         positions = mask.cumsum(-1) - 1
         positions = positions.masked_fill(mask == 0, 0)
+        if self._brings_cache and self.past and query > 1:
+            # Such a model prepares its inputs for one more token, however many there are.
+            later: dict[str, Any] = {
+                "input_ids": ids[:, -query:],
+                "position_ids": positions[:, -query:],
+            }
+            later |= {"attention_mask": mask, "use_cache": True, self._cache_name: self.cache}
+            accepted = {name: value for name, value in later.items() if name in self._accepted}
+            return {**accepted, "return_dict": True}
         inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(
             ids,
             next_sequence_length=query,
@@ -158,6 +173,7 @@ class Stepper:
             use_cache=True,
             **{"position_ids": positions} if "position_ids" in self._accepted else {},
             **self._kept_logits,
+            **self._next_arguments,
             **{self._cache_name: self.cache},
         )
         return {**inputs, "return_dict": True}

@@ -22,7 +22,7 @@ from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Workload
 from duoka.models.from_checkpoint import build_model, notes_of
 from duoka.planner.planner import with_chunks
-from duoka.planner.resolve import workload_for
+from duoka.planner.resolve import joined_note, workload_for
 from duoka.runtime import load as loader
 from duoka.runtime.dispatch.dispatch import undispatch
 from duoka.runtime.dispatch.place_tensors import parameter_bytes
@@ -48,6 +48,8 @@ def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
         build = partial(build_model, checkpoint, workload)
         profile, regular = _trace(build, spec, workload)
         # Where parts keep another type, the first parameter may be one of them.
+        if (layers := profile.outline.joined_layers) is not None:
+            notes = (*notes, f"{joined_note(layers)}.")
         profile = replace(profile, dtype=workload.dtype, notes=(*notes, *profile.notes))
         profile_cache.keep_profile(profile, workload, alone=not regular)
     return profile

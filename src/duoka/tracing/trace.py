@@ -482,6 +482,8 @@ def _weights(
     first_of = list(range(len(groups)))
     met: dict[int, int] = {}
     for name, module in model.named_modules():
+        if name not in block_of:  # it owned nothing, until a buffer was registered in a run
+            continue
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             block = block_of[name]
             if id(tensor) not in met:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from duoka.base.units import format_bytes, format_count
 from duoka.errors import Faults
+from duoka.models.meta import construct
 from duoka.report.check_report import Report
 from duoka.runtime.dispatch.place_tensors import parameter_bytes
 
@@ -32,7 +33,9 @@ Patched = Callable[[nn.Module], AbstractContextManager[None]]
 # A twin has the widths of attention of its model, but no more than this of what only costs.
 _MOST = {
     "vocab_size": 512,
+    "padded_vocab_size": 512,
     "intermediate_size": 256,
+    "ffn_hidden_size": 256,
     "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128,
 }
@@ -131,7 +134,7 @@ def twin_of(subject: Subject) -> tuple[Subject, int] | None:
     layers = _distinct_layers(subject, stacks, num_layers)
     try:
         _shrink(text, layers, num_layers)
-        small = type(model)(config).train(model.training)
+        small = construct(lambda: type(model)(config)).train(model.training)
     except Exception:  # whatever a family's own code says of sizes that depend on each other
         return None
     entries = tuple(

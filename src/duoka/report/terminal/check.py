@@ -58,6 +58,7 @@ class _View:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         report = self._report
+        yield from _not_run(report)
         yield _verdict(report, ascii_only=options.ascii_only)
         sections = (_incomplete(report), _stopped(report), _faults(report), render_costs(report))
         for section in sections:
@@ -78,12 +79,24 @@ def _verdict(report: Report, *, ascii_only: bool) -> Text:
     if ascii_only:
         sign = "ok:" if report.ok else "fails:"
     devices = f" on {words.joined(report.devices)}" if report.devices else ""
-    text = Text.assemble((f"{sign} ", style), (report.model, "bold"), f"{devices}: ")
+    code = f" ({report.code})" if report.code else ""
+    text = Text.assemble((f"{sign} ", style), (report.model, "bold"), f"{code}{devices}: ")
     problems = [*_problems(report)]
     text.append(", ".join(problems) if problems else _all_well(report), style=style)
     if report.warnings:
         text.append(f", {format_count(len(report.warnings), 'warning')}", style="bold yellow")
     return text
+
+
+def _not_run(report: Report) -> Iterator[Text]:
+    if report.not_run:
+        files = words.joined(report.not_run)
+        verb = "was" if len(report.not_run) == 1 else "were"
+        yield Text(
+            f"{files}, which came with {report.model}, {verb} not run: nothing is said of that "
+            "code here. --trust-remote-code checks it.",
+            style="bold yellow",
+        )
 
 
 def _problems(report: Report) -> Iterator[str]:

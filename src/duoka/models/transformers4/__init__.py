@@ -1,0 +1,13 @@
+"""What code written for transformers 4 finds here, as it was: for checkpoints' own code alone.
+
+Such code is imported with names of its own (`remote_code` does that); nothing that others use is
+changed. Each part names the version without which it isn't needed.
+
+- `namespace`: what its imports give, and its ``type``
+- `config`, `model`, `cache`: the base classes of its configuration, model and cache
+"""
+
+from .model import LegacyModel, finish
+from .namespace import importing, is_for_transformers4, namespace
+
+__all__ = ["LegacyModel", "finish", "importing", "is_for_transformers4", "namespace"]

@@ -1,0 +1,60 @@
+"""The dynamic cache with the ways that 4.36 gave it, and 5.0 took."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import DynamicCache
+
+LayerStates = tuple[tuple[Tensor, Tensor], ...]
+"""Keys and values of each layer, as caches were before 4.36, and between calls still in 4.x."""
+
+
+class LegacyCache(DynamicCache):
+    """Takes and gives tuples, has items, and is asked for lengths by the names of 4.x."""
+
+    @classmethod
+    def from_legacy_cache(cls, past_key_values: LayerStates | None = None) -> LegacyCache:
+        """A cache of what a call before returned."""
+        cache = cls()
+        for layer, (keys, values) in enumerate(past_key_values or ()):
+            cache.update(keys, values, layer)
+        return cache
+
+    def to_legacy_cache(self) -> LayerStates:
+        """What the next call is given."""
+        return tuple(self[layer] for layer in range(len(self)))
+
+    def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
+        states: Any = self.layers[layer]
+        return states.keys, states.values
+
+    def __iter__(self) -> Any:
+        return iter(self.to_legacy_cache())
+
+    @property
+    def key_cache(self) -> list[Tensor]:
+        """The keys by layer."""
+        return [keys for keys, _ in self.to_legacy_cache()]
+
+    @property
+    def value_cache(self) -> list[Tensor]:
+        """The values by layer."""
+        return [values for _, values in self.to_legacy_cache()]
+
+    @property
+    def seen_tokens(self) -> int:
+        """How many tokens there are."""
+        return int(self.get_seq_length())
+
+    _seen_tokens = seen_tokens
+
+    def get_usable_length(self, new_seq_length: int, layer_idx: int = 0) -> int:
+        """How many tokens there are; a cache without a limit keeps all."""
+        return int(self.get_seq_length(layer_idx))
+
+    def get_max_length(self, *_: Any) -> Any:
+        """There is no limit: None, where 5.0 says -1."""
+
+    get_max_cache_shape = get_max_length

@@ -1,0 +1,87 @@
+"""Configurations with the attributes that transformers 4 gave to each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+# The defaults of 4.x. Since 5.0 what is about generation is in GenerationConfig alone, and what is
+# about encoders and decoders, special tokens and pruning only where a model has it.
+_DEFAULTS: dict[str, Any] = {
+    "max_length": 20,
+    "min_length": 0,
+    "do_sample": False,
+    "early_stopping": False,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "repetition_penalty": 1.0,
+    "length_penalty": 1.0,
+    "output_scores": False,
+    "return_dict_in_generate": False,
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "cross_attention_hidden_size": None,
+    "tie_word_embeddings": True,
+    "tie_encoder_decoder": False,
+    "pruned_heads": {},
+    "torchscript": False,
+    "use_bfloat16": False,
+    "use_cache": True,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "sep_token_id": None,
+    "decoder_start_token_id": None,
+    "tokenizer_class": None,
+    "prefix": None,
+    "pretraining_tp": 1,
+}
+
+# What transformers 5 asks of any configuration, and such code calls otherwise.
+_OTHER_NAMES = {
+    "num_hidden_layers": ("num_layers", "n_layer", "n_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "hidden_size": ("n_embd", "d_model"),
+    "max_position_embeddings": ("seq_length", "n_positions", "model_max_length"),
+    "vocab_size": ("padded_vocab_size",),
+}
+
+
+class LegacyConfig(PreTrainedConfig):
+    """The base class of 4.x (``PretrainedConfig``): less than 5.0's is there, and is asked for."""
+
+    # What the configuration says; 5.0 makes it a view of `rope_parameters`, in another form.
+    rope_scaling = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        prepare: Any = super().__post_init__  # without types there
+        prepare(**kwargs)
+        for name in _DEFAULTS.keys() & kwargs.keys() - vars(self).keys():
+            setattr(self, name, kwargs[name])  # 5.0 leaves out what is about generation
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        set_attribute: Any = super().__setattr__  # without types there
+        set_attribute(self._name_for(name), value)
+
+    def __getattr__(self, name: str) -> Any:
+        own_name = self._name_for(name)
+        if own_name != name:
+            return getattr(self, own_name)
+        if name in _DEFAULTS:
+            return _DEFAULTS[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _get_generation_parameters(self) -> dict[str, Any]:
+        """None: the defaults above steer nothing, and 5.0 refuses a configuration that would."""
+        return {}
+
+    def _name_for(self, name: str) -> str:
+        """What this configuration calls an attribute that transformers 5 knows by a name."""
+        known = vars(self)
+        if name in known:
+            return name
+        return next((other for other in _OTHER_NAMES.get(name, ()) if other in known), name)

@@ -1,0 +1,110 @@
+"""Models that inherit what transformers 4 gave to each model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel
+
+_PREPARE = "prepare_inputs_for_generation"
+
+
+class LegacyModel(PreTrainedModel, GenerationMixin):
+    """The base class of 4.x: every model generates (until 4.50), and brings its own cache."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        inherit: Any = super().__init_subclass__  # without types there
+        inherit(**kwargs)
+        prepare = vars(cls).get(_PREPARE)
+        if prepare is not None:
+            setattr(cls, _PREPARE, _with_new_positions(prepare))
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        """Whether it has a head to generate with: until 4.50 that was to have this method."""
+        return getattr(cls, _PREPARE) is not getattr(GenerationMixin, _PREPARE)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """No: in 4.x a first call came without a cache, and later ones with what it returned."""
+        return False
+
+    def _prefill(
+        self, input_ids: Tensor, generation_config: Any, model_kwargs: Any, *rest: Any, **named: Any
+    ) -> Any:
+        """Go on with the mask, whose length such code counts; 5.0 drops one that is all ones."""
+        if model_kwargs.get("attention_mask", input_ids) is None:
+            model_kwargs["attention_mask"] = torch.ones_like(input_ids)
+        prefill: Any = GenerationMixin._prefill
+        return prefill(self, input_ids, generation_config, model_kwargs, *rest, **named)
+
+    def _extract_past_from_model_output(
+        self, outputs: Any, standardize_cache_format: bool = False
+    ) -> Any:
+        """What a call returned for the next one; gone since 4.49."""
+        return outputs.get("past_key_values")
+
+    def _get_logits_warper(self, generation_config: Any, **_: Any) -> LogitsProcessorList:
+        """Nothing: since 4.45 the processors do what warpers did."""
+        return LogitsProcessorList()
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """Which tensors are which others. Until 5.0 a list named those that may be missing."""
+        if all_submodels or isinstance(self._tied_weights_keys, dict):
+            return dict(super().get_expanded_tied_weights_keys(all_submodels=all_submodels))
+        head = self.get_output_embeddings() if self.config.tie_word_embeddings else None
+        if head is None:
+            return {}
+        embeddings = self.get_input_embeddings()
+        return {f"{_name_of(self, head)}.weight": f"{_name_of(self, embeddings)}.weight"}
+
+    def get_output_embeddings(self) -> Any:
+        """None, where a model doesn't say otherwise; 5.0 looks for an `lm_head`."""
+        return None
+
+    def get_head_mask(
+        self, head_mask: Tensor | None, num_hidden_layers: int, is_attention_chunked: bool = False
+    ) -> Any:
+        """A mask for each layer; gone since 5.0."""
+        if head_mask is None:
+            return [None] * num_hidden_layers
+        layers = head_mask if head_mask.dim() == 2 else head_mask.expand(num_hidden_layers, -1)
+        return layers[:, None, :, None, None].to(self.dtype)
+
+    def invert_attention_mask(self, encoder_attention_mask: Tensor) -> Tensor:
+        """0 where it is attended to, else the lowest number there is; gone since 5.0."""
+        mask = encoder_attention_mask
+        mask = mask[:, None, :, :] if mask.dim() == 3 else mask[:, None, None, :]
+        return (1.0 - mask.to(self.dtype)) * torch.finfo(self.dtype).min
+
+
+def _with_new_positions(prepare: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Such code leaves positions as it gets them; 4.x gave none, and 5.0 gives all of them."""
+
+    @functools.wraps(prepare)
+    def prepared(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = prepare(*args, **kwargs)
+        ids, positions = inputs.get("input_ids"), inputs.get("position_ids")
+        if ids is not None and positions is not None:
+            inputs["position_ids"] = positions[..., -ids.shape[1] :]
+        return inputs
+
+    return prepared
+
+
+def finish(model: nn.Module) -> None:
+    """Do for each part what its constructor would have ended with: 5.0 needs `post_init`."""
+    for part in reversed(list(model.modules())):
+        if isinstance(part, LegacyModel) and "all_tied_weights_keys" not in vars(part):
+            prepare: Any = part.post_init  # without types there
+            prepare()
+
+
+def _name_of(model: nn.Module, part: nn.Module) -> str:
+    """The name of a module inside of another."""
+    names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
+    return names[id(part)]

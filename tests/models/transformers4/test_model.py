@@ -1,0 +1,125 @@
+"""Code for transformers 4 under check, repair, plan and generate: that of `heron`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import duoka
+from duoka import Checkpoint, Workload
+from duoka.report.terminal import render_report
+from duoka.report.terminal.check import plain
+
+from .conftest import MakeHeron
+
+WORK = Workload(prompt_tokens=24, new_tokens=8, dtype="float32")
+TWO = "virtual:2x64MiB"
+LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 64} | {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+
+
+def line_of(checkpoint: Checkpoint, text: str) -> int:
+    lines = (checkpoint.path / "modeling_heron.py").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+def answers(checkpoint: Checkpoint, fleet: str, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Logits of a prompt, and greedy tokens."""
+    plan = duoka.plan(checkpoint, fleet, WORK, use_all=True)
+    model = duoka.load(plan, trust_remote_code=True)
+    device = torch.device(next(iter(plan.device_map.values())))
+    ids = (torch.arange(20)[None] * 7 % 90 + 3).repeat(len(mask), 1).to(device)
+    mask = mask.to(device)
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=mask).logits.cpu()
+        new = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    return logits, new.cpu()
+
+
+def test_it_runs_on_two_devices_as_on_one(heron: MakeHeron) -> None:
+    checkpoint = heron()
+    mask = torch.ones(1, 20, dtype=torch.long)
+    one, other = answers(checkpoint, "virtual:64MiB", mask), answers(checkpoint, TWO, mask)
+    torch.testing.assert_close(one[0], other[0])
+    assert one[0].isfinite().all()
+    assert torch.equal(one[1], other[1])
+    assert one[1].shape == (1, 26)
+
+
+def test_generation_calls_it_as_it_expects(heron: MakeHeron) -> None:
+    """Greedy tokens are those of calling it with all tokens each time."""
+    checkpoint = heron()
+    plan = duoka.plan(checkpoint, "virtual:64MiB", WORK)
+    model = duoka.load(plan, trust_remote_code=True)
+    ids = torch.tensor([[5, 17, 33, 60, 12]], device=plan.devices[0])
+    new = model.generate(input_ids=ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    for _ in range(6):
+        with torch.no_grad():
+            ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], dim=-1)
+    assert torch.equal(new.cpu(), ids.cpu())
+
+
+def test_a_clean_one_is_clean(heron: MakeHeron) -> None:
+    checkpoint = heron()
+    report = duoka.check(checkpoint, fleet=TWO, workload=WORK)
+    assert report.ok
+    assert report.code == "HeronForCausalLM of modeling_heron.py"
+    assert report.not_run == ()
+
+
+def test_the_loss_is_found_and_mended(heron: MakeHeron) -> None:
+    checkpoint = heron()
+    report = duoka.check(checkpoint, fleet=TWO, workload=WORK, train=True)
+    [fault] = report.faults
+    assert (fault.op, fault.line) == (
+        "torch.nn.functional.cross_entropy",
+        line_of(checkpoint, "loss = F.cross_entropy("),
+    )
+    [patch] = duoka.repair(report)
+    assert patch.proved, patch.reason
+
+
+def test_a_cache_in_one_tensor_is_found_and_mended(heron: MakeHeron) -> None:
+    """A plan keeps the layers whole, and so avoids the fault: the check cuts them all the same."""
+    checkpoint = heron(joined_cache=True)
+    plan = duoka.plan(checkpoint, TWO, WORK, use_all=True)
+    assert len({d for m, d in plan.device_map.items() if m.startswith("transformer.encoder")}) == 1
+    assert any("joins what its layers make" in str(reason.values) for reason in plan.why)
+    report = duoka.check(checkpoint, fleet=TWO, workload=WORK)
+    [fault] = report.faults
+    assert (fault.op, fault.line) == (
+        "torch.cat",
+        line_of(checkpoint, "presents = torch.cat((presents, cache), dim=0)"),
+    )
+    [patch] = duoka.repair(report)
+    assert patch.proved, patch.reason
+
+
+def test_it_trains(heron: MakeHeron) -> None:
+    report = duoka.check(heron(), {"": 0}, workload=WORK, train=True)
+    assert report.ok
+
+
+def test_a_verdict_is_about_the_code_that_ran(tmp_path: Path, heron: MakeHeron) -> None:
+    """A model type that transformers has, with a file of its own: the file isn't what ran."""
+    checkpoint = heron(model_type="llama", **LLAMA)
+    untrusted = Checkpoint.open(checkpoint.path / "config.json")
+    assert untrusted.untrusted_code == ()
+    (checkpoint.path / "model.safetensors").unlink()
+    report = duoka.check(Checkpoint.open(checkpoint.path), fleet=TWO, workload=WORK)
+    assert report.not_run == ("modeling_heron.py",)
+    assert report.code == "LlamaForCausalLM of transformers"
+    first, *_ = plain(render_report(report)).splitlines()
+    assert first.startswith("modeling_heron.py, which came with")
+    assert "--trust-remote-code" in plain(render_report(report))
+    own = duoka.check(checkpoint, fleet=TWO, workload=WORK)
+    assert own.code == "HeronForCausalLM of modeling_heron.py"
+
+
+def test_chunks_are_refused(heron: MakeHeron) -> None:
+    with pytest.raises(duoka.errors.UsageError, match="in chunks of 8"):
+        duoka.plan(heron(), TWO, Workload(prompt_tokens=24, prefill_chunk_tokens=8))
