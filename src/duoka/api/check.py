@@ -30,7 +30,7 @@ from duoka.planner.constraints import Constraints, strategy_of
 from duoka.planner.device_map import DeviceMap, judge
 from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
-from duoka.planner.resolve import workload_for
+from duoka.planner.resolve import native_training, workload_for
 from duoka.report.check_report import Report, Stop
 from duoka.runtime.dispatch.place_tensors import tensor_names
 from duoka.runtime.image_inputs import image_inputs
@@ -140,7 +140,6 @@ def check(
     )
     try:
         subject = _with_images(_offloaded(_subject(model, request), placement), images)
-        subject = _trainable(subject, request, is_given=isinstance(model, nn.Module))
     except _CodeStoppedError as error:
         return Report(model=error.source, devices=(), stop=error.stop, train=bool(train))
     say("running the model on virtual GPUs")
@@ -165,6 +164,12 @@ def _subject(
 ) -> Subject:
     """What is checked: a model, a complete placement and what to run."""
     if isinstance(model, nn.Module):
+        if request.training not in (None, Training(method="full")):
+            raise UsageError(
+                "a model that is given as an object is trained as it is: it gets no "
+                f"{request.training.method}",
+                hint="put adapters into it first, and say train=True",
+            )
         return _of_module(model, request)
     if request.inputs is not None:
         raise UsageError(
@@ -172,6 +177,7 @@ def _subject(
             hint="leave them out; a workload says what is run",
         )
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
+    request = replace(request, training=native_training(checkpoint, request.training))
     try:
         subject = _of_checkpoint(checkpoint, request)
     except ModelError as error:
@@ -179,6 +185,7 @@ def _subject(
         if stop is None:
             raise
         raise _CodeStoppedError(checkpoint.source, stop) from error
+    subject = _trainable(subject, request.training)
     if checkpoint.code:
         return replace(subject, hint=OTHER_VERSIONS)
     return replace(subject, not_run=checkpoint.untrusted_code)
@@ -197,16 +204,10 @@ def _offloaded(subject: Subject, placement: Where | None) -> Subject:
     return replace(subject, offloaded=placement.offloaded)
 
 
-def _trainable(subject: Subject, request: _CheckRequest, *, is_given: bool) -> Subject:
+def _trainable(subject: Subject, training: Training | None) -> Subject:
     """The subject as its training says."""
-    training = request.training
-    if training in (None, Training(method="full")):
+    if training is None or training == Training(method="full"):
         return subject
-    if is_given:
-        raise UsageError(
-            f"a model that is given as an object is trained as it is: it gets no {training.method}",
-            hint="put adapters into it first, and say train=True",
-        )
     make_trainable(subject.model, training, getattr(torch, subject.workload.dtype))
     # An entry that is a tensor's name means another one below an adapter.
     return replace(subject, entries=complete(subject.model, subject.entries)[0])

@@ -18,6 +18,7 @@ from duoka.base.units import format_bytes
 from duoka.checkpoint.tokenizer_files import refuse_prompts
 from duoka.errors import UsageError
 from duoka.forecast.workload import QUANTIZED, Cache, Quantization
+from duoka.planner.resolve import workload_for
 
 from . import planning
 from .groups import Only, flag, option, with_groups
@@ -143,6 +144,8 @@ def _measure(
     planning.look_at_cards(gpus)
     checkpoint, fleet = planning.open_checkpoint(model, to_run=True), duoka.Fleet.parse(gpus)
     refuse_prompts(checkpoint)
+    tokens = max(sizes[0] or 0, 2)
+    workload_for(checkpoint, duoka.Workload(prompt_tokens=tokens - 1, new_tokens=1, dtype=dtype))
     with working():
         say_import("torch")
         from duoka.tools.bench.quality import measure_quality, windows_for

@@ -17,7 +17,9 @@ from rich.text import Text
 import duoka
 from duoka.base.progress import say_import
 from duoka.errors import UsageError
+from duoka.forecast.workload import Training
 from duoka.planner.limits import fleet_for
+from duoka.planner.resolve import native_training, workload_for
 from duoka.report.terminal.words import where
 
 from . import planning
@@ -163,7 +165,7 @@ def check(
     fixes.check()
     output.check()
     how_to_train = training.read()
-    arguments = _arguments(model, options, train=how_to_train is not None)
+    arguments = _arguments(model, options, how_to_train)
     images = [picture_size(text) for text in run.image or ()]
     with working():
         say_import("torch")
@@ -186,13 +188,15 @@ def check(
         raise typer.Exit(NOT_OK)
 
 
-def _arguments(model: ModelOptions, options: PlanOptions, *, train: bool) -> dict[str, Any]:
+def _arguments(
+    model: ModelOptions, options: PlanOptions, training: Training | None
+) -> dict[str, Any]:
     """What `duoka.check` is asked: the cheap refusals come before torch is imported."""
     if options.plan_file is not None:
         plan = planning.make_plan(model, options)
         checkpoint = planning.open_checkpoint(replace(model, model=model.model or plan.source))
         return {"model": checkpoint, "placement": plan, "workload": plan.workload}
-    if train and options.new_tokens is not None:
+    if training is not None and options.new_tokens is not None:
         raise UsageError(
             "--new-tokens is for answers, and --train makes none",
             hint="--context says how long a sequence is",
@@ -203,9 +207,11 @@ def _arguments(model: ModelOptions, options: PlanOptions, *, train: bool) -> dic
     fleet = None
     if options.gpus is not None or device_map is None:
         fleet = fleet_for(duoka.Fleet.parse(gpus), device_map)
-    if train:  # all tokens of the context are the prompt's, but for one
+    if training is not None:  # all tokens of the context are the prompt's, but for one
         options = replace(options, new_tokens=_TRAINING_TOKENS)
     workload = planning.workload_for(checkpoint.max_context_tokens, options)
+    workload_for(checkpoint, workload)  # what it refuses is refused before torch is imported
+    native_training(checkpoint, training)
     planning.say_quantization(options.quantize, workload)
     return {
         "model": checkpoint,

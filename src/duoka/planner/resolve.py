@@ -12,7 +12,7 @@ from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import InfeasibleError, UsageError
 from duoka.forecast.profile import Profile
-from duoka.forecast.workload import Workload, with_quantization
+from duoka.forecast.workload import Training, Workload, with_quantization
 
 from .modes import attempt, find
 from .plan import Plan
@@ -101,7 +101,7 @@ def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
     """The workload with what the checkpoint decides: its dtype, and whether it reads in chunks."""
     if not checkpoint.code:
         refuse_unbuildable(checkpoint.config)
-        workload = _with_native_targets(checkpoint, workload)
+    workload = replace(workload, training=native_training(checkpoint, workload.training))
     check_context(workload, checkpoint.max_context_tokens, checkpoint.name)
     workload = _unquantized(checkpoint, workload)
     is_encoder = bool(checkpoint.config.get("is_encoder_decoder", False))
@@ -109,13 +109,11 @@ def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
     return workload.resolved(dtype=checkpoint.default_dtype or "float32")
 
 
-def _with_native_targets(checkpoint: Checkpoint, workload: Workload) -> Workload:
-    """The workload with its adapters on modules of duoka's classes."""
-    training = workload.training
-    if training is None or not training.lora_targets:
-        return workload
-    targets = native_targets(checkpoint.config, training.lora_targets)
-    return replace(workload, training=replace(training, lora_targets=targets))
+def native_training(checkpoint: Checkpoint, training: Training | None) -> Training | None:
+    """The training with its adapters on modules of the class that is built."""
+    if training is None or checkpoint.code:
+        return training
+    return replace(training, lora_targets=native_targets(checkpoint.config, training.lora_targets))
 
 
 def _unquantized(checkpoint: Checkpoint, workload: Workload) -> Workload:
