@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from duoka.errors import UsageError
+from duoka.errors import CheckpointError, UsageError
 from duoka.forecast.workload import Workload
 from duoka.models.kv_cache import new_cache
 from duoka.runtime import Generator, Sampling
@@ -150,3 +150,10 @@ def test_plain_text_is_continued_as_it_is(generator: Generator) -> None:
     ids = generator.plain("<|user|> hi")
     assert generator.chat.stop_ids[1] not in ids
     assert generator.tokenizer.decode(ids, skip_special_tokens=True).strip() == "<|user|> hi"
+
+
+def test_tokens_beyond_the_embedding_are_refused(generator: Generator) -> None:
+    embeddings: Any = generator.model.get_input_embeddings()
+    rows = embeddings.num_embeddings
+    with pytest.raises(CheckpointError, match=f"a token {rows}, and the model's embedding has"):
+        generator.answer([[1, rows]])

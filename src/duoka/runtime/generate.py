@@ -151,9 +151,10 @@ class Generator(PromptReader):
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         self.check(prompts, sampling.max_new_tokens)
-        embeddings: Any = self.model.get_input_embeddings()
-        largest, rows = max(map(max, prompts)), embeddings.weight.shape[0]
-        if largest >= rows:
+        # Not its weight's: that may be in the host's memory.
+        rows = getattr(self.model.get_input_embeddings(), "num_embeddings", None)
+        largest = max(map(max, prompts))
+        if rows is not None and largest >= rows:
             raise beyond_embedding(largest, rows)
 
     def _generate(
