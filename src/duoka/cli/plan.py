@@ -16,7 +16,7 @@ from duoka.hardware.detect import tell_numbers
 from duoka.planner.plan_profile import CONVENTIONS, Convention, map_of
 from duoka.planner.replicas import Replicas
 from duoka.planner.weight_forms import WeightForm
-from duoka.report.export import refuse_unknown
+from duoka.report.export import refuse_names, refuse_unknown
 
 from . import planning, replicas, weight_forms
 from .groups import flag, option, with_groups
@@ -81,6 +81,8 @@ class PlanOutput:
                 "--names is for --save-device-map and --export, and neither is given",
                 hint="say which file or tool the names are for",
             )
+        if self.export is not None:
+            refuse_names(self.export, self._convention)
         check_file(self.save, "the plan")
         check_file(self.save_device_map, "the device map")
         check_file(self.html, "the page")

@@ -9,6 +9,6 @@ of them.
 - `accelerate`, `vllm`, `sglang`, `llamacpp`, `torch_pipelining`, `deepspeed`: the tools
 """
 
-from .export import TOOLS, export, refuse_unknown
+from .export import TOOLS, export, refuse_names, refuse_unknown
 
-__all__ = ["TOOLS", "export", "refuse_unknown"]
+__all__ = ["TOOLS", "export", "refuse_names", "refuse_unknown"]

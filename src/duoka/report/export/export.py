@@ -59,14 +59,19 @@ def export(
             f"{tool} serves models, and the plan is for training one",
             hint="plan without training, or export to torch-pipelining, torchtitan or deepspeed",
         )
+    refuse_names(tool, names)
     if tool == accelerate.NAME:
         return accelerate.export(plan, profile, names)
-    if choose("names", names, CONVENTIONS) != "model":
+    return _EXPORTERS[tool](plan, profile or cached_profile(plan))
+
+
+def refuse_names(tool: str, names: Convention) -> None:
+    """Refuse the checkpoint's names for a tool that is told none."""
+    if choose("names", names, CONVENTIONS) != "model" and tool != accelerate.NAME:
         raise UsageError(
             f"{tool} is told no names of modules that a checkpoint could have",
             hint=f"leave them out, or export to {accelerate.NAME}",
         )
-    return _EXPORTERS[tool](plan, profile or cached_profile(plan))
 
 
 def refuse_unknown(tool: str) -> None:
