@@ -80,6 +80,8 @@ _COPYING_WRITES = frozenset(
         "scatter", "scatter_add", "scatter_reduce", "slice_scatter", "select_scatter", "copy",
     }
 )  # fmt: skip
+_DEAR_BYTES = 2**20
+"""A weight as small as this may be moved to where it is used: that takes fewer changes of code."""
 
 
 class Interceptor(TorchFunctionMode):
@@ -263,10 +265,10 @@ class Interceptor(TorchFunctionMode):
         if torch._C._current_graph_task_id() != -1 and key in self._chosen:
             # A checkpointed region computes again what it computed, where it did.
             return self._chosen[key]
+        gpu = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+        largest = max(gpu or tensors, key=lambda tensor: tensor.nbytes)
         target = self.stage
-        if target is None or target not in devices:
-            gpu = [tensor for tensor in tensors if tensor.device.type != "cpu"]
-            largest = max(gpu or tensors, key=lambda tensor: tensor.numel() * tensor.element_size())
+        if target is None or target not in devices or _is_dear(largest, tensors):
             target = largest.device
         self._chosen[key] = target
         return target
@@ -437,6 +439,12 @@ class _Calls(threading.local):
             yield
         finally:
             self.depth = depth
+
+
+def _is_dear(largest: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
+    """Whether a weight is larger than all that it meets: a copy of it for each call costs more."""
+    met_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device != largest.device)
+    return isinstance(largest, torch.nn.Parameter) and largest.nbytes > max(met_bytes, _DEAR_BYTES)
 
 
 def _all_hard(args: tuple[Any, ...]) -> Spot | None:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 import duoka
 from duoka.base.progress import say_import
+from duoka.base.units import format_bytes
 from duoka.errors import UsageError
 from duoka.forecast.workload import Training
 from duoka.planner.limits import fleet_for
@@ -265,6 +266,11 @@ class Repaired:
                 {"file": it.file, "diff": it.diff, "proved": it.proved, "reason": it.reason}
                 for it in self._repairs
             ],
+            "cures": [
+                {"file": patch.file, "source": cure.source, "step_bytes": cure.step_bytes}
+                for patch in self._repairs
+                for cure in patch.cures
+            ],
             "uncured": [
                 {"file": fault.file, "line": fault.line, "op": fault.op, "reason": reason}
                 for fault, reason in self._repairs.uncured
@@ -280,6 +286,9 @@ class Repaired:
                 console.print(diff)
             else:
                 console.print(Text(patch.diff.rstrip("\n")), soft_wrap=True)
+            for cure in patch.cures:
+                moved = format_bytes(cure.step_bytes) if cure.step_bytes else "nothing"
+                console.print(Text(f"moves {moved} a step: {cure.source}"), soft_wrap=True)
             verdict = ("proved", "bold green") if patch.proved else ("not proved", "bold red")
             reason = f": {patch.reason}" if patch.reason else ""
             if self._directory is None and not patch.proved:

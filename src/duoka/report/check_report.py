@@ -328,6 +328,7 @@ class Report:
         schema["required"].remove("subject")
         schema["properties"] |= {
             "patches": _objects(file="string", diff="string", proved="boolean", reason="string"),
+            "cures": _objects(file="string", source="string", step_bytes="integer"),
             "uncured": _objects(file="string", line="integer", op="string", reason="string"),
         }
         return schema

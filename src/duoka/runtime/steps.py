@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from duoka.models.kv_cache import CACHE_NAMES, cache_name, lengthen, new_cache
 from .image_inputs import ImagePrompts
 
 _PLAIN = Conditions()
+_ENCODED = "encoder_"
 
 
 class Stepper:
@@ -116,6 +118,9 @@ class Stepper:
         self.cache = self.cache if cache is None else cache
         if self.model.config.is_encoder_decoder:
             self.encoded = BaseModelOutput(last_hidden_state=outputs.encoder_last_hidden_state)
+            for name in (part.name for part in fields(outputs)):
+                if name.startswith(_ENCODED):  # a decoder may ask for what only its encoder has
+                    setattr(self.encoded, name.removeprefix(_ENCODED), getattr(outputs, name))
         elif self._brings_cache:
             arguments = self.model._update_model_kwargs_for_generation(outputs, {})
             self._next_arguments = {k: v for k, v in arguments.items() if k not in CACHE_NAMES}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from repairing import build, check, load, repaired, write
+from repairing import Shape, build, changed, check, load, repair_shape, repaired, write
 from torch import nn
 
 import duoka
@@ -259,3 +259,43 @@ def test_pytorchs_own_code_is_nobodys_to_change() -> None:
     repairs = duoka.repair(report)
     assert not repairs
     assert "the map must keep that module on one device" in repairs.uncured[0][1]
+
+
+TIED = """
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20_000, 32)
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x):
+        return F.linear(self.norm(self.embed(x)), self.embed.weight)
+"""
+
+
+def test_a_large_weight_stays_and_what_it_meets_is_moved(tmp_path: Path) -> None:
+    model = build(load(write(tmp_path, TIED)).Tied)
+    _, repairs = repaired(model, {"embed": 0, "norm": 1}, {"x": torch.zeros(2, 3).long()})
+    assert repairs.proved
+    assert "self.norm(self.embed(x)).to(self.embed.weight.device)" in repairs.diff
+    (cure,) = repairs[0].cures
+    assert cure.step_bytes == 2 * 3 * 32 * 4
+
+
+def test_a_name_that_several_lines_need_is_moved_once(tmp_path: Path) -> None:
+    shape = Shape(
+        name="several lines",
+        body="""
+        h = self.a(x)
+        y = self.b(h)
+        z = y * h
+        z = z - h
+        return z.relu() + h
+        """,
+        lines=["h = h.to(y.device)"],
+    )
+    repairs = repair_shape(shape, tmp_path)
+    assert repairs.proved
+    assert changed(repairs) == shape.lines
+    (cure,) = repairs[0].cures
+    assert (len(cure.faults), cure.step_bytes) == (3, 3 * 4 * 4)

@@ -107,11 +107,7 @@ def _assembled(outcome: Outcome, sources: Sources, proof: Proof) -> Repairs:
             before=before,
             after=after,
             diff=unified_diff(file, before, after),
-            faults=tuple(
-                choice.fault
-                for choice in outcome.choices
-                if any(edit.tree.file == file for edit in choice.edits)
-            ),
+            cures=tuple(outcome.cures(file)),
             proved=proof.holds,
             reason=proof.reason,
         )

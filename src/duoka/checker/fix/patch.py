@@ -13,6 +13,27 @@ from duoka.report.check_report import Fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cure:
+    """One change of code.
+
+    Parameters
+    ----------
+    faults : tuple of Fault
+        What it cures.
+    step_bytes : int
+        What it moves between devices in one step; 0 where tensors are made in the right place.
+    """
+
+    faults: tuple[Fault, ...]
+    step_bytes: int
+
+    @property
+    def source(self) -> str:
+        """The expressions that failed."""
+        return ", ".join(fault.source for fault in self.faults)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
     """The changes of one file.
 
@@ -24,8 +45,8 @@ class Patch:
         Its whole text, line ends as they are in the file.
     diff : str
         What changes, in the unified form that `git apply` and `patch` read.
-    faults : tuple of Fault
-        Those that this patch has a part in curing.
+    cures : tuple of Cure
+        The changes, each with what it cures and what it costs.
     proved : bool
         Checked again the code was clean, and on several devices it computed what the original
         computes on one.
@@ -37,9 +58,14 @@ class Patch:
     before: str = field(repr=False)
     after: str = field(repr=False)
     diff: str = field(repr=False)
-    faults: tuple[Fault, ...] = field(default=(), repr=False)
+    cures: tuple[Cure, ...] = field(default=(), repr=False)
     proved: bool = False
     reason: str = ""
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """Those that this patch has a part in curing."""
+        return tuple(fault for cure in self.cures for fault in cure.faults)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import difflib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import libcst as cst
 
@@ -20,7 +20,8 @@ from duoka.report.check_report import Fault, Place, Report
 from ..source_map import parse_quietly
 from ..subject import Subject
 from .buffers import NewBuffer
-from .candidates import Candidate, candidates
+from .candidates import Candidate, candidates, once_for_all
+from .patch import Cure
 from .sources import SourceError, Sources
 from .syntax import Edit, folded
 
@@ -30,6 +31,8 @@ MINIMISE_SECONDS = 10
 _NO_WAY = "no way to cure it is known"
 _IN_VAIN = "it was still there after every change that was tried"
 _NEAR_LINES = 1
+_MOST_TOGETHER = 8
+"""Checks that are spent on faults of one name, cured together."""
 _MOST_TEXTS = 16
 
 
@@ -226,6 +229,17 @@ class Outcome:
     late: Sequence[Fault] = ()
     """What came up when others were cured, and was not cured itself."""
 
+    def cures(self, file: str) -> Iterator[Cure]:
+        """What is changed in a file, each change with all that it cures."""
+        by_edits: dict[tuple[Edit, ...], list[Choice]] = {}
+        for choice in self.choices:
+            if any(edit.tree.file == file for edit in choice.edits):
+                by_edits.setdefault(choice.edits, []).append(choice)
+        for choices in by_edits.values():
+            candidate, count = choices[0].candidate, max(one.fault.count for one in choices)
+            moved = 0 if candidate is None else candidate.step_bytes * count
+            yield Cure(faults=tuple(one.fault for one in choices), step_bytes=moved)
+
     def uncured(self) -> Iterator[tuple[Fault, str]]:
         """The faults for which nothing is changed, each with the reason."""
         for choice in self.choices:
@@ -235,10 +249,44 @@ class Outcome:
             yield fault, "it came up when others were cured, and was not cured itself"
 
 
+def _key(candidate: Candidate, faults: Sequence[Fault]) -> tuple[str, str]:
+    """What tells one change of a function from others, whatever is done around it."""
+    return faults[0].function, candidate.edits[0].description
+
+
+def _cure_together(outcome: Outcome, sources: Sources, subject: Subject, check: Check) -> int:
+    """Cure faults of one name with one change, where that does; how many checks it took."""
+    checks = 0
+    tried: set[tuple[str, str]] = set()
+    while checks < _MOST_TOGETHER:
+        texts = Sources({**sources.texts, **outcome.draft.texts})
+        ways = once_for_all(outcome.report.faults, texts, subject)
+        ways = (way for way in ways if _key(*way) not in tried)
+        if (way := next(ways, None)) is None:
+            break
+        tried.add(_key(*way))
+        candidate, group = way
+        tree = candidate.edits[0].tree
+        draft = Draft({**outcome.draft.texts, tree.file: tree.apply(candidate.edits)})
+        report, checks = check(draft), checks + 1
+        lines = partial(line_after, texts.text(tree.file), draft.texts[tree.file])
+        cured = [
+            fault
+            for fault in group
+            if not any(is_same(fault, left, lines(fault.line)) for left in report.faults)
+        ]
+        is_better = len(cured) > 1 and len(report.faults) < len(outcome.report.faults)
+        if is_better and report.stop == outcome.report.stop:
+            outcome.draft, outcome.report = draft, report
+            outcome.choices += [Choice(fault, iter([candidate])) for fault in cured]
+    return checks
+
+
 def search(report: Report, sources: Sources, subject: Subject, check: Check) -> Outcome:
     """Find changes that cure the faults of a report, round by round."""
     outcome = Outcome(Draft(), [], report)
-    max_checks = MAX_CHECKS
+    max_checks = MAX_CHECKS - _cure_together(outcome, sources, subject, check)
+    report = outcome.report
     faults: Sequence[Fault] = report.faults
     for _ in range(MAX_ROUNDS):
         texts = Sources({**sources.texts, **outcome.draft.texts})
