@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import traceback
 
 from duoka import errors
 from duoka.errors import DuokaError, Faults, InfeasibleError, PlacementError, WayOut
@@ -34,6 +35,13 @@ def test_message_and_hint() -> None:
     error = DuokaError("what happened", hint="do this")
     assert (str(error), error.hint) == ("what happened", "do this")
     assert DuokaError("what happened").hint is None
+
+
+def test_a_traceback_shows_the_hint() -> None:
+    shown = "".join(traceback.format_exception(DuokaError("what happened", hint="do this")))
+    assert shown == "duoka.errors.DuokaError: what happened\nhint: do this\n"
+    plain = "".join(traceback.format_exception(DuokaError("what happened")))
+    assert plain == "duoka.errors.DuokaError: what happened\n"
 
 
 def test_data_is_on_the_exception() -> None:

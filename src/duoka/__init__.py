@@ -15,7 +15,7 @@ from .base.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from .api.check import check
-    from .api.load import dispatch, load
+    from .api.load import dispatch, load, tokenizer
     from .api.plan import plan, plan_replicas
     from .checker.fix.fix import repair
     from .checkpoint.checkpoint import Checkpoint
@@ -52,6 +52,7 @@ __all__ = [
     "plan",
     "plan_replicas",
     "repair",
+    "tokenizer",
 ]
 
 # Where each public name is defined.
@@ -75,6 +76,7 @@ _MODULES = {
     "plan": "api.plan",
     "plan_replicas": "api.plan",
     "repair": "checker.fix.fix",
+    "tokenizer": "api.load",
 }
 
 
@@ -83,3 +85,7 @@ def __getattr__(name: str) -> Any:
         with quiet_libraries():
             return getattr(import_module(f".{_MODULES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

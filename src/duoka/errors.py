@@ -42,6 +42,8 @@ class DuokaError(Exception):
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
         self.hint = hint
+        if hint:
+            self.add_note(f"hint: {hint}")  # in tracebacks
 
 
 class UsageError(DuokaError):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -157,6 +158,27 @@ def test_an_incomplete_map_moves_nothing(model: PreTrainedModel) -> None:
     assert everything(model) == before
 
 
+# Tokenizers.
+
+
+def test_the_tokenizer_of_a_directory_and_of_a_plan(shared_data: Path, tmp_path: Path) -> None:
+    source = shared_data / "tokenizers" / "chatglm3-6b"
+    for file in source.iterdir():
+        shutil.copy(file, tmp_path)
+    config = shared_data / "configs" / "chatglm3-6b.json"
+    (tmp_path / "config.json").write_bytes(config.read_bytes())
+    plan = duoka.plan(tmp_path, "24GiB", LOAD)
+    for tokenizer in (duoka.tokenizer(tmp_path), duoka.tokenizer(plan)):
+        chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+        assert chat["input_ids"][:3] == [64790, 64792, 64795]
+
+
+def test_a_checkpoint_without_a_tokenizer(checkpoint: Path) -> None:
+    with pytest.raises(duoka.errors.CheckpointError, match="holds no tokenizer") as refused:
+        duoka.tokenizer(checkpoint)
+    assert refused.value.hint
+
+
 # Maps by hand.
 
 
@@ -169,8 +191,22 @@ def test_a_map_by_hand_is_loaded(model: PreTrainedModel, checkpoint: Path, secon
     with torch.no_grad():
         expected = model(ids()).logits
         found = loaded(ids().to("vgpu:0")).logits
-    assert str(found.device) == second
+    assert str(found.device) == "vgpu:0"
     assert torch.allclose(found.cpu(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("outputs", "last"), [("return", "vgpu:0"), ("stay", "vgpu:1")])
+def test_outputs_return_or_stay(checkpoint: Path, outputs: Any, last: str) -> None:
+    plan = duoka.plan(checkpoint, TWO, LOAD, use_all=True)
+    loaded = duoka.load(plan, outputs=outputs)
+    assert str(loaded(ids().to("vgpu:0")).logits.device) == last
+    spread = duoka.dispatch(loaded, plan, outputs=outputs)
+    assert str(spread(ids().to("vgpu:0")).logits.device) == last
+
+
+def test_unknown_outputs_are_refused_before_anything_is_moved(model: PreTrainedModel) -> None:
+    with pytest.raises(duoka.errors.UsageError, match="outputs 'last' is unknown"):
+        duoka.dispatch(model, {"": "cpu"}, outputs="last")  # type: ignore[arg-type]
 
 
 def test_a_loaded_plan_runs_remote_code_only_when_asked_for(

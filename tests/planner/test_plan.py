@@ -34,6 +34,14 @@ def test_a_plan_survives_its_json_form(plan: Plan) -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
+def test_a_plan_is_printed_as_its_table(plan: Plan) -> None:
+    lines = str(plan).splitlines()
+    assert lines[0] == f"{plan.model} on 2 of 2 GPUs"
+    assert any(line.split()[:1] == [plan.devices[0]] for line in lines)
+    assert repr(plan).startswith(f"<Plan: {plan.model} on {plan.devices[0]}, ")
+    assert "\n" not in repr(plan)
+
+
 def test_the_json_form_has_a_format_and_a_version(plan: Plan) -> None:
     data = json.loads(plan.to_json())
     assert (data["format"], data["version"]) == ("duoka.plan", 6)

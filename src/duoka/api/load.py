@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from duoka.base.progress import say
+from duoka.base.text import choose
 from duoka.checker.prove import needs_movers
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import CheckpointError, ModelError, UsageError
 from duoka.hardware.host import refuse_more
 from duoka.models.from_checkpoint import build_model
+from duoka.models.text.chatglm_tokenizer import ChatGLMTokenizer
+from duoka.models.text.tokenizer import load_tokenizer
 from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
@@ -25,6 +29,8 @@ from duoka.runtime.load import Keeping
 
 Model = TypeVar("Model", bound=nn.Module)
 Progress = Callable[[int, int], None]
+Outputs = Literal["return", "stay"]
+_OUTPUTS = ("return", "stay")
 
 
 def load(
@@ -34,6 +40,7 @@ def load(
     download_progress: Progress | None = None,
     trust_remote_code: bool = False,
     keeping: Keeping | None = None,
+    outputs: Outputs = "return",
 ) -> PreTrainedModel:
     """Prove a plan, then load the model onto its devices.
 
@@ -51,6 +58,8 @@ def load(
     keeping : Keeping, optional
         Whether weights that the model has stacked, as those of experts, are kept in duoka's cache
         as it has them: ``duoka.runtime.load.Keeping(wanted=True)``. By default they aren't.
+    outputs : {"return", "stay"}
+        As in `dispatch`.
 
     Returns
     -------
@@ -73,6 +82,7 @@ def load(
         If what is in the files isn't what the model expects; nothing stays loaded then.
     """
     _refuse_unloadable(plan)
+    outputs_stay = _stay(outputs)
     checkpoint = Checkpoint.open(plan.source, trust_remote_code=trust_remote_code)
     if not checkpoint.has_weights:
         raise CheckpointError(
@@ -92,7 +102,13 @@ def load(
     plan.refuse_other(checkpoint.fingerprint, plan.source)
     say("reading the weights")
     model = _filled(plan, checkpoint, progress, keeping)
-    return spread(model, plan.placement, offloaded=plan.offloaded, has_movers=has_movers)
+    return spread(
+        model,
+        plan.placement,
+        offloaded=plan.offloaded,
+        has_movers=has_movers,
+        outputs_stay=outputs_stay,
+    )
 
 
 def _filled(
@@ -144,7 +160,35 @@ def _refuse_untrusted(plan: Plan, checkpoint: Checkpoint) -> None:
         )
 
 
-def dispatch(model: Model, placement: Placement | Plan | Mapping[str, str]) -> Model:
+def tokenizer(source: str | os.PathLike[str] | Checkpoint | Plan) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a checkpoint; none of its code is run, and no weight downloaded.
+
+    Parameters
+    ----------
+    source : path, Checkpoint or Plan
+        A directory, a model on the Hub, or the plan that was made for one.
+
+    Returns
+    -------
+    transformers.PreTrainedTokenizerBase
+        It pads on the left. That of ChatGLM2, ChatGLM3 or GLM-4 reads the published file, and its
+        `apply_chat_template` writes a chat as these models were trained.
+
+    Raises
+    ------
+    CheckpointError
+        If there is none, or it is damaged.
+    """
+    if isinstance(source, Plan):
+        source = source.source
+    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
+    checkpoint.fetch_tokenizer()
+    return load_tokenizer(checkpoint.path, checkpoint.config, native=ChatGLMTokenizer)
+
+
+def dispatch(
+    model: Model, placement: Placement | Plan | Mapping[str, str], *, outputs: Outputs = "return"
+) -> Model:
     """Spread a model over devices; the same object comes back.
 
     Parameters
@@ -152,12 +196,16 @@ def dispatch(model: Model, placement: Placement | Plan | Mapping[str, str]) -> M
     model : torch.nn.Module
     placement : Placement, Plan or mapping
         A mapping goes from module names to torch's device names.
+    outputs : {"return", "stay"}
+        Whether what the model returns goes back to the device of its inputs, as accelerate's
+        dispatch does, or stays where it was made. Caches stay in any case.
 
     Raises
     ------
     PlacementError
         If a parameter or buffer has no device, or a name is unknown; nothing has been moved then.
     """
+    outputs_stay = _stay(outputs)
     offloaded: tuple[str, ...] = ()
     if isinstance(placement, Plan):
         devices.materialise(placement.fleet)
@@ -166,4 +214,8 @@ def dispatch(model: Model, placement: Placement | Plan | Mapping[str, str]) -> M
         placement = placement.placement
     elif isinstance(placement, Mapping):
         placement = Placement(entries=tuple(placement.items()))
-    return spread(model, placement, offloaded=offloaded)
+    return spread(model, placement, offloaded=offloaded, outputs_stay=outputs_stay)
+
+
+def _stay(outputs: str) -> bool:
+    return choose("outputs", outputs, _OUTPUTS) == "stay"

@@ -66,7 +66,7 @@ def on_virtual_gpus(
         finally:
             for streamer in streamers:
                 streamer.remove()
-            installed.remove()
+            installed.remove(model)
     finally:
         snapshot.restore()
 

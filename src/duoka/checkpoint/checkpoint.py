@@ -221,15 +221,18 @@ class Checkpoint:
         self.folder.download(self._needed(), progress)
         return Checkpoint.open(self.source, trust_remote_code=self.trust_remote_code)
 
+    def fetch_tokenizer(self) -> None:
+        """Download the files of the tokenizer alone."""
+        if self.folder is not None:
+            for name in self._tokenizer_files():
+                self.folder.fetch(name)
+
     def _needed(self) -> list[str]:
         assert self.folder is not None
-        return [*self.tokenizer_files, *(file.name for file in self.files)]
+        return [*self._tokenizer_files(), *(file.name for file in self.files)]
 
-    @property
-    def tokenizer_files(self) -> list[str]:
-        """The files that its tokenizer may consist of."""
-        if self.folder is None:
-            return []
+    def _tokenizer_files(self) -> list[str]:
+        assert self.folder is not None
         names = sorted(filter(_TOKENIZER.fullmatch, self.folder.names()))
         return [name for name in names if self.folder.size(name) <= _MAX_SMALL_BYTES]
 

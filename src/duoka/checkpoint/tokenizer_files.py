@@ -48,9 +48,7 @@ def refuse_prompts(checkpoint: Checkpoint, texts: Sequence[str] = (), most_token
 
     What a prompt has around a text isn't counted.
     """
-    if checkpoint.folder is not None:
-        for name in checkpoint.tokenizer_files:
-            checkpoint.folder.fetch(name)
+    checkpoint.fetch_tokenizer()
     look_at_files(checkpoint.path)
     for name in _JSON:
         _settings(checkpoint.path / name)

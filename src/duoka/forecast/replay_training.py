@@ -182,7 +182,15 @@ class _TrainingRun(StageRun):
             compiler.release_all()
             return compiler.program()
         compiler = StageCompiler(replay, step, num_kept, workspace_bytes=workspace_bytes)
-        compiler.run(blocks)
+        # When the outputs come back to the caller, the last block, that is gone already.
+        for part in (blocks[:-1], blocks[-1:]):
+            compiler.run(part)
+            self._release_passing(compiler)
+        return compiler.program()
+
+    def _release_passing(self, compiler: StageCompiler) -> None:
+        """Free what no backward pass here needs, when the forward pass is over."""
+        replay = self.replay
         inputs = {
             replay.key_of(block, read.ref, FORWARD)
             for block in self.blocks
@@ -193,10 +201,9 @@ class _TrainingRun(StageRun):
             # What only others hold for their backward pass is gone from its own device, and so is a
             # copy that was only on its way.
             holder = replay.ended_by.get(key)
-            ends_here = holder is None if key[0] in num_kept else key in inputs
-            if not ends_here and holder not in num_kept:
+            ends_here = holder is None if key[0] in compiler.blocks else key in inputs
+            if not ends_here and holder not in compiler.blocks:
                 compiler.release(key)
-        return compiler.program()
 
     def _update(self, *, is_first: bool) -> None:
         """What the optimizer does, and gradients set to None."""

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ _MAX_BYTES = 64 * 2**20
 _REPLAN = "--replan makes a new plan for what is there now"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan:
     """Where every module goes, what that will cost, and why.
 
@@ -117,6 +118,17 @@ class Plan:
     def devices(self) -> tuple[str, ...]:
         """The devices that are used, in order of first use."""
         return self.placement.devices
+
+    def __repr__(self) -> str:
+        load = self.workload
+        sizes = f"batch {load.batch}, {load.prompt_tokens} + {load.new_tokens} tokens"
+        return f"<Plan: {self.model or 'model'} on {', '.join(self.devices)}; {sizes}>"
+
+    def __str__(self) -> str:
+        """The table that ``duoka plan`` prints."""
+        # What is for people lies above, and is fetched by name when a person asks.
+        text: str = import_module("duoka.report.terminal.plan").plan_text(self)
+        return text
 
     def to_json(self) -> str:
         """The plan as JSON text, with its format and version."""

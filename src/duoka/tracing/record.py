@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from duoka import virtual
 from duoka.base.text import containing
 from duoka.models.quantization import parts
-from duoka.runtime.dispatch.arguments import brought, caches_of, stays, tensors_in
+from duoka.runtime.dispatch.arguments import brought, caches_in, caches_of, stays, tensors_in
 
 from .blocks import Group
 from .op_costs import count_bytes, count_flops, launches
@@ -184,8 +184,11 @@ class Recorder:
         return home[2] < len(self._tapes[home[1]].sizes)
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
-        """What follows is the caller's: the last block, which has no modules."""
+        """What follows is the caller's, to whose device dispatch brings what is returned."""
         self._current = len(self._groups) - 1
+        caches = {id(tensor) for tensor in tensors_in(caches_in(output))}
+        returned = [tensor for tensor in tensors_in(output) if id(tensor) not in caches]
+        self._read(self._current, [*self._arguments(returned, {})], passing=True)
 
     def _enter_container(
         self, first: int, caches: frozenset[int | str], module: nn.Module, args: Any, kwargs: Any

@@ -64,6 +64,8 @@ class TrainingRecorder(Recorder):
         self._begins, self._blocks, self._gradients = [0], [0], {}
         losses: list[torch.Tensor] = []
         first = self.record(lambda: losses.append(forward()))
+        # The backward pass begins with it where the caller is.
+        first.tapes[-1].passing -= {argument.home for argument in super()._arguments(losses, {})}
         self._number -= 1  # both passes are one micro-batch, as references to it go
         self._is_backward = True
         self._first_numbers = [len(tape.sizes) for tape in first.tapes]
@@ -110,6 +112,10 @@ class TrainingRecorder(Recorder):
             for tensor in tensors_in((args, kwargs)):
                 self._follow(tensor, None, by=first)
             self._entered += self._moved_to(first, super()._arguments(args, kwargs))
+
+    def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
+        self._begin(len(self._groups) - 1)
+        super()._leave(model, args, output)
 
     def _arguments(self, args: Any, kwargs: Any) -> Iterator[Any]:
         for position, tensor in enumerate(tensors_in((args, kwargs))):

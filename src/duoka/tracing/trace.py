@@ -57,8 +57,8 @@ _NOTES = {
 }
 """What a person should know who plans with a profile, by what held the numbers."""
 
-_CALLER = Group(names=(), owners=())
-"""What `generate` does with the logits of a step."""
+CALLER = Group(names=(), owners=())
+"""What a caller does with what the model returns: `generate` samples from the logits of a step."""
 
 RegimeTapes = tuple[Regime, list[Tape]]
 """Where rules hold, and the tape of each block there."""
@@ -127,7 +127,7 @@ def trace_call(
         def call() -> None:
             model(*to_device(args, device), **to_device(kwargs, device))
 
-        groups = find_groups(model, call)
+        groups = [*find_groups(model, call), CALLER]
         with Recorder(model, groups, skip=False) as recorder:
             sample = Sample("prefill", 1, 0, 0, recorder.record(call))
         regime = Regime(
@@ -266,7 +266,7 @@ class _Tracer:
         if all(group.returns_to is None for group in groups):
             recorder = Recorder
             groups = look() if steps.prompts is not None else groups
-        self.groups = [*groups, _CALLER]
+        self.groups = [*groups, CALLER]
         self.recorder = recorder(model, self.groups, skip=True)
 
     def stepper(self, batch: int, context_tokens: int = 0) -> Stepper:
@@ -447,8 +447,8 @@ def as_profile(
     for index, group in enumerate(groups):
         kind = Kind(weight_bytes=weights[index], tapes=tuple(tapes[index] for _, tapes in regimes))
         number = kinds.setdefault(kind, len(kinds))
-        # The caller samples where it has made the inputs, which is where the first block lies.
-        tied_to = 0 if group is _CALLER else ties.get(index, group.returns_to)
+        # The caller is where it has made the inputs, which is where the first block lies.
+        tied_to = 0 if group == CALLER else ties.get(index, group.returns_to)
         blocks.append(
             Block(
                 modules=group.names,

@@ -28,6 +28,7 @@ from .fit import Sample, Unlike, fit
 from .published_names import name_tensors
 from .record_training import TrainingRecorder
 from .trace import (
+    CALLER,
     ENDLESS,
     EVERYWHERE,
     FAILURES,
@@ -117,6 +118,7 @@ class _Tracer:
         self.model.train()
         if self.training.gradient_checkpointing:
             self.groups = _joined(self.model, self.groups)
+        self.groups = [*self.groups, CALLER]
 
     def rules(self) -> Iterator[RegimeTapes]:
         """Regimes for every micro-batch."""

@@ -145,7 +145,7 @@ class TestSameAsOneDevice:
     def test_logits(self, make: Any, spread: Placement) -> None:
         one, many = both(make(), spread)
         logits = many(tokens()).logits
-        assert str(logits.device) == spread.device_of("lm_head.weight")
+        assert str(logits.device) == "vgpu:0"
         assert close(logits, one(tokens()).logits)
 
     def test_logits_in_inference_mode(self, make: Any, spread: Placement) -> None:
@@ -265,6 +265,28 @@ def test_inputs_may_come_from_another_device() -> None:
     expected = one(tokens()).logits
     assert close(many(tokens().cpu()).logits, expected)
     assert close(many(tokens().to("vgpu:2")).logits, expected)
+
+
+def test_outputs_come_back_to_where_the_inputs_are() -> None:
+    many = dispatch(glm(), GLM)
+    for device in ("cpu", "vgpu:0", "vgpu:1"):
+        ids = tokens().to(device)
+        outputs = many(ids, labels=ids, output_hidden_states=True)
+        found = (outputs.loss, outputs.logits, *outputs.hidden_states)
+        assert {str(tensor.device) for tensor in found} == {device}
+        assert {str(tensor.device) for tensor in many(ids, return_dict=False)[:1]} == {device}
+    stays = dispatch(glm(), GLM, outputs_stay=True)
+    assert str(stays(tokens()).logits.device) == "vgpu:2"
+
+
+def test_what_the_caller_gave_comes_back_as_it_is() -> None:
+    many = dispatch(t5(), T5)
+    with torch.no_grad():
+        encoded = many.encoder(tokens())
+        outputs = many(encoder_outputs=encoded, decoder_input_ids=tokens(length=1))
+    assert str(encoded.last_hidden_state.device) == "vgpu:1"
+    assert outputs.encoder_last_hidden_state is encoded.last_hidden_state
+    assert str(outputs.logits.device) == "vgpu:0"
 
 
 def test_the_cache_lives_where_its_layer_lives() -> None:
@@ -440,4 +462,4 @@ def test_an_empty_model_runs_on_gpus_without_data() -> None:
     with virtual.gpus([None] * 3, data="meta"):
         dispatch(model, GLM, empty=True)
         logits = model(torch.ones(1, 4, dtype=torch.long, device="vgpu:0")).logits
-        assert str(logits.device) == "vgpu:2"
+        assert str(logits.device) == "vgpu:0"

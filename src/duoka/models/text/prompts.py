@@ -94,12 +94,18 @@ class _TokenFormat:
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[int]:
         """See `ChatFormat.prompt`."""
         last_is_answerable(messages)
+        return [*self.written(messages, tools), special_id(self.tokenizer, "<|assistant|>")]
+
+    def written(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
+    ) -> list[int]:
+        """Return the ids of what was said, without what makes the model answer."""
         ids = [special_id(self.tokenizer, name) for name in self.start]
         for message in self._with_tools(messages, tools or ()):
             ids.append(special_id(self.tokenizer, f"<|{message.role}|>"))
             ids += _encode(self.tokenizer, message.metadata + "\n")
             ids += _encode(self.tokenizer, message.content)
-        return [*ids, special_id(self.tokenizer, "<|assistant|>")]
+        return ids
 
     def parse(self, text: str, tools: Sequence[Tool] | None = None) -> Message:
         """See `ChatFormat.parse`. What was said before a call is the message's content."""
@@ -192,24 +198,37 @@ class ChatGLM2Format:
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[int]:
         """See `ChatFormat.prompt`. A system's message stands before the first round."""
         last_is_answerable(messages)
+        return self._ids(messages, tools, "\n\n答：")
+
+    def written(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
+    ) -> list[int]:
+        """Return the ids of what was said, without what makes the model answer."""
+        return self._ids(messages, tools, "")
+
+    def _ids(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None, end: str
+    ) -> list[int]:
         if tools:
             raise UsageError("ChatGLM2 was not trained to call tools")
-        text, questions = "", 0
+        text, questions, before = "", 0, ""
         for message in messages:
             if message.role == "system" and not questions:
                 text += f"{message.content}\n\n"
             elif message.role == "user":
                 questions += 1
-                text += f"[Round {questions}]\n\n问：{message.content}\n\n答："
-            elif message.role == "assistant" and text.endswith("答："):
-                text += f"{message.content}\n\n"
+                text += "\n\n答：" if before == "user" else ""
+                text += f"[Round {questions}]\n\n问：{message.content}"
+            elif message.role == "assistant" and before == "user":
+                text += f"\n\n答：{message.content}\n\n"
             else:
                 raise UsageError(
                     f"ChatGLM2 has no place for a message of role {message.role!r} here",
                     hint="a system message may come first, then questions and answers in turn",
                 )
+            before = message.role
         prefix = [special_id(self.tokenizer, name) for name in ("[gMASK]", "sop")]
-        return [*prefix, *_encode(self.tokenizer, text)]
+        return [*prefix, *_encode(self.tokenizer, text + end)]
 
     def parse(self, text: str, tools: Sequence[Tool] | None = None) -> Message:
         """See `ChatFormat.parse`."""

@@ -20,12 +20,20 @@ from duoka.checkpoint.vocabulary import SentencePieceModel, encoding_of, read_vo
 from duoka.errors import CheckpointError
 
 
-def load_tokenizer(directory: Path, config: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that a checkpoint's directory holds. No code from there is run."""
+def load_tokenizer(
+    directory: Path,
+    config: Mapping[str, Any],
+    *,
+    native: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast,
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that a checkpoint's directory holds. No code from there is run.
+
+    One of the ChatGLM family, read from its published file, is of the class `native`.
+    """
     look_at_files(directory)
     vocabulary = directory / "tokenizer.model"
     if config.get("model_type") == "chatglm" and vocabulary.is_file():
-        return _chatglm_tokenizer(vocabulary, config)
+        return native(**_chatglm_tokenizer(vocabulary, config))
     try:
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False, padding_side="left"
@@ -53,7 +61,8 @@ def special_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
     return number
 
 
-def _chatglm_tokenizer(vocabulary: Path, config: Mapping[str, Any]) -> PreTrainedTokenizerFast:
+def _chatglm_tokenizer(vocabulary: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a tokenizer of the ChatGLM family is made of: arguments of `PreTrainedTokenizerFast`."""
     model = read_vocabulary(vocabulary)
     backend, special = encoding_of(model), special_tokens(vocabulary.parent, config, model)
     if isinstance(model, SentencePieceModel):
@@ -71,15 +80,15 @@ def _chatglm_tokenizer(vocabulary: Path, config: Mapping[str, Any]) -> PreTraine
         pair=[*prefix, "$A", "$B", end],
         special_tokens=[(name, backend.token_to_id(name)) for name in (*prefix, end)],
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=_Owned(backend),
-        pad_token=pad,
-        padding_side="left",
-        split_special_tokens=True,
-        clean_up_tokenization_spaces=False,
-        model_input_names=["input_ids", "attention_mask"],
+    return {
+        "tokenizer_object": _Owned(backend),
+        "pad_token": pad,
+        "padding_side": "left",
+        "split_special_tokens": True,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
         **names,
-    )
+    }
 
 
 class _Owned:

@@ -12,6 +12,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from duoka.base.text import printable
 from duoka.base.units import format_bytes, format_count, format_roughly, format_seconds, unit_for
 from duoka.forecast.latency import Seconds
 from duoka.forecast.stage_bytes import StageBytes
@@ -55,6 +56,14 @@ _OUTSIDE = ("free", "CUDA", "others")
 def render_plan(plan: Plan) -> RenderableType:
     """What rich prints for a plan: what was asked, a table, bars, and the reasons."""
     return _View(plan)
+
+
+def plan_text(plan: Plan) -> str:
+    """The same as plain text, as wide as the terminal."""
+    console = Console(color_system=None, highlight=False)
+    with console.capture() as printed:
+        console.print(render_plan(plan))
+    return "\n".join(printable(line.rstrip()) for line in printed.get().rstrip().split("\n"))
 
 
 class _View:

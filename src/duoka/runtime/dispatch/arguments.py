@@ -89,6 +89,13 @@ def caches_of(module: nn.Module) -> frozenset[int | str]:
     return frozenset([*CACHE_NAMES, *positions])
 
 
+def caches_in(outputs: Any) -> list[Any]:
+    """Of what a model returns by name the caches, which stay where they are."""
+    if not isinstance(outputs, dict):
+        return []
+    return [outputs[name] for name in CACHE_NAMES if name in outputs]
+
+
 def stays(key: int | str, value: Any, caches: Iterable[int | str]) -> bool:
     """Whether an argument is a cache with parts, of several blocks."""
     return key in caches and isinstance(value, (tuple, list, dict))

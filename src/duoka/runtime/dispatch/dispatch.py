@@ -1,8 +1,9 @@
 """Dispatch: the one place where activations change device.
 
 A dispatched model is the same object with its parameters and buffers where the placement says, and
-with "movers" on its blocks, which bring arguments to them. Outputs stay where they are made.
-Nothing else changes: parameter names, ties, state dict and the model's code are what they were.
+with "movers" on its blocks, which bring arguments to them. What the model returns goes back to
+where its inputs came from. Nothing else changes: parameter names, ties, state dict and the model's
+code are what they were.
 
 Offloaded modules keep their weights in the host's memory, and stream them in when they are called.
 
@@ -61,6 +62,7 @@ def dispatch(
     empty: bool = False,
     offloaded: Sequence[str] = (),
     has_movers: bool = False,
+    outputs_stay: bool = False,
 ) -> Model:
     """Spread a model over the devices of a placement, which takes the place of an earlier one.
 
@@ -68,7 +70,8 @@ def dispatch(
     weights of `offloaded` modules, in the order in which they run, stay in the host's memory: each
     is copied to its device, into a buffer that it shares with others, whenever it is called. What
     is refused (PlacementError, ModelError) is so before anything has been moved. On one device
-    there are movers only with `has_movers`, for code that makes arguments of blocks elsewhere.
+    there are movers only with `has_movers`, for code that makes arguments of blocks elsewhere, and
+    where weights are offloaded. With `outputs_stay` what the model returns stays where it was made.
     """
     devices = devices_by_name(model, placement)
     hosts = on_host(model, devices, offloaded)
@@ -79,8 +82,9 @@ def dispatch(
         move_tensors(model, {name: at for name, at in devices.items() if name not in hosts})
     else:
         move_tensors(model, {**devices, **hosts})
-    has_movers = has_movers or len(set(devices.values())) > 1
-    installed = install(model, placement, devices) if has_movers else None
+    installed = None
+    if has_movers or offloaded or len(set(devices.values())) > 1:
+        installed = install(model, placement, devices, outputs_stay=outputs_stay)
     _adopt(model, placement, installed, stream(model, offloaded, devices))
     return model
 
@@ -102,7 +106,7 @@ def undispatch(model: nn.Module) -> None:
     if state is None:
         return
     if state.installed is not None:
-        state.installed.remove()
+        state.installed.remove(model)
     for streamer in state.streamers:
         streamer.remove()
     for module in state.marked:
@@ -155,7 +159,7 @@ def _adopt(
     if encoder is not None and "_hf_hook" not in encoder.__dict__:
         encoder.__dict__["_hf_hook"] = _EncoderMark()
         marked.append(encoder)
-    if (installed is not None or streamers) and hasattr(model, _AUTO_COMPILE):
+    if installed is not None and hasattr(model, _AUTO_COMPILE):
         # With a static cache `generate` would compile the model, and movers can't be compiled.
         model.__dict__[_AUTO_COMPILE] = _never
     model.__dict__["hf_device_map"] = {

@@ -13,15 +13,21 @@ from duoka.base.text import containing
 from duoka.planner.placement import Placement
 
 from .arguments import caches_of
-from .movers import MOVER, Enter, Frames, Leave, Mover, moving_class, plain_class, settle_class
+from .classes import MOVER, ROOT, settle_class
+from .movers import Enter, Frames, Leave, Mover, Root
 from .place_tensors import tensor_names
 
 
 def install(
-    model: nn.Module, placement: Placement, devices: Mapping[str, torch.device]
+    model: nn.Module,
+    placement: Placement,
+    devices: Mapping[str, torch.device],
+    *,
+    outputs_stay: bool = False,
 ) -> Installed:
     """Put a mover on every block, and a memory of what was moved around every top-level call."""
-    return install_on(model, moving_modules(model, placement, devices))
+    blocks = moving_modules(model, placement, devices)
+    return install_on(model, blocks, outputs_stay=outputs_stay)
 
 
 def moving_modules(
@@ -35,19 +41,22 @@ def moving_modules(
     return blocks
 
 
-def install_on(model: nn.Module, blocks: Mapping[nn.Module, torch.device]) -> Installed:
+def install_on(
+    model: nn.Module, blocks: Mapping[nn.Module, torch.device], *, outputs_stay: bool = False
+) -> Installed:
     """Put a mover on these modules alone, and a memory of what was moved around them."""
     frames = Frames()
     parents = _parents(model, blocks)
     for block, device in blocks.items():
         caches = caches_of(block) if block in parents else frozenset[int | str]()
         block.__dict__[MOVER] = Mover(device, frames, caches)
-        block.__class__ = moving_class(plain_class(block))
+        settle_class(block)
+    model.__dict__[ROOT] = Root(frames, outputs_stay=outputs_stay)
+    settle_class(model)
     handles = []
     for module in parents:
-        enter, leave = Enter(frames, is_root=module is model), Leave(frames)
-        handles.append(module.register_forward_pre_hook(enter, prepend=True))
-        handles.append(module.register_forward_hook(leave, always_call=True))
+        handles.append(module.register_forward_pre_hook(Enter(frames), prepend=True))
+        handles.append(module.register_forward_hook(Leave(frames), always_call=True))
     return Installed(list(blocks), handles)
 
 
@@ -58,13 +67,15 @@ class Installed:
         self._blocks = blocks
         self._handles = handles
 
-    def remove(self) -> None:
+    def remove(self, model: nn.Module) -> None:
         """Make the model what it was."""
         for handle in self._handles:
             handle.remove()
         for block in self._blocks:
             del block.__dict__[MOVER]
             settle_class(block)
+        del model.__dict__[ROOT]
+        settle_class(model)
 
 
 def _containers(
@@ -144,10 +155,11 @@ def is_callable(module: nn.Module) -> bool:
 
 
 def _parents(model: nn.Module, blocks: Mapping[nn.Module, torch.device]) -> list[nn.Module]:
-    """The callable modules around blocks: calling one of them is a top-level call."""
+    """The callable modules around blocks: calling one of them alone is a top-level call."""
     return [
         module
         for module in model.modules()
-        if is_callable(module)
-        and (module is model or any(part in blocks for part in module.modules() if part != module))
+        if module is not model
+        and is_callable(module)
+        and any(part in blocks for part in module.modules() if part is not module)
     ]

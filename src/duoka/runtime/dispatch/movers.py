@@ -8,10 +8,7 @@ one device. Tensors without a version (inference mode) are moved each time.
 Outside a top-level call (a checkpointed region that backward computes again, in a thread of
 autograd's) arguments are moved, and nothing is remembered.
 
-A block with a mover has a subclass of its class that does nothing but move, as PyTorch's own
-parametrizations and FSDP have: PyTorch calls a module with a registered hook on a slow path, which
-alone would cost 2 % of a small model's decoding step. Hooks that others register see arguments that
-are moved already.
+What the model itself returns is moved, too: back to where its inputs came from.
 
 A mover doesn't see a block that writes into its arguments for its caller to read: such a write
 stays on the block's own copy.
@@ -21,16 +18,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any, SupportsIndex
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from .arguments import NO_TENSORS, is_brought, mapped, stays
-
-MOVER = "_duoka_mover"
-STREAMED = "_duoka_streamed"
+from .arguments import NO_TENSORS, caches_in, is_brought, mapped, stays, tensors_in
 
 
 class Frames(threading.local):
@@ -38,6 +33,18 @@ class Frames(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[Frame] = []
+
+    def enter(self, *, is_root: bool) -> None:
+        """Begin to remember; a call within the model's own shares what that one remembers."""
+        stack = self.stack
+        stack.append(stack[-1] if stack and not is_root else Frame())
+
+    def leave(self) -> None:
+        """Forget what the matching `enter` began."""
+        if self.stack:
+            frame = self.stack.pop()
+            if not self.stack or self.stack[-1] is not frame:
+                frame.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Frames:
         fresh = memo[id(self)] = Frames()
@@ -137,59 +144,6 @@ def _backend(device: torch.device) -> Any:
     return backend if hasattr(backend, "set_device") else None
 
 
-class _Moving:
-    """Put before the class of a block: brings the arguments of a call to the block's device."""
-
-    def __init_subclass__(cls) -> None:
-        """Leave out what the block's class does to its own subclasses: this is none to it."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        mover = self.__dict__.get(MOVER)
-        if mover is not None:
-            args, kwargs = mover.bring(args, kwargs)
-        streamed = self.__dict__.get(STREAMED)
-        if streamed is not None:
-            return streamed.run(super().__call__, args, kwargs)  # type: ignore[misc]
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        # pickle looks classes up by name, and this one has the name of another
-        return _revive, (type(self).__bases__[1],), self.__getstate__()
-
-
-def moving_class(base: type[nn.Module]) -> type[nn.Module]:
-    """The class of a block with a mover; transformers looks at the name, so it is the same."""
-    if base not in _moving_classes:
-        names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-        _moving_classes[base] = type(base.__name__, (_Moving, base), names)
-    return _moving_classes[base]
-
-
-def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module has without a mover."""
-    kind = type(module)
-    if not issubclass(kind, _Moving):
-        return kind
-    plain: type[nn.Module] = kind.__bases__[1]
-    return plain
-
-
-def settle_class(module: nn.Module) -> None:
-    """Give a module its own class again, once it has neither a mover nor weights that stream."""
-    if MOVER not in module.__dict__ and STREAMED not in module.__dict__:
-        module.__class__ = plain_class(module)
-
-
-# One for each class, so that blocks of one kind stay of one kind.
-_moving_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _revive(base: type[nn.Module]) -> nn.Module:
-    """Begin a copy of a block with a mover."""
-    moving = moving_class(base)
-    return moving.__new__(moving)
-
-
 class Mover:
     """Brings arguments to one device; `caches` are those of several blocks, which stay."""
 
@@ -259,18 +213,16 @@ def _at_home(values: Any, device: torch.device) -> bool:
 
 
 class Enter:
-    """Forward pre-hook of the model, and of what contains blocks: a call begins."""
+    """Forward pre-hook of what contains blocks: a call begins."""
 
-    __slots__ = ("_frames", "_is_root")
+    __slots__ = ("_frames",)
 
-    def __init__(self, frames: Frames, *, is_root: bool) -> None:
+    def __init__(self, frames: Frames) -> None:
         self._frames = frames
-        self._is_root = is_root
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Begin to remember; a call within the model's own shares what that one remembers."""
-        stack = self._frames.stack
-        stack.append(stack[-1] if stack and not self._is_root else Frame())
+        """Begin to remember."""
+        self._frames.enter(is_root=False)
 
 
 class Leave:
@@ -283,8 +235,41 @@ class Leave:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forget what the matching `Enter` began."""
-        stack = self._frames.stack
-        if stack:
-            frame = stack.pop()
-            if not stack or stack[-1] is not frame:
-                frame.close()
+        self._frames.leave()
+
+
+class Root:
+    """Runs the calls of the model itself, and brings back what they return unless it is to stay.
+
+    That is to the device of the first tensor among the arguments, as accelerate does. Caches stay,
+    and what the caller gave comes back as it is.
+    """
+
+    __slots__ = ("_frames", "_outputs_stay")
+
+    def __init__(self, frames: Frames, *, outputs_stay: bool) -> None:
+        self._frames = frames
+        self._outputs_stay = outputs_stay
+
+    def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model."""
+        self._frames.enter(is_root=True)
+        try:
+            outputs = call(*args, **kwargs)
+        finally:
+            self._frames.leave()
+        inputs = [] if self._outputs_stay else tensors_in((*args, *kwargs.values()))
+        if not inputs:
+            return outputs
+        # An argument that is a tensor comes before those inside of others (an encoder's outputs).
+        direct = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        device = next(direct, inputs[0]).device
+        # Outputs live while they are brought back, so that no other tensor has the identity of one.
+        places = {id(tensor): tensor for tensor in (*inputs, *tensors_in(caches_in(outputs)))}
+
+        def bring_back(tensor: Tensor) -> Tensor:
+            if id(tensor) not in places:
+                places[id(tensor)] = tensor.to(device)
+            return places[id(tensor)]
+
+        return mapped(outputs, bring_back)

@@ -29,7 +29,7 @@ from duoka.errors import ModelError, UsageError
 from duoka.forecast.allocator import rounded_bytes
 from duoka.forecast.profile import NUM_BUFFERS, buffer_bytes
 
-from .movers import STREAMED, moving_class, plain_class, settle_class
+from .classes import STREAMED, settle_class
 
 Version = tuple[int, int, int]
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
@@ -77,7 +77,7 @@ class Streamer:
         """Let the modules' weights come when they are called."""
         for index, unit in enumerate(self._units):
             unit.module.__dict__[STREAMED] = Streamed(self, index)
-            unit.module.__class__ = moving_class(plain_class(unit.module))
+            settle_class(unit.module)
 
     def remove(self) -> None:
         """Make the modules what they were; their weights stay on the host."""

@@ -1,0 +1,102 @@
+"""A tokenizer of the ChatGLM family, for scripts that write their chats by `apply_chat_template`.
+
+These models are published without a template: code of their own puts ids of roles between texts. So
+does this, by the formats of `prompts`, and nobody gets a role by typing it here either.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from transformers import BatchEncoding, PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import get_json_schema
+
+from duoka.errors import UsageError
+
+from .messages import Message, Tool, ToolCall
+from .prompts import ChatGLM2Format, ChatGLM3Format, GLM4Format, chat_format
+
+Chat = Sequence[Mapping[str, Any]]
+Described = Mapping[str, Any] | Callable[..., Any]
+_OPTIONS = frozenset({"padding", "truncation", "max_length", "return_tensors"})
+
+
+class ChatGLMTokenizer(PreTrainedTokenizerFast):
+    """transformers' fast tokenizer, with the family's own chats."""
+
+    def apply_chat_template(  # type: ignore[override]  # what comes by position is few
+        self,
+        conversation: Chat | Sequence[Chat],
+        tools: Sequence[Described] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        return_dict: bool = True,
+        **options: Any,
+    ) -> Any:
+        """Write one chat or several; arguments and results are transformers' own.
+
+        The options are `padding`, `truncation`, `max_length` and `return_tensors`.
+
+        Raises
+        ------
+        UsageError
+            If a message is none, or an argument has no meaning for these models.
+        """
+        if refused := sorted(name for name in options.keys() - _OPTIONS if options[name]):
+            raise UsageError(
+                f"apply_chat_template takes no {', '.join(refused)} for a ChatGLM model",
+                hint="its chats are written by its own rules, not by a template",
+            )
+        is_alone = not conversation or isinstance(conversation[0], Mapping)
+        chats: Any = [conversation] if is_alone else conversation
+        rows = [self._chat_ids(chat, tools, add_generation_prompt) for chat in chats]
+        if options.get("truncation"):
+            rows = [row[: options.get("max_length")] for row in rows]
+        if not tokenize:
+            texts = [self.decode(row) for row in rows]
+            return texts[0] if is_alone else texts
+        tensors = options.get("return_tensors")
+        ids: Any = rows[0] if is_alone and tensors is None else rows
+        encoded: BatchEncoding = self.pad(
+            {"input_ids": ids},
+            padding=options.get("padding", False),
+            max_length=options.get("max_length"),
+            return_tensors=tensors,
+        )
+        return encoded if return_dict else encoded["input_ids"]
+
+    def _chat_ids(self, chat: Chat, tools: Sequence[Described] | None, is_open: bool) -> list[int]:
+        form = chat_format(self, {"model_type": "chatglm"})
+        assert isinstance(form, ChatGLM2Format | ChatGLM3Format | GLM4Format)
+        messages = [_message(said) for said in chat]
+        described: list[Tool] = [
+            tool if isinstance(tool, Mapping) else get_json_schema(tool) for tool in tools or ()
+        ]
+        if is_open:
+            return form.prompt(messages, described or None)
+        return form.written(messages, described or None)
+
+
+def _message(said: Mapping[str, Any]) -> Message:
+    """A message as transformers and OpenAI write it."""
+    role = "observation" if said.get("role") == "tool" else said.get("role")
+    calls = said.get("tool_calls") or ()
+    if len(calls) > 1:
+        raise UsageError(
+            f"a message calls {len(calls)} tools; these models call one at a time",
+            hint="write a message for each",
+        )
+    call = None
+    for wrapped in calls:
+        function = wrapped.get("function", wrapped)
+        arguments = function["arguments"]
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        call = ToolCall(name=function["name"], arguments=arguments)
+    metadata, content = said.get("metadata") or "", said.get("content")
+    if content is None and call is not None:
+        content = ""
+    return Message(role=role, content=content, metadata=metadata, tool_call=call)  # type: ignore[arg-type]

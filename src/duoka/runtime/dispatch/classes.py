@@ -1,0 +1,122 @@
+"""The classes that dispatch gives modules: their own, with something before it.
+
+A block with a mover has a subclass of its class that does nothing but move, as PyTorch's own
+parametrizations and FSDP have: PyTorch calls a module with a registered hook on a slow path, which
+alone would cost 2 % of a small model's decoding step. Hooks that others register see arguments that
+are moved already.
+
+The model itself has one whose `forward` brings its outputs back, whoever calls that (peft doesn't
+call the model), and which refuses to be moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, SupportsIndex
+
+import torch
+from torch import Tensor, nn
+
+from duoka.errors import PlacementError
+
+MOVER = "_duoka_mover"
+ROOT = "_duoka_root"
+STREAMED = "_duoka_streamed"
+
+
+class _Dispatched:
+    """Put before the class of a module by dispatch."""
+
+    def __init_subclass__(cls) -> None:
+        """Leave out what the module's class does to its own subclasses: this is none to it."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        # pickle looks classes up by name, and this one has the name of another
+        *kinds, base = type(self).__bases__
+        return _revive, (base, tuple(kinds)), self.__getstate__()
+
+
+class _Moving(_Dispatched):
+    """Put before the class of a block: brings the arguments of a call to the block's device."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mover = self.__dict__.get(MOVER)
+        if mover is not None:
+            args, kwargs = mover.bring(args, kwargs)
+        streamed = self.__dict__.get(STREAMED)
+        if streamed is not None:
+            return streamed.run(super().__call__, args, kwargs)  # type: ignore[misc]
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+
+class _Spread(_Dispatched):
+    """Put before the class of a model that is spread."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = super().__call__  # type: ignore[misc]
+        if "forward" in self.__dict__:  # somebody's own, which needn't come by the class's
+            return self.__dict__[ROOT].run(call, args, kwargs)
+        return call(*args, **kwargs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Refuse what moves tensors: `to`, `cuda` and `cpu` come here, those of wrappers too."""
+        model: Any = self
+        for device in {tensor.device for tensor in model.parameters()}:
+            target = fn(torch.empty(0, device=device)).device
+            if target != device:
+                raise PlacementError(
+                    f"the model is dispatched to its devices and can't be moved to {target}",
+                    hint="leave .to(…), .cuda() and .cpu() out: inputs come to it from any device. "
+                    f'duoka.dispatch(model, {{"": "{target}"}}) puts all of it on that one',
+                )
+        return super()._apply(fn, recurse)  # type: ignore[misc]
+
+
+def _forward_of(base: type[nn.Module]) -> Callable[..., Any]:
+    """The `forward` of a model that is spread; others read its signature."""
+
+    @wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        root = self.__dict__.get(ROOT)
+        plain = partial(base.forward, self)
+        return plain(*args, **kwargs) if root is None else root.run(plain, args, kwargs)
+
+    return forward
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module has by itself."""
+    kind = type(module)
+    return kind.__bases__[-1] if issubclass(kind, _Dispatched) else kind
+
+
+def settle_class(module: nn.Module) -> None:
+    """Give a module the class for what dispatch has put on it: its own where that is nothing."""
+    attributes = module.__dict__
+    kinds: list[type[_Dispatched]] = [_Spread] if ROOT in attributes else []
+    if MOVER in attributes or STREAMED in attributes:
+        kinds.append(_Moving)
+    module.__class__ = _class_of(plain_class(module), tuple(kinds))
+
+
+def _class_of(base: type[nn.Module], kinds: tuple[type[_Dispatched], ...]) -> type[nn.Module]:
+    if not kinds:
+        return base
+    if (base, kinds) not in _classes:
+        # transformers looks at the name, so it is the same.
+        names: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+        if _Spread in kinds:
+            names["forward"] = _forward_of(base)
+        _classes[base, kinds] = type(base.__name__, (*kinds, base), names)
+    return _classes[base, kinds]
+
+
+# One for each class, so that blocks of one kind stay of one kind.
+_classes: dict[tuple[type[nn.Module], tuple[type[_Dispatched], ...]], type[nn.Module]] = {}
+
+
+def _revive(base: type[nn.Module], kinds: tuple[type[_Dispatched], ...]) -> nn.Module:
+    """Begin a copy of a module that is dispatched."""
+    copied = _class_of(base, kinds)
+    return copied.__new__(copied)
