@@ -10,6 +10,7 @@ import pytest
 
 from duoka.checkpoint import config as configs
 from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.checkpoint.config import is_for_transformers4
 from duoka.errors import CheckpointError
 
 
@@ -107,3 +108,11 @@ def test_hostile_files(
         Checkpoint.open(tmp_path)
     assert message in str(caught.value)
     assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("4.30.2", True), (None, True), ("5.1.0", False), ("next", True), (7, False)],
+)
+def test_by_the_version_that_the_configuration_names(version: object, expected: bool) -> None:
+    assert is_for_transformers4({"transformers_version": version}) is expected

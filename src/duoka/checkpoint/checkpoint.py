@@ -14,7 +14,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -161,7 +161,7 @@ class Checkpoint:
         num_tensors = None if weights.tensors is None else len(weights.tensors)
         where = str(folder.path / _CONFIG)
         configs.check_config(config, num_tensors=num_tensors, source=where)
-        model_code = _model_code(config, names)
+        model_code = _model_code(config)
         code = _read_code(folder) if trust_remote_code and model_code else ()
         generation = _GENERATION_CONFIG in names
         return cls(
@@ -175,7 +175,7 @@ class Checkpoint:
             fingerprint=_fingerprint(config, code, weights),
             trust_remote_code=trust_remote_code,
             code=code,
-            untrusted_code=() if trust_remote_code else model_code,
+            untrusted_code=() if trust_remote_code else tuple(sorted(names & set(model_code))),
             stamps=stamps_of(folder, weights),
             folder=folder,
         )
@@ -309,12 +309,12 @@ def _read_config(folder: Folder, name: str) -> dict[str, Any]:
     return read_json(folder.fetch(name), most_bytes=configs.MAX_CONFIG_BYTES)
 
 
-def _model_code(config: Mapping[str, Any], names: Collection[str]) -> tuple[str, ...]:
+def _model_code(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The files of the models that a configuration says came with it."""
     auto_map = config.get("auto_map")
     stated = auto_map.items() if isinstance(auto_map, dict) else ()
     files = {f"{str(value).partition('.')[0]}.py" for key, value in stated if "Model" in key}
-    return tuple(sorted(files & set(names)))
+    return tuple(sorted(files))
 
 
 def _read_code(folder: Folder) -> tuple[CodeFile, ...]:

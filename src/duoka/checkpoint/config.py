@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from packaging.version import InvalidVersion, Version
+
 from duoka.errors import CheckpointError
 
 MAX_CONFIG_BYTES = 8 * 2**20  # the longest published ones have some 100 KB
@@ -150,3 +152,12 @@ def _with_text_config(config: dict[str, Any]) -> list[dict[str, Any]]:
     """The config, then the language model's part of it where the model has several."""
     nested = (config.get(key) for key in _TEXT_CONFIGS)
     return [config, *(part for part in nested if isinstance(part, dict))]
+
+
+def is_for_transformers4(config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's code was written for transformers 4, as its configuration says."""
+    stated = config.get("transformers_version")
+    try:
+        return stated is None or Version(str(stated)).major < 5
+    except InvalidVersion:
+        return True

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +16,7 @@ from duoka.base.progress import heard_by, say, say_import
 from duoka.base.text import choose
 from duoka.base.units import parse_memory
 from duoka.checkpoint.architecture import refuse_unbuildable
+from duoka.checkpoint.config import is_for_transformers4
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.checkpoint.tokenizer_files import refuse_prompts
 from duoka.errors import CheckpointError, UsageError
@@ -165,7 +167,12 @@ def open_checkpoint(options: ModelOptions, to_run: bool = False) -> duoka.Checkp
         )
     if checkpoint.remote_code:
         console = stderr()
-        console.print(f"code that comes with {checkpoint.source} may run:", markup=False)
+        adapted = ""
+        if is_for_transformers4(checkpoint.config):
+            stated = checkpoint.config.get("transformers_version", "4")
+            adapted = f", adapted from transformers {stated!s:.20} to {version('transformers')}"
+        heading = f"code that comes with {checkpoint.source} may run{adapted}:"
+        console.print(heading, markup=False, soft_wrap=True)
         for name, sha256 in checkpoint.remote_code:
             console.print(f"  {name}  sha256 {sha256}", markup=False, soft_wrap=True)
     return checkpoint

@@ -17,14 +17,12 @@ from .build import build, resolve
 from .quantized_checkpoint import hold_as_stored
 from .remote_code import RemoteCode
 from .trainable import base_name, make_trainable
-from .transformers4 import is_for_transformers4
 
 __all__ = [
     "RemoteCode",
     "base_name",
     "build",
     "hold_as_stored",
-    "is_for_transformers4",
     "make_trainable",
     "resolve",
 ]

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from duoka import models
 from duoka.base.units import format_bytes
 from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.checkpoint.config import is_for_transformers4
 from duoka.checkpoint.quantized import Method, method_of, sort_tensors, without_quantization
 from duoka.errors import ModelError
 from duoka.forecast.workload import Workload
@@ -36,7 +37,7 @@ def _code_of(checkpoint: Checkpoint) -> models.RemoteCode | None:
     return models.RemoteCode(
         checkpoint.path,
         {file.name: file.content for file in checkpoint.code},
-        legacy=models.is_for_transformers4(checkpoint.config),
+        legacy=is_for_transformers4(checkpoint.config),
     )
 
 

@@ -10,7 +10,6 @@ import transformers
 from torch import nn
 
 from duoka import virtual
-from duoka.models import is_for_transformers4
 from duoka.models.transformers4 import LegacyModel, importing, namespace
 
 
@@ -19,14 +18,6 @@ def run(text: str) -> types.SimpleNamespace:
     with importing():
         exec(text, names)
     return types.SimpleNamespace(**names)
-
-
-@pytest.mark.parametrize(
-    ("version", "expected"),
-    [("4.30.2", True), (None, True), ("5.1.0", False), ("next", True), (7, False)],
-)
-def test_by_the_version_that_the_configuration_names(version: object, expected: bool) -> None:
-    assert is_for_transformers4({"transformers_version": version}) is expected
 
 
 def test_imports_give_what_was_there() -> None:

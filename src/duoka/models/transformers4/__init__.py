@@ -8,6 +8,6 @@ changed. Each part names the version without which it isn't needed.
 """
 
 from .model import LegacyModel, finish
-from .namespace import importing, is_for_transformers4, namespace
+from .namespace import importing, namespace
 
-__all__ = ["LegacyModel", "finish", "importing", "is_for_transformers4", "namespace"]
+__all__ = ["LegacyModel", "finish", "importing", "namespace"]

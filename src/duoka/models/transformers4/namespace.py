@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, TypeVar
 from unittest import mock
 
 import torch
-from packaging.version import InvalidVersion, Version
 from torch import nn
 from transformers import LogitsProcessor
 
@@ -21,15 +19,6 @@ from .config import LegacyConfig
 from .model import LegacyModel
 
 T = TypeVar("T")
-
-
-def is_for_transformers4(config: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint's code was written for transformers 4, as its configuration says."""
-    stated = config.get("transformers_version")
-    try:
-        return stated is None or Version(str(stated)).major < 5
-    except InvalidVersion:
-        return True
 
 
 def namespace() -> dict[str, Any]:

@@ -80,6 +80,8 @@ def _verdict(report: Report, *, ascii_only: bool) -> Text:
         sign = "ok:" if report.ok else "fails:"
     devices = f" on {words.joined(report.devices)}" if report.devices else ""
     code = f" ({report.code})" if report.code else ""
+    if report.code.startswith(f"{report.model} of "):
+        code = report.code.removeprefix(report.model)
     text = Text.assemble((f"{sign} ", style), (report.model, "bold"), f"{code}{devices}: ")
     problems = [*_problems(report)]
     text.append(", ".join(problems) if problems else _all_well(report), style=style)
