@@ -87,6 +87,16 @@ def test_a_profile_answers_any_workload() -> None:
 
 
 @pytest.mark.slow
+def test_what_a_norm_without_parameters_makes_is_its_last_layers() -> None:
+    profile = trace(build(model_type="olmo", num_hidden_layers=5), SPEC)
+    work = Workload(prompt_tokens=9, new_tokens=3, prefill_chunk_tokens=None, dtype="bfloat16")
+    fleet = Fleet.parse("virtual:2x1GiB")
+    plan = solve(profile, PlanProblem(fleet=fleet, workload=work, use_all=True))
+    assert len(plan.devices) == 2
+    *_, before, last, _head, _caller = (block.kind for block in profile.blocks)
+    assert before != last
+
+
 def test_windows_divide_the_regimes() -> None:
     profile = tiny.regular("window")
     ranges = {(regime.past, regime.keys) for regime in profile.regimes if not regime.many}

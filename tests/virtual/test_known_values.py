@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from duoka import virtual
 from duoka.virtual import UnknownValueError
-from duoka.virtual.known_values import KNOWN_LIMIT_BYTES
+from duoka.virtual.known_values import KNOWN_LIMIT_BYTES, unknown_value
 
 pytestmark = pytest.mark.usefixtures("meta_world")
 
@@ -190,3 +190,28 @@ def test_a_tensor_of_numbers_on_a_gpu(device: str | None) -> None:
     assert made.device == torch.device(device or "cpu")
     with pytest.raises(UnknownValueError):
         torch.tensor([weights(3).max()], device=device)
+
+
+def test_choices_are_even_where_they_are_asked_for() -> None:
+    with virtual.gpus([None], data="even"):
+        scores = torch.empty(6, 4, device="vgpu:0")
+        _, chosen = scores.softmax(-1).topk(2, dim=-1)
+        assert chosen.flatten().bincount(minlength=4).tolist() == [3, 3, 3, 3]
+        with pytest.raises(UnknownValueError):
+            scores.argmax(-1).tolist()
+
+
+def test_a_run_is_given_as_few_values_as_it_asks_for() -> None:
+    def run(data: str) -> str:
+        if data in refused:
+            raise unknown_value("a read")
+        return data
+
+    refused: tuple[str, ...] = ()
+    assert virtual.with_values(run, lambda: 2**40) == "meta"
+    refused = ("meta",)
+    assert virtual.with_values(run, lambda: 2**40) == "even"
+    refused = ("meta", "even")
+    assert virtual.with_values(run, lambda: 1) == "cpu"
+    with pytest.raises(UnknownValueError):
+        virtual.with_values(run, lambda: 2**40)

@@ -248,4 +248,4 @@ _LENGTHENED: dict[type, Callable[[Any, int], None]] = {
 def _longer(states: Tensor, tokens: int) -> Tensor:
     """[batch, heads, tokens, head_dim] with more tokens, on the same device."""
     batch, heads, length, width = states.shape
-    return states.new_empty((batch, heads, length + tokens, width))
+    return states.new_zeros((batch, heads, length + tokens, width))

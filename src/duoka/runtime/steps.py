@@ -161,7 +161,8 @@ class Stepper:
             return self._pair_inputs(ids, mask, query)
         positions = mask.cumsum(-1) - 1
         positions = positions.masked_fill(mask == 0, 0)
-        if self._brings_cache and self.past and query > 1:
+        takes_cache = self._brings_cache and self._cache_name in self._accepted
+        if takes_cache and self.past and query > 1:
             # Such a model prepares its inputs for one more token, however many there are.
             later: dict[str, Any] = {
                 "input_ids": ids[:, -query:],
