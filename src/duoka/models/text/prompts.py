@@ -228,7 +228,7 @@ class ChatGLM2Format:
                 )
             before = message.role
         prefix = [special_id(self.tokenizer, name) for name in ("[gMASK]", "sop")]
-        return [*prefix, *_encode(self.tokenizer, text + end)]
+        return [*prefix, *_encode(self.tokenizer, text + (end if before == "user" else ""))]
 
     def parse(self, text: str, tools: Sequence[Tool] | None = None) -> Message:
         """See `ChatFormat.parse`."""
