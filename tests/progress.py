@@ -6,7 +6,7 @@ import re
 
 PROGRESS = re.compile(
     r"^(reading the checkpoint|importing torch|planning|looking for what would fit instead"
-    r"|tracing \S+( with [\w ]+)? \(once; the next plan takes a second\)"
+    r"|tracing \S+( in training)?( with [\w ]+)? \(once; the next plan takes a second\)"
     r"|running the model on virtual GPUs|proving the plan on virtual GPUs|reading the weights"
     r"|repairing, and proving it)\n",
     re.MULTILINE,

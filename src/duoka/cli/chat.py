@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from duoka.errors import UsageError
@@ -14,7 +15,7 @@ from duoka.errors import UsageError
 from . import errors, planning, signals
 from .groups import with_groups
 from .options import AnswerOptions, ModelOptions, RunnablePlan, read_stdin, refuse_damaged
-from .terminal import answer, stderr
+from .terminal import answer, stderr, waiting
 
 if TYPE_CHECKING:
     from duoka.runtime import Conversation
@@ -139,7 +140,9 @@ def _answer(conversation: Conversation, question: str) -> None:
     try:
         refuse_damaged(question)
         with closing(conversation.ask(question)) as pieces:
-            for piece in pieces:
+            with waiting("reading the question"):
+                first = next(pieces, "")
+            for piece in chain([first], pieces):
                 answer(piece)
     except UsageError as error:
         # A question that is too long is no reason to leave.

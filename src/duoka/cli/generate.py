@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from .options import (
     read_stdin,
     refuse_damaged,
 )
-from .terminal import answer
+from .terminal import answer, waiting
 
 if TYPE_CHECKING:
     from duoka.forecast.measured import Measured
@@ -115,17 +116,20 @@ def _answer(
     generator: Generator, prompts: Sequence[Sequence[int]], sampling: Sampling
 ) -> list[Answer]:
     size = generator.workload.batch
-    return [
-        answer
-        for start in range(0, len(prompts), size)
-        for answer in generator.answer(prompts[start : start + size], sampling)
-    ]
+    with waiting("answering"):
+        return [
+            answer
+            for start in range(0, len(prompts), size)
+            for answer in generator.answer(prompts[start : start + size], sampling)
+        ]
 
 
 def _stream(generator: Generator, prompt: Sequence[int], sampling: Sampling) -> None:
     with generator.stream(prompt, sampling) as pieces:
         said = False
-        for piece in pieces:
+        with waiting("reading the prompt"):
+            first = next(pieces, "")
+        for piece in chain([first], pieces):
             shown = piece if said else piece.lstrip()
             said = said or bool(shown)
             answer(shown)
