@@ -59,7 +59,7 @@ class Plan:
     objective : str
         What was optimised: "headroom", "latency" or "throughput".
     value, bound : float
-        The objective's value, and the best that any placement could reach.
+        The objective's value, and the best that any placement with as much room could reach.
     binding_device : str
         The device that limits the objective.
     request : PlanRequest
