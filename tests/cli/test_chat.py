@@ -38,9 +38,9 @@ def test_pasted_lines_are_one_question(terminal: Terminal) -> None:
     terminal.wait_for("> ")
     for pasted in ("\x1b[200~/clear\n/clear\x1b[201~\r", "/clear\n/clear\n"):
         terminal.send(pasted)
-        terminal.wait_for(r"clear\s+\S+")
+        assert "forgotten" not in terminal.wait_for("reading the question")
         terminal.send("\x03")
-        assert "forgotten" not in terminal.wait_for(r"stopped\s[^>]*> ")
+        terminal.wait_for(r"stopped\s[^>]*> ")
 
 
 def test_the_end_of_the_input_ends_it(tiny: Path, program: Program) -> None:
@@ -67,7 +67,7 @@ def terminal(tiny: Path, environment: dict[str, str]) -> Iterator[Terminal]:
 def test_ctrl_c_stops_the_answer_and_not_the_program(terminal: Terminal) -> None:
     assert "\x1b[?25l" not in terminal.wait_for("> ")[-20:]
     terminal.send("What is NVLink?\n")
-    terminal.wait_for(r"NVLink\?\s+\S+")
+    terminal.wait_for("reading the question")
     terminal.send("\x03")
     terminal.wait_for(r"stopped\s[^>]*> ")
     time.sleep(1)  # a signal just before the prompt's blocking read would wait for a key

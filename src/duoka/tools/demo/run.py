@@ -26,7 +26,7 @@ from duoka.tracing.get_profile import profile_checkpoint
 from .checkpoint import make_checkpoint
 from .training import load_pairs
 
-FLEET = "virtual:2x7MiB"
+FLEET = "virtual:2x6MiB"
 WORKLOAD = Workload(prompt_tokens=96, new_tokens=48, prefill_chunk_tokens=None)
 
 Tell = Callable[[str], None]
