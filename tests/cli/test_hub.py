@@ -40,7 +40,8 @@ def test_generate_is_what_the_directory_generates(
     arguments = (*GPUS, *SIZES, "-p", "hello")
     done = program("generate", NAME, *arguments)
     assert done.stdout == program("generate", tiny, *arguments).stdout
-    assert (done.returncode, without_progress(done.stderr)) == (0, "ChatGLMForCausalLM on vgpu:0\n")
+    assert done.returncode == 0
+    assert without_progress(done.stderr).startswith("ChatGLMForCausalLM on vgpu:0\n")
     hub.requests.clear()
     again = program("generate", f"{NAME}@{COMMIT}", *arguments)
     assert (again.stdout, hub.requests) == (done.stdout, [])
