@@ -249,8 +249,8 @@ def test_a_map_by_hand_for_any_module() -> None:
 def test_arguments_that_do_not_exist(checkpoint: Path) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'devicemap'"):
         duoka.plan(checkpoint, TWO, LOAD, devicemap={"": 0})  # type: ignore[call-arg]
-    with pytest.raises(UsageError, match="'auto' is no device map"):
-        duoka.plan(checkpoint, TWO, LOAD, device_map="auto")
+    with pytest.raises(duoka.errors.PlacementError, match="nonsense:0 is not in the fleet"):
+        duoka.plan(checkpoint, TWO, LOAD, device_map="nonsense")
 
 
 # Remote code.

@@ -89,7 +89,9 @@ def test_wrong_usage(
         (["--gpus", "24GiB", "--prefill-chunk", "some"], 2, "some"),
         (["--gpus", "24GiB", "--objective", "beauty"], 2, "beauty"),
         (["--gpus", "24GiB", "--context", "1M"], 2, "1024"),
-        (["--gpus", "virtual:2MiB"], 7, "does not fit"),
+        pytest.param(
+            *(["--gpus", "virtual:2MiB"], 7, "does not fit"), marks=pytest.mark.slow, id="unfit"
+        ),
         (["--gpus", "24GiB", "--save", "/no/such/folder/p"], 2, "/no/such/folder/p"),
     ],
 )

@@ -185,14 +185,17 @@ def test_closed_streams(
     assert b"Traceback" not in done.stderr
 
 
+NOWHERE: dict[str, str | None] = {"DUOKA_CACHE": None, "XDG_CACHE_HOME": None}
+
+
 @pytest.mark.parametrize(
     "changed",
     [
         {"DUOKA_CACHE": "/dev/null/x"},
-        {"DUOKA_CACHE": "/proc/1/no"},
-        {"DUOKA_CACHE": None, "XDG_CACHE_HOME": None, "HOME": "/no/such/home"},
-        {"DUOKA_CACHE": None, "XDG_CACHE_HOME": None, "HOME": ""},
-        {"DUOKA_CACHE": None, "XDG_CACHE_HOME": None, "HOME": None},
+        pytest.param({"DUOKA_CACHE": "/proc/1/no"}, marks=pytest.mark.slow),
+        pytest.param(NOWHERE | {"HOME": "/no/such/home"}, marks=pytest.mark.slow),
+        pytest.param(NOWHERE | {"HOME": ""}, marks=pytest.mark.slow),
+        NOWHERE | {"HOME": None},
     ],
     ids=str,
 )

@@ -176,7 +176,7 @@ def test_every_name_and_product_leads_to_its_card(card: Card) -> None:
     ],
 )
 def test_names_of_several_cards_are_refused_with_all(text: str, choices: str) -> None:
-    with pytest.raises(UsageError, match=rf"can be several GPUs: .*{choices}$") as caught:
+    with pytest.raises(UsageError, match=rf"can be several GPUs: .*{choices}\n") as caught:
         catalogue.find(text)
     assert caught.value.hint == "write one of these names"
     assert not catalogue.knows(text)
@@ -198,7 +198,7 @@ def test_an_unknown_card_is_told_with_the_nearest(text: str, nearest: str) -> No
 
 
 def test_nonsense_has_no_nearest() -> None:
-    with pytest.raises(UsageError, match=r"^no GPU 'qqqqqq' is in the catalogue$"):
+    with pytest.raises(UsageError, match=r"^no GPU 'qqqqqq' is in the catalogue\n"):
         catalogue.find("qqqqqq")
 
 

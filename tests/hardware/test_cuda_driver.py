@@ -129,7 +129,7 @@ def test_what_the_other_process_finds_wrong_is_told(
     library: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child(monkeypatch, 'print(\'{"error": "it fails", "hint": "do something"}\')')
-    with pytest.raises(FleetError, match=r"^it fails$") as caught:
+    with pytest.raises(FleetError, match=r"^it fails\n") as caught:
         cuda_driver.visible_uuids()
     assert caught.value.hint == "do something"
     assert not starts(library)

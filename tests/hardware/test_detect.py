@@ -95,7 +95,7 @@ def test_a_hidden_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(lines) == 8
     assert [line.count("  hidden") for line in lines] == [0, 0, 1, 1, 1, 1, 1, 1]
     monkeypatch.delenv(cuda_driver.VARIABLE)
-    refused("2", "hidden from this process by CUDA$")
+    refused("2", r"hidden from this process by CUDA\n")
 
 
 def test_all_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +264,7 @@ def test_a_lost_gpu_that_keeps_cuda_from_all(monkeypatch: pytest.MonkeyPatch) ->
     assert "name the others by their UUIDs in CUDA_VISIBLE_DEVICES" in refused(None, message)
     replay(monkeypatch, "busy")
     monkeypatch.setattr(cuda_driver, "visible_uuids", fail)
-    assert refused(None, "^CUDA's driver fails$") == "restart"
+    assert refused(None, r"^CUDA's driver fails\n") == "restart"
 
 
 def test_bfloat16_by_compute_capability_or_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
