@@ -58,6 +58,8 @@ def _apart(half: Callable[..., _Result], run: Callable[[str, Any], _Result]) -> 
 
 def _answer(writer: Connection, half: Callable[..., Any], run: Callable[..., Any]) -> None:
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
+    # Made anew here, before the threads of backward would each try to, and break it for others.
+    torch.set_num_threads(1)
     try:
         writer.send((half(run), ""))
     except BaseException:
