@@ -279,3 +279,11 @@ def test_a_further_gpu_makes_no_more_missing() -> None:
             solve(profile, PlanProblem(fleet=tiny.fleet(*budgets), workload=workload))
         missing.append(caught.value.shortfall_bytes)
     assert missing == [1, 1]
+
+
+@pytest.mark.parametrize("budget_mib", [390, 400, 440])
+def test_pins_that_forbid_more_devices_leave_a_tight_plan(budget_mib: int) -> None:
+    """Room would take a second device, which the pins rule out: the first one holds it all."""
+    constraints = Constraints(pins=(("block.0", "0"), ("block.7", "0")))
+    problem = replace(ask(budget_mib, budget_mib), constraints=constraints)
+    assert len(solve(LAYERS, problem).devices) == 1

@@ -358,7 +358,7 @@ def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
 def _joined_layers(checkpoint: Checkpoint, request: _CheckRequest) -> str | None:
     """The layers that a plan would keep on one device, so that nothing could be found there."""
     layers = None
-    with suppress(ModelError):
+    with suppress(ModelError, UnknownValueError):
         layers = find_or_trace(checkpoint, request.workload).outline.joined_layers
     if layers is not None:
         request.notes.append(

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -175,7 +175,7 @@ class Checkpoint:
             fingerprint=_fingerprint(config, code, weights),
             trust_remote_code=trust_remote_code,
             code=code,
-            untrusted_code=() if trust_remote_code else tuple(sorted(names & set(model_code))),
+            untrusted_code=() if trust_remote_code else _brought_code(names, model_code),
             stamps=stamps_of(folder, weights),
             folder=folder,
         )
@@ -315,6 +315,12 @@ def _model_code(config: Mapping[str, Any]) -> tuple[str, ...]:
     stated = auto_map.items() if isinstance(auto_map, dict) else ()
     files = {f"{str(value).partition('.')[0]}.py" for key, value in stated if "Model" in key}
     return tuple(sorted(files))
+
+
+def _brought_code(names: frozenset[str], model_code: Iterable[str]) -> tuple[str, ...]:
+    """Of the files that there are those with models: by the configuration, or by their name."""
+    by_name = {name for name in names if name.startswith("modeling") and name.endswith(".py")}
+    return tuple(sorted(by_name | (names & set(model_code))))
 
 
 def _read_code(folder: Folder) -> tuple[CodeFile, ...]:

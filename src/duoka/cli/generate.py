@@ -91,6 +91,7 @@ def generate(
         options = replace(options, batch=len(questions))
     system = "" if prompts.raw else answering.system or ""
     plan = planning.make_plan(model, options, texts=[system + text for text in questions])
+    plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
     sampling, reader = planning.sampling(plan, chosen), planning.open_prompts(plan)
     usable = None if prompts.raw else planning.tell_limits(reader, system)
     tokens = [

@@ -349,7 +349,6 @@ def save_device_map(device_map: Mapping[str, int | str], file: Path) -> None:
 
 def open_prompts(plan: duoka.Plan) -> PromptReader:
     """What reads prompts for the model of a plan, before its weights are read."""
-    plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
     with working():
         say_import("torch")
         from duoka.runtime import PromptReader
@@ -371,7 +370,6 @@ def load_generator(
     plan: duoka.Plan, model: ModelOptions, reader: PromptReader, *, cache_weights: bool
 ) -> Generator:
     """Prove and load a plan, with a progress bar."""
-    plan = plan.on_this_machine()
     console = stderr()
 
     def tell(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from duoka.base.units import format_bytes, format_count
@@ -72,7 +73,7 @@ def _more_room(profile: Profile, problem: PlanProblem, plan: Plan) -> Iterator[R
         return
     try:
         wider = attempt(profile, replace(problem, use_all=True))
-    except UnsearchableError:
+    except (UnsearchableError, UsageError):
         return
     if wider is not None and is_much_roomier(wider.forecast, plan.forecast):
         free = format_bytes(least_room_bytes(wider.forecast))
@@ -194,12 +195,13 @@ def _best(
 ) -> Plan | NoPlacement:
     """The first plan that is found, in the order of what is preferred."""
     chunked = _chunked(profile, problem)
-    plan: Plan | NoPlacement = NoPlacement()
-    for tried in preferences(chunked) if leave_room else (chunked,):
-        plan = _on_fewest(tried, problem, source)
-        if isinstance(plan, Plan):
-            break
-    return plan
+    *roomier, whatever_fits = preferences(chunked) if leave_room else (chunked,)
+    for tried in roomier:
+        with suppress(UsageError):  # pins may forbid the further devices that room would take
+            plan = _on_fewest(tried, problem, source)
+            if isinstance(plan, Plan):
+                return plan
+    return _on_fewest(whatever_fits, problem, source)
 
 
 def _on_fewest(chunked: Sequence[Costs], problem: PlanProblem, source: str) -> Plan | NoPlacement:

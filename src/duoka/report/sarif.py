@@ -129,13 +129,19 @@ class _Log:
             invocation["toolConfigurationNotifications"] = [
                 {"level": "error", "message": {"text": text}}
             ]
+        notifications: list[_Json] = []
+        if self._report.not_run:
+            text = f"Not run, and so not checked: {', '.join(self._report.not_run)}."
+            notifications.append({"level": "warning", "message": {"text": text}})
         stop = self._report.stop
         if stop is not None:
             text = f"The model's code stopped in {stop.phase}: {stop.message}. {stop.hint}".strip()
             notification: _Json = {"level": "error", "message": {"text": text}}
             if stop.place is not None:
                 notification["locations"] = [self._location(stop.place)]
-            invocation["toolExecutionNotifications"] = [notification]
+            notifications.append(notification)
+        if notifications:
+            invocation["toolExecutionNotifications"] = notifications
         return invocation
 
     def _results(self) -> Iterator[_Json]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,33 @@ def test_a_verdict_is_about_the_code_that_ran(tmp_path: Path, heron: MakeHeron) 
     assert "--trust-remote-code" in plain(render_report(report))
     own = duoka.check(checkpoint, fleet=TWO, workload=WORK)
     assert own.code == "HeronForCausalLM of modeling_heron.py"
+
+
+def test_a_cache_that_comes_with_its_name(heron: MakeHeron) -> None:
+    """As from 4.42 to 4.48."""
+    checkpoint = heron()
+    file = checkpoint.path / "modeling_heron.py"
+    text = file.read_text()
+    old = """        model_kwargs["past_key_values"] = self._extract_past_from_model_output(
+            outputs, standardize_cache_format=standardize_cache_format
+        )
+"""
+    new = """        name, cache = self._extract_past_from_model_output(outputs)
+        model_kwargs[name] = cache
+"""
+    assert old in text
+    file.write_text(text.replace(old, new))
+    assert duoka.check(
+        Checkpoint.open(checkpoint.path, trust_remote_code=True), fleet=TWO, workload=WORK
+    ).ok
+
+
+@pytest.mark.parametrize("auto_map", [None, {"AutoModel": "org/name--modeling_heron.Heron"}])
+def test_code_that_the_configuration_leaves_out(heron: MakeHeron, auto_map: object) -> None:
+    checkpoint = heron()
+    config = {**checkpoint.config, "auto_map": auto_map}
+    (checkpoint.path / "config.json").write_text(json.dumps(config))
+    assert Checkpoint.open(checkpoint.path).untrusted_code == ("modeling_heron.py",)
 
 
 def test_chunks_are_refused(heron: MakeHeron) -> None:

@@ -39,6 +39,7 @@ _MOST = {
     "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128,
 }
+_DEPTHS = ("num_layers", "n_layer", "n_layers")
 _TOKENS = 8
 _MOST_BYTES = 4 << 30
 
@@ -181,6 +182,8 @@ def _shrink(text: Any, layers: Sequence[int], num_layers: int) -> None:
             setattr(text, name, [value[layer] for layer in layers])
         elif name in _MOST and isinstance(value, int):
             setattr(text, name, min(value, _MOST[name]))
+        elif name in _DEPTHS and value == num_layers:
+            setattr(text, name, len(layers))
         elif name.endswith("_token_id") and value is not None:
             setattr(text, name, None if name == "pad_token_id" else 1)
     text.num_hidden_layers = len(layers)

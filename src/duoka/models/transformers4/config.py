@@ -63,14 +63,11 @@ class LegacyConfig(PreTrainedConfig):
         for name in _DEFAULTS.keys() & kwargs.keys() - vars(self).keys():
             setattr(self, name, kwargs[name])  # 5.0 leaves out what is about generation
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        set_attribute: Any = super().__setattr__  # without types there
-        set_attribute(self._name_for(name), value)
-
     def __getattr__(self, name: str) -> Any:
-        own_name = self._name_for(name)
-        if own_name != name:
-            return getattr(self, own_name)
+        known = vars(self)
+        for other in _OTHER_NAMES.get(name, ()):
+            if other in known:
+                return known[other]
         if name in _DEFAULTS:
             return _DEFAULTS[name]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -78,10 +75,3 @@ class LegacyConfig(PreTrainedConfig):
     def _get_generation_parameters(self) -> dict[str, Any]:
         """None: the defaults above steer nothing, and 5.0 refuses a configuration that would."""
         return {}
-
-    def _name_for(self, name: str) -> str:
-        """What this configuration calls an attribute that transformers 5 knows by a name."""
-        known = vars(self)
-        if name in known:
-            return name
-        return next((other for other in _OTHER_NAMES.get(name, ()) if other in known), name)

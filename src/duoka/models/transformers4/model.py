@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel
 
 _PREPARE = "prepare_inputs_for_generation"
+_TAKEN_APART = re.compile(r"\w+\s*,\s*\w+\s*=\s*self\._extract_past_from_model_output")
 
 
 class LegacyModel(PreTrainedModel, GenerationMixin):
@@ -45,8 +48,13 @@ class LegacyModel(PreTrainedModel, GenerationMixin):
     def _extract_past_from_model_output(
         self, outputs: Any, standardize_cache_format: bool = False
     ) -> Any:
-        """What a call returned for the next one; gone since 4.49."""
-        return outputs.get("past_key_values")
+        """What a call returned for the next one; gone since 4.49.
+
+        From 4.42 on it came with its name: whoever expects two takes them apart at once.
+        """
+        cache = outputs.get("past_key_values")
+        caller = inspect.getsource(type(self)._update_model_kwargs_for_generation)
+        return ("past_key_values", cache) if _TAKEN_APART.search(caller) else cache
 
     def _get_logits_warper(self, generation_config: Any, **_: Any) -> LogitsProcessorList:
         """Nothing: since 4.45 the processors do what warpers did."""

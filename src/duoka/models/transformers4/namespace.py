@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 from contextlib import AbstractContextManager
-from types import ModuleType
+from types import GenericAlias, ModuleType
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -85,10 +85,17 @@ class _TypeOfType(type):
     """Called with one value, tells of a virtual tensor what CUDA's would be: a plain tensor."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is not _Type:  # a metaclass of such code's own
+            return super().__call__(*args, **kwargs)
         if len(args) != 1:
             return type(*args, **kwargs)
         kind = type(args[0])
-        return torch.Tensor if kind is virtual.VirtualTensor else kind
+        if kind is not virtual.VirtualTensor:
+            return kind
+        return nn.Parameter if isinstance(args[0], nn.Parameter) else torch.Tensor
+
+    def __getitem__(cls, item: Any) -> GenericAlias:
+        return GenericAlias(type, item)
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, type)

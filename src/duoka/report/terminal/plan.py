@@ -258,7 +258,8 @@ def _cache(plan: Plan) -> Iterator[Text]:
     if tokens:
         yield Text(
             f"the KV cache has room for about {tokens:,} tokens: "
-            f"{format_count(tokens // context, 'user')} with {context:,} each"
+            f"{format_count(tokens // context, 'user')} with {context:,} each, whose prompts run "
+            "one after another (--max-batch says how many at once)"
         )
 
 
