@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import CodeType
+from types import CodeType, TracebackType
 
 _OWN = str(Path(__file__).parent.parent) + "/"
 _STANDARD = sysconfig.get_paths()["stdlib"] + "/"
@@ -55,22 +55,25 @@ def raised_in(
     error: BaseException, is_wanted: Callable[[CodeType], bool] = is_model_code
 ) -> Spot | None:
     """The innermost place in model code, or in what else is wanted, that an error went through."""
-    spot: Spot | None = None
-    trace = error.__traceback__
-    while trace is not None:
-        if is_wanted(trace.tb_frame.f_code):
-            spot = (trace.tb_frame.f_code, trace.tb_lasti)
-        trace = trace.tb_next
-    return spot
+    trace = _innermost(error, is_wanted)
+    return None if trace is None else (trace.tb_frame.f_code, trace.tb_lasti)
 
 
 def where_raised(error: BaseException) -> str:
     """File, line and text of the model's code in which an error arose; "" outside of it."""
-    trace, place = error.__traceback__, ""
+    trace = _innermost(error, is_model_code)
+    if trace is None:
+        return ""
+    file, line = trace.tb_frame.f_code.co_filename, trace.tb_lineno
+    text = linecache.getline(file, line).strip()
+    return f" at {file}:{line}" + (f" ({text})" if text else "")
+
+
+def _innermost(error: BaseException, is_wanted: Callable[[CodeType], bool]) -> TracebackType | None:
+    """Of the frames that an error went through the last one whose code is wanted."""
+    innermost, trace = None, error.__traceback__
     while trace is not None:
-        code, line = trace.tb_frame.f_code, trace.tb_lineno
-        if is_model_code(code):
-            text = linecache.getline(code.co_filename, line).strip()
-            place = f" at {code.co_filename}:{line}" + (f" ({text})" if text else "")
+        if is_wanted(trace.tb_frame.f_code):
+            innermost = trace
         trace = trace.tb_next
-    return place
+    return innermost

@@ -255,12 +255,14 @@ def _cache(plan: Plan) -> Iterator[Text]:
     """How many tokens and users the cache has room for."""
     context = plan.workload.context_tokens
     tokens = cache_tokens(plan.forecast, plan.workload)
-    if tokens:
-        yield Text(
-            f"the KV cache has room for about {tokens:,} tokens: "
-            f"{format_count(tokens // context, 'user')} with {context:,} each, whose prompts run "
-            "one after another (--max-batch says how many at once)"
-        )
+    if not tokens:
+        return
+    users = tokens // context
+    turns = ", whose prompts run one after another (--max-batch says how many at once)"
+    yield Text(
+        f"the KV cache has room for about {tokens:,} tokens: {format_count(users, 'user')} with "
+        f"{context:,} each{turns if users > 1 else ''}"
+    )
 
 
 def _modules(plan: Plan, device: str) -> str:
