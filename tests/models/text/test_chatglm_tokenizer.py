@@ -100,3 +100,16 @@ def test_chatglm2_goes_on_where_its_prompt_ends(shared_data: Path, tmp_path: Pat
     assert tokenizer.decode(said[2:]) == "[Round 1]\n\n问：hi"
     prompt = form.prompt([Message(role="user", content="hi")])
     assert tokenizer.decode(prompt[2:]) == "[Round 1]\n\n问：hi\n\n答："
+
+
+@pytest.mark.parametrize(
+    ("chat", "message"),
+    [
+        ("hello", "a message is a mapping, not str"),
+        ([{"role": "assistant", "tool_calls": [{"name": "f"}]}], "a tool call has no name"),
+        ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}], "in JSON"),
+    ],
+)
+def test_what_is_no_chat(chatglm3: Any, chat: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        chatglm3.apply_chat_template(chat)

@@ -20,6 +20,7 @@ from .prompts import ChatGLM2Format, ChatGLM3Format, GLM4Format, chat_format
 
 Chat = Sequence[Mapping[str, Any]]
 Described = Mapping[str, Any] | Callable[..., Any]
+_SHOWN = 80
 _OPTIONS = frozenset({"padding", "truncation", "max_length", "return_tensors"})
 
 
@@ -80,23 +81,36 @@ class ChatGLMTokenizer(PreTrainedTokenizerFast):
         return form.written(messages, described or None)
 
 
-def _message(said: Mapping[str, Any]) -> Message:
+def _message(said: Any) -> Message:
     """A message as transformers and OpenAI write it."""
-    role = "observation" if said.get("role") == "tool" else said.get("role")
+    if not isinstance(said, Mapping):
+        raise UsageError(
+            f"a message is a mapping, not {type(said).__name__}",
+            hint='write a chat as [{"role": "user", "content": "Hello"}]',
+        )
+    role: Any = "observation" if said.get("role") == "tool" else said.get("role")
     calls = said.get("tool_calls") or ()
     if len(calls) > 1:
         raise UsageError(
             f"a message calls {len(calls)} tools; these models call one at a time",
             hint="write a message for each",
         )
-    call = None
-    for wrapped in calls:
-        function = wrapped.get("function", wrapped)
-        arguments = function["arguments"]
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        call = ToolCall(name=function["name"], arguments=arguments)
-    metadata, content = said.get("metadata") or "", said.get("content")
+    call = _tool_call(calls[0]) if calls else None
+    metadata: Any = said.get("metadata") or ""
+    content: Any = said.get("content")
     if content is None and call is not None:
         content = ""
-    return Message(role=role, content=content, metadata=metadata, tool_call=call)  # type: ignore[arg-type]
+    return Message(role=role, content=content, metadata=metadata, tool_call=call)
+
+
+def _tool_call(wrapped: Mapping[str, Any]) -> ToolCall:
+    function = wrapped.get("function", wrapped)
+    try:
+        name, arguments = function["name"], function["arguments"]
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (KeyError, ValueError) as error:
+        raise UsageError(
+            f"a tool call has no name, or no arguments in JSON: {str(function)[:_SHOWN]}",
+            hint='as {"name": "weather", "arguments": {"city": "Beijing"}}',
+        ) from error
+    return ToolCall(name=name, arguments=arguments)
