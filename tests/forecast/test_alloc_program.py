@@ -85,7 +85,7 @@ def test_stages_are_played_as_the_oracle_plays_them(
 
 
 @on_both
-@pytest.mark.parametrize("name", ["llama", "tied"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("tied", marks=pytest.mark.slow)])
 @settings(max_examples=examples(2), deadline=None)
 @given(workload=workloads, data=st.data())
 def test_models_are_played_as_the_oracle_plays_them(

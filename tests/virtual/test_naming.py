@@ -71,6 +71,7 @@ def test_switches_of_the_thread_are_put_back() -> None:
         thread.armed = before[2]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_planning_gives_no_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     code = """
