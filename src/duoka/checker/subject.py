@@ -65,6 +65,8 @@ class Subject:
     """Files with code that came with the checkpoint and isn't the model's."""
     hint: str = ""
     """What to do where the model's code stops for a reason of its own."""
+    if_too_large: str = ""
+    """What else there is where the memory isn't enough."""
     is_dispatched: bool = False
     """Arguments move where `duoka.dispatch` moves them, instead of to the modules that the entries
     name: a container of entries is entered where its first part is."""

@@ -148,6 +148,17 @@ def test_code_that_the_configuration_leaves_out(heron: MakeHeron, auto_map: obje
     assert Checkpoint.open(checkpoint.path).untrusted_code == ("modeling_heron.py",)
 
 
+def test_another_class_that_needs_less_is_named(heron: MakeHeron) -> None:
+    work, small = Workload(prompt_tokens=2000, dtype="float32"), "virtual:2x4MiB"
+    checkpoint = heron(model_type="llama", **LLAMA)
+    note = "duoka plan without --trust-remote-code takes another class"
+    placement = {"": "vgpu:0"}
+    report = duoka.check(checkpoint, placement, workload=work, fleet=small)
+    assert any(note in it for it in report.notes)
+    with pytest.raises(duoka.errors.InfeasibleError, match=note):
+        duoka.plan(checkpoint, small, work, suggest=False)
+
+
 def test_chunks_are_refused(heron: MakeHeron) -> None:
     with pytest.raises(duoka.errors.UsageError, match="in chunks of 8"):
         duoka.plan(heron(), TWO, Workload(prompt_tokens=24, prefill_chunk_tokens=8))
