@@ -29,8 +29,8 @@ class Costs:
     alike: np.ndarray
     speed_seconds: dict[float | None, np.ndarray | None]
     asked: list[tuple[int, int, int]] = field(default_factory=list)
-    more_passes: int | None = None
-    updates: dict[float | None, np.ndarray] = field(default_factory=dict)
+
+    time_objective = None
 
     @property
     def num_blocks(self) -> int:
@@ -54,9 +54,6 @@ class Costs:
 
     def seconds(self, device: Device) -> np.ndarray | None:
         return self.speed_seconds[device.memory_bytes_per_second]
-
-    def update_seconds(self, device: Device) -> np.ndarray | None:
-        return self.updates.get(device.memory_bytes_per_second)
 
 
 @dataclass(frozen=True)
@@ -111,13 +108,6 @@ def value_of(costs: Costs, fleet: Fleet, stages: tuple[Stage, ...], objective: O
         seconds = costs.seconds(fleet.devices[stage.device])
         assert seconds is not None
         parts.append(float(seconds[stage.start, stage.stop]))
-    if costs.more_passes is not None:
-        updates = [costs.update_seconds(fleet.devices[stage.device]) for stage in stages]
-        last = max(
-            0.0 if table is None else float(table[stage.start, stage.stop])
-            for table, stage in zip(updates, stages, strict=True)
-        )
-        return sum(parts) + costs.more_passes * max(parts) + last
     return sum(parts) if objective == "latency" else max(parts)
 
 

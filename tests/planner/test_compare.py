@@ -93,28 +93,8 @@ def test_seconds_are_told_where_they_are_known() -> None:
         ("tokens_per_second", None, 1.25),
     )
     text = " ".join(printed(found, 80).split())
-    assert "a request unknown 3.00 s" in text
+    assert "from beginning to end unknown 3.00 s" in text
     assert "tokens per second unknown 1.2" in text
-
-
-def test_a_step_of_training_is_told_once() -> None:
-    seconds = Seconds(
-        stages=(),
-        total_seconds=3.0,
-        slowest_seconds=2.0,
-        first_token_seconds=None,
-        token_seconds=None,
-        tokens_per_second=100.0,
-        step_seconds=3.0,
-    )
-    plan = replace(staged([3]), forecast=replace(staged([3]).forecast, seconds=seconds))
-    found = compare(plan, staged([3, 2]))
-    assert [name for name, *_ in found.seconds] == [
-        "slowest_seconds",
-        "tokens_per_second",
-        "step_seconds",
-    ]
-    assert "a step 3.00 s unknown" in " ".join(printed(found, 80).split())
 
 
 def test_training_and_generating_are_no_pair() -> None:

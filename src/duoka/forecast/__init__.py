@@ -7,7 +7,7 @@
 - `allocator`, `device_memory`: CUDA's caching allocator; a device's memory, in Python and in C
 - `replay`, `replay_training`: a stage's steps, run through that memory
 - `stage_bytes`: what comes of it
-- `latency`, `schedules`: how long stages take; how the passes of a pipeline interleave
+- `latency`: how long stages take
 - `stages`, `costs`: the chain that is cut and its lower bounds; what the search asks of stages
 - `forecast`, `measured`: bytes and seconds of a placement, and what came of them
 """

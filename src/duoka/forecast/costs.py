@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -248,32 +249,28 @@ class Costs:
         return self._latency
 
     def seconds(self, device: Device) -> NDArray[np.float64] | None:
-        """Seconds of one pass, [start, stop]; None when the device's speeds are unknown."""
+        """Seconds of a request, [start, stop]; None when the device's speeds are unknown."""
         if device.memory_bytes_per_second is None:
             return None  # without computing what isn't needed
         seconds = self.latency.seconds_on(device)
         if seconds is None:
             return None
-        return between(seconds.sum(axis=0) / self.latency.num_passes)
-
-    def update_seconds(self, device: Device) -> NDArray[np.float64] | None:
-        """Seconds of what comes after all passes, on all devices at once; None for nothing."""
-        return None
+        return between(seconds.sum(axis=0))
 
     @property
-    def more_passes(self) -> int | None:
-        """Passes that follow the first one through the stages; None where each is for itself."""
+    def time_objective(self) -> Literal["latency", "throughput"] | None:
+        """What makes the work quick; None where that is for those who ask to say."""
         return None
 
     @property
     def boundary_bytes(self) -> NDArray[np.float64]:
-        """[num_blocks + 1]: bytes that one pass sends over the cut before each block."""
-        return np.asarray(self.latency.boundary_bytes.sum(axis=0) / self.latency.num_passes)
+        """[num_blocks + 1]: bytes that a request sends over the cut before each block."""
+        return np.asarray(self.latency.boundary_bytes.sum(axis=0))
 
     @property
     def boundary_transfers(self) -> NDArray[np.float64]:
         """[num_blocks + 1]: in how many tensors it does."""
-        return np.asarray(self.latency.boundary_transfers.sum(axis=0) / self.latency.num_passes)
+        return np.asarray(self.latency.boundary_transfers.sum(axis=0))
 
     def _signature(self, blocks: Sequence[int], place: int) -> tuple[int, ...]:
         """Equal for stages that cost the same."""
@@ -307,13 +304,9 @@ class TrainingCosts(Costs):
         return False
 
     @property
-    def more_passes(self) -> int:
-        """Micro-batches that follow the first one through a pipeline."""
-        return self.latency.num_passes - 1
-
-    def update_seconds(self, device: Device) -> NDArray[np.float64]:
-        """Seconds of the optimizer's update, [start, stop]."""
-        return between(self.latency.updates_on(device))
+    def time_objective(self) -> Literal["latency", "throughput"]:
+        """In a pipeline it is the slowest stage that counts, with many micro-batches."""
+        return "latency" if self.training.schedule == "sequential" else "throughput"
 
     def bounds_at(self, place: int) -> Ints:
         """[start, stop]: never more than the exact bytes of a stage at this place."""

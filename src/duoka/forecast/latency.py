@@ -5,13 +5,13 @@ that it starts costs a launch besides. Tensors that go from one stage to the nex
 latency each, and its bandwidth. It knows nothing of how well kernels use a GPU: rates that were
 measured (`calibration`) already have that in them, published ones don't.
 
-What is optimised of training in a pipeline is an estimate: what one micro-batch needs for all its
-passes and transfers, once more the slowest of them for every further micro-batch, and the longest
-update. That is what GPipe (Huang et al., 2019) and one forward, one backward (Narayanan et al.,
-PipeDream 2019, Megatron-LM 2021) both come to where stages are equally fast: with K of them and m
-micro-batches m + K - 1 times one. Where they aren't, it knows nothing of what stages wait because
-of their order of passes, and takes forward and backward passes to be slowest at the same stage.
-What is told as the time of a step is what the schedule takes, pass by pass (`schedules`).
+A step of training in a pipeline takes what one micro-batch needs for all its passes and transfers,
+and once more the slowest of them for every further micro-batch. That is what GPipe (Huang et al.,
+2019) and one forward, one backward (Narayanan et al., PipeDream 2019, Megatron-LM 2021) both come
+to where stages are equally fast: with K of them and m micro-batches m + K - 1 times one. Where they
+aren't, it knows nothing of what stages wait because of their order of passes, and takes forward and
+backward passes to be slowest at the same stage. A stage's share of the optimizer's update counts
+with its passes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from duoka.hardware.fleet import Fleet
 from .alloc_events import Step
 from .profile import TRAINING_PHASES, Profile, Rule
 from .replay import Replay
-from .replay_training import STATES, TrainingReplay, in_flight
-from .schedules import Passes, pipeline_seconds
+from .replay_training import STATES, TrainingReplay
 
 Floats: TypeAlias = NDArray[np.float64]
 Item = TypeVar("Item")
@@ -52,8 +51,8 @@ class StageSeconds:
 
     `prefill_seconds` is the whole prompt, `decode_seconds` all steps after it; with `transfer_` it
     is the way of what comes in from the stage before. In training `prefill_seconds` is forward and
-    backward passes of all micro-batches, with the gradients' way back in the transfers, and
-    `update_seconds` what the optimizer takes once they are through.
+    backward passes of all micro-batches and the optimizer's update, with the gradients' way back in
+    the transfers.
     """
 
     device: str
@@ -61,7 +60,6 @@ class StageSeconds:
     decode_seconds: float
     prefill_transfer_seconds: float
     decode_transfer_seconds: float
-    update_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         _refuse_impossible(self)
@@ -77,10 +75,8 @@ class Seconds:
     request comes out each time it is through. `token_seconds` is from one token to the next, on
     average. `tokens_per_second` counts the generated tokens of all sequences, with all stages busy.
 
-    In training the total is one step of the optimizer, which "throughput" makes small as well, and
-    the slowest is for all micro-batches. `step_seconds` is the same step as the schedule has it, of
-    which the total is an estimate where several stages are in a pipeline: all passes, and the
-    longest update, since devices update at the same time. Tokens are those learnt from.
+    In training the total is one step of the optimizer, and the slowest is for all micro-batches.
+    Tokens are those learnt from.
     """
 
     stages: tuple[StageSeconds, ...]
@@ -89,7 +85,6 @@ class Seconds:
     first_token_seconds: float | None
     token_seconds: float | None
     tokens_per_second: float
-    step_seconds: float | None = None
 
     def __post_init__(self) -> None:
         _refuse_impossible(self)
@@ -138,8 +133,7 @@ class LatencyModel:
     A place has the blocks that are cut apart together: first one that a stage may begin with, then
     what is tied to it. `boundary_bytes` and `boundary_transfers`, [2, places + 1], are what goes to
     a stage that begins at each place, in prefill and in decoding; in training with the gradients
-    that come back from it. `num_passes` is the number of micro-batches that follow each other
-    through a pipeline, otherwise 1.
+    that come back from it.
     """
 
     def __init__(self, replay: Replay, places: Sequence[Sequence[int]]) -> None:
@@ -149,7 +143,7 @@ class LatencyModel:
         workload = self._workload
         training = workload.training
         is_pipeline = training is not None and training.schedule != "sequential"
-        self.num_passes = training.micro_batches if training is not None and is_pipeline else 1
+        self._num_passes = training.micro_batches if training is not None and is_pipeline else 1
         lengths = range(workload.prompt_tokens, workload.context_tokens - 1)
         chosen = [(step, weight, 0.0) for step, weight in _first_steps(replay)]
         chosen += [(replay.step_over(1, past), 0.0, weight) for past, weight in _sample(lengths)]
@@ -163,10 +157,8 @@ class LatencyModel:
         # The first block of a stage, and the last one of the stage before.
         cuts = [(kinds[first], kinds[max(first - 1, 0)]) for first, *_ in places]
         boundaries = {cut: self._boundary(*cut) for cut in set(cuts)}
-        # Of each place (bytes, number) of what goes to it, in each step.
-        self._sent = [boundaries[cut] for cut in cuts]
         # [places + 1, (bytes, number), (prefill, decode)]
-        ends = np.array([*(sent @ self._weights.T for sent in self._sent), np.zeros((2, 2))])
+        ends = np.array([*(boundaries[cut] @ self._weights.T for cut in cuts), np.zeros((2, 2))])
         self.boundary_bytes: Floats = ends[:, 0].T
         self.boundary_transfers: Floats = ends[:, 1].T
 
@@ -182,6 +174,7 @@ class LatencyModel:
             self._known[key] = np.array(
                 [sum(kinds[blocks[block].kind] for block in place) for place in self._places]
             ).T
+            self._known[key][0] += self._updates_on(device)
         return self._known[key]
 
     def _kinds_on(self, device: Device) -> dict[int, Floats] | None:
@@ -207,7 +200,7 @@ class LatencyModel:
         rate = device.host_bytes_per_second
         return None if rate is None else {kind: size / rate for kind, size in sizes.items()}
 
-    def updates_on(self, device: Device) -> Floats:
+    def _updates_on(self, device: Device) -> Floats:
         """[places]: seconds of the optimizer's update; it is bound by memory, whose rate is known.
 
         It reads weights, gradients and states, and writes all but the gradients.
@@ -234,7 +227,6 @@ class LatencyModel:
             if times is None:
                 return None
             prefill, decode = times[:, start:stop].sum(axis=1)
-            update = self.updates_on(fleet.device(name))[start:stop].sum()
             ways = np.zeros(2)
             if before is not None:
                 sizes, numbers = self.boundary_bytes[:, start], self.boundary_transfers[:, start]
@@ -246,13 +238,12 @@ class LatencyModel:
                     decode_seconds=float(decode),
                     prefill_transfer_seconds=float(ways[0]),
                     decode_transfer_seconds=float(ways[1]),
-                    update_seconds=float(update),
                 )
             )
             before = name
-        return self._sum_up(tuple(stage_seconds), self._pipeline(stages, fleet))
+        return self._sum_up(tuple(stage_seconds))
 
-    def _sum_up(self, stages: tuple[StageSeconds, ...], pipeline: float | None) -> Seconds:
+    def _sum_up(self, stages: tuple[StageSeconds, ...]) -> Seconds:
         prefill = sum(s.prefill_seconds + s.prefill_transfer_seconds for s in stages)
         decode = sum(s.decode_seconds + s.decode_transfer_seconds for s in stages)
         slowest = max(
@@ -264,15 +255,11 @@ class LatencyModel:
             )
         )
         training, tokens = self._workload.training, self._workload.new_tokens
-        total, step = prefill + decode, None
+        total = (prefill + decode + (self._num_passes - 1) * slowest) / self._num_passes
+        busy = slowest
         if training is not None:
-            tokens = self._workload.prompt_tokens * training.micro_batches
-            passes = (total + (self.num_passes - 1) * slowest) / self.num_passes
-            update = max(stage.update_seconds for stage in stages)
-            total = passes + update
-            step = total if pipeline is None else pipeline + update
+            tokens, busy = self._workload.prompt_tokens * training.micro_batches, total
         tokens *= self._workload.batch
-        busy = slowest if step is None else step
         return Seconds(
             stages=stages,
             total_seconds=total,
@@ -280,38 +267,7 @@ class LatencyModel:
             first_token_seconds=prefill if training is None else None,
             token_seconds=decode / self._num_decodes if self._num_decodes else None,
             tokens_per_second=tokens / busy if busy else 0.0,
-            step_seconds=step,
         )
-
-    def _pipeline(self, stages: Sequence[tuple[str, int, int]], fleet: Fleet) -> float | None:
-        """Seconds of all passes of a step of training as its schedule has them; None without one.
-
-        The devices' speeds are known.
-        """
-        training = self._workload.training
-        if training is None or training.schedule == "sequential" or len(stages) == 1:
-            return None
-        passes = []
-        for at, (name, start, stop) in enumerate(stages):
-            seconds, blocks = self._kinds_on(fleet.device(name)), self._profile.blocks
-            assert seconds is not None, "`seconds_on` knows this device"
-            kinds = [blocks[block].kind for place in self._places[start:stop] for block in place]
-            forward, backward, later = sum((seconds[kind] for kind in kinds), np.zeros(3))
-            ways = np.zeros(3)
-            if at:
-                ways = crossing(fleet, stages[at - 1][0], name, *self._sent[start])
-            passes.append(
-                Passes(
-                    forward_seconds=float(forward),
-                    backward_seconds=float(backward),
-                    later_seconds=float(later),
-                    in_flight=in_flight(training, len(stages) - at),
-                    forward_transfer_seconds=float(ways[0]),
-                    backward_transfer_seconds=float(ways[1]),
-                    later_transfer_seconds=float(ways[2]),
-                )
-            )
-        return pipeline_seconds(passes, training.micro_batches)
 
     def _kinds(self) -> set[int]:
         return {self._profile.blocks[block].kind for place in self._places for block in place}

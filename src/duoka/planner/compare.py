@@ -164,10 +164,8 @@ def _seconds(first: Plan, second: Plan) -> Iterator[tuple[str, float | None, flo
         return
     known = one or other
     assert known is not None
-    # In training the total is a step, which stands there by that name.
-    left_out = {"stages"} if known.step_seconds is None else {"stages", "total_seconds"}
     for part in fields(known):
-        if part.name not in left_out:
+        if part.name != "stages":
             values = [None if s is None else getattr(s, part.name) for s in (one, other)]
             if values != [None, None]:
                 yield part.name, values[0], values[1]

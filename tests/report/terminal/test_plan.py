@@ -208,7 +208,7 @@ def test_the_pace_is_rounded_and_called_so() -> None:
     assert told == "first token after about 1.9 s, then about 31 tokens/s"
     told, _ = lines(replace(SECONDS, token_seconds=None))
     assert told == "first token after about 1.9 s"
-    step = replace(SECONDS, first_token_seconds=None, token_seconds=None, step_seconds=11.0)
+    step = replace(SECONDS, first_token_seconds=None, token_seconds=None, total_seconds=11.0)
     assert lines(step)[0] == "a step takes about 11 s: about 55 tokens/s"
 
 

@@ -152,8 +152,9 @@ def _placements(trial: Trial, plan_stages: Stages | None) -> Iterator[tuple[str,
 def _optima(trial: Trial, plan_stages: Stages | None) -> Iterator[tuple[str, Stages]]:
     """The optimum of each objective, and that on all devices."""
     wanted: tuple[Objective, ...] = get_args(Objective) if trial.has_speeds else ("headroom",)
-    if trial.costs.more_passes is not None:
-        wanted = tuple(name for name in wanted if name != "throughput")  # latency is the same
+    quickest = trial.costs.time_objective
+    if quickest is not None:
+        wanted = tuple(name for name in wanted if name in ("headroom", quickest))
     for objective in wanted:
         if objective != trial.objective or plan_stages is None:
             stages = _optimum(trial, objective)

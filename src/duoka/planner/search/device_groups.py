@@ -23,7 +23,6 @@ class Group:
     devices: tuple[int, ...]
     budget_bytes: int
     seconds: Floats | None
-    updates: Floats | None
 
 
 def link_seconds(costs: StageCosts, fleet: Fleet) -> Floats:
@@ -71,7 +70,6 @@ def group_devices(
             devices=tuple(group),
             budget_bytes=devices[group[0]].budget_bytes,
             seconds=costs.seconds(devices[group[0]]) if timed else None,
-            updates=costs.update_seconds(devices[group[0]]) if timed else None,
         )
         for index, group in enumerate(_alike(len(devices), same))
     )

@@ -8,7 +8,6 @@ stages only. As bounds never exceed what is exact, nothing else can be better th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -36,17 +35,6 @@ _TIE_TOLERANCE = 2.0**-26
 # Costs of ties are rounded to whole numbers of this size, whose sums are exact in any order.
 _LATENCY_UNITS = 2.0**50
 _PRESSURE_UNITS = 2.0**18
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caps:
-    """What every pass and transfer, and every update, of a placement takes at most."""
-
-    pass_seconds: float = math.inf
-    update_seconds: float = math.inf
-
-
-NO_CAPS = Caps()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,14 +113,12 @@ class Problem:
         self.aim: Aim = aim
         fewest = most if use_all else limits.num_devices or 1
         self.num_stages = range(fewest, min(most, limits.num_devices or most) + 1)
-        self.more_passes = costs.more_passes or 0 if aim == "latency" else 0
         timed = aim in ("latency", "throughput")
         links = link_seconds(costs, fleet) if timed and fleet.links else None
         self._groups = group_devices(costs, fleet, links=links, timed=timed, alone=limits.devices)
         self._allowed = [limits.allow(costs.num_blocks, g.devices[0]) for g in self._groups]
         self._group_of = {device: group for group in self._groups for device in group.devices}
         self._links: Floats | None = None
-        self._caps = NO_CAPS
         self._table_cache = _TableCache()
         # The last optimum that is known to be the most even one as well.
         self._even: Stages = ()
@@ -145,21 +131,12 @@ class Problem:
         self.places = range(1, self.memory.num_places + 1)
         self._is_limited = bool(limits) and limits.num_devices is None
 
-    @property
-    def has_updates(self) -> bool:
-        """Whether something comes after all passes."""
-        return any(group.updates is not None for group in self._groups)
-
-    def cheapest(
-        self, caps: Caps = NO_CAPS, num_stages: range | None = None
-    ) -> tuple[Stages, float] | None:
+    def cheapest(self) -> tuple[Stages, float] | None:
         """A placement with exact costs that nothing with as few devices beats, and its cost.
 
-        Of what takes time that is one pass, or the slowest part of one; `judge` says it all. None
-        where nothing fits within the caps.
+        None where nothing fits.
         """
-        self._caps, self._even = caps, ()
-        programme = self._programme(num_stages)
+        programme = self._programme()
         if (optimum := programme.fewest()) is None:
             return None
         if self.aim != "latency":
@@ -172,10 +149,6 @@ class Problem:
         while (optimum := programme.fewest()) is not None and not self.settle(optimum[0]):
             programme.revise(self._tables())
         return optimum
-
-    def keep_within(self, caps: Caps) -> None:
-        """Look only at placements within the caps from now on."""
-        self._caps = caps
 
     def none(self) -> NoPlacement:
         """What is to be raised where nothing fits."""
@@ -217,49 +190,9 @@ class Problem:
 
     def judge(self, stages: Stages) -> tuple[float, int]:
         """The objective's cost of a placement, as far as known, and the device that limits it."""
-        cost, device = max(self._parts(stages), key=lambda part: part[0])
-        if self.aim != "latency":
-            return cost, device
-        slowest = self.slowest(stages)
-        more = self.more_passes * slowest.pass_seconds + slowest.update_seconds
-        return self._cost(stages) + more, device
-
-    def slowest(self, stages: Stages) -> Caps:
-        """What the slowest pass or transfer of a placement takes, and the slowest update."""
-        updates = [self._updates(self._group_of[stage.device]) for stage in stages]
-        return Caps(
-            pass_seconds=max(part for part, _ in self._parts(stages)),
-            update_seconds=max(
-                float(table[stage.start, stage.stop])
-                for table, stage in zip(updates, stages, strict=True)
-            ),
-        )
-
-    def least(self, num_stages: range) -> Caps:
-        """What the slowest parts of placements with so many stages take at least."""
-        passes = self._run(
-            self._tables(), transfers=self._links, slowest=True, num_stages=num_stages
-        ).best()
-        updates = [
-            [
-                np.where(self.may_be(group, place), self._updates(group), np.inf)
-                for group in self._groups
-            ]
-            for place in self.places
-        ]
-        last = self._run(updates, slowest=True, num_stages=num_stages).best()
-        assert passes is not None, "something fits"
-        assert last is not None, "the same fits"
-        return Caps(pass_seconds=passes[1], update_seconds=last[1])
-
-    def _updates(self, group: Group) -> Floats:
-        none = np.zeros_like(self._allowed[0], np.float64)
-        return none if group.updates is None else group.updates
-
-    def _cost(self, stages: Stages) -> float:
-        """The programme's cost of a placement."""
-        parts = [part for part, _ in self._parts(stages)]
-        return sum(parts) if self.aim == "latency" else max(parts)
+        parts = self._parts(stages)
+        cost, device = max(parts, key=lambda part: part[0])
+        return sum(part for part, _ in parts) if self.aim == "latency" else cost, device
 
     def _parts(self, stages: Stages) -> list[tuple[float, int]]:
         """What each stage and transfer costs, with its device."""
@@ -331,23 +264,15 @@ class Problem:
         return np.where(fits, needed / budget if self.aim == "balance" else needed - budget, np.inf)
 
     def _tables(self) -> list[list[Floats]]:
-        """[place][group]: what the objective makes of each stage within the caps."""
+        """[place][group]: what the objective makes of each stage."""
         return [[self._table(group, place) for group in self._groups] for place in self.places]
 
     def _table(self, group: Group, place: int) -> Floats:
         key = self._key(group, place)
-
-        def make() -> Floats:
-            return np.where(self._within(group), self._costs(group, place), np.inf)
-
-        known = (self._caps, self.memory.bytes[key], self.memory.fits[key])
-        return self._table_cache.get(("costs", group.index, place), known, make)
-
-    def _within(self, group: Group) -> npt.NDArray[np.bool_]:
-        if group.seconds is None:
-            return np.ones_like(self._allowed[0])
-        quick = group.seconds <= self._caps.pass_seconds
-        return quick & (self._updates(group) <= self._caps.update_seconds)
+        known = (self.memory.bytes[key], self.memory.fits[key])
+        return self._table_cache.get(
+            ("costs", group.index, place), known, lambda: self._costs(group, place)
+        )
 
     def _missing_bytes(self, group: Group, place: int) -> Floats:
         """What each stage's lower bound exceeds the budget by; a byte where it fits in spite."""
@@ -363,24 +288,17 @@ class Problem:
         headroom = np.maximum(group.budget_bytes - needed, 0)
         return np.asarray(np.rint(_PRESSURE_UNITS / (1 + headroom / unit)))
 
-    def _transfers(self) -> Floats | None:
-        if self._links is None:
-            return None
-        return np.where(self._links <= self._caps.pass_seconds, self._links, np.inf)
-
-    def _programme(self, num_stages: range | None = None) -> Programme:
+    def _programme(self) -> Programme:
         return self._run(
             self._tables(),
-            transfers=self._transfers(),
+            transfers=self._links,
             slowest=self.aim != "latency",
-            num_stages=num_stages or self.num_stages,
+            num_stages=self.num_stages,
         )
 
     def _tie_programme(self, bound: float, num_stages: int) -> Programme:
         """The pressure as the cost, among the placements that attain the bound."""
-        links = self._transfers()
-        if links is not None:
-            links = self._tie_costs(links, bound)
+        links = None if self._links is None else self._tie_costs(self._links, bound)
         return self._run(
             self._tie_tables(bound),
             transfers=links,

@@ -15,7 +15,6 @@ from duoka.hardware.fleet import Fleet
 from ..constraints import STRATEGIES, Strategy
 from .dynamic_programme import Stage, Stages
 from .limits import NO_LIMITS, Limits
-from .passes import quickest
 from .problem import OBJECTIVES, Aim, Objective, Problem
 from .stage_costs import StageCosts
 
@@ -66,7 +65,7 @@ def search(
     balanced = strategy == "balanced"
     aim: Aim = "balance" if balanced else _resolve(objective, costs, fleet)
     problem = Problem(costs, fleet, aim, use_all=use_all or balanced, limits=limits)
-    optimum = quickest(problem)
+    optimum = problem.cheapest()
     if optimum is None:
         raise problem.none()
     stages, bound = optimum
@@ -155,16 +154,15 @@ def _resolve(objective: Objective | Literal["auto"], costs: StageCosts, fleet: F
     if objective == "auto" and len({device.speeds for device in fleet.devices}) == 1:
         return "headroom"
     unknown = [d.name for d in fleet.devices if costs.seconds(d) is None]
-    if objective == "auto":
-        return "headroom" if unknown else "latency"
+    if objective == "auto" and unknown:
+        return "headroom"
     if unknown:
         raise UsageError(
             f"the objective {objective} needs speeds, and those of {', '.join(unknown)} "
             "are unknown",
             hint="ask for the objective headroom",
         )
-    # A piece of work of many passes is quickest at once for itself and for many of them.
-    return objective if costs.more_passes is None else "latency"
+    return costs.time_objective or ("latency" if objective == "auto" else objective)
 
 
 def _fill_in_order(problem: Problem, num_blocks: int, num_devices: int) -> Stages:

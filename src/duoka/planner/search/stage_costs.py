@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,7 @@ class StageCosts(Protocol):
 
     @property
     def boundary_bytes(self) -> Floats:
-        """[num_blocks + 1]: bytes that one pass sends over the cut before each block."""
+        """[num_blocks + 1]: bytes that a request sends over the cut before each block."""
 
     @property
     def boundary_transfers(self) -> Floats:
@@ -55,17 +55,11 @@ class StageCosts(Protocol):
         """What of a budget a stage may need: a lower bound beyond it rules the stage out."""
 
     def seconds(self, device: Device) -> Floats | None:
-        """[num_blocks + 1, num_blocks + 1]: seconds of one pass; None when unknown."""
-
-    def update_seconds(self, device: Device) -> Floats | None:
-        """The same of what comes after all passes, on all devices at once; None for nothing."""
+        """[num_blocks + 1, num_blocks + 1]: seconds of a request; None when unknown."""
 
     @property
-    def more_passes(self) -> int | None:
-        """Passes that follow the first one through the stages, as one piece of work with it.
-
-        None where a pass is a request, for itself: what is quickest for one isn't for many.
-        """
+    def time_objective(self) -> Literal["latency", "throughput"] | None:
+        """What makes the work quick; None where what is quickest for one request isn't for many."""
 
 
 class KnownBytes:

@@ -18,11 +18,10 @@ from .plan import kinds_of
 from .words import name_modules
 
 _SECONDS = {
-    "total_seconds": "a request",
+    "total_seconds": "from beginning to end",
     "slowest_seconds": "the slowest stage",
     "first_token_seconds": "to the first token",
     "token_seconds": "a token",
-    "step_seconds": "a step",
 }
 
 

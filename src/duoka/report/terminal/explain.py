@@ -27,8 +27,6 @@ _REACHED = {
     "latency": ("A {work}", "takes", "takes less than"),
     "throughput": ("The slowest, on {},", "takes", "has one that takes less than"),
 }
-# By a formula for its schedule; a plan's seconds are what the schedule takes, pass by pass.
-_RECKONED = ("A {work}", "is reckoned to take", "is reckoned to take less than")
 _MOST_NAMED = 3
 _LEAST_TOLD = 4096
 
@@ -57,8 +55,7 @@ def aim(explanation: Explanation) -> Iterator[str]:
     if objective not in _REACHED:
         yield f"The GPUs are taken in the order given: {_AIMS[objective]}."
         return
-    in_steps = explanation.work == "step" and objective == "latency"
-    subject, verb, beyond = _RECKONED if in_steps else _REACHED[objective]
+    subject, verb, beyond = _REACHED[objective]
     who = subject.format(binding, work=explanation.work)
     yield f"Optimised was {objective}: {_AIMS[objective].format(work=explanation.work)}."
     unit = "" if objective in ("latency", "throughput") else " to spare"

@@ -345,10 +345,8 @@ def render_seconds(plan: Plan) -> Iterator[Text]:
 
 def _pace(plan: Plan, seconds: Seconds) -> str:
     busy = f"{format_roughly(seconds.tokens_per_second)} tokens/s"
-    if seconds.step_seconds is not None:
-        return f"a step takes about {format_seconds(seconds.step_seconds)}: about {busy}"
     if seconds.first_token_seconds is None:
-        return f"about {busy}"
+        return f"a step takes about {format_seconds(seconds.total_seconds)}: about {busy}"
     pace = f"first token after about {format_seconds(seconds.first_token_seconds)}"
     if seconds.token_seconds:
         pace += (
