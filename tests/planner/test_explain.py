@@ -131,20 +131,6 @@ def test_alternatives_are_complete_and_never_better() -> None:
     assert sorted(len(share.modules) for share in equal.shares) == [4, 4, 4]
 
 
-def test_equal_weights_have_the_smallest_largest_share() -> None:
-    gpus = fleet(100, 90, 70)
-    found = named(explain(planned(gpus), PROFILE), "equal bytes of weights")
-    sizes = [12, *[8] * 10, 20]
-    parts = [len(share.modules) for share in found.shares]
-    got = max(sum(sizes[sum(parts[:n]) : sum(parts[: n + 1])]) for n in range(3))
-    least = min(
-        max(sum(sizes[:a]), sum(sizes[a:b]), sum(sizes[b:]))
-        for a in range(1, 11)
-        for b in range(a + 1, 12)
-    )
-    assert got == least
-
-
 def test_with_speeds_other_objectives_are_held_against() -> None:
     gpus = Fleet.parse(CARDS.format(900, 880))
     plan = planned(gpus)
@@ -179,18 +165,6 @@ def test_a_step_of_training_has_one_shortest_time() -> None:
     (crossing,) = found.crossings
     # Eight micro-batches, and the gradients' way back.
     assert (crossing.per, crossing.num_bytes) == ("step", 8 * 2 * MIB)
-
-
-def test_a_prompt_in_chunks_is_told_what_it_would_need_whole() -> None:
-    workload = replace(WORKLOAD, prompt_tokens=8000, prefill_chunk_tokens="auto")
-    profile = made_up([8 * MIB] * 8, Costs(cache=64, work=16384))
-    plan = planned(fleet(120), workload, profile)
-    assert plan.workload.prefill_chunk_tokens is not None
-    (whole,) = explain(plan, profile).whole_prompt
-    assert whole.free_bytes < 0
-    assert whole.requested_bytes == Measured(
-        profile, replace(plan.workload, prefill_chunk_tokens=None)
-    ).requested_bytes(0, 8, 1 << 50)
 
 
 def test_a_map_by_hand_is_explained_as_far_as_it_goes() -> None:

@@ -89,13 +89,6 @@ def test_a_map_to_train_with_is_forecast_by_places_too(schedule: str) -> None:
     assert held[0] > 0
 
 
-def test_the_bound_is_what_stages_could_reach() -> None:
-    problem = ask({"": 0, "block.7": 1}, 600, 600)
-    plan = answer(LAYERS, problem)
-    best = solve(LAYERS, replace(problem, device_map=None, use_all=True))
-    assert plan.bound == best.value > plan.value
-
-
 @pytest.mark.parametrize("num_blocks", [11, 20])
 def test_a_map_on_more_unequal_gpus_than_can_be_searched_is_answered(num_blocks: int) -> None:
     layers = tiny.made_up([60 * MIB + 512 * n for n in range(num_blocks)], tiny.Costs(cache=64))
@@ -107,10 +100,6 @@ def test_a_map_on_more_unequal_gpus_than_can_be_searched_is_answered(num_blocks:
     assert plan.device_map == {f"block.{n}": f"vgpu:{n}" for n in range(num_blocks)}
     assert plan.value == min(device.free_bytes for device in plan.forecast.devices)
     assert not [reason for reason in plan.why if "duoka's own plan" in reason.text]
-    # What is free on average is no less than what is on the fullest, whatever the placement.
-    free = sum(device.free_bytes for device in plan.forecast.devices) / num_blocks
-    assert plan.value <= plan.bound < 35 * MIB
-    assert num_blocks == 11 or plan.value < free <= plan.bound
 
 
 def test_the_reasons_count_crossings() -> None:

@@ -15,7 +15,6 @@ from duoka.forecast.profile import Profile
 from duoka.forecast.replay_training import replay_of
 from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.workload import Workload
-from duoka.hardware.fleet import Fleet
 
 from . import planner
 from .device_map import Judgement, judge
@@ -112,7 +111,6 @@ class _Judged:
     def _plan_with(self, workload: Workload, needs: list[StageBytes], source: str) -> Plan:
         problem, profile = self.problem, self.profile
         automatic = self._automatic()
-        best = self._best(workload)
         tightest = min(needs, key=lambda need: need.free_bytes)
         free = float(tightest.free_bytes)
         return Plan(
@@ -125,7 +123,7 @@ class _Judged:
             forecast=Forecast(devices=tuple(needs), seconds=self._seconds(workload)),
             objective=OBJECTIVE,
             value=free,
-            bound=free if best is None else max(free, best),
+            bound=free,
             binding_device=tightest.device,
             request=problem.request,
             why=(
@@ -140,23 +138,6 @@ class _Judged:
             return planner.attempt(self.profile, replace(self.problem, device_map=None))
         except UnsearchableError:
             return None
-
-    def _best(self, workload: Workload) -> float | None:
-        """What no placement in stages can beat: the free memory of the map's fullest device."""
-        if len(self.placement.devices) > 1 and "cpu" in self.placement.devices:
-            return None  # which duoka doesn't use beside others
-        devices = tuple(self.problem.fleet.device(name) for name in self.placement.devices)
-        problem = PlanProblem(
-            fleet=Fleet(devices=devices), workload=workload, objective="headroom", use_all=True
-        )
-        try:
-            best = planner.attempt(self.profile, problem, leave_room=False)
-        except UnsearchableError:
-            # A map can use more devices than there are stages, or than can be searched. Whatever
-            # the cuts, all of them together hold at least what one stage of everything does.
-            least = int(costs_of(self.profile, workload).lower_bound_bytes[0, -1])
-            return (problem.fleet.budget_bytes - least) / len(devices)
-        return None if best is None else best.value
 
     def _reasons(
         self, workload: Workload, tightest: StageBytes, automatic: Plan | None

@@ -220,9 +220,9 @@ def _why(plan: Plan, explanation: Explanation | None) -> Iterator[str]:
         yield from (reason.text for reason in plan.why)
         return
     yield from explain.aim(explanation)
-    yield from filter(None, (explain.fewer(explanation), explain.whole_prompt(explanation)))
-    # The explanation has said these, with numbers.
-    yield from (reason.text for reason in plan.why if reason.kind not in ("gpus", "chunks"))
+    yield from filter(None, [explain.fewer(explanation)])
+    # The explanation has said why so many GPUs, with numbers.
+    yield from (reason.text for reason in plan.why if reason.kind != "gpus")
 
 
 def _reasons(explanation: Explanation) -> Iterator[tuple[str, list[str]]]:

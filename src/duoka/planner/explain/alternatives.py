@@ -140,13 +140,9 @@ def _placements(trial: Trial, plan_stages: Stages | None) -> Iterator[tuple[str,
     if plan_stages is not None and len(plan_stages) > 1:
         used = [stage.device for stage in plan_stages]
         yield "equal numbers of layers, in the best order", _best_equal(trial, used)
-        yield "the GPUs in reverse order", _reverse(plan_stages)
     everything = list(range(min(len(trial.fleet.devices), trial.costs.num_blocks)))
-    if len(everything) > 1:
-        if plan_stages is None or len(plan_stages) != len(everything):
-            equal = _best_equal(trial, everything)
-            yield "equal numbers of layers on all GPUs", equal
-        yield "equal bytes of weights on all GPUs", _equal_weights(trial, everything)
+    if len(everything) > 1 and (plan_stages is None or len(plan_stages) != len(everything)):
+        yield "equal numbers of layers on all GPUs", _best_equal(trial, everything)
 
 
 def _optima(trial: Trial, plan_stages: Stages | None) -> Iterator[tuple[str, Stages]]:
@@ -214,45 +210,3 @@ def _layer_places(trial: Trial) -> list[int]:
         for place, modules in enumerate(places)
         if any((at := layer_of(module)) and at[0] == main for module in modules)
     ]
-
-
-def _reverse(stages: Stages) -> Stages:
-    """The devices in reverse order, each with as many blocks as it had."""
-    lengths = [stage.stop - stage.start for stage in reversed(stages)]
-    cuts = [0]
-    for length in lengths:
-        cuts.append(cuts[-1] + length)
-    return _to_stages(cuts, [stage.device for stage in reversed(stages)])
-
-
-def _equal_weights(trial: Trial, devices: Sequence[int]) -> Stages:
-    """The contiguous cut whose largest share of the weights is smallest, in the user's order."""
-    sizes = [_weight_bytes(trial, index) for index in range(trial.costs.num_blocks)]
-    low, high = max(sizes), sum(sizes)
-    while low < high:
-        middle = (low + high) // 2
-        if len(_fill(sizes, middle, len(devices))) - 1 <= len(devices):
-            high = middle
-        else:
-            low = middle + 1
-    return _to_stages(_fill(sizes, low, len(devices)), devices)
-
-
-def _fill(sizes: Sequence[int], most: int, num_stages: int) -> list[int]:
-    """Cuts of stages that are filled up to `most` bytes, with a block for each at least."""
-    cuts, filled = [0], 0
-    for index, size in enumerate(sizes):
-        left = num_stages - len(cuts)
-        if index > cuts[-1] and (filled + size > most or len(sizes) - index == left):
-            cuts.append(index)
-            filled = 0
-        filled += size
-    return [*cuts, len(sizes)]
-
-
-def _weight_bytes(trial: Trial, position: int) -> int:
-    profile = trial.costs.profile
-    return sum(
-        sum(profile.kinds[profile.blocks[index].kind].weight_bytes)
-        for index in trial.costs.blocks_of(position, position + 1)
-    )

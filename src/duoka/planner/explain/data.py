@@ -112,9 +112,8 @@ class Explanation:
     for "headroom" and "given", the free share of a budget for "balance", blocks on the first device
     for "order", else seconds. `changes` say what would come of moving a block from a stage to its
     neighbour; there are none where the placement isn't one stage for each device. `fewer` is None
-    where it wasn't asked, or where one device is used. `whole_prompt` are the shares that the
-    stages would need if the prompt ran whole; empty where it does. With `leaves_room` a placement
-    is only compared where every device keeps the room that a plan leaves.
+    where it wasn't asked, or where one device is used. With `leaves_room` a placement is only
+    compared where every device keeps the room that a plan leaves.
     """
 
     work: Literal["request", "step"]
@@ -127,7 +126,6 @@ class Explanation:
     crossings: tuple[Crossing, ...] = ()
     changes: tuple[Change, ...] = ()
     fewer: Fewer | None = None
-    whole_prompt: tuple[Share, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:

@@ -71,7 +71,6 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
         crossings=tuple(_crossings(trial, runs)),
         changes=() if stages is None else tuple(_changes(trial, stages)),
         fewer=_fewer(trial, plan),
-        whole_prompt=() if stages is None else _whole_prompt(trial, plan, stages),
         alternatives=tuple(alternatives(trial, stages)),
     )
 
@@ -180,13 +179,3 @@ def _fewer(trial: Trial, plan: Plan) -> Fewer | None:
         missing = none.shortfall().shortfall_bytes
         return Fewer(devices=tuple(device.name for device in largest), missing_bytes=missing)
     return None  # a map by hand can use more than it needs
-
-
-def _whole_prompt(trial: Trial, plan: Plan, stages: Stages) -> tuple[Share, ...]:
-    """What the same stages would need if the prompt ran whole, where it was cut unasked."""
-    chunk = plan.workload.prefill_chunk_tokens
-    if chunk is None or plan.request.workload.prefill_chunk_tokens != "auto":
-        return ()
-    whole = costs_of(trial.costs.profile, replace(plan.workload, prefill_chunk_tokens=None))
-    room = trial.leaves_room
-    return Trial(whole, plan.fleet, "headroom", trial.limits, leaves_room=room).shares(stages)

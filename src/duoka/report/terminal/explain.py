@@ -169,14 +169,6 @@ def _missing(num_bytes: int, least: str = "") -> str:
     return f"{least}{format_bytes(num_bytes)} are missing"
 
 
-def whole_prompt(explanation: Explanation) -> str:
-    """Why the prompt runs in chunks; empty where it doesn't, or where that was asked for."""
-    over = [share for share in explanation.whole_prompt if not share.holds]
-    if not over:
-        return ""
-    return f"The prompt runs in chunks: whole, {_shortages(over)}."
-
-
 def crossings(explanation: Explanation) -> Iterator[str]:
     """What goes from GPU to GPU."""
     for crossing in explanation.crossings:
@@ -250,8 +242,7 @@ def render_explanation(explanation: Explanation) -> RenderableType:
 
 def _parts(explanation: Explanation) -> Iterator[RenderableType]:
     yield Text("why", style="bold")
-    sentences = (*aim(explanation), fewer(explanation), whole_prompt(explanation))
-    yield from map(_indent, filter(None, sentences))
+    yield from map(_indent, filter(None, (*aim(explanation), fewer(explanation))))
     for share in explanation.shares:
         yield Text.assemble((share.device, "bold"), " has ", name_modules(share.modules))
         yield _indent(holds(share))
