@@ -69,8 +69,8 @@ def test_other_visible_devices(
     shown = " ".join(program("plan", tiny, *SIZES, "--gpus", "3").stdout.split())
     assert "CUDA_VISIBLE_DEVICES=6,3,2: cuda:1 is nvidia-smi's GPU 3" in shown
     told = refused(program, tiny, "--gpus", "1,2")
-    assert "CUDA_VISIBLE_DEVICES=6,3,2: 6 is cuda:0, 3 is cuda:1, 2 is cuda:2" in told
-    assert "if that was meant, --gpus 6,3,2" in told
+    assert "--gpus takes nvidia-smi's numbers. CUDA_VISIBLE_DEVICES=6,3,2: cuda:2 is" in told
+    assert "cuda:0 is nvidia-smi's GPU 6; those are --gpus 2,3,6" in told
     told = refused(program, tiny, "--gpus", "2,5")
     assert "GPU 5 can't be used: it is hidden" in told
     assert "CUDA_VISIBLE_DEVICES='6,3,2'" in told
@@ -100,7 +100,9 @@ def test_a_card_that_fell_off(
     tiny: Path, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replay(monkeypatch, "fell-off", visible=[0, 2])
-    assert "GPU 1 doesn't answer: GPU is lost" in refused(program, tiny, "--gpus", "0,1")
+    assert "GPU 1 can't be used: it doesn't answer: GPU is lost" in refused(
+        program, tiny, "--gpus", "0,1"
+    )
     assert planned(program, tiny).fleet.names == ("cuda:0", "cuda:1")
 
 
@@ -165,7 +167,7 @@ def test_what_is_there(program: Program, monkeypatch: pytest.MonkeyPatch) -> Non
     )
     assert "3: python3 (pid 4242) has 4.87 GiB" in lines
     assert "0–1, 2–3: about 45 GB/s by NVLink" in lines
-    assert lines[-1] == "all other pairs: about 9 GB/s over PCIe, through the host"
+    assert lines[-1] == "13 pairs: about 9 GB/s over PCIe, through the host"
     data = json.loads(program("gpus", "--json").stdout)
     assert [gpu["name"] for gpu in data["gpus"]] == [str(number) for number in range(8)]
     assert len(data["links"]) == 28

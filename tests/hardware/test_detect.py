@@ -162,11 +162,11 @@ def test_a_card_that_fell_off_the_bus(monkeypatch: pytest.MonkeyPatch) -> None:
     replay(monkeypatch, "fell-off", visible=[0, 2])
     assert Fleet.detect().names == ("cuda:0", "cuda:1")
     assert Fleet.detect("2").names == ("cuda:1",)
-    hint = refused("0,1", "GPU 1 doesn't answer: GPU is lost")
+    hint = refused("0,1", "GPU 1 can't be used: it doesn't answer: GPU is lost")
     assert "dmesg" in hint
     indices = [line.split()[0] for line in hint.splitlines()[2:]]
     assert indices == ["0", "1", "2", "3"]
-    assert hint.count("GPU is lost") == 2
+    assert [line.split()[-1] for line in hint.splitlines()[2:]].count("lost") == 2
 
 
 def test_a_gpu_in_mig_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,7 +362,7 @@ def test_nvidias_own_bindings(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
     )
-    assert "FleetError: GPU 2 doesn't answer: GPU is lost" in done.stderr
+    assert "FleetError: GPU 2 can't be used: it doesn't answer: GPU is lost" in done.stderr
     told, machine = json.loads(done.stdout)
     fleet = from_dict(Fleet, told)
     assert fleet.names == ("cuda:0", "cuda:1")

@@ -113,6 +113,7 @@ def test_cards_have_budgets_and_speeds() -> None:
         "4090x2,3090",
         "4090*2+RTX 3090 x1",
         "4090,RTX 4090 24GB,3090 24G",
+        "24GB 4090x2+24G RTX 3090",
     ],
 )
 def test_cards_are_written_in_many_ways(text: str) -> None:
@@ -200,6 +201,9 @@ def test_the_figures_of_a_card_end_at_a_plus() -> None:
         ("RTX4095", "the nearest are RTX 4090"),
         ("910B", "no GPU '910B' is in the catalogue; the nearest are A10"),
         ("8x910B", "no GPU '910B' is in the catalogue"),
+        ("910Bx8", "no GPU '910B' is in the catalogue"),
+        ("2000B", "no GPU '2000B' is in the catalogue"),
+        ("H100x8", "'H100' can be several GPUs: H100-PCIe"),
         ("4090 48G", "no GPU '4090 48G' is in the catalogue; the nearest are RTX 4090"),
         ("A100", "can be several GPUs: A100-40GB-PCIe"),
         ("2,24GiB", "mixes GPUs of this machine .'2'. with declared ones"),
@@ -211,7 +215,7 @@ def test_the_figures_of_a_card_end_at_a_plus() -> None:
         ("24GiB+", "has an empty entry"),
         ("+", "has an empty entry"),
         ("2x24", "'24' is not a size"),
-        ("24x2", "'2' is not a size"),
+        ("24x2", "'24' is not a size"),
         ("99999999TiB", r"is more than 1024\.00 TiB"),
     ],
 )

@@ -12,7 +12,8 @@ from rich import box
 from rich.table import Table
 
 from duoka.base.units import format_bytes
-from duoka.hardware.detect import Connection, PresentGpu, survey
+from duoka.hardware.detect import PresentGpu, survey
+from duoka.hardware.links import Way
 
 from .groups import with_groups
 from .terminal import stdout
@@ -28,14 +29,15 @@ def gpus(
 
     [bold]duoka gpus[/]
     """
-    present, connections = survey()
+    present, ways = survey()
     if json:
-        data = {"gpus": [*map(asdict, present)], "links": [*map(asdict, connections)]}
+        links = [{"first": one, "second": two, **asdict(way)} for one, two, way in ways]
+        data = {"gpus": [gpu.to_dict() for gpu in present], "links": links}
         typer.echo(json_format.dumps(data, indent=1))
         return
     console = stdout()
     console.print(_table(present))
-    for line in (*_remarks(present), *_links(connections)):
+    for line in (*_remarks(present), *_links(ways)):
         console.print(line, markup=False, soft_wrap=True)
 
 
@@ -47,9 +49,10 @@ def _table(present: Sequence[PresentGpu]) -> Table:
     for name in ("memory", "free", "to plan for"):
         table.add_column(name, justify="right", no_wrap=True)
     for gpu in present:
-        sizes = (gpu.total_bytes, gpu.free_bytes, gpu.budget_bytes)
+        budget = None if gpu.trouble else gpu.budget_bytes
+        sizes = (gpu.part.total_bytes, gpu.part.free_bytes, budget)
         texts = ("–" if size is None else format_bytes(size) for size in sizes)
-        table.add_row(gpu.name, gpu.torch_name or "–", gpu.product, *texts)
+        table.add_row(gpu.name, gpu.torch_name or "–", gpu.part.name, *texts)
     return table
 
 
@@ -60,21 +63,15 @@ def _remarks(present: Sequence[PresentGpu]) -> Iterator[str]:
             size = "" if process.used_bytes is None else f" has {format_bytes(process.used_bytes)}"
             yield f"{gpu.name}: {process.name or 'a process'} (pid {process.pid}){size}"
         if gpu.trouble:
-            yield f"{gpu.name} can't be used: {gpu.trouble}"
+            yield f"{gpu.name} can't be used: {gpu.trouble.reason}"
 
 
-def _links(connections: Sequence[Connection]) -> Iterator[str]:
+def _links(ways: Sequence[tuple[str, str, Way]]) -> Iterator[str]:
     """Pairs that are connected alike, together; the most common kind last."""
-    alike: dict[tuple[str, float], list[str]] = {}
-    for link in connections:
-        key = (link.kind, link.bytes_per_second)
-        alike.setdefault(key, []).append(f"{link.first}–{link.second}")
-    ordered = sorted(alike.items(), key=lambda item: len(item[1]))
-    for left, ((kind, speed), pairs) in zip(range(len(ordered), 0, -1), ordered, strict=True):
-        named = ", ".join(pairs)
-        if len(pairs) > _MOST_PAIRS and left > 1:
-            named = f"{', '.join(pairs[:_MOST_PAIRS])} and {len(pairs) - _MOST_PAIRS} more"
-        elif len(pairs) > _MOST_PAIRS:
-            named = "all pairs" if len(ordered) == 1 else "all other pairs"
-        by = "by NVLink" if kind == "NVLink" else "over PCIe, through the host"
-        yield f"{named}: about {speed / 1e9:.0f} GB/s {by}"
+    alike: dict[Way, list[str]] = {}
+    for first, second, way in ways:
+        alike.setdefault(way, []).append(f"{first}–{second}")
+    for way, pairs in sorted(alike.items(), key=lambda item: len(item[1])):
+        named = ", ".join(pairs) if len(pairs) <= _MOST_PAIRS else f"{len(pairs)} pairs"
+        by = "by NVLink" if way.kind == "NVLink" else "over PCIe, through the host"
+        yield f"{named}: about {way.bytes_per_second / 1e9:.0f} GB/s {by}"

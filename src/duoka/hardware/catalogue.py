@@ -21,7 +21,7 @@ from duoka.errors import UsageError
 _MOST_SHOWN = 6
 _CUTOFF = 0.5  # below this, difflib's nearest has nothing to do with what was written
 _NOISE = re.compile(r"[\s_-]+")
-_WITH_MEMORY = re.compile(r"(.{1,40}?)[\s_-]+(\d{1,4})\s*gi?b?", re.ASCII | re.IGNORECASE)
+_MEMORY = re.compile(r"\b(\d{1,4})\s*gi?b?\b", re.ASCII | re.IGNORECASE)
 _MAKERS = re.compile(r"^(?:nvidia|geforce|tesla)+")
 DECLARING = (
     'declare a card with what it has: --gpus "MyCard:24GiB,936GB/s,71TFLOPs" '
@@ -131,18 +131,16 @@ def find(text: str) -> Card:
 
 
 def _named(text: str) -> Card | None:
-    """The card of a name, which may tell its memory: "A100 80G", "RTX 3090 24GB"."""
+    """The card of a name, which may tell its memory: "A100 80G", "24GB RTX 3090"."""
     cards_by_name = _by_name()
     card = cards_by_name.get(_key(text))
-    match = _WITH_MEMORY.fullmatch(text.strip()) if card is None else None
+    match = _MEMORY.search(text) if card is None else None
     if match is None:
         return card
-    name, size = match.groups()
-    card = cards_by_name.get(_key(f"{name}{size}GB"))
-    if card is None:
-        plain = cards_by_name.get(_key(name))
-        card = plain if plain is not None and plain.memory_gib == int(size) else None
-    return card
+    name, size = text[: match.start()] + text[match.end() :], match[1]
+    plain = cards_by_name.get(_key(name))
+    holds = plain is not None and plain.memory_gib == int(size)
+    return plain if holds else cards_by_name.get(_key(f"{name}{size}GB"))
 
 
 def of_product(product: str, total_bytes: int | None) -> Card | None:

@@ -7,18 +7,17 @@ under which number. A GPU is the same in both by its UUID, never by its number.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from duoka.base.units import format_bytes
 from duoka.errors import FleetError
 
 from . import calibration, catalogue, cuda_driver, gpu_generation, nvml
-from .calibration import Calibration, GpuFigures
+from .calibration import GpuFigures
 from .device import MAX_DEVICES, STEP_BYTES, Device, Found
-from .links import Way, between, by_nvlink, from_host, through_host
+from .links import Way, by_nvlink, from_host, links_of, through_host, ways_between
 
 _UUID = re.compile(r"(?:gpu|mig)-[0-9a-z/-]{1,80}", re.ASCII | re.IGNORECASE)
 _INDEX = re.compile(r"\d{1,9}", re.ASCII)
@@ -27,49 +26,8 @@ _BARE_NUMBER = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """What can be used as one GPU: a whole one, or an instance of one in MIG mode."""
-
-    gpu: nvml.Gpu
-    instance: nvml.Instance | None = None
-    figures: GpuFigures | None = None
-
-    @property
-    def uuid(self) -> str:
-        return self.gpu.uuid if self.instance is None else self.instance.uuid
-
-    @property
-    def name(self) -> str:
-        index = self.gpu.index
-        return f"GPU {index}" if self.instance is None else f"an instance of GPU {index}"
-
-    @property
-    def product(self) -> str:
-        return self.gpu.name if self.instance is None else self.instance.name
-
-    @property
-    def total_bytes(self) -> int | None:
-        return (self.instance or self.gpu).total_bytes
-
-    @property
-    def free_bytes(self) -> int | None:
-        return (self.instance or self.gpu).free_bytes
-
-    @property
-    def budget_bytes(self) -> int | None:
-        """What torch's allocator may take, in whole steps; it can be negative."""
-        free = self.free_bytes
-        return None if free is None else (free - self.kept_bytes) // STEP_BYTES * STEP_BYTES
-
-    @property
-    def kept_bytes(self) -> int:
-        """What is kept for CUDA."""
-        return calibration.reserve_bytes(self.figures)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Trouble:
+@dataclass(frozen=True, slots=True)
+class Trouble:
     """Why something can't be used: in a word, in a sentence, and what to do."""
 
     state: str
@@ -77,12 +35,12 @@ class _Trouble:
     advice: str
 
 
-_DIVIDED = _Trouble(
+_DIVIDED = Trouble(
     state="in MIG mode",
     reason="it is in MIG mode, and only its instances compute",
     advice=f"name an instance by its UUID, and show it to CUDA: {cuda_driver.VARIABLE}=MIG-…",
 )
-_UNTOLD = _Trouble(
+_UNTOLD = Trouble(
     state="memory unknown",
     reason="the driver doesn't tell its memory",
     advice='say how much of it may be used, as a budget: "24GiB"',
@@ -97,32 +55,63 @@ _FELL_OFF = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresentGpu:
-    """A GPU of this machine, be it usable or not.
+    """A GPU of this machine, or an instance of one in MIG mode, be it usable or not.
 
-    `name` is what ``--gpus`` takes, and `torch_name` what torch calls it in this process; None
-    where torch doesn't see it. `budget_bytes` may be planned for. `trouble` says why it can't be
-    used, and is empty where it can.
+    `torch_name` is what torch calls it in this process; None where torch doesn't see it. `trouble`
+    says why it can't be used.
     """
 
-    name: str
-    torch_name: str | None
-    product: str
-    uuid: str
-    total_bytes: int | None
-    free_bytes: int | None
-    budget_bytes: int | None
-    trouble: str = ""
-    processes: tuple[nvml.Process, ...] = ()
+    gpu: nvml.Gpu
+    instance: nvml.Instance | None = None
+    figures: GpuFigures | None = None
+    torch_name: str | None = None
+    trouble: Trouble | None = None
 
+    @property
+    def name(self) -> str:
+        """What ``--gpus`` takes for it."""
+        return str(self.gpu.index) if self.instance is None else self.instance.uuid
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Connection:
-    """How fast bytes go between two GPUs, by their names for ``--gpus``, and by what."""
+    @property
+    def label(self) -> str:
+        """What an error calls it."""
+        index = self.gpu.index
+        return f"GPU {index}" if self.instance is None else f"an instance of GPU {index}"
 
-    first: str
-    second: str
-    kind: Literal["NVLink", "PCIe"]
-    bytes_per_second: float
+    @property
+    def part(self) -> nvml.Gpu | nvml.Instance:
+        """What of the GPU it is."""
+        return self.instance or self.gpu
+
+    @property
+    def processes(self) -> tuple[nvml.Process, ...]:
+        """Who uses it; of an instance that isn't known."""
+        return self.gpu.processes if self.instance is None else ()
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """What torch's allocator may take, in whole steps; it can be negative."""
+        free = self.part.free_bytes
+        return None if free is None else (free - self.kept_bytes) // STEP_BYTES * STEP_BYTES
+
+    @property
+    def kept_bytes(self) -> int:
+        """What is kept for CUDA."""
+        return calibration.reserve_bytes(self.figures)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form that `json.dumps` takes."""
+        return {
+            "name": self.name,
+            "torch_name": self.torch_name,
+            "product": self.part.name,
+            "uuid": self.part.uuid,
+            "total_bytes": self.part.total_bytes,
+            "free_bytes": self.part.free_bytes,
+            "budget_bytes": None if self.trouble else self.budget_bytes,
+            "trouble": self.trouble.reason if self.trouble else "",
+            "processes": [asdict(process) for process in self.processes],
+        }
 
 
 def is_detected(text: str) -> bool:
@@ -132,26 +121,22 @@ def is_detected(text: str) -> bool:
 
 def detect(which: str | None = None) -> Found:
     """The GPUs of this machine."""
-    machine = nvml.read()
-    known = calibration.find(machine.driver_version)
-    view = _View(machine, _visible(machine), known)
+    view = _View()
     chosen = view.usable() if which is None else view.choose(which)
-    names = [view.torch_name(part) for part in chosen]
+    names = [gpu.torch_name or "" for gpu in chosen]
+    ends = [calibration.End(name=n, uuid=g.part.uuid) for n, g in zip(names, chosen, strict=True)]
     return Found(
-        devices=tuple(_device(part, name) for part, name in zip(chosen, names, strict=True)),
+        devices=tuple(map(_device, chosen)),
         links=calibration.with_links(
-            between(names, lambda one, other: _way(chosen[one], chosen[other])),
-            [calibration.End(name=n, uuid=p.uuid) for n, p in zip(names, chosen, strict=True)],
-            known,
+            links_of(ways_between(zip(names, chosen, strict=True), _way)), ends, view.known
         ),
     )
 
 
-def survey() -> tuple[tuple[PresentGpu, ...], tuple[Connection, ...]]:
-    """All GPUs of this machine, those that can't be used as well, and what connects them."""
-    machine = nvml.read()
-    view = _View(machine, _visible(machine), calibration.find(machine.driver_version))
-    return tuple(view.present()), tuple(view.connections())
+def survey() -> tuple[list[PresentGpu], list[tuple[str, str, Way]]]:
+    """All GPUs of this machine, those that can't be used as well, and the ways between them."""
+    gpus = _View().gpus
+    return gpus, [*ways_between(((gpu.name, gpu) for gpu in gpus), _way)]
 
 
 def tells_memory() -> bool:
@@ -168,15 +153,21 @@ def tells_memory() -> bool:
 
 def tell_numbers(devices: Sequence[Device]) -> str:
     """Which GPUs of `nvidia-smi` devices are, where CUDA_VISIBLE_DEVICES gave others' numbers."""
-    value = cuda_driver.restriction()
-    if value is None or not any(device.uuid for device in devices):
+    if cuda_driver.restriction() is None or not any(device.uuid for device in devices):
         return ""
-    numbers = {gpu.uuid: gpu.index for gpu in nvml.read().gpus}
-    pairs = [(d.name, numbers[d.uuid]) for d in devices if d.uuid in numbers]
+    try:
+        numbers = {gpu.uuid: gpu.index for gpu in nvml.read().gpus}
+    except FleetError:  # a plan of another machine's
+        return ""
+    return _tell_numbers([(d.name, numbers[d.uuid]) for d in devices if d.uuid in numbers])
+
+
+def _tell_numbers(pairs: Sequence[tuple[str, int]]) -> str:
+    """What torch calls the GPUs of `nvidia-smi`, where it is another number."""
     if all(name == f"cuda:{number}" for name, number in pairs):
         return ""
     texts = [f"{name} is nvidia-smi's GPU {number}" for name, number in pairs]
-    return f"{cuda_driver.VARIABLE}={value}: {', '.join(texts)}"
+    return f"{cuda_driver.VARIABLE}={cuda_driver.restriction()}: {', '.join(texts)}"
 
 
 def _visible(machine: nvml.Machine) -> tuple[str, ...]:
@@ -194,198 +185,140 @@ def _visible(machine: nvml.Machine) -> tuple[str, ...]:
 
 
 class _View:
-    """One machine, as one process sees it."""
+    """The machine, as one process sees it."""
 
-    def __init__(self, machine: nvml.Machine, visible: Sequence[str], known: Calibration) -> None:
-        self._machine = machine
-        self._numbers = {uuid: number for number, uuid in enumerate(visible)}
-        parts = (
-            part
+    def __init__(self) -> None:
+        machine = nvml.read()
+        self.known = calibration.find(machine.driver_version)
+        names = {uuid: f"cuda:{number}" for number, uuid in enumerate(_visible(machine))}
+        gpus = [
+            PresentGpu(
+                gpu=gpu,
+                instance=instance,
+                figures=self.known.of_product(part.name, part.total_bytes),
+                torch_name=names.get(_bare(part.uuid)),
+            )
             for gpu in machine.gpus
-            for part in (
-                _Part(gpu=gpu),
-                *(_Part(gpu=gpu, instance=instance) for instance in gpu.instances),
-            )
-        )
-        self._parts = [
-            replace(part, figures=known.of_product(part.product, part.total_bytes))
-            for part in parts
+            for instance in (None, *gpu.instances)
+            for part in (instance or gpu,)
         ]
-
-    def torch_name(self, part: _Part) -> str:
-        return f"cuda:{self._numbers[_bare(part.uuid)]}"
-
-    def present(self) -> Iterator[PresentGpu]:
-        """All parts as they are."""
-        for part in self._parts:
-            trouble = self._trouble(part)
-            is_seen = _bare(part.uuid) in self._numbers
-            yield PresentGpu(
-                name=_short_name(part),
-                torch_name=self.torch_name(part) if is_seen else None,
-                product=part.product,
-                uuid=part.uuid,
-                total_bytes=part.total_bytes,
-                free_bytes=part.free_bytes,
-                budget_bytes=None if trouble else part.budget_bytes,
-                trouble="" if trouble is None else trouble.reason,
-                processes=part.gpu.processes if part.instance is None else (),
+        seen = [(gpu.torch_name, gpu.gpu.index) for gpu in gpus if gpu.torch_name is not None]
+        numbers = "" if cuda_driver.restriction() is None else _tell_numbers(seen)
+        if numbers:
+            numbers += f"; those are --gpus {','.join(str(index) for _, index in seen)}"
+        lost = [
+            PresentGpu(
+                gpu=nvml.Gpu(index=gpu.index, name="", uuid=""),
+                trouble=Trouble("lost", f"it doesn't answer: {gpu.reason}", _FELL_OFF),
             )
-        for lost in self._machine.lost:
-            yield PresentGpu(
-                name=str(lost.index),
-                torch_name=None,
-                product="",
-                uuid="",
-                total_bytes=None,
-                free_bytes=None,
-                budget_bytes=None,
-                trouble=f"it doesn't answer: {lost.reason}",
-            )
+            for gpu in machine.lost
+        ]
+        known = [replace(gpu, trouble=_trouble(gpu, numbers)) for gpu in gpus]
+        self.gpus = sorted([*known, *lost], key=lambda gpu: gpu.gpu.index)
 
-    def connections(self) -> Iterator[Connection]:
-        """What is known of the ways between parts."""
-        for one, other in combinations(self._parts, 2):
-            way = _way(one, other)
-            if way is not None:
-                by_nvlink = _nvlink_speed(one.gpu, other.gpu) is not None
-                yield Connection(
-                    first=_short_name(one),
-                    second=_short_name(other),
-                    kind="NVLink" if by_nvlink else "PCIe",
-                    bytes_per_second=way.bytes_per_second,
-                )
-
-    def usable(self) -> list[_Part]:
+    def usable(self) -> list[PresentGpu]:
         """All that can be used, in `nvidia-smi`'s order."""
-        parts = [part for part in self._parts if self._trouble(part) is None]
-        if not parts:
+        usable = [gpu for gpu in self.gpus if gpu.trouble is None]
+        if not usable:
             raise self._error("no GPU can be used")
-        return parts[:MAX_DEVICES]
+        return usable[:MAX_DEVICES]
 
-    def choose(self, which: str) -> list[_Part]:
+    def choose(self, which: str) -> list[PresentGpu]:
         """Those that a person named, in that order."""
         chosen: dict[str, str] = {}
-        parts = []
+        gpus = []
         for text in which.split(",", MAX_DEVICES + 1):
-            part = self._find(text.strip())
-            if part.uuid in chosen:
+            gpu = self._find(text.strip())
+            if gpu.name in chosen:
                 raise self._error(
-                    f"{part.name} is named twice: by {chosen[part.uuid]!r} and {text.strip()!r}"
+                    f"{gpu.label} is named twice: by {chosen[gpu.name]!r} and {text.strip()!r}"
                 )
-            chosen[part.uuid] = text.strip()
-            trouble = self._trouble(part)
-            if trouble is not None:
-                raise self._error(f"{part.name} can't be used: {trouble.reason}", trouble.advice)
-            parts.append(part)
-        return parts
+            chosen[gpu.name] = text.strip()
+            if gpu.trouble is not None:
+                raise self._error(
+                    f"{gpu.label} can't be used: {gpu.trouble.reason}", gpu.trouble.advice
+                )
+            gpus.append(gpu)
+        return gpus
 
-    def _find(self, text: str) -> _Part:
+    def _find(self, text: str) -> PresentGpu:
         if _INDEX.fullmatch(text):
-            return self._at(int(text))
+            for gpu in self.gpus:
+                if gpu.name == str(int(text)):
+                    return gpu
+            raise self._error(f"there is no GPU {int(text)}", _BARE_NUMBER)
         if not _UUID.fullmatch(text):
             raise self._error(f"{text[:60]!r} is neither the index nor the UUID of a GPU")
         wanted = text.lower()
-        matches = [part for part in self._parts if part.uuid.lower().startswith(wanted)]
+        matches = [gpu for gpu in self.gpus if gpu.part.uuid.lower().startswith(wanted)]
         if len(matches) > 1:  # the whole of one may be the beginning of another
-            matches = [part for part in matches if part.uuid.lower() == wanted] or matches
+            matches = [gpu for gpu in matches if gpu.part.uuid.lower() == wanted] or matches
         if not matches:
             raise self._error(f"no GPU has the UUID {text!r}")
         if len(matches) > 1:
             raise self._error(f"{len(matches)} GPUs have UUIDs that begin with {text!r}")
         return matches[0]
 
-    def _at(self, index: int) -> _Part:
-        for part in self._parts:
-            if part.gpu.index == index and part.instance is None:
-                return part
-        for lost in self._machine.lost:
-            if lost.index == index:
-                raise self._error(f"GPU {index} doesn't answer: {lost.reason}", _FELL_OFF)
-        raise self._error(f"there is no GPU {index}", _BARE_NUMBER)
-
-    def _trouble(self, part: _Part) -> _Trouble | None:
-        """Why it can't be used; None when it can."""
-        if part.instance is None and part.gpu.is_mig:
-            return _DIVIDED
-        if _bare(part.uuid) not in self._numbers:
-            return _hidden(part)
-        if part.free_bytes is None:
-            return _UNTOLD
-        if part.budget_bytes is not None and part.budget_bytes <= 0:
-            return _full(part.free_bytes, part.kept_bytes)
-        return _closed(part.gpu)
-
     def _error(self, message: str, advice: str | None = None) -> FleetError:
         lines = [advice] if advice else []
-        return FleetError(message, hint="\n".join([*lines, "this machine has", *self._listing()]))
-
-    def _listing(self) -> Iterator[str]:
-        """What there is, a line for each."""
-        lines = [(part.gpu.index, self._line(part)) for part in self._parts]
-        for lost in self._machine.lost:
-            lines.append((lost.index, f"  {lost.index}  lost: {lost.reason}"))
-        if not lines:
-            yield "  no GPU"
-        for _, line in sorted(lines, key=lambda numbered: numbered[0]):
-            yield line
-
-    def _line(self, part: _Part) -> str:
-        about = [f"  {part.gpu.index}", part.product, part.uuid]
-        if part.free_bytes is not None and part.total_bytes is not None:
-            free, total = format_bytes(part.free_bytes), format_bytes(part.total_bytes)
-            about.append(f"{free} free of {total}")
-        trouble = self._trouble(part)
-        about += [trouble.state] if trouble else []
-        if part.instance is None:
-            about += [f"used by {_process(process)}" for process in part.gpu.processes[:4]]
-        return "  ".join(about)
+        there = map(_line, self.gpus) if self.gpus else ["  no GPU"]
+        return FleetError(message, hint="\n".join([*lines, "this machine has", *there]))
 
 
-def _short_name(part: _Part) -> str:
-    """What ``--gpus`` takes for it."""
-    return str(part.gpu.index) if part.instance is None else part.uuid
+def _line(gpu: PresentGpu) -> str:
+    """A GPU in a list of what there is."""
+    about = [f"  {gpu.gpu.index}", *filter(None, (gpu.part.name, gpu.part.uuid))]
+    if gpu.part.free_bytes is not None and gpu.part.total_bytes is not None:
+        free, total = format_bytes(gpu.part.free_bytes), format_bytes(gpu.part.total_bytes)
+        about.append(f"{free} free of {total}")
+    about += [gpu.trouble.state] if gpu.trouble else []
+    about += [f"used by {_process(process)}" for process in gpu.processes[:4]]
+    return "  ".join(about)
 
 
-def _hidden(part: _Part) -> _Trouble:
+def _trouble(gpu: PresentGpu, numbers: str) -> Trouble | None:
+    """Why it can't be used; None when it can. `numbers` tells what torch calls the others."""
+    if gpu.instance is None and gpu.gpu.is_mig:
+        return _DIVIDED
+    if gpu.torch_name is None:
+        return _hidden(gpu, numbers)
+    if gpu.part.free_bytes is None:
+        return _UNTOLD
+    if gpu.budget_bytes is not None and gpu.budget_bytes <= 0:
+        return Trouble(
+            state="full",
+            reason=f"{format_bytes(gpu.part.free_bytes)} are free, and "
+            f"{format_bytes(gpu.kept_bytes)} are kept for CUDA",
+            advice="name another one, or end what uses it",
+        )
+    return _closed(gpu.gpu)
+
+
+def _hidden(gpu: PresentGpu, numbers: str) -> Trouble:
     value = cuda_driver.restriction()
     by = "CUDA" if value is None else f"{cuda_driver.VARIABLE}={value!r}"
-    if part.instance is not None:
-        advice = f"CUDA shows an instance where it is named: {cuda_driver.VARIABLE}={part.uuid}"
+    if gpu.instance is not None:
+        advice = f"CUDA shows an instance where it is named: {cuda_driver.VARIABLE}={gpu.name}"
     elif value is None:
         advice = "`nvidia-smi -q` may tell why: its compute mode, its state, MIG"
     else:
-        advice = f"leave {cuda_driver.VARIABLE} out, or name it there: {part.uuid}"
-        listed = cuda_driver.renumbered()
-        if part.gpu.index in listed.values():
-            advice += (
-                f"; GPUs have nvidia-smi's numbers here. {cuda_driver.tell_renumbered()}: "
-                f"if that was meant, --gpus {','.join(map(str, listed))}"
-            )
-    return _Trouble(state="hidden", reason=f"it is hidden from this process by {by}", advice=advice)
+        advice = f"leave {cuda_driver.VARIABLE} out, or name it there: {gpu.part.uuid}"
+        advice += f"; --gpus takes nvidia-smi's numbers. {numbers}" if numbers else ""
+    return Trouble(state="hidden", reason=f"it is hidden from this process by {by}", advice=advice)
 
 
-def _full(free_bytes: int, kept_bytes: int) -> _Trouble:
-    return _Trouble(
-        state="full",
-        reason=f"{format_bytes(free_bytes)} are free, and {format_bytes(kept_bytes)} are kept "
-        "for CUDA",
-        advice="name another one, or end what uses it",
-    )
-
-
-def _closed(gpu: nvml.Gpu) -> _Trouble | None:
+def _closed(gpu: nvml.Gpu) -> Trouble | None:
     """Why its compute mode keeps this process out; None where it doesn't."""
     advice = f"an administrator can open it to all: nvidia-smi -i {gpu.index} -c DEFAULT"
     if gpu.compute_mode == "prohibited":
         reason = "its compute mode is Prohibited: no process may compute on it"
-        return _Trouble(state="closed", reason=reason, advice=advice)
+        return Trouble(state="closed", reason=reason, advice=advice)
     computing = [process for process in gpu.processes if process.computes]
     shared = any(process.name == _MPS for process in computing)
     if gpu.compute_mode != "exclusive" or shared or not computing:
         return None
     reason = f"its compute mode is Exclusive_Process, and {_process(computing[0])} has it"
-    return _Trouble(state="taken", reason=reason, advice=f"end what has it; {advice}")
+    return Trouble(state="taken", reason=reason, advice=f"end what has it; {advice}")
 
 
 def _process(process: nvml.Process) -> str:
@@ -398,29 +331,29 @@ def _bare(uuid: str) -> str:
     return uuid.lower().removeprefix("gpu-").removeprefix("mig-")
 
 
-def _device(part: _Part, name: str) -> Device:
-    free, budget = part.free_bytes, part.budget_bytes
-    assert free is not None, "it was found to be usable"
-    assert budget is not None, "what is free is known"
-    card = catalogue.of_product(part.product, part.total_bytes)
+def _device(gpu: PresentGpu) -> Device:
+    part, budget = gpu.part, gpu.budget_bytes
+    assert budget is not None, "it was found to be usable"
+    assert gpu.torch_name is not None, "torch sees what can be used"
+    card = catalogue.of_product(part.name, part.total_bytes)
     device = Device(
-        name=name,
+        name=gpu.torch_name,
         budget_bytes=budget,
-        product=part.product,
+        product=part.name,
         uuid=part.uuid,
-        pci_address=part.gpu.pci_address,
+        pci_address=gpu.gpu.pci_address,
         memory_bytes=part.total_bytes,
-        reserve_bytes=free - budget,
+        reserve_bytes=(part.free_bytes or 0) - budget,
         memory_bytes_per_second=None if card is None else card.memory_bytes_per_second,
         flops_per_second=None if card is None else card.flops_per_second,
-        has_bfloat16=_has_bfloat16(part.gpu, card),
+        has_bfloat16=_has_bfloat16(gpu.gpu, card),
         workspace_bytes=gpu_generation.workspace_bytes(
-            part.gpu.compute_capability or (None if card is None else card.compute_capability)
+            gpu.gpu.compute_capability or (None if card is None else card.compute_capability)
         ),
-        host_bytes_per_second=from_host(*_connector(part.gpu)),
+        host_bytes_per_second=from_host(*_connector(gpu.gpu)),
         float32_flops_per_second=None if card is None else card.float32_flops_per_second,
     )
-    return calibration.with_figures(device, part.figures)
+    return calibration.with_figures(device, gpu.figures)
 
 
 def _has_bfloat16(gpu: nvml.Gpu, card: catalogue.Card | None) -> bool | None:
@@ -429,7 +362,7 @@ def _has_bfloat16(gpu: nvml.Gpu, card: catalogue.Card | None) -> bool | None:
     return None if card is None else card.has_bfloat16
 
 
-def _way(one: _Part, other: _Part) -> Way | None:
+def _way(one: PresentGpu, other: PresentGpu) -> Way | None:
     if one.instance or other.instance:
         return None  # instances can't reach each other directly; nothing is published
     speed = _nvlink_speed(one.gpu, other.gpu)

@@ -7,10 +7,14 @@ were not measured here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import combinations
+from typing import Literal, TypeVar
 
 from .device import Link
+
+End = TypeVar("End")
 
 # Bytes per second of one lane in one direction: the base specifications of PCI-SIG, transfers per
 # second times the share that the encoding leaves (8b/10b, from 3.0 on 128b/130b, in 6.0 flits of
@@ -41,6 +45,7 @@ _NVLINK_LATENCY_SECONDS = 2e-6
 class Way:
     """A way from one GPU to another, in either direction."""
 
+    kind: Literal["NVLink", "PCIe"]
     bytes_per_second: float
     latency_seconds: float
 
@@ -48,6 +53,7 @@ class Way:
 def by_nvlink(bytes_per_second: float) -> Way:
     """The way over NVLinks that carry this much together, in one direction."""
     return Way(
+        kind="NVLink",
         bytes_per_second=_NVLINK_SHARE * bytes_per_second,
         latency_seconds=_NVLINK_LATENCY_SECONDS,
     )
@@ -61,7 +67,11 @@ def through_host(*ends: tuple[int | None, int | None]) -> Way | None:
     ]
     if min(speeds) <= 0:
         return None
-    return Way(bytes_per_second=_HOST_SHARE * min(speeds), latency_seconds=_HOST_LATENCY_SECONDS)
+    return Way(
+        kind="PCIe",
+        bytes_per_second=_HOST_SHARE * min(speeds),
+        latency_seconds=_HOST_LATENCY_SECONDS,
+    )
 
 
 def from_host(generation: int | None, lanes: int | None) -> float | None:
@@ -70,17 +80,23 @@ def from_host(generation: int | None, lanes: int | None) -> float | None:
     return _PINNED_SHARE * speed or None
 
 
-def between(names: Sequence[str], way: Callable[[int, int], Way | None]) -> Iterator[Link]:
-    """The links between devices, both ways; `way` is asked for pairs of positions."""
-    for one in range(len(names)):
-        for other in range(one + 1, len(names)):
-            link_way = way(one, other)
-            if link_way is None:
-                continue
-            for source, target in ((one, other), (other, one)):
-                yield Link(
-                    source=names[source],
-                    target=names[target],
-                    bytes_per_second=link_way.bytes_per_second,
-                    latency_seconds=link_way.latency_seconds,
-                )
+def ways_between(
+    named: Iterable[tuple[str, End]], way: Callable[[End, End], Way | None]
+) -> Iterator[tuple[str, str, Way]]:
+    """The pairs of names whose ends have a known way between them, and that."""
+    for (first, one), (second, other) in combinations(named, 2):
+        found = way(one, other)
+        if found is not None:
+            yield first, second, found
+
+
+def links_of(ways: Iterable[tuple[str, str, Way]]) -> Iterator[Link]:
+    """A link for each direction of a way."""
+    for first, second, way in ways:
+        for source, target in ((first, second), (second, first)):
+            yield Link(
+                source=source,
+                target=target,
+                bytes_per_second=way.bytes_per_second,
+                latency_seconds=way.latency_seconds,
+            )

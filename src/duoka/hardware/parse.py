@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from duoka.base.units import exact_bytes, format_bytes, parse_bytes, parse_memory
+from duoka.base.units import MIB, exact_bytes, format_bytes, parse_bytes, parse_memory
 from duoka.errors import FleetError, UsageError
 
 from . import calibration, catalogue, gpu_generation
 from .calibration import Calibration
 from .detect import detect, is_detected
 from .device import MAX_DEVICES, RESERVE_BYTES, Device, Found
-from .links import Way, between, by_nvlink, from_host, through_host
+from .links import Way, by_nvlink, from_host, links_of, through_host, ways_between
 
 FORMS = (
     'the forms are: GPUs of this machine ("2,3", "all"), cards ("2xRTX4090+1xRTX3090"), a budget '
@@ -34,11 +34,10 @@ _MOST_BYTES = 2**50
 _SHOWN = 60
 _ALL = "all"
 _BEFORE = re.compile(r"(?P<count>\d+)\s*[xX×*]\s*(?P<name>.+)", re.ASCII | re.DOTALL)
-_BEHIND = re.compile(r"(?P<name>.+?)\s*[xX×*]\s*(?P<count>\d+)", re.ASCII | re.DOTALL)
+_BEHIND = re.compile(r"(?P<name>[^\d:]*\d[^:]*?)\s*[xX×*]\s*(?P<count>\d+)", re.ASCII)
 _SIZE = re.compile(r"[\d.]+\s*(?:[kmgtp]i?b?|b)?", re.ASCII | re.IGNORECASE)
-_BUDGET = re.compile(r"[\d.]+\s*(?:[kmgt]i?b?|b)", re.ASCII | re.IGNORECASE)
 _BYTES = re.compile(r"\d+\s*b", re.ASCII | re.IGNORECASE)
-_LEAST_BYTES = 2**10  # what is said in bytes and is less, as "910B", is rather a card's name
+_LEAST_BYTES = MIB  # what is said in bytes and is less, as "910B", is rather a card's name
 _SPEED = re.compile(r"([\d.]+\s*[kmgt]?i?b)\s*(?:/\s*s|ps)", re.ASCII | re.IGNORECASE)
 _RATE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([gtp])flop(?:s|/s|ps)?", re.ASCII | re.IGNORECASE)
 _RATE_UNITS = {"g": 1e9, "t": 1e12, "p": 1e15}
@@ -110,18 +109,13 @@ def _is_here(entry: str) -> bool:
 
 def _counted(entry: str) -> tuple[str, int]:
     """What an entry names, and how often: "2xRTX4090", "4090*2"."""
-    before, behind = _BEFORE.fullmatch(entry), _BEHIND.fullmatch(entry)
-    if not catalogue.knows(entry):  # "GTX 1060" is no multiple of "GT"
-        for match in (before, behind):
-            if match is not None and _is_declared(match["name"]):
-                return match["name"], _count(match["count"], entry)
-        if before is not None:
-            return before["name"], _count(before["count"], entry)
-    return entry, 1
-
-
-def _is_declared(name: str) -> bool:
-    return catalogue.knows(name) or bool(_BUDGET.fullmatch(name))
+    found = (pattern.fullmatch(entry) for pattern in (_BEFORE, _BEHIND))
+    matches = [match for match in found if match is not None]
+    if not matches or catalogue.knows(entry):  # "GTX 1060" is no multiple of "GT"
+        return entry, 1
+    # "4090*2" is both; nobody has 4090 of them.
+    match = min(matches, key=lambda match: (len(match["count"]), match["count"]))
+    return match["name"], _count(match["count"], entry)
 
 
 def _entries(body: str) -> Iterator[str]:
@@ -160,7 +154,8 @@ def _declared(entries: list[str], kind: str, text: str) -> Found:
             )
         declared += [_entry(name, text, known)] * count
     names = [f"{kind}:{index}" for index in range(len(declared))]
-    links = between(names, lambda one, other: _way(declared[one].card, declared[other].card))
+    cards = [item.card for item in declared]
+    links = links_of(ways_between(zip(names, cards, strict=True), _way))
     ends = [
         calibration.End(name=name, product=item.measured_as)
         for name, item in zip(names, declared, strict=True)
