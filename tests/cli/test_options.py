@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from duoka.cli.options import parse_chunk, parse_quantization, parse_tokens
+from duoka.cli.options import parse_chunk, parse_tokens
 from duoka.errors import UsageError
-from duoka.forecast.workload import QUANTIZATIONS, QUANTIZED
 
 
 @pytest.mark.parametrize(
@@ -24,11 +23,3 @@ def test_chunks() -> None:
     assert parse_chunk("auto") == "auto"
     assert parse_chunk("none") is None
     assert parse_chunk("2K") == 2048
-
-
-def test_bitsandbytes_words() -> None:
-    words = ("4bit", "4-bit", "load_in_8bit", "8BIT", "int8", "none")
-    forms = [parse_quantization(word, QUANTIZATIONS) for word in words]
-    assert forms == ["nf4", "nf4", "int8", "int8", "int8", "none"]
-    with pytest.raises(UsageError, match="quantize '3bit' is unknown"):
-        parse_quantization("3bit", QUANTIZED)

@@ -55,7 +55,7 @@ def test_adapters(tiny: Path, program: Program) -> None:
 def test_what_makes_no_sense_is_refused(tiny: Path, program: Program) -> None:
     for said, message in (
         (("--gradient-checkpointing", "--micro-batches", "2"), "are for training"),
-        (("--train", "full", "--lora-rank", "4"), "is for adapters"),
+        (("--train", "full", "--lora-rank", "4"), "which has no adapters"),
         (("--train", "some"), "is unknown"),
         (("--train", "full", "--new-tokens", "4"), "training has none"),
         (("--train", "full", "--cache", "int8"), "doesn't forecast training with it"),

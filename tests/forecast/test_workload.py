@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from duoka.base.serialization import from_dict, to_dict
 from duoka.errors import UsageError
 from duoka.forecast.replay import Replay
-from duoka.forecast.workload import DTYPE_BYTES, Training, Workload
+from duoka.forecast.workload import (
+    DTYPE_BYTES,
+    QUANTIZED,
+    Training,
+    Workload,
+    read_quantization,
+)
 
 
 @pytest.mark.parametrize(
@@ -140,3 +146,14 @@ def test_a_profile_refuses_workloads_under_other_conditions() -> None:
     profile = tiny.made_up([100, 100], tiny.Costs(cache=64))
     with pytest.raises(UsageError, match=r"doesn't answer for cache static \(not dynamic\)"):
         Replay(profile, Workload(cache="static", prefill_chunk_tokens=None))
+
+
+def test_words_of_others_are_understood() -> None:
+    words = ("4bit", "4-bit", "load_in_8bit", "8BIT", "int8", "none")
+    forms = [Workload(quantize=word).quantize for word in words]  # type: ignore[arg-type]
+    assert forms == ["nf4", "nf4", "int8", "int8", "int8", "none"]
+    assert Workload(dtype="BF16").dtype == "bfloat16"  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="quantize '3bit' is unknown"):
+        Workload(quantize="3bit")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="quantize 'none' is unknown"):
+        read_quantization("none", QUANTIZED)

@@ -2,7 +2,7 @@
 
 - `checkpoint`: the whole of it: configuration, tensors, tokenizer's files, code
 - `config`, `sampling_params`: what ``config.json`` and ``generation_config.json`` say
-- `architecture`, `tokenizer_files`: what they tell against the model, without torch
+- `architecture`, `adapters`, `tokenizer_files`: what they tell against the model, without torch
 - `vocabulary`: what the ChatGLM family's tokenizers are made of
 - `directory`, `hub`: where its files lie: on this machine, or on the Hub
 - `headers`, `index`: the tensors in its files, and which file holds which

@@ -9,14 +9,14 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from duoka.errors import ModelError, UsageError
+from duoka.errors import ModelError
 
 from .config import is_size, values
 
@@ -32,16 +32,6 @@ CHATGLM_NAMES = {
     "seq_length": "max_position_embeddings",
 }
 """The published names in a config of the ChatGLM family, and transformers' names for the same."""
-
-# The modules of the family that can have adapters, published and as duoka has them.
-_CHATGLM_LAYERS = {
-    "query_key_value": ("q_proj", "k_proj", "v_proj"),
-    "dense": ("o_proj",),
-    "dense_h_to_4h": ("gate_up_proj",),
-    "dense_4h_to_h": ("down_proj",),
-    "word_embeddings": ("embed_tokens",),
-    "output_layer": ("lm_head",),
-}
 
 # What every published checkpoint of these generations has; another value is another architecture.
 _FIXED = {
@@ -165,34 +155,6 @@ def refuse_other_chatglm(config: Mapping[str, Any]) -> None:
                 f"{name} is {config[name]!r}; the ChatGLM family is built for {value!r} only"
             )
     _refuse_parts(config)
-
-
-def native_targets(config: Mapping[str, Any], targets: Sequence[str]) -> tuple[str, ...]:
-    """LoRA targets in the names of duoka's classes; UsageError for what the family hasn't."""
-    if config.get("model_type") != CHATGLM:
-        return tuple(targets)
-    known = [*_CHATGLM_LAYERS, *(name for names in _CHATGLM_LAYERS.values() for name in names)]
-    native: dict[str, None] = {}
-    for target in targets:
-        around, dot, leaf = target.rpartition(".")
-        if leaf not in known:
-            raise unknown_target(target, known)
-        # The end of a name suffices, and all but one part of it is called the same.
-        around = around[around.find("layers.") :] if "layers." in around else around
-        around = around.replace("self_attention", "self_attn")
-        for name in _CHATGLM_LAYERS.get(leaf, (leaf,)):
-            native[f"{around}{dot}{name}"] = None
-    return tuple(native)
-
-
-def unknown_target(target: str, known: Collection[str]) -> UsageError:
-    """The error that a module is which can't have adapters."""
-    nearest = difflib.get_close_matches(target.rpartition(".")[2], sorted(known), n=1)
-    return UsageError(
-        f"no module that can have adapters is called {target[:60]!r}"
-        + (f"; did you mean {nearest[0]!r}?" if nearest else ""),
-        hint=f"LoRA targets are ends of names: {', '.join(sorted(known))}",
-    )
 
 
 def _refuse_parts(config: Mapping[str, Any]) -> None:

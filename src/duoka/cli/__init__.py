@@ -7,7 +7,7 @@ imported inside the commands, so that ``--help`` starts at once.
 - `plan`, `check`, `generate`, `chat`, `compare`, `gpus`, `bench`, `demo`: a command
   each
 - `options`, `training_options`, `groups`: the options that commands share
-- `planning`: from options to a plan; `replicas`, `weight_forms`,
+- `planning`: from options to a plan; `replicas`, `precisions`,
   `suggestions`: several plans, other ways
 - `terminal`: what is printed and written
 """

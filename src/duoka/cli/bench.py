@@ -17,12 +17,18 @@ from duoka.base.text import choose
 from duoka.base.units import format_bytes
 from duoka.checkpoint.tokenizer_files import refuse_prompts
 from duoka.errors import UsageError
-from duoka.forecast.workload import QUANTIZED, Cache, Quantization
+from duoka.forecast.workload import (
+    QUANTIZED,
+    Cache,
+    Quantization,
+    read_dtype,
+    read_quantization,
+)
 from duoka.planner.resolve import workload_for
 
 from . import planning
 from .groups import Only, flag, option, with_groups
-from .options import ModelOptions, PlanOptions, parse_dtype, parse_quantization, parse_tokens
+from .options import ModelOptions, PlanOptions, given_options, parse_tokens, refuse_beside
 from .terminal import stderr, stdout, working
 
 if TYPE_CHECKING:
@@ -66,7 +72,7 @@ class BenchOptions:
     def forms(self) -> list[Quantization]:
         """What the weights become; nothing where only a cache is to be measured."""
         usual = ["int8", "int4"] if self.cache is None else []
-        return [parse_quantization(name, QUANTIZED) for name in self.quantize or usual]
+        return [read_quantization(name, QUANTIZED) for name in self.quantize or usual]
 
 
 @with_groups
@@ -108,22 +114,16 @@ def _refuse_beside_calibrate(
     wanted: BenchOptions, options: PlanOptions, model: ModelOptions
 ) -> None:
     """Refuse what is for --quality."""
-    said = {
-        "a model": model.model,
-        "--quantize": wanted.quantize,
-        "--cache": wanted.cache,
-        "--context": options.context,
-        "--stride": wanted.stride,
-        "--tokens": wanted.tokens,
-        "--dtype": options.dtype,
-        "--revision": model.revision,
-    }
-    beside = [name for name, value in said.items() if value is not None]
-    if beside:
-        raise UsageError(
-            f"{', '.join(beside)} can't be given with --calibrate, which measures GPUs alone",
-            hint="--quality FILE MODEL measures a model",
-        )
+    refuse_beside(
+        [
+            *(["a model"] if model.model is not None else []),
+            *given_options(wanted, "quantize", "cache", "stride", "tokens"),
+            *given_options(options, "context", "dtype"),
+            *given_options(model, "revision"),
+        ],
+        "--calibrate, which measures GPUs alone",
+        "--quality FILE MODEL measures a model",
+    )
 
 
 def _measure(
@@ -134,7 +134,7 @@ def _measure(
         None if text is None else parse_tokens(text)
         for text in (options.context, wanted.stride, wanted.tokens)
     ]
-    dtype = parse_dtype(options.dtype or "auto")
+    dtype = read_dtype(options.dtype or "auto")
     try:  # before anything is said or downloaded of a model
         file.open("rb").close()
     except OSError as error:

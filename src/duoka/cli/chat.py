@@ -15,7 +15,7 @@ from duoka.errors import UsageError
 from . import errors, planning, signals
 from .groups import with_groups
 from .options import AnswerOptions, ModelOptions, RunnablePlan, read_stdin, refuse_damaged
-from .terminal import answer, stderr, waiting
+from .terminal import answer, stderr, working
 
 if TYPE_CHECKING:
     from duoka.runtime import Conversation
@@ -45,7 +45,7 @@ def chat(options: RunnablePlan, answering: AnswerOptions, model: ModelOptions) -
     plan = planning.make_plan(model, options, texts=[answering.system or ""])
     plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
     sampling, reader = planning.sampling(plan, chosen), planning.open_prompts(plan)
-    system = planning.tell_limits(reader, answering.system)
+    system = planning.usable_system(reader, answering.system)
     generator = planning.load_generator(plan, model, reader, cache_weights=answering.cache_weights)
     from duoka.runtime import Conversation
 
@@ -141,7 +141,7 @@ def _answer(conversation: Conversation, question: str) -> None:
     try:
         refuse_damaged(question)
         with closing(conversation.ask(question)) as pieces:
-            with waiting("reading the question"):
+            with working("reading the question"):
                 first = next(pieces, "")
             for piece in chain([first], pieces):
                 answer(piece)

@@ -210,7 +210,7 @@ def _arguments(
         fleet = fleet_for(duoka.Fleet.parse(gpus), device_map)
     if training is not None:  # all tokens of the context are the prompt's, but for one
         options = replace(options, new_tokens=_TRAINING_TOKENS)
-    workload = planning.workload_for(checkpoint.max_context_tokens, options)
+    workload = planning.read_workload(checkpoint.max_context_tokens, options)
     workload_for(checkpoint, workload)  # what it refuses is refused before torch is imported
     native_training(checkpoint, training)
     planning.say_quantization(options.quantize, workload)

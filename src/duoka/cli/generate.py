@@ -18,14 +18,8 @@ from duoka.errors import UsageError
 
 from . import planning
 from .groups import flag, option, with_groups
-from .options import (
-    AnswerOptions,
-    ModelOptions,
-    RunnablePlan,
-    read_stdin,
-    refuse_damaged,
-)
-from .terminal import answer, waiting
+from .options import AnswerOptions, ModelOptions, RunnablePlan, read_stdin, refuse_damaged
+from .terminal import answer, working
 
 if TYPE_CHECKING:
     from duoka.forecast.measured import Measured
@@ -93,7 +87,7 @@ def generate(
     plan = planning.make_plan(model, options, texts=[system + text for text in questions])
     plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
     sampling, reader = planning.sampling(plan, chosen), planning.open_prompts(plan)
-    usable = None if prompts.raw else planning.tell_limits(reader, system)
+    usable = None if prompts.raw else planning.usable_system(reader, system)
     tokens = [
         reader.plain(text) if prompts.raw else reader.prompt(text.strip(), system=usable)
         for text in questions
@@ -117,7 +111,7 @@ def _answer(
     generator: Generator, prompts: Sequence[Sequence[int]], sampling: Sampling
 ) -> list[Answer]:
     size = generator.workload.batch
-    with waiting("answering"):
+    with working("answering"):
         return [
             answer
             for start in range(0, len(prompts), size)
@@ -128,7 +122,7 @@ def _answer(
 def _stream(generator: Generator, prompt: Sequence[int], sampling: Sampling) -> None:
     with generator.stream(prompt, sampling) as pieces:
         said = False
-        with waiting("reading the prompt"):
+        with working("reading the prompt"):
             first = next(pieces, "")
         for piece in chain([first], pieces):
             shown = piece if said else piece.lstrip()

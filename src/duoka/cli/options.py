@@ -11,20 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from duoka.base.files import why
-from duoka.base.text import choose
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.errors import UsageError
-from duoka.forecast import workload
 
 from .groups import all_but, argument, flag, option
 
 _TOKENS = re.compile(r"([1-9][0-9]{0,9})([kKmM]?)", re.ASCII)
 _PIXELS = re.compile(r"([1-9][0-9]{0,5})[xX×]([1-9][0-9]{0,5})", re.ASCII)
 _FACTORS = {"": 1, "K": 1024, "M": 1024 * 1024}
-_DTYPES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
-
-# What `load_in_8bit` and `load_in_4bit` of transformers make, by duoka's names of it.
-_BITSANDBYTES = {"8bit": "int8", "4bit": "nf4"}
 
 _LONGEST_PIXELS = 16384
 _MOST_PIXELS = 2**26
@@ -222,12 +216,18 @@ class AnswerOptions:
 
 def option_name(name: str) -> str:
     """What the field of a group is called on the command line."""
-    return f"--{name.replace('_', '-')}"
+    return "--plan" if name == "plan_file" else f"--{name.replace('_', '-')}"
 
 
-def is_said(value: object) -> bool:
-    """Whether an option was given."""
-    return value not in (None, False, [])
+def given_options(group: Any, *names: str) -> list[str]:
+    """Those of a group's options that were given, as the command line has them."""
+    return [option_name(name) for name in names if getattr(group, name) not in (None, False, [])]
+
+
+def refuse_beside(options: Sequence[str], what: str, hint: str) -> None:
+    """Raise UsageError if there are options that can't be given with another one."""
+    if options:
+        raise UsageError(f"{', '.join(options)} can't be given with {what}", hint=hint)
 
 
 def parse_tokens(text: str) -> int:
@@ -278,17 +278,6 @@ def _size_of(file: Path) -> tuple[int, int]:
     except (SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         problem = str(error)  # of a damaged file, and of a huge picture
     raise UsageError(f"the picture {str(file)!r} can't be read: {problem}", hint=_PICTURE)
-
-
-def parse_dtype(text: str) -> workload.Dtype:
-    """Read a type by torch's name of it, or a short one."""
-    return choose("dtype", _DTYPES.get(text.lower(), text), workload.DTYPES)
-
-
-def parse_quantization(text: str, known: Sequence[workload.Quantization]) -> workload.Quantization:
-    """Read what weights become; bitsandbytes' words for it too."""
-    word = text.strip().lower().replace("-", "").removeprefix("load_in_")
-    return choose("quantize", _BITSANDBYTES.get(word, text), known)
 
 
 def read_stdin(*, line: bool = False) -> str:

@@ -14,13 +14,13 @@ from duoka.base.text import choose
 from duoka.errors import InfeasibleError, PlacementError, UsageError
 from duoka.hardware.detect import tell_numbers
 from duoka.planner.plan_profile import CONVENTIONS, Convention, map_of
+from duoka.planner.precisions import Precision
 from duoka.planner.replicas import Replicas
-from duoka.planner.weight_forms import WeightForm
 from duoka.report.export import refuse_names, refuse_unknown
 
-from . import planning, replicas, weight_forms
+from . import planning, precisions, replicas
 from .groups import flag, option, with_groups
-from .options import ModelOptions, PlanOptions
+from .options import ModelOptions, PlanOptions, given_options, refuse_beside
 from .suggestions import as_json
 from .terminal import check_file, stderr, stdout, write_file
 from .training_options import TrainingOptions
@@ -74,7 +74,7 @@ class PlanOutput:
     def _convention(self) -> Convention:
         return choose("names", self.names or "model", CONVENTIONS)
 
-    def check(self, options: PlanOptions) -> None:
+    def check(self, options: PlanOptions, training: TrainingOptions) -> None:
         """Refuse files that can't be written and what doesn't go together, before the work."""
         if self._convention != "model" and self.save_device_map is None and self.export is None:
             raise UsageError(
@@ -86,46 +86,34 @@ class PlanOutput:
         check_file(self.save, "the plan")
         check_file(self.save_device_map, "the device map")
         check_file(self.html, "the page")
-        files = {
-            "--save": self.save,
-            "--save-device-map": self.save_device_map,
-            "--html": self.html,
-            "--explain": self.explain or None,
-            "--export": self.export,
-        }
-        several = [name for name, value in files.items() if value is not None]
-        if self.dtypes and several:
-            raise UsageError(
-                f"{', '.join(several)} can't be given with --dtypes: each is for one plan",
-                hint="plan with the --dtype or --quantize that you choose",
+        files = ("save_device_map", "html", "explain", "export")
+        if self.dtypes:
+            refuse_beside(
+                [
+                    *given_options(self, "save", *files),
+                    *given_options(options, "dtype", "quantize", "plan_file", "replicas"),
+                    *planning.given_map(options),
+                    *given_options(options, "offload"),
+                    *given_options(training, "train"),
+                ],
+                "--dtypes, which plans for every precision",
+                "plan with the --dtype or --quantize that you choose",
             )
-        said = {"--json": self.json, "--explain": self.explain}
-        beside = [name for name, is_said in said.items() if is_said]
-        if self.export is not None and beside:
-            raise UsageError(
-                f"{', '.join(beside)} can't be given with --export, which prints another form",
-                hint="keep the plan with --save FILE, and ask it for each",
+        if self.export is not None:
+            refuse_beside(
+                given_options(self, "json", "explain"),
+                "--export, which prints another form",
+                "keep the plan with --save FILE, and ask it for each",
             )
         if options.replicas is not None:
-            self._refuse_beside_replicas(options)
-
-    def _refuse_beside_replicas(self, options: PlanOptions) -> None:
-        """Refuse what is asked of one plan alone."""
-        said = {
-            "--save-device-map": self.save_device_map is not None,
-            "--html": self.html is not None,
-            "--export": self.export is not None,
-            "--explain": self.explain,
-            "--replan": options.replan,
-            "--device-map": options.device_map is not None,
-            "--max-context": options.max_context,
-            "--max-batch": options.max_batch,
-        }
-        beside = [name for name, is_said in said.items() if is_said]
-        if beside:
-            raise UsageError(
-                f"{', '.join(beside)} can't be given with --replicas: each is for one plan",
-                hint="keep the plans with --save FILE, and ask each of them",
+            refuse_beside(
+                [
+                    *given_options(self, *files),
+                    *given_options(options, "replan", "max_context", "max_batch"),
+                    *planning.given_map(options),
+                ],
+                "--replicas: each is for one plan",
+                "keep the plans with --save FILE, and ask each of them",
             )
 
     def give_replicas(self, copies: Replicas) -> None:
@@ -139,12 +127,12 @@ class PlanOutput:
         else:
             replicas.show_copies(copies)
 
-    def give_forms(self, forms: list[WeightForm]) -> None:
-        """Show the weights in every form."""
+    def give_precisions(self, rows: list[Precision]) -> None:
+        """Show the weights in every precision."""
         if self.json:
-            typer.echo(_json([form.to_dict() for form in forms]))
+            typer.echo(_json([precision.to_dict() for precision in rows]))
         else:
-            weight_forms.show_forms(forms)
+            precisions.show_precisions(rows)
 
     def refuse(self, error: PlacementError) -> None:
         """Say what is wrong with a device map, and keep the completed one."""
@@ -195,10 +183,10 @@ def plan(
     [bold]duoka plan[/] ./glm-4-9b-chat --gpus 2x24GiB --train lora --context 2K
     """
     how_to_train = training.read()
-    output.check(options)
+    output.check(options, training)
     try:
         if output.dtypes:
-            output.give_forms(weight_forms.make_forms(model, options, training))
+            output.give_precisions(precisions.plan_each(model, options))
         elif options.replicas is None:
             output.give(planning.make_plan(model, options, how_to_train))
         else:

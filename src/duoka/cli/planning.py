@@ -20,7 +20,7 @@ from duoka.checkpoint.config import is_for_transformers4
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.checkpoint.tokenizer_files import refuse_prompts
 from duoka.errors import CheckpointError, UsageError
-from duoka.forecast.workload import CACHES, QUANTIZATIONS, Training
+from duoka.forecast.workload import CACHES, Training, read_dtype, read_quantization
 from duoka.hardware.parse import devices_in
 from duoka.planner.constraints import STRATEGIES, Constraints, Strategy, strategy_of
 from duoka.planner.device_map import DeviceMap
@@ -34,13 +34,11 @@ from duoka.planner.search import OBJECTIVES
 from .options import (
     ModelOptions,
     PlanOptions,
-    is_said,
-    option_name,
+    given_options,
     parse_chunk,
-    parse_dtype,
     parse_pixels,
-    parse_quantization,
     parse_tokens,
+    refuse_beside,
 )
 from .terminal import progress_bars, stderr, working, write_file
 
@@ -134,16 +132,10 @@ def _plan_again(plan: duoka.Plan, checkpoint: duoka.Checkpoint) -> duoka.Plan:
 def refuse_beside_plan(options: PlanOptions, training: Training | None = None) -> None:
     """Raise UsageError if anything was said to plan for: a saved plan has decided it all."""
     names = [item.name for item in fields(options) if item.name not in ("plan_file", "replan")]
-    said = [option_name(name) for name in names if is_said(getattr(options, name))]
-    said += ["--train"] if training is not None else []
-    if said:
-        raise UsageError(
-            f"{', '.join(said)} can't be given with --plan: the plan has decided that",
-            hint="leave out --plan to make a new one"
-            if not options.replan
-            else "--replan asks again what the plan was made for; to ask for something else, "
-            "leave out --plan and --replan",
-        )
+    beside = given_options(options, *names) + (["--train"] if training is not None else [])
+    again = "--replan asks again what the plan was made for; to ask for something else, "
+    hint = f"{again if options.replan else ''}leave out --plan to make a new one"
+    refuse_beside(beside, "--plan: the plan has decided that", hint)
 
 
 def open_checkpoint(options: ModelOptions, to_run: bool = False) -> duoka.Checkpoint:
@@ -191,7 +183,7 @@ def read_request(
     """The model that a person means, and what is asked of it."""
     # What is wrong in itself is told before a model is read, which may be a download.
     request = PlanRequest(
-        workload=workload_for(None, options, training),
+        workload=read_workload(None, options, training),
         objective=choose("the objective", options.objective or "auto", OBJECTIVES),
         use_all=options.use_all,
         gpus=ALL_GPUS if options.gpus is None else options.gpus,
@@ -202,7 +194,7 @@ def read_request(
     look_at_cards(request.gpus)
     say_quantization(options.quantize, request.workload)
     checkpoint = open_checkpoint(model, to_run)
-    workload = workload_for(checkpoint.max_context_tokens, options, training)
+    workload = read_workload(checkpoint.max_context_tokens, options, training)
     return checkpoint, replace(request, workload=workload)
 
 
@@ -261,11 +253,14 @@ def _strategy(options: PlanOptions) -> Strategy:
     return strategy
 
 
+def given_map(options: PlanOptions) -> list[str]:
+    """The option that gives a map, where it gives one and no strategy's word."""
+    return given_options(options, "device_map") if strategy_of(options.device_map) is None else []
+
+
 def read_device_map(options: PlanOptions) -> DeviceMap | None:
     """The map that a person wrote; None without one, and for a word that is a strategy's."""
-    if options.device_map is None or strategy_of(options.device_map) is not None:
-        return None
-    return DeviceMap.load(options.device_map)
+    return DeviceMap.load(options.device_map) if options.device_map and given_map(options) else None
 
 
 def _pairs(option: str, texts: Sequence[str], example: str) -> Iterator[tuple[str, str]]:
@@ -279,7 +274,7 @@ def _pairs(option: str, texts: Sequence[str], example: str) -> Iterator[tuple[st
         yield name.strip(), value.strip()
 
 
-def workload_for(
+def read_workload(
     limit: int | None, options: PlanOptions, training: Training | None = None
 ) -> duoka.Workload:
     """What a model of that longest context will be asked to do, as far as a person said it."""
@@ -293,10 +288,10 @@ def workload_for(
         batch=1 if options.batch is None else options.batch,
         prompt_tokens=context - new,
         new_tokens=new,
-        dtype=parse_dtype(options.dtype or "auto"),
+        dtype=read_dtype(options.dtype or "auto"),
         prefill_chunk_tokens=parse_chunk(options.prefill_chunk or "auto"),
         cache=choose("cache", options.cache or "dynamic", CACHES),
-        quantize=parse_quantization(options.quantize or "none", QUANTIZATIONS),
+        quantize=read_quantization(options.quantize or "none"),
         images=options.images or 0,
         training=training,
     )
@@ -356,14 +351,19 @@ def open_prompts(plan: duoka.Plan) -> PromptReader:
         return PromptReader.open(duoka.Checkpoint.open(plan.source), plan.workload)
 
 
-def tell_limits(reader: PromptReader, system: str | None) -> str | None:
-    """Say what the prompt format can't do; return the system's message if it can be told."""
-    from duoka.models.text.prompts import limits_of
+def usable_system(reader: PromptReader, system: str | None) -> str | None:
+    """The system's message if the model can be told it; what can't be done is said."""
+    from duoka.models.text.prompts import has_template, why_untold
 
-    limits = [*limits_of(reader.chat, system)]
-    for limit in limits:
-        stderr().print(f"note: {limit}", markup=False, soft_wrap=True)
-    return None if any("--system" in limit for limit in limits) else system
+    console = stderr()
+    if not has_template(reader.chat):
+        text = "the model comes with no chat template: it continues the text that you write"
+        console.print(f"note: {text}", soft_wrap=True)
+    reason = why_untold(reader.chat, system) if system else ""
+    if reason:
+        text = f"note: the model can't be told --system: {reason}"
+        console.print(text, markup=False, soft_wrap=True)
+    return None if reason else system
 
 
 def load_generator(

@@ -107,17 +107,6 @@ def working(what: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """Show on a terminal what is waited for."""
-    console = stderr()
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(Text(what)):
-        yield
-
-
-@contextmanager
 def progress_bars() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
     """Show progress bars, on a terminal only.
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 
+from duoka.base.text import choose
 from duoka.errors import UsageError
 from duoka.forecast.workload import METHODS, Training
 
 from .groups import flag, option
-from .options import is_said, option_name
+from .options import given_options, option_name, refuse_beside
 
 _PANEL = "Training instead of answering"
 _train = partial(option, panel=_PANEL)
@@ -22,7 +24,10 @@ def with_method(arguments: Sequence[str]) -> list[str]:
     words = list(arguments)
     if next((word for word in words if not word.startswith("-")), "") == "check":
         for at in reversed(range(len(words))):
-            if words[at] == "--train" and not {*words[at + 1 : at + 2]} & {*METHODS}:
+            following = words[at + 1] if at + 1 < len(words) else ""
+            # A word that names nothing that is there is meant to be a method.
+            is_method = following.isalnum() and not Path(following).exists()
+            if words[at] == "--train" and not is_method:
                 words.insert(at + 1, "full")
     return words
 
@@ -73,23 +78,22 @@ class TrainingOptions:
 
     def read(self) -> Training | None:
         """How to train, as far as a person said it; None where a model is to answer."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        values = {name: value for name, value in values.items() if is_said(value)}
-        method = values.pop("train", None)
-        names = ", ".join(map(option_name, values))
-        if method is None and values:
+        names = [item.name for item in fields(self) if item.name != "train"]
+        options = given_options(self, *names)
+        if self.train is None and options:
             raise UsageError(
-                f"{names} {'are' if len(values) > 1 else 'is'} for training, and the plan is to "
-                "answer",
+                f"{', '.join(options)} {'are' if len(options) > 1 else 'is'} for training, and the "
+                "plan is to answer",
                 hint="say how to train: --train lora or --train full",
             )
-        if method is None:
+        if self.train is None:
             return None
-        adapters = [option_name(name) for name in ("lora_rank", "lora_target") if name in values]
-        if method == "full" and adapters:
-            raise UsageError(
-                f"{', '.join(adapters)} is for adapters, and --train full has none",
-                hint="leave it out, or say --train lora",
-            )
+        if self.train == "full":
+            hint = "leave it out, or say --train lora"
+            adapters = given_options(self, "lora_rank", "lora_target")
+            refuse_beside(adapters, "--train full, which has no adapters", hint)
+        values = {name: getattr(self, name) for name in names if option_name(name) in options}
         targets = tuple(values.pop("lora_target", ()))
-        return Training(method=method, lora_targets=targets, **values)
+        return Training(
+            method=choose("method", self.train, METHODS), lora_targets=targets, **values
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, SupportsIndex, get_args
 
@@ -27,7 +28,9 @@ QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 METHODS: tuple[Method, ...] = get_args(Method)
 QUANTIZED: tuple[Quantization, ...] = ("int8", "int4", "nf4")
 """What weights can become."""
-
+_DTYPE_WORDS = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
+# What `load_in_8bit` and `load_in_4bit` of transformers make, by duoka's names of it.
+_QUANTIZATION_WORDS = {"8bit": "int8", "4bit": "nf4"}
 
 # Far above what can be run; with more, bytes would no longer fit 64-bit integers.
 MOST_BATCH = 2**16
@@ -118,7 +121,7 @@ class Workload:
         Tokens of each prompt, and tokens generated after it; in training those of a sequence, and
         none.
     dtype : {"auto", "float32", "float16", "bfloat16"}
-        Type of the weights; "auto" is the checkpoint's own.
+        Type of the weights; "auto" is the checkpoint's own. "fp32", "fp16" and "bf16" will do.
     prefill_chunk_tokens : int, None or "auto"
         Prompt tokens that run in one step: a number, None for the whole prompt, or "auto" for
         the whole prompt where it fits and the largest chunk that fits where it doesn't.
@@ -128,6 +131,7 @@ class Workload:
     quantize : {"none", "int8", "int4", "nf4", "auto"}
         What the weights of linear layers become while they are loaded; "auto" is the first of
         "none", "int8", "int4" that fits. A checkpoint that is quantized already says "none".
+        bitsandbytes' words "8bit" and "4bit" are "int8" and "nf4".
     images : int
         Images in each prompt. Their tokens are part of `prompt_tokens`.
     image_size : tuple of int
@@ -172,6 +176,8 @@ class Workload:
         if not isinstance(self.gpu_generation, GpuGeneration):
             raise UsageError(f"gpu_generation is {self.gpu_generation!r}", hint="leave it out")
         self._make_size()
+        object.__setattr__(self, "dtype", read_dtype(self.dtype))
+        object.__setattr__(self, "quantize", read_quantization(self.quantize))
         if self.training is not None and self.new_tokens:
             raise UsageError(
                 f"new_tokens is {self.new_tokens}; training generates none",
@@ -181,10 +187,8 @@ class Workload:
             self._refuse_in_training()
         self._refuse_too_many()
         self._make_chunk()
-        choose("dtype", self.dtype, DTYPES)
         choose("cache", self.cache, CACHES)
         choose("logits", self.logits, get_args(Logits))
-        choose("quantize", self.quantize, QUANTIZATIONS)
 
     def _make_size(self) -> None:
         try:
@@ -287,6 +291,17 @@ class Workload:
             (min(step, self.prompt_tokens - past), past)
             for past in range(0, self.prompt_tokens, step)
         )
+
+
+def read_dtype(word: str) -> Dtype:
+    """The type of weights that a word means: torch's name of it, or a short one."""
+    return choose("dtype", _DTYPE_WORDS.get(str(word).lower(), word), DTYPES)
+
+
+def read_quantization(word: str, known: Sequence[Quantization] = QUANTIZATIONS) -> Quantization:
+    """What weights become, by duoka's word for it or bitsandbytes'."""
+    bare = str(word).strip().lower().replace("-", "").removeprefix("load_in_")
+    return choose("quantize", _QUANTIZATION_WORDS.get(bare, word), known)
 
 
 def refuse_short(workload: Workload, least_tokens: int) -> None:

@@ -85,9 +85,9 @@ def ways_between(
 ) -> Iterator[tuple[str, str, Way]]:
     """The pairs of names whose ends have a known way between them, and that."""
     for (first, one), (second, other) in combinations(named, 2):
-        found = way(one, other)
-        if found is not None:
-            yield first, second, found
+        between = way(one, other)
+        if between is not None:
+            yield first, second, between
 
 
 def links_of(ways: Iterable[tuple[str, str, Way]]) -> Iterator[Link]:

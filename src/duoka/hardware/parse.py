@@ -109,8 +109,7 @@ def _is_here(entry: str) -> bool:
 
 def _counted(entry: str) -> tuple[str, int]:
     """What an entry names, and how often: "2xRTX4090", "4090*2"."""
-    found = (pattern.fullmatch(entry) for pattern in (_BEFORE, _BEHIND))
-    matches = [match for match in found if match is not None]
+    matches = [m for pattern in (_BEFORE, _BEHIND) if (m := pattern.fullmatch(entry))]
     if not matches or catalogue.knows(entry):  # "GTX 1060" is no multiple of "GT"
         return entry, 1
     # "4090*2" is both; nobody has 4090 of them.

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from duoka.base.quiet import quiet_libraries
-from duoka.checkpoint.architecture import unknown_target
+from duoka.checkpoint.adapters import unknown_target
 from duoka.errors import ModelError, UsageError
 from duoka.forecast.workload import Training
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import cache
 
 from duoka.base.progress import say
-from duoka.checkpoint.architecture import native_targets, refuse_unbuildable
+from duoka.checkpoint.adapters import native_targets
+from duoka.checkpoint.architecture import refuse_unbuildable
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import InfeasibleError, ModelError, UsageError
@@ -129,9 +130,9 @@ def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
 
 def native_training(checkpoint: Checkpoint, training: Training | None) -> Training | None:
     """The training with its adapters on modules of the class that is built."""
-    if training is None or checkpoint.code:
-        return training
-    return replace(training, lora_targets=native_targets(checkpoint.config, training.lora_targets))
+    if training is None:
+        return None
+    return replace(training, lora_targets=native_targets(checkpoint, training.lora_targets))
 
 
 def _unquantized(checkpoint: Checkpoint, workload: Workload) -> Workload:

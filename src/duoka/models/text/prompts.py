@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -30,8 +30,6 @@ from .messages import (
     write_python_call,
 )
 from .tokenizer import special_id
-
-_NO_SYSTEM = "the model can't be told --system"
 
 
 class ChatFormat(Protocol):
@@ -235,18 +233,21 @@ class ChatGLM2Format:
         return Message(role="assistant", content=text.strip())
 
 
-def limits_of(chat: ChatFormat, system: str | None) -> Iterator[str]:
-    """What a person should know of a format: that it has no roles, or no place for `system`."""
-    if isinstance(chat, TemplateFormat) and chat.tokenizer.chat_template is None:
-        yield "the model comes with no chat template: it continues the text that you write"
-    if system:
-        question = Message(role="user", content="?")
-        said = [Message(role="system", content=system), question]
-        try:
-            if chat.prompt(said) == chat.prompt([question]):
-                yield f"{_NO_SYSTEM}: its chat template leaves it out"
-        except UsageError as error:
-            yield f"{_NO_SYSTEM}: {error}"
+def has_template(chat: ChatFormat) -> bool:
+    """Whether a format writes a chat, and not texts one after another."""
+    return not isinstance(chat, TemplateFormat) or chat.tokenizer.chat_template is not None
+
+
+def why_untold(chat: ChatFormat, system: str) -> str:
+    """Why a model can't be told a system's message; empty where it can."""
+    question = Message(role="user", content="?")
+    try:
+        is_left_out = chat.prompt([Message(role="system", content=system), question]) == (
+            chat.prompt([question])
+        )
+    except UsageError as error:
+        return str(error)
+    return "its chat template leaves it out" if is_left_out else ""
 
 
 @dataclass(frozen=True)

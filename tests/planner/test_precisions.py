@@ -15,8 +15,8 @@ from duoka.errors import UsageError
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Workload
 from duoka.planner.modes import attempt
+from duoka.planner.precisions import Precision, precisions
 from duoka.planner.request import PlanProblem
-from duoka.planner.weight_forms import WeightForm, weight_forms
 from duoka.tools.demo.checkpoint import CONFIG
 
 LOAD = Workload(prompt_tokens=100, new_tokens=20)
@@ -40,9 +40,9 @@ def profile_for(workload: Workload) -> Profile:
     return replace(made, conditions=workload.conditions)
 
 
-def forms(checkpoint: Checkpoint, *budgets_mib: float) -> dict[str, WeightForm]:
+def forms(checkpoint: Checkpoint, *budgets_mib: float) -> dict[str, Precision]:
     problem = PlanProblem(fleet=tiny.fleet(*budgets_mib), workload=LOAD)
-    return {form.name: form for form in weight_forms(checkpoint, problem, profile_for)}
+    return {form.name: form for form in precisions(checkpoint, problem, profile_for)}
 
 
 def test_each_form_is_planned_as_if_it_was_asked_for(checkpoint: Checkpoint) -> None:
@@ -68,5 +68,5 @@ def test_each_form_is_planned_as_if_it_was_asked_for(checkpoint: Checkpoint) -> 
 
 def test_what_weights_alone_outweigh_is_not_traced(checkpoint: Checkpoint) -> None:
     found = forms(checkpoint, 100)
-    assert found["training all"] == WeightForm(name="training all")
+    assert found["training all"] == Precision(name="training all")
     assert found["training LoRA"].weight_bytes

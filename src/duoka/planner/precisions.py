@@ -1,4 +1,4 @@
-"""Weight forms: the same request with weights of each precision, and for training, side by side."""
+"""Precisions: the same request with weights of each precision, and for training, side by side."""
 
 from __future__ import annotations
 
@@ -15,25 +15,20 @@ from .modes import attempt
 from .plan import Plan
 from .request import PlanProblem
 from .resolve import Find, workload_for
-from .room import cache_tokens, least_room_bytes
+from .room import cache_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightForm:
-    """What weights of one form take, and their plan; None where it doesn't fit.
+class Precision:
+    """What weights of one precision take, and their plan; None where it doesn't fit.
 
-    `trouble` says why a model can't have its weights in this form.
+    `trouble` says why a model can't have its weights so.
     """
 
     name: str
     weight_bytes: int = 0
     plan: Plan | None = None
     trouble: str = ""
-
-    @property
-    def left_bytes(self) -> int | None:
-        """What the fullest device has left."""
-        return None if self.plan is None else least_room_bytes(self.plan.forecast)
 
     @property
     def cache_tokens(self) -> int:
@@ -49,20 +44,19 @@ class WeightForm:
             "fits": self.plan is not None,
             "trouble": self.trouble,
             "devices": [asdict(stage) for stage in stages],
-            "left_bytes": self.left_bytes,
             "cache_tokens": self.cache_tokens,
         }
 
 
-def weight_forms(checkpoint: Checkpoint, problem: PlanProblem, find: Find) -> Iterator[WeightForm]:
-    """Each form on its own, in the order of its bits; those of training last."""
+def precisions(checkpoint: Checkpoint, problem: PlanProblem, find: Find) -> Iterator[Precision]:
+    """Each precision on its own, in the order of its bits; those of training last."""
     half: Literal["float16", "bfloat16"] = (
         "float16" if checkpoint.default_dtype == "float16" else "bfloat16"
     )
     full_bytes = 0
     for name, workload, least_share in _workloads(problem.workload, half):
         if full_bytes * least_share > problem.fleet.budget_bytes:
-            yield WeightForm(name=name)  # known without the seconds of a trace
+            yield Precision(name=name)  # known without the seconds of a trace
             continue
         try:
             workload = workload_for(checkpoint, workload)
@@ -70,15 +64,15 @@ def weight_forms(checkpoint: Checkpoint, problem: PlanProblem, find: Find) -> It
             say(f"planning {name}")
             full_bytes = full_bytes or profile.weight_bytes
             plan = attempt(profile, replace(problem, workload=workload))
-            yield WeightForm(name=name, weight_bytes=profile.weight_bytes, plan=plan)
+            yield Precision(name=name, weight_bytes=profile.weight_bytes, plan=plan)
         except DuokaError as error:
-            yield WeightForm(name=name, trouble=str(error))
+            yield Precision(name=name, trouble=str(error))
 
 
 def _workloads(
     workload: Workload, half: Literal["float16", "bfloat16"]
 ) -> Iterator[tuple[str, Workload, float]]:
-    """Each form's name, its workload, and what it takes at least of the weights in 32 bit."""
+    """Each precision's name, its workload, and what it takes at least of the weights in 32 bit."""
     shortened = replace(workload, dtype=half)
     yield "float32", replace(workload, dtype="float32"), 1
     yield half, shortened, 1 / 2
