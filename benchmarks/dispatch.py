@@ -26,8 +26,8 @@ from transformers import DynamicCache, GlmConfig, GlmForCausalLM
 
 from duoka import virtual
 from duoka.planner.placement import Placement
-from duoka.runtime.dispatch.dispatch import install_movers
-from duoka.runtime.dispatch.movers import Frame, Frames, Memory, Mover, _moved
+from duoka.runtime.dispatch.dispatch import dispatch
+from duoka.runtime.dispatch.movers import Frame, Frames, Memory, Mover
 
 NUM_LAYERS = 40
 NUM_STAGES = 4
@@ -145,7 +145,7 @@ def micro() -> Iterator[tuple[str, float]]:
 
     def first_move() -> None:
         memory.moved.clear()
-        _moved(hidden, meta, memory)
+        memory.add(hidden, hidden.to(meta))
 
     yield "first move of a tensor", repeated(first_move)
     yield "of which torch's own .to", repeated(lambda: hidden.to(meta))
@@ -154,7 +154,7 @@ def micro() -> Iterator[tuple[str, float]]:
 
     def first_virtual_move() -> None:
         memory.moved.clear()
-        _moved(there, gpu, memory)
+        memory.add(there, there.to(gpu))
 
     yield "first move between virtual GPUs", repeated(first_virtual_move, number=200)
     yield "of which torch's own .to (virtual)", repeated(lambda: there.to(gpu), number=200)
@@ -173,7 +173,7 @@ def main() -> None:
     with torch.no_grad():
         decoders = {
             "plain": Decoder(plain),
-            "duoka": Decoder(install_movers(copy.deepcopy(plain), stages())),
+            "duoka": Decoder(dispatch(copy.deepcopy(plain), stages(), has_movers=True)),
             "accelerate": Decoder(with_accelerate(copy.deepcopy(plain))),
         }
         interleaved(decoders, 1, 10)  # warm up

@@ -42,7 +42,7 @@ from duoka.hardware.device import Device
 from duoka.models.conversion import published_tensors
 from duoka.planner.placement import Placement
 from duoka.runtime import devices
-from duoka.runtime.dispatch.dispatch import install_movers, undispatch
+from duoka.runtime.dispatch.dispatch import dispatch, undispatch
 from duoka.runtime.steps import Stepper
 from duoka.tools.bench.calibrate import calibrate
 
@@ -276,7 +276,10 @@ def dispatch_cost(model: nn.Module, placement: Placement, device: str) -> dict[s
     undispatch(model)
     ways: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "plain": (lambda: None, lambda: None),
-        "duoka": (lambda: install_movers(model, placement), lambda: undispatch(model)),
+        "duoka": (
+            lambda: dispatch(model, placement, has_movers=True),
+            lambda: undispatch(model),
+        ),
         "accelerate": (
             lambda: add_accelerate(model, placement),
             lambda: remove_accelerate(model),

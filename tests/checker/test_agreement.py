@@ -65,21 +65,21 @@ class Masked(nn.Module):
 
 def runs(model: nn.Module, plan: duoka.Plan, inputs: Any) -> bool:
     """Whether a model runs where a plan puts it."""
-    with virtual.gpus([None] * 2), torch.compiler.set_stance("force_eager"):
+    with virtual.gpus([2**30] * 2), torch.compiler.set_stance("force_eager"):
         first = torch.device(plan.placement.entries[0][1])
         try:
-            spread = dispatch(model, plan.placement, has_movers=True)
+            spread = duoka.dispatch(model, plan)
             seeded.call(spread, to_device(inputs, first), train=False)
         except virtual.MixedDevicesError:
             return False
     return True
 
 
-def agree(build: Any, inputs: Any) -> bool:
+def agree(build: Any, inputs: Any, fleet: str = FLEET) -> bool:
     """Whether a model is clean, which check, plan and run say alike."""
-    report = duoka.check(build(), fleet=FLEET, inputs=inputs)
+    report = duoka.check(build(), fleet=fleet, inputs=inputs)
     try:
-        plan = duoka.plan(build(), FLEET, inputs=inputs)
+        plan = duoka.plan(build(), fleet, inputs=inputs)
     except ModelError:
         assert not report.ok
         return False
@@ -93,8 +93,11 @@ def test_check_plan_and_run_agree(path: Path) -> None:
     agree(case.build, case.inputs())
 
 
-def test_a_mask_that_code_makes_on_the_host_is_brought_to_the_blocks_it_is_given_to() -> None:
-    assert agree(HostMask, (torch.zeros(2, 8),))
+@pytest.mark.parametrize("fleet", [FLEET, "virtual:1x1GiB"])
+def test_a_mask_that_code_makes_on_the_host_is_brought_to_the_blocks_it_is_given_to(
+    fleet: str,
+) -> None:
+    assert agree(HostMask, (torch.zeros(2, 8),), fleet)
 
 
 @pytest.mark.parametrize("name", families.sample(OWN_WAYS))

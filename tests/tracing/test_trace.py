@@ -158,6 +158,26 @@ def test_one_workloads_profile_knows_that_one() -> None:
         assert Replay(profile, load).run(range(len(profile.blocks))) is not None
 
 
+@pytest.mark.parametrize(("fails_at", "num_calls"), [(20, 1), (70, 4)])
+def test_the_first_failure_is_told_and_one_by_one_tried_over_a_cache_alone(
+    fails_at: int, num_calls: int
+) -> None:
+    model = models.build(tiny.CONFIGS["tied"], dtype=torch.bfloat16)
+    lengths: list[int] = []
+
+    def refuse(module: nn.Module, args: Any, kwargs: Any) -> None:
+        lengths.append(kwargs["input_ids"].shape[-1])
+        if kwargs["attention_mask"].shape[-1] >= fails_at:
+            raise ValueError(f"failure {len(lengths)}")
+
+    load = Workload(prompt_tokens=60, new_tokens=40, prefill_chunk_tokens=None)
+    handle = model.register_forward_pre_hook(refuse, with_kwargs=True)
+    with pytest.raises(ModelError) as caught:
+        trace_workload(model, SPEC, [load])
+    handle.remove()
+    assert f"failure {num_calls + 1}" in str(caught.value)
+
+
 def test_one_workload_or_all_workloads_cost_the_same() -> None:
     load = Workload(batch=2, prompt_tokens=333, new_tokens=6, prefill_chunk_tokens=150)
     one = trace_workload(models.build(tiny.CONFIGS["tied"], dtype=torch.bfloat16), SPEC, [load])

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from duoka.base.progress import say
 from duoka.base.text import choose
-from duoka.checker.prove import needs_movers
+from duoka.checker.prove import prove
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import CheckpointError, ModelError, UsageError
@@ -97,18 +97,12 @@ def load(
     refuse_more(plan.forecast.host_bytes)
     devices.materialise(plan.fleet)
     say("proving the plan on virtual GPUs")
-    has_movers = needs_movers(plan, build_model(checkpoint, plan.workload))
+    prove(plan, build_model(checkpoint, plan.workload))
     checkpoint = checkpoint.fetch(download_progress)
     plan.refuse_other(checkpoint.fingerprint, plan.source)
     say("reading the weights")
     model = _filled(plan, checkpoint, progress, keeping)
-    return spread(
-        model,
-        plan.placement,
-        offloaded=plan.offloaded,
-        has_movers=has_movers,
-        outputs_stay=outputs_stay,
-    )
+    return _spread(model, plan, outputs_stay)
 
 
 def _filled(
@@ -206,16 +200,24 @@ def dispatch(
         If a parameter or buffer has no device, or a name is unknown; nothing has been moved then.
     """
     outputs_stay = _stay(outputs)
-    offloaded: tuple[str, ...] = ()
     if isinstance(placement, Plan):
         devices.materialise(placement.fleet)
         refuse_more(placement.forecast.host_bytes)
-        offloaded = placement.offloaded
-        placement = placement.placement
-    elif isinstance(placement, Mapping):
+        return _spread(model, placement, outputs_stay)
+    if isinstance(placement, Mapping):
         placement = Placement(entries=tuple(placement.items()))
-    return spread(model, placement, offloaded=offloaded, outputs_stay=outputs_stay)
+    return spread(model, placement, outputs_stay=outputs_stay)
 
 
 def _stay(outputs: str) -> bool:
     return choose("outputs", outputs, _OUTPUTS) == "stay"
+
+
+def _spread(model: Model, plan: Plan, outputs_stay: bool) -> Model:
+    return spread(
+        model,
+        plan.placement,
+        offloaded=plan.offloaded,
+        has_movers=plan.needs_movers,
+        outputs_stay=outputs_stay,
+    )

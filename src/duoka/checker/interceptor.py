@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from duoka.base.model_code import Spot, is_installed, is_own_code
 from duoka.report.check_report import Call, Fault, FaultKind, Operand, Origin, Place
+from duoka.runtime.dispatch.arguments import must_move
 from duoka.virtual import MixedDevicesError, carry_over, settled_by
 
 from .entry_hooks import PlacedModule
@@ -47,7 +48,6 @@ from .mixed_call import (
     is_direct,
     mark_cause,
     moved_to,
-    must_move,
     op_name,
     positions_of,
     sampled,

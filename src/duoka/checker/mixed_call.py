@@ -151,11 +151,6 @@ def _within(path: Path, value: Any) -> Iterator[tuple[Path, torch.Tensor]]:
             yield from _within((*path, index), item)
 
 
-def must_move(tensor: torch.Tensor, target: torch.device) -> bool:
-    """Whether CUDA wants a tensor elsewhere: a number on the CPU mixes with every GPU."""
-    return tensor.device != target and not (tensor.dim() == 0 and tensor.device.type == "cpu")
-
-
 def moved_to(value: Any, moved: set[int], target: torch.device) -> Any:
     """Arguments, with the tensors of these identities on the target."""
     return mapped(value, lambda tensor: tensor.to(target) if id(tensor) in moved else tensor)

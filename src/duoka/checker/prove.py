@@ -28,9 +28,7 @@ from duoka.runtime.steps import Learner, Stepper
 from .execute import BETWEEN, decode_phases
 
 
-def prove(
-    plan: Plan, model: PreTrainedModel, *, has_movers: bool = False
-) -> tuple[PeakMemory, ...]:
+def prove(plan: Plan, model: PreTrainedModel) -> tuple[PeakMemory, ...]:
     """Run a plan on virtual GPUs that have its devices' budgets; the model stays as it is."""
     if plan.workload.training is not None:
         return virtual.apart(_prove_training, plan, model)
@@ -39,22 +37,10 @@ def prove(
     def measured(data: str) -> tuple[PeakMemory, ...]:
         copied = copy.deepcopy(model)
         run = partial(_run, copied, plan.workload, prompts)
-        return _measured(plan, copied, run, plan.devices, data=data, has_movers=has_movers)
+        return _measured(plan, copied, run, plan.devices, data=data)
 
     with torch.no_grad():
         return virtual.with_values(measured, partial(parameter_bytes, model))
-
-
-def needs_movers(plan: Plan, model: PreTrainedModel) -> bool:
-    """Prove a plan; whether it has one device, and its code makes arguments of blocks elsewhere."""
-    try:
-        prove(plan, model)
-    except ProofError as error:
-        if len(plan.devices) > 1 or not isinstance(error.__cause__, virtual.MixedDevicesError):
-            raise
-        prove(plan, model, has_movers=True)
-        return True
-    return False
 
 
 def _prove_training(plan: Plan, model: PreTrainedModel) -> tuple[PeakMemory, ...]:
@@ -81,7 +67,6 @@ def _measured(
     limited: Sequence[str],
     *,
     data: str = "meta",
-    has_movers: bool = False,
 ) -> tuple[PeakMemory, ...]:
     """Run a model where a plan puts it; what the devices measure that have their budgets."""
     names = plan.devices
@@ -93,8 +78,13 @@ def _measured(
         capacities, data=data, generation=plan.workload.gpu_generation
     ) as world:
         try:
-            placement = Placement(entries=entries)
-            dispatch(model, placement, empty=True, offloaded=plan.offloaded, has_movers=has_movers)
+            dispatch(
+                model,
+                Placement(entries=entries),
+                empty=True,
+                offloaded=plan.offloaded,
+                has_movers=plan.needs_movers,
+            )
             if data == "cpu":
                 invent_values(model)
             run()

@@ -232,6 +232,7 @@ class Profile:
     (`refuse_other`), and so are prompts shorter than `least_prompt_tokens`, which hold no images.
     `notes` are sentences that a person should know who plans with it; plans repeat them. Rules may
     have a coefficient for each of the `flash_shapes` as well, behind those of all monomials.
+    `needs_movers` says that model code gives blocks what it made on the host.
     """
 
     fingerprint: str
@@ -246,6 +247,7 @@ class Profile:
     least_prompt_tokens: int = 0
     notes: tuple[str, ...] = ()
     flash_shapes: tuple[FlashShape, ...] = ()
+    needs_movers: bool = False
 
     def __post_init__(self) -> None:
         if not self.blocks:

@@ -126,6 +126,7 @@ class _Judged:
             bound=free,
             binding_device=tightest.device,
             request=problem.request,
+            needs_movers=profile.needs_movers,
             why=(
                 *self._reasons(workload, tightest, automatic),
                 *room_reasons(needs, chosen=False),

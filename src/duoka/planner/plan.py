@@ -70,6 +70,8 @@ class Plan:
     offloaded : tuple of str
         Modules whose weights stay in the host's memory, in the order in which they run; each is
         copied to its device whenever it is called.
+    needs_movers : bool
+        Whether arguments must be moved on one device, too: the model's code makes some on the host.
 
     Raises
     ------
@@ -91,6 +93,7 @@ class Plan:
     request: PlanRequest
     why: tuple[Reason, ...] = ()
     offloaded: tuple[str, ...] = ()
+    needs_movers: bool = False
 
     def __post_init__(self) -> None:
         known = {device.name for device in self.fleet.devices}

@@ -333,6 +333,7 @@ def _plan(
         request=problem.request,
         why=reasons,
         offloaded=profile.offloaded,
+        needs_movers=profile.needs_movers,
     )
 
 

@@ -76,9 +76,9 @@ class PromptReader:
     def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int | None) -> None:
         """Refuse what no memory was planned for."""
         planned = self.workload
-        longest = max((len(prompt) for prompt in prompts), default=0)
-        if not longest:
-            raise UsageError("there is nothing to answer: the prompt is empty")
+        if not prompts or not all(map(len, prompts)):
+            raise UsageError("there is nothing to answer: a prompt is empty")
+        longest = max(map(len, prompts))
         for what, got, limit, option in (
             ("prompts", len(prompts), planned.batch, "--batch"),
             ("tokens of prompt", longest, planned.prompt_tokens, "--context"),

@@ -73,7 +73,7 @@ def image_inputs(
     return ImagePrompts(model, sizes).inputs(batch, prompt_tokens, device)
 
 
-def prompts_for(model: PreTrainedModel, conditions: Conditions) -> ImagePrompts | None:
+def prompts_for(model: Any, conditions: Conditions) -> ImagePrompts | None:
     """The prompts with the images that a workload has; None where it has none."""
     if conditions.image_size is None:
         return None

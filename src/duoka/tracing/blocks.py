@@ -11,7 +11,7 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from duoka import virtual
 from duoka.base.text import containing, prefixes
 from duoka.models.quantization import parts
-from duoka.runtime.dispatch.arguments import brought, caches_of, mapped, stays, tensors_in
+from duoka.runtime.dispatch.arguments import bring, caches_of, mapped_call, tensors_in
 
 from .device_moves import Moves
 
@@ -213,8 +213,16 @@ class _Experiment:
     ) -> tuple[Any, Any]:
         self.stack.append(name)
         self.count += 1
-        retag = partial(_retag, name=name + _ENTERED, caches=caches)
-        return tuple(retag(dict(enumerate(args))).values()), retag(kwargs)
+
+        def retag(tensor: torch.Tensor) -> torch.Tensor:
+            if isinstance(tensor, nn.Parameter):
+                return tensor
+            # As it is where a mover has brought it, with another tag.
+            alias = bring(tensor, virtual.virtual_device(0)).view_as(tensor)
+            setattr(alias, _TAG, name + _ENTERED)
+            return alias
+
+        return mapped_call(args, kwargs, retag, caches)
 
     def _leave(self, *_: Any) -> None:
         self.stack.pop()
@@ -409,20 +417,3 @@ def _holders(model: nn.Module) -> dict[int, list[str]]:
             for part in parts(tensor).values():  # operations see these, not what they make up
                 holders.setdefault(id(part), []).append(name)
     return holders
-
-
-def _retag(arguments: Mapping[Any, Any], name: str, caches: Iterable[int | str]) -> dict[Any, Any]:
-    """The arguments as they are where a mover has brought them, with another tag."""
-
-    def retag(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, nn.Parameter):
-            return tensor
-        tensor = brought(tensor, virtual.virtual_device(0))
-        alias = tensor.view_as(tensor)
-        setattr(alias, _TAG, name)
-        return alias
-
-    return {
-        key: value if stays(key, value, caches) else mapped(value, retag)
-        for key, value in arguments.items()
-    }

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from duoka import virtual
 from duoka.base.text import containing
 from duoka.models.quantization import parts
-from duoka.runtime.dispatch.arguments import brought, caches_in, caches_of, stays, tensors_in
+from duoka.runtime.dispatch.arguments import bring, caches_in, caches_of, mapped_call, tensors_in
 
 from .blocks import Group
 from .op_costs import count_bytes, count_flops, launches
@@ -83,6 +83,8 @@ class Recorder:
         self._moved: set[tuple[int, _Argument]] = set()
         # By block and number of events: all that are like a block ask again.
         self._frees_afar: dict[tuple[int, int], bool] = {}
+        # Whether model code gives blocks what it has made on the host.
+        self.needs_movers = False
 
     def __enter__(self) -> Self:
         if not self._groups[-1].names:
@@ -188,22 +190,31 @@ class Recorder:
         self._current = len(self._groups) - 1
         caches = {id(tensor) for tensor in tensors_in(caches_in(output))}
         returned = [tensor for tensor in tensors_in(output) if id(tensor) not in caches]
-        self._read(self._current, [*self._arguments(returned, {})], passing=True)
+        self._read(self._current, [*self._arguments(returned)], passing=True)
 
     def _enter_container(
         self, first: int, caches: frozenset[int | str], module: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, Any]:
         """What contains blocks begins: dispatch moves its arguments to its first block."""
-        moved_args = [_brought(a) for at, a in enumerate(args) if not stays(at, a, caches)]
-        moved = {key: _brought(a) for key, a in kwargs.items() if not stays(key, a, caches)}
-        self._enter(first, moved_args, moved)
-        left = iter(moved_args)
-        values = tuple(a if stays(at, a, caches) else next(left) for at, a in enumerate(args))
-        return values, {**kwargs, **moved}
+        tensors: list[torch.Tensor] = []
 
-    def _enter(self, first: int, args: Any, kwargs: Any) -> None:
+        def change(tensor: torch.Tensor) -> torch.Tensor:
+            tensors.append(self._bring(tensor))
+            return tensors[-1]
+
+        brought = mapped_call(args, kwargs, change, caches)
+        self._enter(first, tensors)
+        return brought
+
+    def _enter(self, first: int, tensors: Sequence[torch.Tensor]) -> None:
         """Note what is moved to a block for those behind it, too."""
-        self._entered += self._moved_to(first, self._arguments(args, kwargs))
+        self._entered += self._moved_to(first, self._arguments(tensors))
+
+    def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What dispatch would bring from the host, on the virtual GPU; all else is there."""
+        brought = bring(tensor, virtual.virtual_device(0))
+        self.needs_movers |= brought is not tensor
+        return brought
 
     def _moved_to(self, first: int, arguments: Iterable[_Argument]) -> Iterator[_Argument]:
         """Yield what isn't on a block's device already.
@@ -225,10 +236,10 @@ class Recorder:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             if not self._begin(block):
                 return forward(*args, **kwargs)
-            args, kwargs = _brought(args), _brought(kwargs)
+            args, kwargs = mapped_call(args, kwargs, self._bring)
             entered, self._entered = self._entered, []
             self._read(block, entered, passing=True)
-            self._read(block, [*self._arguments(args, kwargs)])
+            self._read(block, [*self._arguments(tensors_in((kwargs, args)))])
             if self._skipper is None:
                 return forward(*args, **kwargs)
             around = tuple(_seen_from(block, argument.home) for argument in entered)
@@ -242,9 +253,8 @@ class Recorder:
         self._current = block
         return True
 
-    def _arguments(self, args: Any, kwargs: Any) -> Iterator[_Argument]:
-        # In this order dispatch moves them, and where its copies lie depends on it.
-        for tensor in tensors_in((kwargs, args)):
+    def _arguments(self, tensors: Iterable[torch.Tensor]) -> Iterator[_Argument]:
+        for tensor in tensors:
             if isinstance(tensor, virtual.VirtualTensor):
                 yield _Argument(id(tensor), self._homes.get(tensor.storage_id), tensor.nbytes)
 
@@ -337,12 +347,12 @@ class Skipper:
         # A block that runs twice in a step is no stand-in for itself.
         if first != block and self.speaks_for_others(recorder, first):
             self._like[block] = first
-            result = self.stand_in(output, recorder, block, (args, kwargs))
+            result = self.stand_in(output, recorder, block, (kwargs, args))
             recorder.count_from(block, count)
             return result
         result = forward(*args, **kwargs)
         arguments = {
-            id(tensor): position for position, tensor in enumerate(tensors_in((args, kwargs)))
+            id(tensor): position for position, tensor in enumerate(tensors_in((kwargs, args)))
         }
         output = _describe(result, recorder, block, arguments)
         if _can_stand_in(output):
@@ -453,11 +463,6 @@ def picture_made(picture: Any, call: Any, make: Callable[..., torch.Tensor]) -> 
 def device_of(arguments: Iterable[Any]) -> torch.device:
     """The virtual GPU of a block's arguments."""
     return next(t.device for t in arguments if isinstance(t, virtual.VirtualTensor))
-
-
-def _brought(arguments: Any) -> Any:
-    """What dispatch would bring from the host, on the virtual GPU; all else is there."""
-    return brought(arguments, virtual.virtual_device(0))
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module | None:

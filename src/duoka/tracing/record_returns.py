@@ -31,7 +31,7 @@ class ReturningRecorder(Recorder):
 
     def record(self, step: Callable[[], None], *, alone: bool = False) -> Pass:
         """Run one step and return what it did; `alone` if that is one token of one sequence."""
-        with Moves(self._made_by, self._bring):
+        with Moves(self._made_by, self._moved_back):
             return super().record(step, alone=alone)
 
     def _made_by(self, tensor: torch.Tensor) -> int | None:
@@ -41,12 +41,12 @@ class ReturningRecorder(Recorder):
         home = self.home_of(tensor)
         return home[1] if home is not None and home[0] == self._number else None
 
-    def _bring(self, result: torch.Tensor, source: torch.Tensor, block: int) -> torch.Tensor:
+    def _moved_back(self, result: torch.Tensor, source: torch.Tensor, block: int) -> torch.Tensor:
         made_by = self._made_by(source)
         group = self._return_to(block)
         if made_by is not None and block == self._current and made_by not in self._places(block):
             # On to the device of the block that runs, as a mover would bring it.
-            self._read(block, [*self._arguments((source,), {})])
+            self._read(block, [*self._arguments([source])])
         if made_by is None or made_by <= block or group is None:
             return result
         self._current = group

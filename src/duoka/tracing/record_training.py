@@ -17,7 +17,7 @@ known from the block that it is like.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +65,7 @@ class TrainingRecorder(Recorder):
         losses: list[torch.Tensor] = []
         first = self.record(lambda: losses.append(forward()))
         # The backward pass begins with it where the caller is.
-        first.tapes[-1].passing -= {argument.home for argument in super()._arguments(losses, {})}
+        first.tapes[-1].passing -= {argument.home for argument in super()._arguments(losses)}
         self._number -= 1  # both passes are one micro-batch, as references to it go
         self._is_backward = True
         self._first_numbers = [len(tape.sizes) for tape in first.tapes]
@@ -107,20 +107,20 @@ class TrainingRecorder(Recorder):
         self._blocks.append(block)
         return super()._begin(block)
 
-    def _enter(self, first: int, args: Any, kwargs: Any) -> None:
+    def _enter(self, first: int, tensors: Sequence[torch.Tensor]) -> None:
         if not self._is_backward:
-            for tensor in tensors_in((args, kwargs)):
+            for tensor in tensors:
                 self._follow(tensor, None, by=first)
-            self._entered += self._moved_to(first, super()._arguments(args, kwargs))
+            self._entered += self._moved_to(first, super()._arguments(tensors))
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
         self._begin(len(self._groups) - 1)
         super()._leave(model, args, output)
 
-    def _arguments(self, args: Any, kwargs: Any) -> Iterator[Any]:
-        for position, tensor in enumerate(tensors_in((args, kwargs))):
+    def _arguments(self, tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+        for position, tensor in enumerate(tensors):
             self._follow(tensor, position)
-        yield from super()._arguments(args, kwargs)
+            yield from super()._arguments([tensor])
 
     def _follow(self, tensor: Any, position: int | None, *, by: int | None = None) -> None:
         """Note what comes back to an argument's maker: the gradient, as another block made it.

@@ -6,13 +6,13 @@ A model is whole on one virtual GPU. Nothing is known here of several, nor of bu
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations, pairwise
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -88,14 +88,11 @@ def trace(model: nn.Module, spec: TraceSpec) -> Profile:
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise Irregular("what an encoder and its decoder cost depends on two lengths")
     named = name_tensors(model, spec.published)
-    steps = _Steps.of(model, spec)
+    prompts = prompts_for(model, spec.conditions)
     with running(model), whole(model, spec) as device:
-        tracer = _Tracer(model, device, spec.max_context_tokens or ENDLESS, steps)
+        tracer = _Tracer(model, device, spec, prompts)
         try:
-            regimes = list(tracer.rules())
-            profile = as_profile(model, tracer.groups, spec, regimes, named)
-            shapes = tuple(tracer.shapes)
-            return replace(profile, least_prompt_tokens=steps.least_tokens, flash_shapes=shapes)
+            return tracer.profile(list(tracer.rules()), named)
         except (Unlike, *FAILURES) as error:
             # A step far from any that is asked for may fail where the asked one doesn't.
             raise Irregular(f"{type(model).__name__}: {error}") from error
@@ -104,16 +101,12 @@ def trace(model: nn.Module, spec: TraceSpec) -> Profile:
 def trace_workload(model: nn.Module, spec: TraceSpec, workloads: Sequence[Workload]) -> Profile:
     """Run the steps of certain workloads, and record what just these cost."""
     named = name_tensors(model, spec.published)
-    steps = _Steps.of(model, spec)
+    prompts = prompts_for(model, spec.conditions)
     with running(model), whole(model, spec) as device:
-        tracer = _Tracer(model, device, ENDLESS, steps)
-        try:
-            points = [point for work in workloads for point in tracer.points(work)]
-        except FAILURES:  # it may take one token at a time, once it has a cache
-            points = [point for work in workloads for point in tracer.points(work, 1)]
+        tracer = _Tracer(model, device, spec, prompts)
+        points = tracer.points_of(workloads)
         regimes = {(regime.phase, regime.query, regime.keys): (regime, t) for regime, t in points}
-        profile = as_profile(model, tracer.groups, spec, [*regimes.values()], named)
-        return replace(profile, least_prompt_tokens=steps.least_tokens)
+        return tracer.profile([*regimes.values()], named)
 
 
 def trace_call(
@@ -133,7 +126,8 @@ def trace_call(
         regime = Regime(
             phase="prefill", many=False, query=EVERYWHERE, past=EVERYWHERE, keys=EVERYWHERE
         )
-        return as_profile(model, groups, spec, [_fitted(regime, [sample])], named)
+        profile = as_profile(model, groups, spec, [_fitted(regime, [sample])], named)
+        return replace(profile, needs_movers=recorder.needs_movers)
 
 
 # What model code raises when it can't run as it is asked to.
@@ -233,39 +227,32 @@ def ranges(config: Any, longest: int) -> Iterator[tuple[int, int]]:
     yield from pairwise([0, *edges, ENDLESS])
 
 
-class _Steps(NamedTuple):
-    """How steps are run: under which conditions, with which images."""
-
-    conditions: Conditions
-    prompts: ImagePrompts | None
-
-    @classmethod
-    def of(cls, model: Any, spec: TraceSpec) -> _Steps:
-        return cls(spec.conditions, prompts_for(model, spec.conditions))
-
-    @property
-    def least_tokens(self) -> int:
-        """The shortest prompt there is with these images; 0 without any."""
-        return 0 if self.prompts is None else self.prompts.least_tokens
-
-
 class _Tracer:
     """Records runs and fits regimes to them."""
 
-    def __init__(self, model: nn.Module, device: torch.device, longest: int, steps: _Steps) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        spec: TraceSpec,
+        prompts: ImagePrompts | None,
+    ) -> None:
         self.model: Any = model
         self.device = device
-        self.longest = longest
-        self.steps = steps
+        self.spec = spec
+        self.prompts = prompts
+        self.longest = spec.max_context_tokens or ENDLESS
+        self.least_tokens = 0 if prompts is None else prompts.least_tokens
         self.shapes: list[FlashShape] = []
-        first = max(_LOOKED_AT_TOKENS, steps.least_tokens)
+        self.has_cache = False
+        first = max(_LOOKED_AT_TOKENS, self.least_tokens)
         look = partial(find_groups, model, lambda: self.stepper(1).step(first))
         # What a tower makes is moved to the text's embeddings, and is spliced into them there.
-        groups = look(hears_moves=True) if steps.prompts is not None else look()
+        groups = look(hears_moves=True) if prompts is not None else look()
         recorder: type[Recorder] = ReturningRecorder
         if all(group.returns_to is None for group in groups):
             recorder = Recorder
-            groups = look() if steps.prompts is not None else groups
+            groups = look() if prompts is not None else groups
         self.groups = [*groups, CALLER]
         self.recorder = recorder(model, self.groups, skip=True)
 
@@ -275,24 +262,22 @@ class _Tracer:
             self.model,
             batch,
             self.device,
-            conditions=self.steps.conditions,
-            context_tokens=context_tokens or self.steps.least_tokens + _LOOKED_AT_TOKENS,
-            prompts=self.steps.prompts,
+            conditions=self.spec.conditions,
+            context_tokens=context_tokens or self.least_tokens + _LOOKED_AT_TOKENS,
+            prompts=self.prompts,
         )
 
     def rules(self) -> Iterator[RegimeTapes]:
         """Regimes for every step that the model may be asked for; the first that holds counts."""
         cells = list(ranges(self.model.config, self.longest))
-        if len(cells) > 1 and (
-            self.steps.conditions.cache == "static" or self.steps.prompts is not None
-        ):
+        if len(cells) > 1 and (self.spec.conditions.cache == "static" or self.prompts is not None):
             raise Unlike("costs with a window and a static cache, or images, have more lengths")
         yield from self._regimes(cells, many=False)
         try:
             yield from list(self._regimes(cells, many=True))
         except Unlike:
             # A tower that takes its images one by one does other things in each batch.
-            if self.steps.prompts is None:
+            if self.prompts is None:
                 raise
 
     def _regimes(self, cells: Sequence[tuple[int, int]], *, many: bool) -> Iterator[RegimeTapes]:
@@ -301,15 +286,33 @@ class _Tracer:
         for start, stop in cells:
             yield from self._cell(many, start, stop)
 
-    def points(
-        self, workload: Workload, filled_tokens: int = _FILLED_TOKENS
-    ) -> Iterator[RegimeTapes]:
+    def profile(self, regimes: Sequence[RegimeTapes], named: Sequence[NamedTensor]) -> Profile:
+        """The profile with these regimes."""
+        return replace(
+            as_profile(self.model, self.groups, self.spec, regimes, named),
+            least_prompt_tokens=self.least_tokens,
+            flash_shapes=tuple(self.shapes),
+            needs_movers=self.recorder.needs_movers,
+        )
+
+    def points_of(self, workloads: Sequence[Workload]) -> list[RegimeTapes]:
+        """Regimes for the steps of some workloads."""
+        try:
+            return [point for work in workloads for point in self._points(work, _FILLED_TOKENS)]
+        except FAILURES:
+            if not self.has_cache:
+                raise
+            with suppress(*FAILURES):  # it may take one token at a time, once it has a cache
+                return [point for work in workloads for point in self._points(work, 1)]
+            raise
+
+    def _points(self, workload: Workload, filled_tokens: int) -> Iterator[RegimeTapes]:
         """Regimes for the steps of one workload; between two recorded ones the later counts."""
         many = workload.batch > 1
         chunks = workload.chunks()
         steps = [*chunks[:2], *chunks[-2:]] if len(chunks) > 4 else [*chunks]
-        stepper = Stepper.of(self.model, workload, self.device, self.steps.prompts)
-        before = 0
+        stepper = Stepper.of(self.model, workload, self.device, self.prompts)
+        before, self.has_cache = 0, False
         with self.recorder as recorder:
             recorder.forget()
             for query, past in [*steps, *_decodes(workload)]:
@@ -321,7 +324,7 @@ class _Tracer:
                 recorded = recorder.record(
                     partial(stepper.step, query), alone=workload.batch == query == 1
                 )
-                keys = past + query
+                keys, self.has_cache = past + query, True
                 regime = Regime(
                     phase=phase,
                     many=many,
@@ -337,16 +340,16 @@ class _Tracer:
         # What is asked of a model made for few tokens must not be more than it can do.
         high = min(stop, self.longest + 1, start + _PROBED_TOKENS)
         runs = list(plain_runs(many, start, high))
-        if self.steps.prompts is not None:
-            runs = list(image_runs(runs, self.steps.least_tokens))
-        if self.steps.conditions.cache == "static":
+        if self.prompts is not None:
+            runs = list(image_runs(runs, self.least_tokens))
+        if self.spec.conditions.cache == "static":
             runs = list(static_runs(runs))
-        samples = _Samples(self._record(runs), self._record([runs[0].aligned()]))
+        samples = _Samples(runs, self._record)
         for phase in dict.fromkeys(phase for phase, _ in runs[0].steps if phase is not None):
             regime = Regime(
                 phase=phase, many=many, query=EVERYWHERE, past=EVERYWHERE, keys=(start, stop)
             )
-            yield from self._split(regime, runs, samples)
+            yield from self._split(regime, samples)
 
     def _crossing(
         self, many: bool, before: tuple[int, int], after: tuple[int, int]
@@ -356,7 +359,7 @@ class _Tracer:
         if high - after[0] < _SHORTEST_WINDOW:
             return
         runs = list(crossing_runs(many, before, (after[0], high)))
-        samples = _Samples(self._record(runs), self._record([runs[0].aligned()]))
+        samples = _Samples(runs, self._record)
         regime = Regime(
             phase="extend",
             many=many,
@@ -364,18 +367,14 @@ class _Tracer:
             past=(max(before[0], 1), before[1]),
             keys=after,
         )
-        yield from self._split(regime, runs, samples)
+        yield from self._split(regime, samples)
 
-    def _split(
-        self, regime: Regime, runs: Sequence[Run], samples: _Samples
-    ) -> Iterator[RegimeTapes]:
+    def _split(self, regime: Regime, samples: _Samples) -> Iterator[RegimeTapes]:
         """One regime, or two where it matters whether masks are aligned."""
-        try:
+        with suppress(Unlike):
             yield _fitted(regime, samples.all, self.shapes)
             return
-        except Unlike:
-            if not samples.is_complete:
-                samples.complete(self._record([run.aligned() for run in runs[1:]]))
+        samples.complete()
         for aligned in (False, True):
             yield _fitted(replace(regime, aligned=aligned), samples.where(aligned), self.shapes)
 
@@ -398,14 +397,15 @@ class _Tracer:
 class _Samples:
     """What was recorded for one range: at lengths that aren't aligned, and at some that are."""
 
-    def __init__(self, samples: Sequence[Sample], probe: Sequence[Sample]) -> None:
-        self.all = [*samples, *probe]
-        self.is_complete = False
+    def __init__(self, runs: Sequence[Run], record: Callable[[list[Run]], list[Sample]]) -> None:
+        first, *self._rest = (run.aligned() for run in runs)
+        self._record = record
+        self.all = record([*runs, first])
 
-    def complete(self, samples: Sequence[Sample]) -> None:
+    def complete(self) -> None:
         """Add the rest of the aligned ones."""
-        self.all += samples
-        self.is_complete = True
+        self.all += self._record(self._rest)
+        self._rest = []
 
     def where(self, aligned: bool) -> list[Sample]:
         """Those whose keys are a multiple of `ALIGNED_TOKENS`, or those whose aren't."""

@@ -108,6 +108,7 @@ class _Tracer:
         self.groups: list[Group] = []
         self.trained: dict[str, list[int]] = {}
         self.shapes: list[FlashShape] = []
+        self.needs_movers = False
 
     def start(self, device: torch.device) -> None:
         """Find the blocks, with the model on its device."""
@@ -186,6 +187,7 @@ class _Tracer:
                 ]
                 self._note_trained(first.forward.like)
                 learner.drop_gradients()
+            self.needs_movers |= recorder.needs_movers
         return samples
 
     def profile(self, regimes: Sequence[RegimeTapes], named: Sequence[NamedTensor]) -> Profile:
@@ -209,6 +211,7 @@ class _Tracer:
             kinds=tuple(kinds),
             dtype=_dtype_name(self.dtype),
             flash_shapes=tuple(self.shapes),
+            needs_movers=self.needs_movers,
         )
 
     def _learner(self, batch: int, length: int) -> Learner:

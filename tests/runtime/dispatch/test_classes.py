@@ -62,8 +62,11 @@ def test_outputs_come_back_however_forward_is_called() -> None:
         lambda model: model.to(torch.device("cpu"), torch.float16),
         lambda model: model.cpu(),
         lambda model: nn.Sequential(nn.Linear(2, 2), model).to("vgpu:1"),
+        lambda model: model.model.to("vgpu:0"),
+        lambda model: model.model.layers[3].to("vgpu:0"),
+        lambda model: model.lm_head.cpu(),
     ],
-    ids=["to", "to-dtype", "cpu", "within"],
+    ids=["to", "to-dtype", "cpu", "within", "body", "layer", "head"],
 )
 def test_a_spread_model_is_not_moved(move: Any) -> None:
     model = spread()

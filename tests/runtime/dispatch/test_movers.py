@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from duoka.planner.placement import Placement
-from duoka.runtime.dispatch.dispatch import dispatch, install_movers, undispatch
+from duoka.runtime.dispatch.dispatch import dispatch, undispatch
 
 # The meta device is another device than the CPU, so it shows every move; values are tested on
 # virtual GPUs in test_dispatch.py.
@@ -343,7 +343,8 @@ def test_on_one_device_there_are_no_hooks() -> None:
 
 def test_movers_can_be_installed_on_one_device_to_be_measured() -> None:
     model = Stack(2)
-    install_movers(model, Placement(entries=(("blocks.0", "cpu"), ("blocks.1", "cpu"))))
+    placement = Placement(entries=(("blocks.0", "cpu"), ("blocks.1", "cpu")))
+    dispatch(model, placement, has_movers=True)
     assert all(type(block) is not Reader for block in model.blocks)
     model.script = call_all(model)
     model(hidden := torch.ones(2))

@@ -28,14 +28,16 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer that a checkpoint's directory holds. No code from there is run.
 
-    One of the ChatGLM family, read from its published file, is of the class `native`.
+    One of the ChatGLM family, as published or as it was saved, is of the class `native`.
     """
     look_at_files(directory)
     vocabulary = directory / "tokenizer.model"
-    if config.get("model_type") == "chatglm" and vocabulary.is_file():
+    is_native = config.get("model_type") == "chatglm"
+    if is_native and vocabulary.is_file():
         return native(**_chatglm_tokenizer(vocabulary, config))
+    reader: Any = native if is_native else AutoTokenizer
     try:
-        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        loaded: PreTrainedTokenizerBase = reader.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False, padding_side="left"
         )
     except Exception as error:

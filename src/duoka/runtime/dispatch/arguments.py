@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -23,13 +23,23 @@ from duoka.models.kv_cache import CACHE_NAMES
 NO_TENSORS = frozenset({type(None), bool, int, float, str})
 
 
-def is_brought(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a tensor that comes to a device is brought there."""
+def must_move(tensor: Tensor, device: torch.device) -> bool:
+    """Whether a device wants a tensor there: a number on the CPU mixes with every one."""
     return tensor.device != device and not (tensor.dim() == 0 and tensor.device.type == "cpu")
 
 
-def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The value with every tensor in it changed; the very same object where none was."""
+def bring(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor where a mover brings it."""
+    return tensor.to(device) if must_move(tensor, device) else tensor
+
+
+def mapped(
+    value: Any, change: Callable[[Tensor], Tensor], other: Callable[[Any], Any] | None = None
+) -> Any:
+    """The value with every tensor in it changed; the very same object where none was.
+
+    `other` changes what is neither a tensor nor a container.
+    """
     if type(value) in NO_TENSORS:
         return value
     if isinstance(value, Tensor):
@@ -40,14 +50,14 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         # its batch sizes stay on the CPU
         return packed if changed is packed.data else packed.to(changed.device)
     if isinstance(value, (tuple, list)):
-        items = [mapped(item, change) for item in value]
+        items = [mapped(item, change, other) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         if hasattr(value, "_fields"):
             return type(value)(*items)
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, dict):
-        entries = {key: mapped(item, change) for key, item in value.items()}
+        entries = {key: mapped(item, change, other) for key, item in value.items()}
         if all(entries[key] is item for key, item in value.items()):
             return value
         # A shallow copy keeps the class and its attributes: transformers' outputs are dicts.
@@ -55,12 +65,24 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         for key, item in entries.items():
             result[key] = item
         return result
-    return value
+    return value if other is None else other(value)
 
 
-def brought(value: Any, device: torch.device) -> Any:
-    """The value with every tensor in it that a mover would bring to a device."""
-    return mapped(value, lambda tensor: tensor.to(device) if is_brought(tensor, device) else tensor)
+def mapped_call(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    change: Callable[[Tensor], Tensor],
+    caches: Collection[int | str] = (),
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, with every tensor changed that isn't a part of one of the caches."""
+
+    def of(key: int | str, value: Any) -> Any:
+        stays = key in caches and isinstance(value, (tuple, list, dict))
+        return value if stays else mapped(value, change)
+
+    # In this order dispatch moves them, and where its copies lie depends on it.
+    changed = {key: of(key, value) for key, value in kwargs.items()}
+    return tuple([of(at, value) for at, value in enumerate(args)]), changed
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -90,34 +112,24 @@ def caches_of(module: nn.Module) -> frozenset[int | str]:
 
 
 def caches_in(outputs: Any) -> list[Any]:
-    """Of what a model returns by name the caches, which stay where they are."""
-    if not isinstance(outputs, dict):
-        return []
-    return [outputs[name] for name in CACHE_NAMES if name in outputs]
-
-
-def stays(key: int | str, value: Any, caches: Iterable[int | str]) -> bool:
-    """Whether an argument is a cache with parts, of several blocks."""
-    return key in caches and isinstance(value, (tuple, list, dict))
+    """Of what a model returns the caches, which stay: by name, or tuples of tuples, as of old."""
+    if isinstance(outputs, dict):
+        return [outputs[name] for name in CACHE_NAMES if name in outputs]
+    parts = outputs if isinstance(outputs, tuple) else ()
+    return [p for p in parts if isinstance(p, tuple) and all(isinstance(x, tuple) for x in p)]
 
 
 def to_device(value: Any, device: torch.device) -> Any:
     """The inputs of a call on a device, as whoever calls a model brings them there."""
-    if is_dataclass(value) and not isinstance(value, (type, MutableMapping)):
-        parts = {part.name: to_device(getattr(value, part.name), device) for part in fields(value)}
-        return replace(
-            value, **{part.name: parts[part.name] for part in fields(value) if part.init}
-        )
-    if isinstance(value, MutableMapping):
-        moved = copy.copy(value)
-        for key, item in value.items():
-            moved[key] = to_device(item, device)
-        return moved
-    if isinstance(value, Tensor):
-        return value.detach().to(device).requires_grad_(value.requires_grad)
-    if isinstance(value, (tuple, list)) and not isinstance(value, PackedSequence):
-        items = [to_device(item, device) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if callable(move := getattr(value, "to", None)) and not isinstance(value, (type, nn.Module)):
-        return move(device)
-    return value
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+
+    def other(value: Any) -> Any:
+        if is_dataclass(value) and not isinstance(value, type):
+            parts = (part.name for part in fields(value) if part.init)
+            return replace(value, **{n: to_device(getattr(value, n), device) for n in parts})
+        is_movable = hasattr(value, "to") and not isinstance(value, (type, nn.Module))
+        return value.to(device) if is_movable else value
+
+    return mapped(value, move, other)

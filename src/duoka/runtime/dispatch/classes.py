@@ -6,7 +6,7 @@ alone would cost 2 % of a small model's decoding step. Hooks that others registe
 are moved already.
 
 The model itself has one whose `forward` brings its outputs back, whoever calls that (peft doesn't
-call the model), and which refuses to be moved.
+call the model). All of them refuse to be moved.
 """
 
 from __future__ import annotations
@@ -36,6 +36,20 @@ class _Dispatched:
         *kinds, base = type(self).__bases__
         return _revive, (base, tuple(kinds)), self.__getstate__()
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Refuse what moves tensors: `to`, `cuda` and `cpu` come here, those of wrappers too."""
+        module: Any = self
+        for device in {tensor.device for tensor in module.parameters()}:
+            target = fn(torch.empty(0, device=device)).device
+            if target != device:
+                raise PlacementError(
+                    "the model is dispatched to its devices: neither it nor a part of it can be "
+                    f"moved to {target}",
+                    hint="leave .to(…), .cuda() and .cpu() out: inputs come to it from any device. "
+                    f'duoka.dispatch(model, {{"": "{target}"}}) puts all of it on that one',
+                )
+        return super()._apply(fn, recurse)  # type: ignore[misc]
+
 
 class _Moving(_Dispatched):
     """Put before the class of a block: brings the arguments of a call to the block's device."""
@@ -46,7 +60,7 @@ class _Moving(_Dispatched):
             args, kwargs = mover.bring(args, kwargs)
         streamed = self.__dict__.get(STREAMED)
         if streamed is not None:
-            return streamed.run(super().__call__, args, kwargs)  # type: ignore[misc]
+            return streamed(super().__call__, args, kwargs)  # type: ignore[misc]
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -58,19 +72,6 @@ class _Spread(_Dispatched):
         if "forward" in self.__dict__:  # somebody's own, which needn't come by the class's
             return self.__dict__[ROOT].run(call, args, kwargs)
         return call(*args, **kwargs)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Refuse what moves tensors: `to`, `cuda` and `cpu` come here, those of wrappers too."""
-        model: Any = self
-        for device in {tensor.device for tensor in model.parameters()}:
-            target = fn(torch.empty(0, device=device)).device
-            if target != device:
-                raise PlacementError(
-                    f"the model is dispatched to its devices and can't be moved to {target}",
-                    hint="leave .to(…), .cuda() and .cpu() out: inputs come to it from any device. "
-                    f'duoka.dispatch(model, {{"": "{target}"}}) puts all of it on that one',
-                )
-        return super()._apply(fn, recurse)  # type: ignore[misc]
 
 
 def _forward_of(base: type[nn.Module]) -> Callable[..., Any]:

@@ -20,34 +20,9 @@ from torch import nn
 
 from duoka.planner.placement import Placement
 
-from .install_movers import (
-    Installed,
-    install,
-    install_on,
-    is_callable,
-    moving_modules,
-    streamed_modules,
-)
-from .movers import Frames, Mover
+from .install_movers import Installed, install, streamed_modules
 from .offload import Streamer
-from .place_tensors import devices_by_name, move_tensors, on_host, place, refuse_meta, tensor_names
-
-__all__ = [
-    "Frames",
-    "Installed",
-    "Mover",
-    "Streamer",
-    "dispatch",
-    "install_movers",
-    "install_on",
-    "is_callable",
-    "moving_modules",
-    "on_host",
-    "place",
-    "stream",
-    "tensor_names",
-    "undispatch",
-]
+from .place_tensors import devices_by_name, move_tensors, on_host, refuse_meta
 
 _STATE = "_duoka_dispatch"
 _AUTO_COMPILE = "_valid_auto_compile_criteria"
@@ -113,17 +88,6 @@ def undispatch(model: nn.Module) -> None:
         module.__dict__.pop("_hf_hook", None)
     for name in ("hf_device_map", _AUTO_COMPILE):
         model.__dict__.pop(name, None)
-
-
-def install_movers(model: Model, placement: Placement) -> Model:
-    """Put movers on every block of the placement, on one device too, and move no parameter.
-
-    `dispatch` does this when there are several devices. On one device it serves to measure what
-    the movers themselves cost.
-    """
-    undispatch(model)
-    _adopt(model, placement, install(model, placement, devices_by_name(model, placement)), [])
-    return model
 
 
 class _State:

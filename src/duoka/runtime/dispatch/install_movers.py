@@ -14,7 +14,7 @@ from duoka.planner.placement import Placement
 
 from .arguments import caches_of
 from .classes import MOVER, ROOT, settle_class
-from .movers import Enter, Frames, Leave, Mover, Root
+from .movers import Frames, Mover, Root
 from .place_tensors import tensor_names
 
 
@@ -55,8 +55,8 @@ def install_on(
     settle_class(model)
     handles = []
     for module in parents:
-        handles.append(module.register_forward_pre_hook(Enter(frames), prepend=True))
-        handles.append(module.register_forward_hook(Leave(frames), always_call=True))
+        handles.append(module.register_forward_pre_hook(frames.enter_part, prepend=True))
+        handles.append(module.register_forward_hook(frames.leave, always_call=True))
     return Installed(list(blocks), handles)
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from .arguments import NO_TENSORS, caches_in, is_brought, mapped, stays, tensors_in
+from .arguments import NO_TENSORS, caches_in, mapped, mapped_call, must_move, tensors_in
 
 
 class Frames(threading.local):
@@ -39,8 +39,12 @@ class Frames(threading.local):
         stack = self.stack
         stack.append(stack[-1] if stack and not is_root else Frame())
 
-    def leave(self) -> None:
-        """Forget what the matching `enter` began."""
+    def enter_part(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Forward pre-hook of what contains blocks: a call begins."""
+        self.enter(is_root=False)
+
+    def leave(self, *_: Any) -> None:
+        """Forget what the matching `enter` began; a forward hook, on errors too."""
         if self.stack:
             frame = self.stack.pop()
             if not self.stack or self.stack[-1] is not frame:
@@ -88,14 +92,15 @@ class Memory:
             return None
         return copy
 
-    def add(self, tensor: Tensor, copy: Tensor) -> None:
-        """Remember a copy as long as its source lives."""
-        if tensor.is_inference():
-            return  # it has no version, so a change in place would go unnoticed
+    def add(self, tensor: Tensor, copy: Tensor) -> Tensor:
+        """Remember a copy, which is returned, as long as its source lives."""
         key, entries = id(tensor), self.moved
-        # An id is given to another tensor only after its first owner is gone from here.
-        source = weakref.ref(tensor, lambda _: entries.pop(key, None))
-        entries[key] = _Moved(source, tensor._version, copy)
+        # One of inference mode has no version, so a change in place would go unnoticed.
+        if not tensor.is_inference():
+            # An id is given to another tensor only after its first owner is gone from here.
+            source = weakref.ref(tensor, lambda _: entries.pop(key, None))
+            entries[key] = _Moved(source, tensor._version, copy)
+        return copy
 
 
 class Frame:
@@ -173,23 +178,14 @@ class Mover:
             memory = stack[-1].memory(self._keys[torch.is_grad_enabled()])
 
         def move(tensor: Tensor) -> Tensor:
-            if not is_brought(tensor, device):
+            if not must_move(tensor, device):
                 return tensor
-            known = None if memory is None else memory.find(tensor)
-            return _moved(tensor, device, memory) if known is None else known
+            if memory is None:
+                return tensor.to(device)
+            known = memory.find(tensor)
+            return memory.add(tensor, tensor.to(device)) if known is None else known
 
-        def bring(key: int | str, value: Any) -> Any:
-            return value if stays(key, value, self._caches) else mapped(value, move)
-
-        moved_kwargs = {key: bring(key, value) for key, value in kwargs.items()}
-        return tuple([bring(at, value) for at, value in enumerate(args)]), moved_kwargs
-
-
-def _moved(tensor: Tensor, device: torch.device, memory: Memory | None) -> Tensor:
-    moved = tensor.to(device)
-    if memory is not None:
-        memory.add(tensor, moved)
-    return moved
+        return mapped_call(args, kwargs, move, self._caches)
 
 
 def _at_home(values: Any, device: torch.device) -> bool:
@@ -210,32 +206,6 @@ def _at_home(values: Any, device: torch.device) -> bool:
         elif isinstance(value, dict) and not _at_home(value.values(), device):
             return False
     return True
-
-
-class Enter:
-    """Forward pre-hook of what contains blocks: a call begins."""
-
-    __slots__ = ("_frames",)
-
-    def __init__(self, frames: Frames) -> None:
-        self._frames = frames
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Begin to remember."""
-        self._frames.enter(is_root=False)
-
-
-class Leave:
-    """Forward hook that runs on errors too: the call is over, what was moved is forgotten."""
-
-    __slots__ = ("_frames",)
-
-    def __init__(self, frames: Frames) -> None:
-        self._frames = frames
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forget what the matching `Enter` began."""
-        self._frames.leave()
 
 
 class Root:

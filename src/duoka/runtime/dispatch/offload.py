@@ -15,10 +15,10 @@ place. That is refused, and never ignored.
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from mmap import PAGESIZE
 from typing import Any
 
@@ -29,6 +29,7 @@ from duoka.errors import ModelError, UsageError
 from duoka.forecast.allocator import rounded_bytes
 from duoka.forecast.profile import NUM_BUFFERS, buffer_bytes
 
+from .arguments import mapped
 from .classes import STREAMED, settle_class
 
 Version = tuple[int, int, int]
@@ -76,7 +77,7 @@ class Streamer:
     def install(self) -> None:
         """Let the modules' weights come when they are called."""
         for index, unit in enumerate(self._units):
-            unit.module.__dict__[STREAMED] = Streamed(self, index)
+            unit.module.__dict__[STREAMED] = partial(self.run, index)
             settle_class(unit.module)
 
     def remove(self) -> None:
@@ -99,7 +100,7 @@ class Streamer:
             if index in self._running:
                 return call(*args, **kwargs)
             output = self._run(index, unit, call, args, kwargs)
-        return _without_backward(output) if with_gradients else output
+        return mapped(output, _without_backward) if with_gradients else output
 
     def _run(
         self, index: int, unit: _Unit, call: Callable[..., Any], args: Any, kwargs: Any
@@ -134,20 +135,6 @@ class Streamer:
             with torch.no_grad():
                 lane.copy(buffer, unit.pairs())
             self._contents[buffer] = now
-
-
-class Streamed:
-    """What a streamed module holds: its place among those of its device."""
-
-    __slots__ = ("_index", "_streamer")
-
-    def __init__(self, streamer: Streamer, index: int) -> None:
-        self._streamer = streamer
-        self._index = index
-
-    def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call the module with its weights on the device."""
-        return self._streamer.run(self._index, call, args, kwargs)
 
 
 class _Place:
@@ -260,20 +247,11 @@ def _like(host: Tensor, view: Tensor) -> Tensor:
     return parameter
 
 
-def _without_backward(output: Any) -> Any:
-    """The same output; a backward pass that comes to it is refused."""
-    if isinstance(output, Tensor):
-        guard: Any = _NoBackward
-        return guard.apply(output) if output.requires_grad else output
-    if isinstance(output, (tuple, list)):
-        items = [_without_backward(item) for item in output]
-        return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
-    if isinstance(output, dict):
-        guarded = copy.copy(output)  # keeps the class: transformers' outputs are dicts
-        for key, value in output.items():
-            guarded[key] = _without_backward(value)
-        return guarded
-    return output
+def _without_backward(tensor: Tensor) -> Tensor:
+    """The same tensor; a backward pass that comes to it is refused."""
+    guard: Any = _NoBackward
+    guarded: Tensor = guard.apply(tensor) if tensor.requires_grad else tensor
+    return guarded
 
 
 class _NoBackward(torch.autograd.Function):
