@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ _PRODUCTS = frozenset(
     }
 )  # fmt: skip
 # From torch 2.13 on outer products of batches, as rotary embeddings make them, are Triton's.
-_OUTER_IS_TRITONS = importlib.util.find_spec("torch._native.ops.bmm_outer_product") is not None
+_OUTER_IS_TRITONS = "torch._native.ops.bmm_outer_product" in sys.modules
 
 
 def is_product(func: Any, args: tuple[Any, ...]) -> bool:
