@@ -123,10 +123,11 @@ OLD = [
     pytest.param(
         "from transformers.modeling_outputs import CausalLMOutputWithPast\n",
         "from transformers.modeling_outputs import CausalLMOutputWithPast\n"
-        "from transformers.modeling_utils import find_pruneable_heads_and_indices\n",
-        1,
-        "ImportError: .*find_pruneable_heads_and_indices",
-        id="a name that can't be imported",
+        "from transformers.modeling_utils import find_pruneable_heads_and_indices\n"
+        "find_pruneable_heads_and_indices({}, 1, 1, {})\n",
+        2,
+        "NotImplementedError: transformers.modeling_utils.find_pruneable_heads_and_indices of",
+        id="a name that is gone",
     ),
     pytest.param(
         "self.final_norm = nn.LayerNorm(config.width)\n",

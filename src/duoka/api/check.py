@@ -18,7 +18,7 @@ from duoka.base.progress import say
 from duoka.checker.run import check_subject
 from duoka.checker.source_map import place_of
 from duoka.checker.stage_splits import splits
-from duoka.checker.subject import OTHER_VERSIONS, Subject, complete, read_entries, stop_of
+from duoka.checker.subject import Subject, complete, read_entries, stop_of
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import DuokaError, Faults, InfeasibleError, ModelError, PlacementError, UsageError
 from duoka.forecast.tensor_names import Outline
@@ -26,6 +26,7 @@ from duoka.forecast.workload import Training, Workload
 from duoka.hardware.fleet import Fleet
 from duoka.models import make_trainable
 from duoka.models.from_checkpoint import build_model
+from duoka.models.remote_code import OTHER_VERSIONS
 from duoka.planner.constraints import Constraints, strategy_of
 from duoka.planner.device_map import DeviceMap, judge
 from duoka.planner.placement import Placement
@@ -183,12 +184,12 @@ def _subject(
     try:
         subject = _of_checkpoint(checkpoint, request)
     except ModelError as error:
-        stop = stop_of(checkpoint, error, "build") if checkpoint.code else None
+        stop = stop_of(checkpoint, error, "build") if checkpoint.builds_own_model else None
         if stop is None:
             raise
         raise _CodeStoppedError(checkpoint.source, stop) from error
     subject = _trainable(subject, request.training)
-    if checkpoint.code:
+    if checkpoint.builds_own_model:
         note = "" if subject.train else whole_prompt_note(checkpoint, subject.workload)
         return replace(subject, hint=OTHER_VERSIONS, if_too_large=note)
     return replace(subject, not_run=checkpoint.untrusted_code)
@@ -301,7 +302,7 @@ def _of_checkpoint(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
     faults, is_whole = Faults(), True
     if placement is None:
         request = replace(request, workload=workload)
-        if checkpoint.code:
+        if checkpoint.builds_own_model:
             request = replace(request, joined_layers=_joined_layers(checkpoint, request))
         placement = _plan_of(checkpoint, request)
     if isinstance(placement, Plan):

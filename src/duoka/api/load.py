@@ -17,9 +17,8 @@ from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import CheckpointError, ModelError, UsageError
 from duoka.hardware.host import refuse_more
-from duoka.models.from_checkpoint import build_model
+from duoka.models.from_checkpoint import build_model, tokenizer_of
 from duoka.models.text.chatglm_tokenizer import ChatGLMTokenizer
-from duoka.models.text.tokenizer import load_tokenizer
 from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
@@ -154,13 +153,17 @@ def _refuse_untrusted(plan: Plan, checkpoint: Checkpoint) -> None:
         )
 
 
-def tokenizer(source: str | os.PathLike[str] | Checkpoint | Plan) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint; none of its code is run, and no weight downloaded.
+def tokenizer(
+    source: str | os.PathLike[str] | Checkpoint | Plan, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a checkpoint; no weight is downloaded.
 
     Parameters
     ----------
     source : path, Checkpoint or Plan
         A directory, a model on the Hub, or the plan that was made for one.
+    trust_remote_code : bool
+        Run the tokenizer's code, where it comes with one. A Checkpoint says so itself.
 
     Returns
     -------
@@ -175,9 +178,10 @@ def tokenizer(source: str | os.PathLike[str] | Checkpoint | Plan) -> PreTrainedT
     """
     if isinstance(source, Plan):
         source = source.source
-    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
-    checkpoint.fetch_tokenizer()
-    return load_tokenizer(checkpoint.path, checkpoint.config, native=ChatGLMTokenizer)
+    if not isinstance(source, Checkpoint):
+        source = Checkpoint.open(source, trust_remote_code=trust_remote_code)
+    source.fetch_tokenizer()
+    return tokenizer_of(source, ChatGLMTokenizer)
 
 
 def dispatch(

@@ -22,6 +22,7 @@ from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import Faults, ModelError, PlacementError
 from duoka.forecast.workload import Workload
 from duoka.hardware.gpu_generation import GpuGeneration
+from duoka.models.remote_code import OTHER_VERSIONS
 from duoka.report.check_report import OriginKind, Stop
 from duoka.runtime.dispatch.install_movers import is_callable
 from duoka.runtime.dispatch.place_tensors import tensor_names
@@ -30,7 +31,6 @@ from .source_map import place_of
 
 Entries = tuple[tuple[str, str], ...]
 
-OTHER_VERSIONS = "the code was written for other versions of its libraries: look at that call"
 """What to do where a checkpoint's own code can't run."""
 
 _PACKAGES = ("duoka", "torch", "transformers")
@@ -235,13 +235,6 @@ def _tensors_of(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"[{index}]", item
 
 
-def _hint(error: BaseException) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name is not None:
-        package = error.name.partition(".")[0]
-        return f"the code needs a package that isn't there: pip install {package}"
-    return OTHER_VERSIONS
-
-
 def stop_of(checkpoint: Checkpoint, error: ModelError, phase: str) -> Stop | None:
     """Where a checkpoint's code stopped; None if what failed wasn't its code."""
     cause = error.__cause__
@@ -253,5 +246,5 @@ def stop_of(checkpoint: Checkpoint, error: ModelError, phase: str) -> Stop | Non
         message=f"{type(cause).__name__}: {cause}",
         place=None if spot is None else place_of(spot),
         phase=phase,
-        hint=_hint(cause),
+        hint=(isinstance(cause, ModuleNotFoundError) and error.hint) or OTHER_VERSIONS,
     )

@@ -25,7 +25,7 @@ _AROUND = {"transformer": "", "encoder": "", "embedding": "", "self_attention": 
 
 def native_targets(checkpoint: Checkpoint, targets: Sequence[str]) -> tuple[str, ...]:
     """LoRA targets in the names of the class that is built; UsageError for what isn't there."""
-    is_chatglm = checkpoint.config.get("model_type") == CHATGLM and not checkpoint.code
+    is_chatglm = checkpoint.config.get("model_type") == CHATGLM and not checkpoint.builds_own_model
     known = _stored_layers(checkpoint)
     if is_chatglm:
         native = (name for names in _CHATGLM_LAYERS.values() for name in names)

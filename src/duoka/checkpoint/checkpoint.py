@@ -23,12 +23,14 @@ from duoka.base.files import Stamp, read_bytes
 from duoka.errors import CheckpointError, UsageError
 
 from . import config as configs
+from .architecture import CHATGLM
 from .directory import CHAT_TEMPLATES, Folder, LocalFolder, Progress
 from .headers import UNREADABLE, TensorInfo, read_json
 from .index import NO_WEIGHTS, Weights, find_weights, stamps_of
 
 _CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 _MAX_CODE_BYTES = 4 * 2**20
 _MAX_SMALL_BYTES = 256 * 2**20  # the largest published tokenizers have some 40 MB
 # What a tokenizer may consist of, besides the configs: everything small that isn't code.
@@ -71,7 +73,7 @@ class Checkpoint:
         Equal for equal configs, tensors and trusted code, wherever they lie; `differences` tells
         two apart. The tensors' values don't count.
     trust_remote_code : bool
-        Whether model code that comes with the checkpoint may run.
+        Whether code that comes with the checkpoint may run: that of its model and tokenizer.
     code : tuple of CodeFile
         That code; empty if it may not run.
     untrusted_code : tuple of str
@@ -162,7 +164,8 @@ class Checkpoint:
         where = str(folder.path / _CONFIG)
         configs.check_config(config, num_tensors=num_tensors, source=where)
         model_code = _model_code(config)
-        code = _read_code(folder) if trust_remote_code and model_code else ()
+        is_run = trust_remote_code and (model_code or _tokenizer_class(folder, config))
+        code = _read_code(folder) if is_run else ()
         generation = _GENERATION_CONFIG in names
         return cls(
             path=folder.path,
@@ -242,6 +245,19 @@ class Checkpoint:
         return tuple((file.name, file.sha256) for file in self.code)
 
     @property
+    def builds_own_model(self) -> bool:
+        """Whether the model that is built is that of the code which came with the checkpoint."""
+        return bool(self.code and _model_code(self.config))
+
+    @property
+    def tokenizer_class(self) -> str | None:
+        """The class of the checkpoint's own code, as "file.Class", that reads its tokenizer.
+
+        None where the tokenizer is known by its files.
+        """
+        return None if self.folder is None else _tokenizer_class(self.folder, self.config)
+
+    @property
     def weight_bytes(self) -> int | None:
         """Bytes of all tensors as stored; None when a tensor's size isn't known."""
         if self.tensors is None:
@@ -309,12 +325,30 @@ def _read_config(folder: Folder, name: str) -> dict[str, Any]:
     return read_json(folder.fetch(name), most_bytes=configs.MAX_CONFIG_BYTES)
 
 
+def _auto_map(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    auto_map = config.get("auto_map")
+    return auto_map if isinstance(auto_map, dict) else {}
+
+
 def _model_code(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The files of the models that a configuration says came with it."""
-    auto_map = config.get("auto_map")
-    stated = auto_map.items() if isinstance(auto_map, dict) else ()
+    stated = _auto_map(config).items()
     files = {f"{str(value).partition('.')[0]}.py" for key, value in stated if "Model" in key}
     return tuple(sorted(files))
+
+
+def _tokenizer_class(folder: Folder, config: Mapping[str, Any]) -> str | None:
+    """See `Checkpoint.tokenizer_class`: of two that are named the first is plain Python."""
+    names = folder.names()
+    if config.get("model_type") == CHATGLM and "tokenizer.model" in names:
+        return None
+    settings = _read_config(folder, _TOKENIZER_CONFIG) if _TOKENIZER_CONFIG in names else {}
+    for place in (settings, config):
+        stated = _auto_map(place).get("AutoTokenizer")
+        for name in stated if isinstance(stated, list) else [stated]:
+            if isinstance(name, str) and f"{name.partition('.')[0]}.py" in names:
+                return name
+    return None
 
 
 def _brought_code(names: frozenset[str], model_code: Iterable[str]) -> tuple[str, ...]:

@@ -6,8 +6,12 @@ seconds. How a prompt is written around a text isn't known here.
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,6 +56,8 @@ def refuse_prompts(checkpoint: Checkpoint, texts: Sequence[str] = (), most_token
     look_at_files(checkpoint.path)
     for name in _JSON:
         _settings(checkpoint.path / name)
+    if own_class(checkpoint) is not None:
+        return  # only that code tells what a text is
     # A token has a byte at least: what is short enough needn't be counted.
     is_counted = any(len(text.encode()) > most_tokens for text in texts)
     rows = vocabulary_size(checkpoint.config)
@@ -85,6 +91,42 @@ def _encoding(
             f"{file} can't be read: it is damaged, or for other versions of tokenizers",
             hint=_FETCH_AGAIN,
         ) from error
+
+
+def own_class(checkpoint: Checkpoint) -> str | None:
+    """The class of the checkpoint's own code that reads its tokenizer; an error if it can't."""
+    name = checkpoint.tokenizer_class
+    if name is None or (not checkpoint.code and (checkpoint.path / "tokenizer.json").is_file()):
+        return None
+    file = f"{name.partition('.')[0]}.py"
+    if not checkpoint.code:
+        raise CheckpointError(
+            f"the tokenizer of {checkpoint.source} is code that comes with it, {file}, and that "
+            "code may not run",
+            hint="it runs only with --trust-remote-code (trust_remote_code=True)",
+        )
+    [content] = (code.content for code in checkpoint.code if code.name == file)
+    for package in _packages(content):
+        if package not in sys.modules and find_spec(package) is None:
+            raise CheckpointError(
+                f"{file} of {checkpoint.source} can't run", hint=missing_package(package)
+            )
+    return name
+
+
+def _packages(content: bytes) -> Iterator[str]:
+    """What a module can't do without; that its text is no Python is told when it is imported."""
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        for node in ast.parse(content).body:
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                yield node.module.partition(".")[0]
+            elif isinstance(node, ast.Import):
+                yield from (alias.name.partition(".")[0] for alias in node.names)
+
+
+def missing_package(name: str) -> str:
+    """What to do about code that needs a package which isn't there."""
+    return f"the code needs a package that isn't there: pip install {name}"
 
 
 def too_long(num_tokens: int, most_tokens: int) -> UsageError:

@@ -44,7 +44,7 @@ def chat(options: RunnablePlan, answering: AnswerOptions, model: ModelOptions) -
     chosen = answering.chosen()
     plan = planning.make_plan(model, options, texts=[answering.system or ""])
     plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
-    sampling, reader = planning.sampling(plan, chosen), planning.open_prompts(plan)
+    sampling, reader = planning.sampling(plan, chosen), planning.open_prompts(plan, model)
     system = planning.usable_system(reader, answering.system)
     generator = planning.load_generator(plan, model, reader, cache_weights=answering.cache_weights)
     from duoka.runtime import Conversation

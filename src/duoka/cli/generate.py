@@ -86,7 +86,7 @@ def generate(
     system = "" if prompts.raw else answering.system or ""
     plan = planning.make_plan(model, options, texts=[system + text for text in questions])
     plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
-    sampling, reader = planning.sampling(plan, chosen), planning.open_prompts(plan)
+    sampling, reader = planning.sampling(plan, chosen), planning.open_prompts(plan, model)
     usable = None if prompts.raw else planning.usable_system(reader, system)
     tokens = [
         reader.plain(text) if prompts.raw else reader.prompt(text.strip(), system=usable)

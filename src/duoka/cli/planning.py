@@ -150,7 +150,7 @@ def open_checkpoint(options: ModelOptions, to_run: bool = False) -> duoka.Checkp
             revision=options.revision,
             trust_remote_code=options.trust_remote_code,
         )
-    if not checkpoint.code:
+    if not checkpoint.builds_own_model:
         refuse_unbuildable(checkpoint.config)
     if to_run and not checkpoint.has_weights:
         raise CheckpointError(
@@ -342,13 +342,14 @@ def save_device_map(device_map: Mapping[str, int | str], file: Path) -> None:
     write_file(file, text + "\n", "the device map")
 
 
-def open_prompts(plan: duoka.Plan) -> PromptReader:
+def open_prompts(plan: duoka.Plan, model: ModelOptions) -> PromptReader:
     """What reads prompts for the model of a plan, before its weights are read."""
+    checkpoint = duoka.Checkpoint.open(plan.source, trust_remote_code=model.trust_remote_code)
     with working():
         say_import("torch")
         from duoka.runtime import PromptReader
 
-        return PromptReader.open(duoka.Checkpoint.open(plan.source), plan.workload)
+        return PromptReader.open(checkpoint, plan.workload)
 
 
 def usable_system(reader: PromptReader, system: str | None) -> str | None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from duoka import models
 from duoka.base.units import format_bytes
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.config import is_for_transformers4
 from duoka.checkpoint.quantized import Method, method_of, sort_tensors, without_quantization
+from duoka.checkpoint.tokenizer_files import own_class
 from duoka.errors import ModelError
 from duoka.forecast.workload import Workload
 
 from . import quantization
+from .text.tokenizer import load_tokenizer
 
 
 def build_model(checkpoint: Checkpoint, workload: Workload) -> PreTrainedModel:
@@ -21,7 +23,8 @@ def build_model(checkpoint: Checkpoint, workload: Workload) -> PreTrainedModel:
     method = method_of(checkpoint.config)
     dtype = getattr(torch, workload.dtype)
     config = checkpoint.config if method is None else without_quantization(checkpoint.config)
-    model = models.build(config, dtype=dtype, code=_code_of(checkpoint))
+    code = _code_of(checkpoint) if checkpoint.builds_own_model else None
+    model = models.build(config, dtype=dtype, code=code)
     scheme = _scheme(workload)
     if method is not None:
         _hold_as_stored(model, method, checkpoint)
@@ -30,10 +33,19 @@ def build_model(checkpoint: Checkpoint, workload: Workload) -> PreTrainedModel:
     return model
 
 
-def _code_of(checkpoint: Checkpoint) -> models.RemoteCode | None:
-    """The code that came with a checkpoint, where it may run."""
-    if not checkpoint.code:
-        return None
+def tokenizer_of(
+    checkpoint: Checkpoint, native: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint whose files are on this machine; see `load_tokenizer`."""
+    reference = own_class(checkpoint)
+    tokenizer_class = reference and _code_of(checkpoint).import_class(reference)
+    return load_tokenizer(
+        checkpoint.path, checkpoint.config, native=native, tokenizer_class=tokenizer_class
+    )
+
+
+def _code_of(checkpoint: Checkpoint) -> models.RemoteCode:
+    """The code that came with a checkpoint, and may run."""
     return models.RemoteCode(
         checkpoint.path,
         {file.name: file.content for file in checkpoint.code},

@@ -71,6 +71,22 @@ def lengthen(cache: Any, tokens: int) -> bool:
     return True
 
 
+def longer(layers: Any, past: int, tokens: int) -> Any:
+    """A cache of `past` tokens in plain tuples, with more; None if their dimension isn't sure."""
+    if not isinstance(layers, tuple) or not all(isinstance(layer, tuple) for layer in layers):
+        return None
+    if any(list(state.shape).count(past) != 1 for layer in layers for state in layer):
+        return None
+
+    def extended(state: Tensor) -> Tensor:
+        at = list(state.shape).index(past)
+        return torch.cat(
+            (state, state.new_zeros(*state.shape[:at], tokens, *state.shape[at + 1 :])), at
+        )
+
+    return tuple(tuple(extended(state) for state in layer) for layer in layers)
+
+
 class Int8Layer(DynamicLayer):
     """Keys and values of all tokens as 8-bit integers, with a scale for each token and head.
 

@@ -9,16 +9,24 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import re
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from functools import partial
 from importlib.abc import MetaPathFinder, SourceLoader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from duoka.checkpoint.tokenizer_files import missing_package
+from duoka.errors import ModelError
+
 from . import transformers4
+
+# "file.Class"; transformers would fetch "org/name--file.Class" from another repository and run it.
+_REFERENCE = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*", re.ASCII)
+OTHER_VERSIONS = "the code was written for other versions of its libraries: look at that call"
 
 
 class RemoteCode:
@@ -34,12 +42,28 @@ class RemoteCode:
 
     def import_class(self, reference: str) -> Any:
         """Import a class by what ``auto_map`` calls it: "file.Class"."""
+        if not _REFERENCE.fullmatch(reference):
+            raise ModelError(
+                f"the checkpoint's auto_map asks for {reference[:200]!a}, which is no code of its "
+                "own; code from elsewhere is not run",
+                hint="use the repository that holds the code, or put its files into this one",
+            )
         known = (finder.name for finder in sys.meta_path if isinstance(finder, _Finder))
         if self._finder.name not in known:
             sys.meta_path.append(self._finder)
         module, _, name = reference.partition(".")
-        with transformers4.importing() if self.legacy else nullcontext():
+        try:
             return getattr(importlib.import_module(f"{self._finder.name}.{module}"), name)
+        except Exception as error:
+            raise ModelError(
+                f"the checkpoint's own code could not be loaded: {error}", hint=_hint(error)
+            ) from error
+
+
+def _hint(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        return missing_package(error.name.partition(".")[0])
+    return OTHER_VERSIONS
 
 
 class _Finder(MetaPathFinder):
@@ -85,5 +109,4 @@ class _Loader(SourceLoader):
 
 class _LegacyLoader(_Loader):
     def exec_module(self, module: ModuleType) -> None:
-        vars(module).update(transformers4.namespace())
-        super().exec_module(module)
+        transformers4.execute(partial(super().exec_module, module), vars(module))

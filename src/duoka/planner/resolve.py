@@ -59,7 +59,7 @@ def joined_note(layers: str) -> str:
 
 def whole_prompt_note(checkpoint: Checkpoint, workload: Workload) -> str:
     """What a person should know where a checkpoint's own code needs more memory than another's."""
-    if not checkpoint.code or workload.training is not None:
+    if not checkpoint.builds_own_model or workload.training is not None:
         return ""
     try:
         refuse_unbuildable(checkpoint.config)
@@ -118,13 +118,15 @@ def _resolved(checkpoint: Checkpoint, problem: PlanProblem) -> Iterator[PlanProb
 
 def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
     """The workload with what the checkpoint decides: its dtype, and whether it reads in chunks."""
-    if not checkpoint.code:
+    if not checkpoint.builds_own_model:
         refuse_unbuildable(checkpoint.config)
     workload = replace(workload, training=native_training(checkpoint, workload.training))
     check_context(workload, checkpoint.max_context_tokens, checkpoint.name)
     workload = _unquantized(checkpoint, workload)
     is_encoder = bool(checkpoint.config.get("is_encoder_decoder", False))
-    workload = whole_prompt(workload, is_encoder=is_encoder, is_own_code=bool(checkpoint.code))
+    workload = whole_prompt(
+        workload, is_encoder=is_encoder, is_own_code=checkpoint.builds_own_model
+    )
     return workload.resolved(dtype=checkpoint.default_dtype or "float32")
 
 

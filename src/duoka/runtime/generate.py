@@ -17,10 +17,10 @@ from duoka.checkpoint.sampling_params import Sampling
 from duoka.checkpoint.tokenizer_files import beyond_embedding
 from duoka.errors import UsageError
 from duoka.forecast.workload import Workload
+from duoka.models.from_checkpoint import tokenizer_of
 from duoka.models.kv_cache import cache_name, new_cache
 from duoka.models.text.messages import Message
 from duoka.models.text.prompts import ChatFormat, chat_format
-from duoka.models.text.tokenizer import load_tokenizer
 
 from .measure import Pace
 from .stream import Stop, Stream
@@ -59,7 +59,7 @@ class PromptReader:
     @classmethod
     def open(cls, checkpoint: Checkpoint, workload: Workload) -> PromptReader:
         """The reader of a checkpoint whose tokenizer is on this machine."""
-        tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
+        tokenizer = tokenizer_of(checkpoint)
         chat = chat_format(tokenizer, checkpoint.config, checkpoint.generation_config)
         return cls(tokenizer, chat, workload)
 

@@ -25,7 +25,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from duoka.errors import ModelError
 from duoka.forecast.workload import Conditions, Training, Workload, refuse_short
-from duoka.models.kv_cache import CACHE_NAMES, cache_name, lengthen, new_cache
+from duoka.models.kv_cache import CACHE_NAMES, cache_name, lengthen, longer, new_cache
 
 from .image_inputs import ImagePrompts
 
@@ -144,6 +144,10 @@ class Stepper:
             return
         # A decoder's cache is beside the one of what the encoder made.
         if lengthen(getattr(self.cache, "self_attention_cache", self.cache), tokens):
+            self.past += tokens
+            return
+        if (cache := longer(self.cache, self.past, tokens)) is not None:
+            self.cache = cache
             self.past += tokens
             return
         while tokens:

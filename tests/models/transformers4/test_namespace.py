@@ -10,13 +10,12 @@ import transformers
 from torch import nn
 
 from duoka import virtual
-from duoka.models.transformers4 import LegacyModel, importing, namespace
+from duoka.models.transformers4 import LegacyModel, execute
 
 
 def run(text: str) -> types.SimpleNamespace:
-    names = namespace()
-    with importing():
-        exec(text, names)
+    names: dict[str, object] = {"__name__": "such_code"}
+    execute(lambda: exec(text, names), names)
     return types.SimpleNamespace(**names)
 
 
@@ -31,20 +30,71 @@ def test_imports_give_what_was_there() -> None:
     assert names.AutoConfig is transformers.AutoConfig
     assert names.is_torch_fx_available() is False
     assert names.LogitsWarper is transformers.LogitsProcessor
-    assert names.utils is transformers.generation.utils
+    assert names.utils.__file__ == transformers.generation.utils.__file__
     assert transformers.PreTrainedModel is not LegacyModel
 
 
-def test_what_never_was_is_missing_still() -> None:
-    with pytest.raises(ImportError, match="cannot import name 'Nonsense'"):
-        run("from transformers import PreTrainedModel, Nonsense")
+def test_dotted_names_and_stars_give_the_same() -> None:
+    names = run(
+        "import transformers, torch.nn.utils, transformers.modeling_utils as modeling\n"
+        "from transformers import *\n"
+        "from torch import nn\n"
+        "def same():\n"
+        "    return PreTrainedModel, transformers.PreTrainedModel, modeling.PreTrainedModel\n"
+        "skip_init, level = torch.nn.utils.skip_init, transformers.utils.logging.WARNING\n"
+        "import torch.nn.functional as F"
+    )
+    assert set(names.same()) == {LegacyModel}
+    assert names.skip_init is not torch.nn.utils.skip_init
+    assert names.level == transformers.utils.logging.WARNING
+    assert names.F is torch.nn.functional
+    assert not hasattr(names, "AutoModel")
 
 
-def test_nothing_is_compiled_while_it_is_imported() -> None:
-    script = torch.jit.script
-    names = run("import torch\n@torch.jit.script\ndef twice(x):\n    return x + x")
+def test_what_has_gone_may_be_named() -> None:
+    names = run(
+        "from transformers.modeling_utils import find_pruneable_heads_and_indices\n"
+        "from transformers.modeling_utils import prune_linear_layer\n"
+        "from transformers.deepspeed import is_deepspeed_zero3_enabled\n"
+        "from transformers.utils.model_parallel_utils import get_device_map\n"
+        "from transformers.onnx import OnnxConfig\n"
+        "from transformers.generation.utils import SampleOutput\n"
+        "class Exported(OnnxConfig):\n    pass\n"
+        "def sample() -> SampleOutput: ...\n"
+    )
+    assert names.prune_linear_layer is transformers.pytorch_utils.prune_linear_layer
+    assert names.is_deepspeed_zero3_enabled() is False
+    for used in (names.find_pruneable_heads_and_indices, names.get_device_map, names.Exported):
+        with pytest.raises(NotImplementedError, match=r"transformers\.\S+ of transformers 4 isn't"):
+            used()
+
+
+def test_what_it_does_without_has_not_gone() -> None:
+    names = run(
+        "try:\n    from transformers.cache_utils import SinkCache\n"
+        "except ImportError:\n    SinkCache = None\n"
+        "from transformers.utils import is_torch_fx_available, LossKwargs\n"
+        "class Arguments(LossKwargs, total=False):\n    pass"
+    )
+    assert names.SinkCache is None
+    assert names.is_torch_fx_available() is False
+
+
+def test_other_packages_and_attributes_are_missing_still() -> None:
+    with pytest.raises(ImportError, match="nonsense"):
+        run("import nonsense")
+    with pytest.raises(AttributeError, match="Nonsense"):
+        run("import transformers\ntransformers.Nonsense")
+
+
+def test_nothing_is_compiled_there_and_all_elsewhere() -> None:
+    names = run(
+        "import torch\n@torch.jit.script\ndef twice(x):\n    return x + x\n"
+        "def later(f):\n    return torch.jit.script(f)"
+    )
     assert isinstance(names.twice, types.FunctionType)
-    assert torch.jit.script is script
+    assert names.later(names.twice) is names.twice
+    assert torch.jit.script is not names.torch.jit.script
 
 
 def test_skipped_initialisation_leaves_no_undefined_buffer() -> None:

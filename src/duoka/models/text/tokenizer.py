@@ -25,17 +25,19 @@ def load_tokenizer(
     config: Mapping[str, Any],
     *,
     native: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast,
+    tokenizer_class: Any = None,
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer that a checkpoint's directory holds. No code from there is run.
 
-    One of the ChatGLM family, as published or as it was saved, is of the class `native`.
+    One of the ChatGLM family, as published or as it was saved, is of the class `native`; one whose
+    code was trusted and imported, of `tokenizer_class`.
     """
     look_at_files(directory)
     vocabulary = directory / "tokenizer.model"
     is_native = config.get("model_type") == "chatglm"
     if is_native and vocabulary.is_file():
         return native(**_chatglm_tokenizer(vocabulary, config))
-    reader: Any = native if is_native else AutoTokenizer
+    reader: Any = tokenizer_class or (native if is_native else AutoTokenizer)
     try:
         loaded: PreTrainedTokenizerBase = reader.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False, padding_side="left"

@@ -4,10 +4,10 @@ Such code is imported with names of its own (`remote_code` does that); nothing t
 changed. Each part names the version without which it isn't needed.
 
 - `namespace`: what its imports give, and its ``type``
-- `config`, `model`, `cache`: the base classes of its configuration, model and cache
+- `config`, `model`, `cache`, `tokenizer`: the base classes of its own
 """
 
 from .model import LegacyModel, finish
-from .namespace import importing, namespace
+from .namespace import execute
 
-__all__ = ["LegacyModel", "finish", "importing", "namespace"]
+__all__ = ["LegacyModel", "execute", "finish"]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 _PREPARE = "prepare_inputs_for_generation"
 _TAKEN_APART = re.compile(r"\w+\s*,\s*\w+\s*=\s*self\._extract_past_from_model_output")
@@ -35,6 +36,14 @@ class LegacyModel(PreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         """No: in 4.x a first call came without a cache, and later ones with what it returned."""
         return False
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate; before 4.30 a streamer was the seventh argument."""
+        if len(args) > 6 and isinstance(args[6], BaseStreamer):
+            kwargs["streamer"] = args[6]
+            args = args[:6]
+        inherited: Any = super()  # whose type asks for another class
+        return inherited.generate(*args, **kwargs)
 
     def _prefill(
         self, input_ids: Tensor, generation_config: Any, model_kwargs: Any, *rest: Any, **named: Any

@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import builtins
-from contextlib import AbstractContextManager
-from types import GenericAlias, ModuleType
+import functools
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, GenericAlias, ModuleType
 from typing import Any, TypeVar
-from unittest import mock
 
 import torch
+import transformers
 from torch import nn
 from transformers import LogitsProcessor
+from transformers.utils import generic
 
 from duoka import virtual
 
 from .cache import LegacyCache
 from .config import LegacyConfig
 from .model import LegacyModel
+from .tokenizer import LegacyTokenizer
 
 T = TypeVar("T")
 
 
-def namespace() -> dict[str, Any]:
-    """What a module of such code has before its first line runs."""
-    return {"__builtins__": {**vars(builtins), "__import__": _import, "type": _Type}}
-
-
-def importing() -> AbstractContextManager[Any]:
-    """Import such code inside: functions are compiled by nobody.
-
-    TorchScript's fuser knows no virtual GPU, and its memory isn't forecast.
-    """
-    return mock.patch.object(torch.jit, "script", _uncompiled)
-
-
 def _uncompiled(function: T, *_: Any, **__: Any) -> T:
-    """A function as it is written."""
+    """A function as it is written: TorchScript's fuser knows no virtual GPU, nor is it forecast."""
     return function
 
 
@@ -52,33 +45,128 @@ def _never() -> bool:
     return False
 
 
-_NAMES: dict[str, Any] = {
+_TRANSFORMERS: dict[str, Any] = {
     "PretrainedConfig": LegacyConfig,
     "PreTrainedConfig": LegacyConfig,
     "PreTrainedModel": LegacyModel,
+    "PreTrainedTokenizer": LegacyTokenizer,
     "DynamicCache": LegacyCache,
-    "LogitsWarper": LogitsProcessor,  # gone since 5.0
-    "is_torch_fx_available": _never,  # gone since 5.0
-    "skip_init": _initialised,
+    "LogitsWarper": LogitsProcessor,
+    "LossKwargs": generic.TransformersKwargs,
+    "is_torch_fx_available": _never,
 }
-_PACKAGES = ("transformers", "torch")
+_TORCH: dict[str, dict[str, Any]] = {
+    "torch": {},
+    "torch.jit": {"script": _uncompiled},
+    "torch.nn": {},
+    "torch.nn.utils": {"skip_init": _initialised},
+}
+# Where transformers has most of what was elsewhere in 4.x.
+_PLACES = ("", ".utils", ".pytorch_utils", ".generation", ".integrations")
+_NO_NAME = re.compile(r"cannot import name '(\w+)'")
+
+
+def execute(run: Callable[[], None], names: dict[str, Any]) -> None:
+    """Run a module of such code in `names`; what ends its imports has gone, and gets a stand-in."""
+    gone: set[str] = set()
+    while True:
+        # A metaclass in such code inherits from `type`: the builtin's place is taken by a class.
+        names["__builtins__"] = vars(builtins) | {
+            "__import__": functools.partial(_import, gone),
+            "type": _Type,
+        }
+        try:
+            return run()
+        except ImportError as error:
+            name = _NO_NAME.match(str(error))
+            path = f"{error.name}.{name[1]}" if name else str(error.name)
+            if not path.startswith("transformers.") or path in gone:
+                raise
+            gone.add(path)
 
 
 def _import(
-    name: str, names: Any = None, scope: Any = None, fromlist: Any = (), level: int = 0
-) -> ModuleType:
-    """``from transformers import …``, with the names that are other ones now."""
-    module: ModuleType = builtins.__import__(name, names, scope, fromlist, level)
-    if level or name.partition(".")[0] not in _PACKAGES or _NAMES.keys().isdisjoint(fromlist or ()):
+    gone: set[str],
+    name: str,
+    names: Any = None,
+    scope: Any = None,
+    fromlist: Any = (),
+    level: int = 0,
+) -> Any:
+    """Import as ever, and see the module as such code does."""
+    if not level and name in gone:
+        return _stand_in(name) if fromlist else _seen(transformers, gone)
+    if not level and name.partition(".")[0] == "transformers" and fromlist == ("*",):
+        # All names would be thousands, and take many seconds.
+        module = _Seen(importlib.import_module(name), gone)
+        used = set(_names_in(sys._getframe(1).f_code))
+        module.__all__ = [name for name in used if hasattr(module, name)]
         return module
-    overlay = ModuleType(name)
-    overlay.__file__ = module.__file__
-    for item in fromlist:
-        if item in _NAMES:
-            setattr(overlay, item, _NAMES[item])
-        elif hasattr(module, item):
-            setattr(overlay, item, getattr(module, item))
-    return overlay
+    return _seen(builtins.__import__(name, names, scope, fromlist, level), gone)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """The names that code uses, in its functions too."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+class _Seen(ModuleType):
+    """A module with the names that are other ones now, and stand-ins for what is gone."""
+
+    __all__: list[str]
+
+    def __init__(self, module: ModuleType, gone: set[str]) -> None:
+        super().__init__(module.__name__)
+        self._module, self._gone = module, gone
+
+    def __getattr__(self, name: str) -> Any:
+        replaced = _TORCH.get(self.__name__, _TRANSFORMERS)
+        if name in replaced:
+            return replaced[name]
+        if (path := f"{self.__name__}.{name}") in self._gone:
+            return _stand_in(path)
+        return _seen(getattr(self._module, name), self._gone)
+
+
+def _seen(value: T, gone: set[str]) -> T | _Seen:
+    """What is no module with such names stays what it is."""
+    if isinstance(value, ModuleType):
+        name = value.__name__
+        if name in _TORCH or name.partition(".")[0] == "transformers":
+            return _Seen(value, gone)
+    return value
+
+
+def _stand_in(path: str) -> Any:
+    """What was at a place in transformers 4: from where it is now, or else something to name."""
+    name = path.rpartition(".")[2]
+    for place in _PLACES:
+        module = importlib.import_module(f"transformers{place}")
+        if hasattr(module, name):
+            return getattr(module, name)
+    return _Gone(name, (), {"path": path})
+
+
+class _Gone(type):
+    """A class that can be named and inherited from, has whatever is asked for, and can't be used.
+
+    Most of what such code imports it never calls.
+    """
+
+    path: str
+
+    def __call__(cls, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError(
+            f"{cls.path} of transformers 4 isn't in transformers {transformers.__version__}"
+        )
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _stand_in(f"{cls.path}.{name}")
 
 
 class _TypeOfType(type):

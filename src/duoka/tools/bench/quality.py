@@ -30,8 +30,8 @@ from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import MachineError, UsageError
 from duoka.forecast.workload import QUANTIZED, Cache, Dtype, Quantization, Workload
 from duoka.hardware.fleet import Fleet
+from duoka.models.from_checkpoint import tokenizer_of
 from duoka.models.kv_cache import cache_name, new_cache
-from duoka.models.text.tokenizer import load_tokenizer
 
 CONTEXT_TOKENS = 512
 MOST_TOKENS = 8192
@@ -198,7 +198,7 @@ def _tokens(
     checkpoint: Checkpoint, text: str, file: Path, windows: Windows
 ) -> tuple[list[int], list[int]]:
     """What every text begins with for this model, and the text's own tokens."""
-    tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
+    tokenizer = tokenizer_of(checkpoint)
     prefix: list[int] = tokenizer.encode("")
     ids: list[int] = tokenizer.encode(text, split_special_tokens=True)[len(prefix) :]
     ids = ids[: windows.most_tokens]

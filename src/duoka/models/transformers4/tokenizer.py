@@ -1,0 +1,110 @@
+"""Tokenizers that inherit what transformers 4 gave to each tokenizer."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedTokenizer
+from transformers.utils.generic import to_py_obj
+
+_OTHER_NAMES = {
+    "additional_special_tokens": "extra_special_tokens",
+    "additional_special_tokens_ids": "extra_special_tokens_ids",
+    "_additional_special_tokens": "extra_special_tokens",
+}
+
+
+class _Made(type):
+    """Adds the special tokens to what is made, where its constructor couldn't yet."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__call__(*args, **kwargs)
+        made.is_made = True
+        known = made.get_added_vocab()
+        made.add_tokens([t for t in made.all_special_tokens if t not in known], special_tokens=True)
+        return made
+
+
+class LegacyTokenizer(PreTrainedTokenizer, metaclass=_Made):
+    """The base class of 4.x, whose constructor could be called before there is a vocabulary."""
+
+    is_made = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, adapted in (("_pad", _without_padding_side), ("tokenize", _asked_as_tiktoken)):
+            if name in vars(cls):
+                setattr(cls, name, adapted(vars(cls)[name]))
+
+    def _add_tokens(self, new_tokens: Any, special_tokens: bool = False) -> int:
+        """Add tokens; before 4.34 the constructor added none."""
+        try:
+            return super()._add_tokens(new_tokens, special_tokens=special_tokens)
+        except Exception:
+            if self.is_made:
+                raise
+            return 0
+
+    def __getattr__(self, name: str) -> Any:
+        inherited: Any = super()  # without types there
+        value = inherited.__getattr__(_OTHER_NAMES.get(name, name))
+        if not isinstance(value, property):
+            return value
+        if self.is_made:
+            raise AttributeError(name)
+        return getattr(inherited, name)  # the code's own needs the vocabulary
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inherited: Any = super()
+        inherited.__setattr__(_OTHER_NAMES.get(name, name), value)
+
+    @property
+    def special_tokens_map(self) -> dict[str, Any]:
+        """The special tokens by what they are for; until 5.0 with those that are for nothing."""
+        others = self.extra_special_tokens
+        return super().special_tokens_map | (
+            {"additional_special_tokens": others} if others else {}
+        )
+
+    def decode(self, token_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        """Decode; an embedding may have more rows than there are tokens."""
+        ids = to_py_obj(token_ids)
+        if isinstance(ids, list):
+            size, added = self.vocab_size, self._added_tokens_decoder
+            ids = [n for n in ids if isinstance(n, list) or n < size or n in added]
+        return super().decode(ids, *args, **kwargs)
+
+    def encode_plus(self, *args: Any, **kwargs: Any) -> Any:
+        """Encode a text, or several; gone since 5.0."""
+        return self(*args, **kwargs)
+
+    batch_encode_plus = encode_plus
+
+
+def _without_padding_side(pad: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, called as before 4.45."""
+    if "padding_side" in inspect.signature(pad).parameters:
+        return pad
+
+    @functools.wraps(pad)
+    def padded(*args: Any, padding_side: str | None = None, **kwargs: Any) -> Any:
+        return pad(*args, **kwargs)
+
+    return padded
+
+
+def _asked_as_tiktoken(tokenize: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """The method, asked in tiktoken's words whether special tokens are text: it hands these on."""
+    if "tiktoken" not in tokenize.__globals__:
+        return tokenize
+
+    @functools.wraps(tokenize)
+    def tokenized(self: LegacyTokenizer, text: str, **kwargs: Any) -> list[str]:
+        are_text = kwargs.pop("split_special_tokens", self.split_special_tokens)
+        special = {"allowed_special": set() if are_text else "all", "disallowed_special": ()}
+        return tokenize(self, text, **special | kwargs)
+
+    return tokenized
