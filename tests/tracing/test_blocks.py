@@ -475,3 +475,21 @@ def test_parallel_attention_and_positions_of_older_models() -> None:
         {"transformer.ln_f"},
         {"lm_head"},
     ]
+
+
+class Renewing(nn.Module):
+    """Makes its buffer anew in each call, and much else: what it had leaves its identity free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("angles", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.register_buffer("angles", self.weight.cos())
+        return torch.stack([x * self.angles + self.weight for _ in range(20)]).sum(0)
+
+
+def test_a_buffer_that_is_replaced_names_nothing_else() -> None:
+    model = nn.Sequential(*[Renewing() for _ in range(6)])
+    assert names(model, floats()) == [(str(index),) for index in range(6)]

@@ -111,7 +111,7 @@ class _Experiment:
         self.members: dict[str, set[str]] = {}
         self.stack: list[str] = []
         self.count = 0
-        self.held, self.holders = _holders(model)
+        self.tensors, self.holders = _holders(model)
         # Moves by model code: of whose tensor, to whose device, and who began last before.
         self.moves: list[tuple[str, str, str]] = []
         # For each owner the modules that were running whenever a tensor of its was used.
@@ -415,11 +415,11 @@ def _holders(model: nn.Module) -> tuple[list[torch.Tensor], dict[int, list[str]]
     Whoever keeps the second keeps the first: a buffer that code replaces leaves its identity to
     what is made next.
     """
-    held: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     holders: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             for part in parts(tensor).values():  # operations see these, not what they make up
-                held.append(part)
+                tensors.append(part)
                 holders.setdefault(id(part), []).append(name)
-    return held, holders
+    return tensors, holders

@@ -21,11 +21,12 @@ class _Made(type):
     """Adds the special tokens to what is made, where its constructor couldn't yet."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        made = super().__call__(*args, **kwargs)
-        made.is_made = True
-        known = made.get_added_vocab()
-        made.add_tokens([t for t in made.all_special_tokens if t not in known], special_tokens=True)
-        return made
+        tokenizer = super().__call__(*args, **kwargs)
+        tokenizer.is_made = True
+        known = tokenizer.get_added_vocab()
+        missing = [token for token in tokenizer.all_special_tokens if token not in known]
+        tokenizer.add_tokens(missing, special_tokens=True)
+        return tokenizer
 
 
 class LegacyTokenizer(PreTrainedTokenizer, metaclass=_Made):
@@ -64,10 +65,8 @@ class LegacyTokenizer(PreTrainedTokenizer, metaclass=_Made):
     @property
     def special_tokens_map(self) -> dict[str, Any]:
         """The special tokens by what they are for; until 5.0 with those that are for nothing."""
-        others = self.extra_special_tokens
-        return super().special_tokens_map | (
-            {"additional_special_tokens": others} if others else {}
-        )
+        extra = self.extra_special_tokens
+        return super().special_tokens_map | ({"additional_special_tokens": extra} if extra else {})
 
     def decode(self, token_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """Decode; an embedding may have more rows than there are tokens."""
