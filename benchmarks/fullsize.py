@@ -154,7 +154,7 @@ def with_duoka(directory: Path, gpus: str) -> dict[str, Any]:
     result["devices"] = {
         device.device: {
             "forecast_gib": device.allocated_bytes / GIB,
-            "measured_gib": duoka.runtime.devices.memory(device.device).peak_allocated_bytes / GIB,
+            "measured_gib": duoka.runtime.devices.peak_bytes(device.device).allocated_bytes / GIB,
         }
         for device in plan.forecast.devices
     }

@@ -208,14 +208,13 @@ def large(path: Path, device: str, options: argparse.Namespace) -> dict[str, Any
     with timed(seconds, "plan"):
         plan = duoka.plan(path, fleet_of((device,)), workload)
     devices.materialise(plan.fleet)
-    memory = devices.memory(device)
-    before = memory.reserved_bytes if memory else 0
+    before = torch.get_device_module(device).memory_reserved(device)
     with timed(seconds, "load"):
         model = duoka.load(plan)
         devices.synchronize(device)
     devices.reset_peaks(device)
     steps = decode(model, device, workload, seconds)
-    peaks = devices.memory(device)
+    peaks = devices.peak_bytes(device)
     forecast, expected = plan.forecast.devices[0], plan.forecast.seconds
     assert peaks is not None
     return {
@@ -225,8 +224,8 @@ def large(path: Path, device: str, options: argparse.Namespace) -> dict[str, Any
         "weight_bytes": forecast.weight_bytes,
         "anonymous_host_bytes": anonymous_bytes(),
         "reserved_before_bytes": before,
-        "allocated_bytes": [forecast.allocated_bytes, peaks.peak_allocated_bytes],
-        "reserved_bytes": [forecast.reserved_bytes, peaks.peak_reserved_bytes],
+        "allocated_bytes": [forecast.allocated_bytes, peaks.allocated_bytes],
+        "reserved_bytes": [forecast.reserved_bytes, peaks.reserved_bytes],
         "dispatch": dispatch_cost(model, plan.placement, device),
     }
 

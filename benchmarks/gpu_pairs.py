@@ -119,8 +119,8 @@ def pairs(device: str, *, small: bool) -> Iterator[dict[str, Any]]:
                 "pair": number,
                 "model": name,
                 "stage": f"{stage.device} of {stages}",
-                "allocated_bytes": [stage.allocated_bytes, measured.peak_allocated_bytes],
-                "reserved_bytes": [stage.reserved_bytes, measured.peak_reserved_bytes],
+                "allocated_bytes": [stage.allocated_bytes, measured.allocated_bytes],
+                "reserved_bytes": [stage.reserved_bytes, measured.reserved_bytes],
             }
 
 
@@ -132,7 +132,7 @@ def planned(config: dict[str, Any], workload: duoka.Workload, stages: int) -> du
     return solve(profile, PlanProblem(fleet=fleet, workload=workload, use_all=True))
 
 
-def measure(plan: duoka.Plan, stage: str, config: dict[str, Any], device: str) -> devices.Memory:
+def measure(plan: duoka.Plan, stage: str, config: dict[str, Any], device: str) -> devices.PeakBytes:
     """Run a plan's workload with one of its stages on a device and the others on the CPU."""
     entries = tuple(
         (module, device if at == stage else "cpu") for module, at in plan.placement.entries
@@ -149,7 +149,7 @@ def measure(plan: duoka.Plan, stage: str, config: dict[str, Any], device: str) -
         stepper = Stepper(model, plan.workload.batch, torch.device(first))
         stepper.run(plan.workload, decode_steps=plan.workload.new_tokens - 1)
         devices.synchronize(device)
-        found = devices.memory(device)
+        found = devices.peak_bytes(device)
     assert found is not None
     return found
 

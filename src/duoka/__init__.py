@@ -64,7 +64,7 @@ _MODULES = {
     "Forecast": "forecast.forecast",
     "Link": "hardware.device",
     "Placement": "planner.placement",
-    "Plan": "planner.plan",
+    "Plan": "api.plan",
     "Training": "forecast.workload",
     "Workload": "forecast.workload",
     "check": "api.check",
@@ -76,6 +76,7 @@ _MODULES = {
     "plan": "api.plan",
     "plan_replicas": "api.plan",
     "repair": "checker.fix.fix",
+    "testing": "testing",
     "tokenizer": "api.load",
 }
 
@@ -83,9 +84,10 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         with quiet_libraries():
-            return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+            module = import_module(f".{_MODULES[name]}", __name__)
+            return module if name == "testing" else getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*__all__, "__version__", "testing"]

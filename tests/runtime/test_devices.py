@@ -13,7 +13,7 @@ from duoka.errors import FleetError
 from duoka.hardware import cuda_driver
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
-from duoka.runtime.devices import give_back, materialise, memory, reset_peaks, synchronize
+from duoka.runtime.devices import give_back, materialise, peak_bytes, reset_peaks, synchronize
 
 MIB = 2**20
 
@@ -46,20 +46,20 @@ def test_memory_of_a_virtual_gpu() -> None:
     materialise(Fleet.parse("virtual:64MiB,63MiB"))
     tensor = torch.empty(3 * MIB, dtype=torch.uint8, device="vgpu:1")
     del tensor
-    now = memory("vgpu:1")
+    now = peak_bytes("vgpu:1")
     assert now is not None
-    assert (now.allocated_bytes, now.peak_allocated_bytes) == (0, 3 * MIB)
-    assert (now.reserved_bytes, now.peak_reserved_bytes) == (20 * MIB, 20 * MIB)
+    assert now.allocated_bytes == 3 * MIB
+    assert now.reserved_bytes == 20 * MIB
     reset_peaks("vgpu:1")
-    now = memory(torch.device("vgpu:1"))
+    now = peak_bytes(torch.device("vgpu:1"))
     assert now is not None
-    assert (now.peak_allocated_bytes, now.peak_reserved_bytes) == (0, 20 * MIB)
+    assert (now.allocated_bytes, now.reserved_bytes) == (0, 20 * MIB)
     synchronize("vgpu:1")
 
 
 def test_the_cpu_has_no_allocator_to_ask() -> None:
-    assert memory("cpu") is None
-    assert memory("meta") is None
+    assert peak_bytes("cpu") is None
+    assert peak_bytes("meta") is None
     reset_peaks("cpu")
     synchronize("cpu")
 
@@ -138,7 +138,7 @@ def test_a_real_gpu() -> None:
     name = fleet.names[0]
     tensor = torch.empty(3 * MIB, dtype=torch.uint8, device=name)
     synchronize(name)
-    now = memory(name)
+    now = peak_bytes(name)
     assert now is not None
-    assert now.peak_allocated_bytes >= tensor.nbytes
+    assert now.allocated_bytes >= tensor.nbytes
     assert fleet.devices[0].product == torch.cuda.get_device_name(name)

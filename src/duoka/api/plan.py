@@ -185,6 +185,15 @@ def _form(workload: Workload) -> str:
     return training + (f" with {' and '.join(forms)}" if forms else "")
 
 
+def _format_table(plan: Plan) -> str:
+    from duoka.report.terminal.plan import plan_text
+
+    return plan_text(plan)
+
+
+Plan.format_table = _format_table
+
+
 def _opened(model: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
     return model if isinstance(model, Checkpoint) else Checkpoint.open(model)
 

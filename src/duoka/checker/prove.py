@@ -19,7 +19,7 @@ from duoka.forecast.workload import Workload
 from duoka.models import make_trainable
 from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
-from duoka.report.check_report import PeakMemory
+from duoka.report.measured import PeakBytes
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.dispatch.place_tensors import invent_values, parameter_bytes
 from duoka.runtime.image_inputs import ImagePrompts, prompts_for
@@ -28,13 +28,13 @@ from duoka.runtime.steps import Learner, Stepper
 from .execute import BETWEEN, decode_phases
 
 
-def prove(plan: Plan, model: PreTrainedModel) -> tuple[PeakMemory, ...]:
+def prove(plan: Plan, model: PreTrainedModel) -> tuple[PeakBytes, ...]:
     """Run a plan on virtual GPUs that have its devices' budgets; the model stays as it is."""
     if plan.workload.training is not None:
         return virtual.apart(_prove_training, plan, model)
     prompts = prompts_for(model, plan.workload.conditions)
 
-    def measured(data: str) -> tuple[PeakMemory, ...]:
+    def measured(data: str) -> tuple[PeakBytes, ...]:
         copied = copy.deepcopy(model)
         run = partial(_run, copied, plan.workload, prompts)
         return _measured(plan, copied, run, plan.devices, data=data)
@@ -43,13 +43,13 @@ def prove(plan: Plan, model: PreTrainedModel) -> tuple[PeakMemory, ...]:
         return virtual.with_values(measured, partial(parameter_bytes, model))
 
 
-def _prove_training(plan: Plan, model: PreTrainedModel) -> tuple[PeakMemory, ...]:
+def _prove_training(plan: Plan, model: PreTrainedModel) -> tuple[PeakBytes, ...]:
     """Run steps of training; once for each stage where stages hold different micro-batches."""
     workload, names = plan.workload, plan.devices
     assert workload.training is not None, "the plan is for training"
     make_trainable(model, workload.training, getattr(torch, workload.dtype))
     flying = [in_flight(workload.training, len(names) - stage) for stage in range(len(names))]
-    by_device: dict[str, PeakMemory] = {}
+    by_device: dict[str, PeakBytes] = {}
     for limit in sorted(set(flying)):
         copied = copy.deepcopy(model)
         stages = [name for name, number in zip(names, flying, strict=True) if number == limit]
@@ -67,7 +67,7 @@ def _measured(
     limited: Sequence[str],
     *,
     data: str = "meta",
-) -> tuple[PeakMemory, ...]:
+) -> tuple[PeakBytes, ...]:
     """Run a model where a plan puts it; what the devices measure that have their budgets."""
     names = plan.devices
     virtual_name = {name: str(virtual.virtual_device(index)) for index, name in enumerate(names)}
@@ -100,7 +100,7 @@ def _measured(
                 hint="this model's code can't be split there; put it on one GPU (--gpus)",
             ) from error
         return tuple(
-            PeakMemory(
+            PeakBytes(
                 device=name,
                 allocated_bytes=world.max_memory_allocated(index),
                 reserved_bytes=world.max_memory_reserved(index),

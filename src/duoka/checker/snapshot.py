@@ -27,10 +27,9 @@ from duoka.base.model_code import is_installed
 from duoka.models.quantization import empty_weight, is_composed, moved, parts
 from duoka.runtime.dispatch.dispatch import stream
 from duoka.runtime.dispatch.install_movers import install_on
-from duoka.runtime.dispatch.place_tensors import on_host, tensor_names
+from duoka.runtime.dispatch.place_tensors import fill, on_host, tensor_names
 from duoka.virtual import VirtualTensor
 
-_SCALE = 0.02
 _LruCache = type(cache(len))
 
 _MOST_DEPTH = 6
@@ -171,7 +170,7 @@ def _fill(data: Tensor) -> Tensor:
     """Where numbers are computed they should be some: what was never written may be NaN."""
     if isinstance(data, VirtualTensor) and data.gpu.meta:
         return data
-    return data.normal_(std=_SCALE) if data.is_floating_point() else data.zero_()
+    return fill(data)
 
 
 def _copied(attributes: dict[str, Any]) -> dict[str, Any]:

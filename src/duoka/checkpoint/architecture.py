@@ -44,15 +44,12 @@ _FIXED = {
 }
 _MODEL_TYPE = re.compile(r"[\w.+-]{1,100}", re.ASCII)
 _NAMED_TYPE = re.compile(r'[("]([a-z][\w.+-]*)"', re.ASCII)
-# What is a whole number, or a number, in every config that names it.
+# What is a whole number in every config that names it, and, but for layers and positions, not 0.
 _WHOLE = re.compile(
-    r"(?:(?:ffn_)?hidden|intermediate|(?:padded_)?vocab)_size|num_(?:hidden_)?layers"
-    r"|num_(?:attention|key_value)_heads|multi_query_group_num|kv_channels"
-    r"|max_position_embeddings|seq_length",
+    r"(?P<counted>(?:(?:ffn_)?hidden|intermediate|(?:padded_)?vocab)_size"
+    r"|num_(?:attention|key_value)_heads|multi_query_group_num|kv_channels)"
+    r"|num_(?:hidden_)?layers|max_position_embeddings|seq_length",
     re.ASCII,
-)
-_NUMBER = re.compile(
-    r"rope_theta|rope_ratio|partial_rotary_factor|rms_norm_eps|layer_?norm_eps(?:ilon)?", re.ASCII
 )
 _PUBLISHED = "compare config.json with the published one"
 
@@ -125,15 +122,15 @@ def _listed_types() -> set[str]:
 
 def _refuse_other_kinds(key: str, value: Any) -> None:
     """Refuse what is no number where every model has one, and nothing of what each has some."""
-    is_whole = _WHOLE.fullmatch(key) is not None
-    if value is None or not (is_whole or _NUMBER.fullmatch(key)):
+    match = _WHOLE.fullmatch(key)
+    if match is None or value is None:
         return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    is_empty = is_whole and value == 0 and not key.endswith("layers")
-    if not is_number or is_empty or (is_whole and value != int(value)):
-        kind = "a number" if not is_whole else "at least 1" if is_empty else "a whole number"
+    least = 1 if match["counted"] else 0
+    if type(value) not in (int, float) or value != int(value) or value < least:
         raise ModelError(
-            f"the configuration's {key} is {value!r:.60}; it must be {kind}", hint=_PUBLISHED
+            f"the configuration's {key} is {value!r:.60}; it must be a whole number, at least "
+            f"{least}",
+            hint=_PUBLISHED,
         )
 
 
@@ -166,12 +163,9 @@ def _refuse_parts(config: Mapping[str, Any]) -> None:
         raise ModelError(
             f"the configuration of a ChatGLM says nothing of {', '.join(missing)}", hint=_PUBLISHED
         )
-    bias = config.get("add_qkv_bias", config.get("attention_bias", True))
-    if not isinstance(bias, bool):
-        raise ModelError(f"add_qkv_bias is {bias!r:.60}; it must be true or false", hint=_PUBLISHED)
     heads = config.get("num_attention_heads")
     groups = config.get("multi_query_group_num", config.get("num_key_value_heads"))
-    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+    if isinstance(heads, int) and isinstance(groups, int) and (groups < 1 or heads % groups):
         raise ModelError(
             f"{heads} attention heads can't share the keys of {groups} groups equally",
             hint=_PUBLISHED,

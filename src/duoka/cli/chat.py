@@ -42,10 +42,12 @@ def chat(options: RunnablePlan, answering: AnswerOptions, model: ModelOptions) -
     [bold]duoka chat[/] --plan chatglm3.plan --system "Answer in one sentence."
     """
     chosen = answering.chosen()
-    plan = planning.make_plan(model, options, texts=[answering.system or ""])
+    plan = planning.make_plan(model, options, texts=())
     plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
     sampling, reader = planning.sampling(plan, chosen), planning.open_prompts(plan, model)
     system = planning.usable_system(reader, answering.system)
+    if system is not None:
+        reader.check([reader.prompt("", system=system)], sampling.max_new_tokens)
     generator = planning.load_generator(plan, model, reader, cache_weights=answering.cache_weights)
     from duoka.runtime import Conversation
 

@@ -22,7 +22,7 @@ from .options import AnswerOptions, ModelOptions, RunnablePlan, read_stdin, refu
 from .terminal import answer, working
 
 if TYPE_CHECKING:
-    from duoka.forecast.measured import Measured
+    from duoka.report.measured import Measured
     from duoka.runtime import Answer, Generator, Sampling
 
 
@@ -83,11 +83,10 @@ def generate(
     questions = prompts.questions()
     if options.batch is None and options.plan_file is None:
         options = replace(options, batch=len(questions))
-    system = "" if prompts.raw else answering.system or ""
-    plan = planning.make_plan(model, options, texts=[system + text for text in questions])
+    plan = planning.make_plan(model, options, texts=questions)
     plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
     sampling, reader = planning.sampling(plan, chosen), planning.open_prompts(plan, model)
-    usable = None if prompts.raw else planning.usable_system(reader, system)
+    usable = None if prompts.raw else planning.usable_system(reader, answering.system)
     tokens = [
         reader.plain(text) if prompts.raw else reader.prompt(text.strip(), system=usable)
         for text in questions

@@ -9,5 +9,5 @@
 - `stage_bytes`: what comes of it
 - `latency`: how long stages take
 - `stages`, `costs`: the chain that is cut and its lower bounds; what the search asks of stages
-- `forecast`, `measured`: bytes and seconds of a placement, and what came of them
+- `forecast`: bytes and seconds of a placement
 """

@@ -36,6 +36,17 @@ class StageBytes:
     optimizer_bytes: int = 0
 
     @property
+    def parts(self) -> tuple[int, ...]:
+        """What adds up to what is allocated."""
+        return (
+            self.weight_bytes,
+            self.kv_cache_bytes,
+            self.activation_bytes,
+            self.gradient_bytes,
+            self.optimizer_bytes,
+        )
+
+    @property
     def overhead_bytes(self) -> int:
         """Reserved and not allocated: rounding to segments, fragmentation, cached blocks."""
         return self.reserved_bytes - self.allocated_bytes

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from duoka.base.files import read_text, why, write_whole
 from duoka.base.serialization import from_dict, json_schema, parse_json_object, to_dict
@@ -94,6 +93,8 @@ class Plan:
     why: tuple[Reason, ...] = ()
     offloaded: tuple[str, ...] = ()
     needs_movers: bool = False
+    # What is for people lies above: `duoka.api`, where plans are public, says how to print one.
+    format_table: ClassVar[Callable[[Plan], str]] = repr
 
     def __post_init__(self) -> None:
         known = {device.name for device in self.fleet.devices}
@@ -129,9 +130,7 @@ class Plan:
 
     def __str__(self) -> str:
         """The table that ``duoka plan`` prints."""
-        # What is for people lies above, and is fetched by name when a person asks.
-        text: str = import_module("duoka.report.terminal.plan").plan_text(self)
-        return text
+        return type(self).format_table(self)
 
     def to_json(self) -> str:
         """The plan as JSON text, with its format and version."""
@@ -173,26 +172,14 @@ class Plan:
         """Refuse bytes that no plan has; a file can say anything."""
         for stage in self.forecast.devices:
             budget = self.fleet.device(stage.device).budget_bytes
-            parts = (
-                stage.weight_bytes,
-                stage.kv_cache_bytes,
-                stage.activation_bytes,
-                stage.gradient_bytes,
-                stage.optimizer_bytes,
-            )
-            used = (*parts, stage.requested_bytes, stage.reserved_bytes)
-            for what, is_wrong in (
-                ("a number of bytes below 0", min(used) < 0),
-                (f"a budget of {stage.budget_bytes} bytes", stage.budget_bytes != budget),
-                (f"{max(used)} bytes of {budget}", max(used) > budget),
-                (f"{sum(parts)} bytes in parts, and {stage.allocated_bytes} allocated",
-                 sum(parts) != stage.allocated_bytes),
-            ):  # fmt: skip
-                if is_wrong:
-                    raise FormatError(
-                        f"the forecast of {stage.device} has {what}, which can't be",
-                        hint="the file was changed or damaged; make the plan again",
-                    )
+            used = (*stage.parts, stage.requested_bytes, stage.reserved_bytes)
+            is_within = min(used) >= 0 and max(used) <= budget == stage.budget_bytes
+            if not is_within or sum(stage.parts) != stage.allocated_bytes:
+                raise FormatError(
+                    f"the forecast of {stage.device} has bytes that can't be: below 0, beyond its "
+                    f"budget of {budget}, or parts that aren't the whole",
+                    hint="the file was changed or damaged; make the plan again",
+                )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, whole or not at all."""

@@ -14,6 +14,8 @@ from typing import Any, Literal
 from duoka.base.serialization import json_schema, to_dict
 from duoka.errors import Faults
 
+from .measured import PeakBytes
+
 VERSION = 1
 """The version of a report's JSON form."""
 
@@ -179,18 +181,15 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeakMemory:
-    """The peaks of one device; they need not be at the same moment.
+class PeakMemory(PeakBytes):
+    """The peaks of one device, and what they are of.
 
     `kinds` is what `allocated_bytes` was made of at its moment: "weights", "inputs", "cache",
     "gradients", "activations". They add up to it, with rounding as "rounding". The place is the
     line of model code, of that module, that allocated last at the peak.
     """
 
-    device: str
     budget_bytes: int | None = None
-    allocated_bytes: int
-    reserved_bytes: int
     kinds: Mapping[str, int] = field(default_factory=dict)
     phase: str = ""
     place: Place | None = None

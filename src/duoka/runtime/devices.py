@@ -6,7 +6,6 @@ and who uses them isn't known here: `Fleet.detect` asks the driver.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,21 +17,9 @@ from duoka.hardware import cuda_driver
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 from duoka.hardware.gpu_generation import GpuGeneration
+from duoka.report.measured import PeakBytes
 
 _NO_CUDA = 'without a GPU, try virtual ones: --gpus "virtual:2x24GiB"'
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """What one device's allocator says: in use by tensors, taken from the device, and their peaks.
-
-    Peaks are since the start, or since `reset_peaks`.
-    """
-
-    allocated_bytes: int
-    peak_allocated_bytes: int
-    reserved_bytes: int
-    peak_reserved_bytes: int
 
 
 def materialise(fleet: Fleet, *, data: str = "cpu") -> None:
@@ -115,16 +102,15 @@ def _virtual_now() -> tuple[list[int | None], str, GpuGeneration] | None:
     return capacities, world.gpus[0].data, world.generation
 
 
-def memory(device: str | torch.device) -> Memory | None:
-    """What a device's allocator says; None for a device without one, as the CPU is."""
+def peak_bytes(device: str | torch.device) -> PeakBytes | None:
+    """A device's peaks since the start, or `reset_peaks`; None for one that has no allocator."""
     backend = _backend(device)
     if not hasattr(backend, "max_memory_reserved"):
         return None
-    return Memory(
-        allocated_bytes=backend.memory_allocated(device),
-        peak_allocated_bytes=backend.max_memory_allocated(device),
-        reserved_bytes=backend.memory_reserved(device),
-        peak_reserved_bytes=backend.max_memory_reserved(device),
+    return PeakBytes(
+        device=str(device),
+        allocated_bytes=backend.max_memory_allocated(device),
+        reserved_bytes=backend.max_memory_reserved(device),
     )
 
 

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import StoppingCriteria
 
-from duoka.forecast.measured import Measured, PeakBytes
+from duoka.report.measured import Measured
 
-from .devices import memory, synchronize
-
-
-def peaks_of(names: Iterable[str]) -> Iterator[PeakBytes]:
-    """The peaks of devices since the process started; of the CPU none are known."""
-    for name in names:
-        known = memory(name)
-        if known is not None:
-            yield PeakBytes(
-                device=name,
-                allocated_bytes=known.peak_allocated_bytes,
-                reserved_bytes=known.peak_reserved_bytes,
-            )
+from .devices import peak_bytes, synchronize
 
 
 class Clock(StoppingCriteria):
@@ -61,7 +49,7 @@ class Pace:
         tokens = sum(clock.num_rows * (len(clock.times) - 1) for clock in clocks)
         seconds = sum(clock.times[-1] - clock.times[0] for clock in clocks)
         return Measured(
-            devices=tuple(peaks_of(names)),
+            devices=tuple(filter(None, map(peak_bytes, names))),
             context_tokens=max((clock.context_tokens for clock in clocks), default=0),
             first_token_seconds=sum(waited) / len(waited) if waited else None,
             tokens_per_second=tokens / seconds if seconds else None,

@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from duoka.base.units import format_bytes, format_roughly, format_seconds
-from duoka.forecast.measured import Measured
 from duoka.planner.plan import Plan
+
+from ..measured import Measured
 
 
 def render_measured(plan: Plan, measured: Measured) -> RenderableType:

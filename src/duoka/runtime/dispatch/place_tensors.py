@@ -31,7 +31,12 @@ def invent_values(model: nn.Module) -> None:
     """Give weights that were never read some values: code that reads what comes of them goes on."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            parameter.data.normal_(std=_SCALE)
+            fill(parameter.data)
+
+
+def fill(data: Tensor) -> Tensor:
+    """Give a tensor some values, as small as weights are."""
+    return data.normal_(std=_SCALE) if data.is_floating_point() else data.zero_()
 
 
 def place(model: nn.Module, placement: Placement) -> None:

@@ -14,12 +14,12 @@ from duoka.api.load import load
 from duoka.api.plan import plan as make_plan
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import DuokaError, InfeasibleError
-from duoka.forecast.measured import Measured
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.plan import Plan
 from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
+from duoka.report.measured import Measured
 from duoka.runtime import Generator, devices
 from duoka.tracing.get_profile import profile_checkpoint
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .forecast import Forecast
-from .stage_bytes import StageBytes
+from duoka.forecast.forecast import Forecast
+from duoka.forecast.stage_bytes import StageBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakBytes:
-    """The peaks of one device's allocator."""
+    """The peaks of one device's allocator; they need not be at the same moment."""
 
     device: str
     allocated_bytes: int
