@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
@@ -183,17 +182,6 @@ def test_modelscope(directory: Path) -> None:
     (directory / "._____temp").mkdir()
     (directory / "._____temp" / "model.safetensors").touch()
     assert "is still being written: model.safetensors changed" in refused(directory)[0]
-
-
-def test_a_lock_that_is_held(directory: Path) -> None:
-    place = directory / ".cache" / "huggingface" / "download"
-    place.mkdir(parents=True)
-    lock = place / "model-00001-of-00002.safetensors.lock"
-    with lock.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        message = f"{directory} is still being written: another process downloads {lock.stem}"
-        assert refused(directory) == (message, WAIT)
-    Checkpoint.open(directory)  # lock files themselves are left behind for ever
 
 
 def test_aria2_fills_holes_in_a_file_of_full_length(directory: Path) -> None:

@@ -80,7 +80,8 @@ def test_an_error_is_one_message_and_a_hint(command: str, hub: HubServer, progra
     assert (done.returncode, done.stdout) == (4, "")
     assert without_progress(done.stderr) == (
         "error: org/tiny is gated: its authors must grant you access\n"
-        "hint: ask for it at https://huggingface.co/org/tiny, then log in: hf auth login\n"
+        "hint: ask for it at https://huggingface.co/org/tiny; "
+        "for what isn't public log in: hf auth login\n"
     )
 
 

@@ -236,11 +236,6 @@ def _with_images(subject: Subject, sizes: Sequence[tuple[int, int]]) -> Subject:
     return replace(subject, prompt=prompt)
 
 
-def _budgets(fleet: Fleet | None) -> dict[str, int]:
-    """Bytes by device name."""
-    return {} if fleet is None else {device.name: device.budget_bytes for device in fleet.devices}
-
-
 def _of_module(model: nn.Module, request: _CheckRequest) -> Subject:
     placement, workload, fleet = request.placement, request.workload, request.fleet
     if placement is None:
@@ -257,16 +252,29 @@ def _of_module(model: nn.Module, request: _CheckRequest) -> Subject:
     else:
         entries = read_entries(dict(DeviceMap.of(placement).entries))
     entries, faults = complete(model, entries)
+    is_whole = isinstance(placement, Placement) and not faults
+    subject = _placed(model, entries, faults, request, workload=workload, fleet=fleet)
+    return replace(subject, is_dispatched=is_whole, inputs=request.inputs)
+
+
+def _placed(
+    model: nn.Module,
+    entries: tuple[tuple[str, str], ...],
+    faults: Faults,
+    request: _CheckRequest,
+    *,
+    workload: Workload,
+    fleet: Fleet | None,
+) -> Subject:
+    """What is checked of a model in its places."""
     return Subject(
-        is_dispatched=isinstance(placement, Placement) and not faults,
         model=model,
         name=type(model).__name__,
         entries=entries,
         completeness=faults,
-        budgets=_budgets(fleet),
+        budgets={device.name: device.budget_bytes for device in fleet.devices} if fleet else {},
         generation=None if fleet is None else fleet.gpu_generation,
         workload=_whole(workload),
-        inputs=request.inputs,
         notes=tuple(request.notes),
         train=request.training is not None,
     )
@@ -317,18 +325,8 @@ def _of_checkpoint(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
     else:
         outline = _outline(checkpoint, workload, model, request.notes)
         entries, faults, is_whole = _judged(outline, model, DeviceMap.of(placement), request)
-    return Subject(
-        is_dispatched=is_whole,
-        model=model,
-        name=checkpoint.source,
-        entries=entries,
-        completeness=faults,
-        budgets=_budgets(fleet),
-        generation=None if fleet is None else fleet.gpu_generation,
-        workload=_whole(workload),
-        notes=tuple(request.notes),
-        train=request.training is not None,
-    )
+    subject = _placed(model, entries, faults, request, workload=workload, fleet=fleet)
+    return replace(subject, is_dispatched=is_whole, name=checkpoint.source)
 
 
 def _outline(

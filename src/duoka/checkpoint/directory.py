@@ -7,7 +7,6 @@ a file is believed. Nothing here knows what the files mean.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
 import time
@@ -168,12 +167,6 @@ class LocalFolder:
                     f"{max(age, 0):.0f} seconds ago",
                     hint=_WAIT,
                 )
-        for path in _files(self._path / _HUGGINGFACE, ".lock"):
-            if _is_locked(path):
-                raise CheckpointError(
-                    f"{self._path} is still being written: another process downloads {path.stem}",
-                    hint=_WAIT,
-                )
 
 
 def _survey(root: Path) -> tuple[frozenset[str], tuple[Path, ...]]:
@@ -267,20 +260,3 @@ def _modified(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _is_locked(path: Path) -> bool:
-    """Whether a process holds a lock on a file; lock files themselves are left behind for ever."""
-    try:
-        handle = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
-    finally:
-        os.close(handle)
-    return False

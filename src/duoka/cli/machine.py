@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import platform
-import re
 import sys
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -35,7 +34,6 @@ _REFUSALS = {
     errno.ETXTBSY: "something else uses it",
     errno.EFBIG: "allow larger files: ulimit -f unlimited",
 }
-_REQUIREMENT = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?P<range>[^;]*)")
 
 
 def versions() -> str:
@@ -68,24 +66,18 @@ def explain(error: BaseException) -> MachineError | None:
 
 def unmet_requirements() -> list[str]:
     """Every library that is missing or of a version outside its range, with both."""
-    from packaging.specifiers import InvalidSpecifier, SpecifierSet
-    from packaging.version import InvalidVersion
+    from packaging.requirements import Requirement
 
     wrong = []
-    for text in _requirements():
-        match = _REQUIREMENT.match(text)
-        if match is None or "extra ==" in text:
+    for requirement in map(Requirement, _requirements()):
+        if requirement.marker is not None:  # of an extra
             continue
-        installed = _version(match["name"])
+        name, versions = requirement.name, requirement.specifier
+        installed = _version(name)
         if installed is None:
-            wrong.append(f"{match['name']} is not installed")
-            continue
-        try:
-            fits = SpecifierSet(match["range"].strip()).contains(installed, prereleases=True)
-        except (InvalidSpecifier, InvalidVersion):
-            continue
-        if not fits:
-            wrong.append(f"{match['name']} {installed} is installed, duoka needs {match['range']}")
+            wrong.append(f"{name} is not installed")
+        elif not versions.contains(installed, prereleases=True):
+            wrong.append(f"{name} {installed} is installed, duoka needs {versions}")
     return wrong
 
 

@@ -21,7 +21,7 @@ from .conftest import (
 
 # ── who may ask ──
 
-LOG_IN = "log in (`hf auth login`), or set HF_TOKEN"
+LOG_IN = "log in (`hf auth login`), or correct or unset HF_TOKEN"
 
 
 def test_no_such_repository(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +30,7 @@ def test_no_such_repository(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> 
 
     message = f"{hub.url} has no such repository: org/modle"
     hint = "check the spelling, or give the path of a local directory"
-    assert refused(open_other) == (message, f"{hint}; if it is private, log in: hf auth login")
+    assert refused(open_other) == (message, f"{hint}; for what isn't public log in: hf auth login")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert refused(open_other) == (message, hint)
 
@@ -45,8 +45,8 @@ def test_a_private_repository(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -
 def test_a_wrong_token(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_badtoken00000")
     assert refused(open_it) == (
-        f"{hub.url} doesn't accept the token: it is wrong, or has expired; it was about org/model",
-        "log in again (`hf auth login`), or correct or unset HF_TOKEN",
+        f"{hub.url} wants to know who asks for org/model, and the token is wrong, or has expired",
+        LOG_IN,
     )
 
 
@@ -68,7 +68,7 @@ def test_a_gated_repository(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> 
     hub.repos[NAME].gated = True
     message = "org/model is gated: its authors must grant you access"
     hint = "ask for it at https://huggingface.co/org/model"
-    assert refused(open_it) == (message, f"{hint}, then log in: hf auth login")
+    assert refused(open_it) == (message, f"{hint}; for what isn't public log in: hf auth login")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert refused(open_it) == (message, hint)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from huggingface_hub import HfApi, constants, get_token
@@ -99,125 +99,108 @@ def _explained(wanted: Wanted) -> Iterator[None]:
         raise explained from None
 
 
+_ADDRESS = "is HF_ENDPOINT the address of a Hub?"
+_CHANGED = "the repository may have changed, or a proxy is in between: try again"
+# What an error means and what to do, by the first class or status that it has.
+_MEANINGS: tuple[tuple[Any, str, str], ...] = (
+    (TooLong, "{hub} sends more than {error} bytes as {wanted}; that is not read", _CHANGED),
+    (
+        GatedRepoError,
+        "{repo} is gated: its authors must grant you access",
+        f"ask for it at {HOME}/{{repo}}{{log_in}}",
+    ),
+    (
+        RevisionNotFoundError,
+        "{hub} has no such revision: {wanted}",
+        "give a branch, a tag or a commit",
+    ),
+    (
+        RepositoryNotFoundError,
+        "{hub} has no such repository: {repo}",
+        "check the spelling, or give the path of a local directory{log_in}",
+    ),
+    (
+        EntryNotFoundError,
+        "{hub} has no such file: {wanted}",
+        "the repository is incomplete, or has changed: try again",
+    ),
+    (
+        401,
+        "{hub} wants to know who asks for {wanted}, and {token}",
+        "log in (`hf auth login`), or correct or unset HF_TOKEN",
+    ),
+    (
+        403,
+        "{hub} doesn't let this token read {wanted}",
+        "the token needs the permission to read this repository",
+    ),
+    (
+        429,
+        "{hub} gets too many requests from here{wait}; it was about {wanted}",
+        "try again later; with a token (`hf auth login`) the Hub allows more",
+    ),
+    (
+        Busy,
+        "{hub} answers with status {error} to the request for {wanted}",
+        "the Hub has a problem of its own: try again later",
+    ),
+    (HfHubHTTPError, "{hub} answers with status {status} to the request for {wanted}", _ADDRESS),
+    (
+        (http.ConnectError, http.ConnectTimeout),
+        "{hub} can't be reached for {wanted}: {error}",
+        "check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 uses what was downloaded before",
+    ),
+    (
+        http.TimeoutException,
+        "{hub} sent nothing of {wanted} for {timeout} seconds",
+        "try again; HF_HUB_DOWNLOAD_TIMEOUT allows for slower servers",
+    ),
+    (
+        http.TooManyRedirects,
+        "{hub} redirects again and again for {wanted}",
+        "is HF_ENDPOINT right, or a proxy in between?",
+    ),
+    (
+        (Broken, http.NetworkError, http.RemoteProtocolError),
+        "the connection to {hub} broke off in {wanted} again and again",
+        "run the command again: files that are complete are kept",
+    ),
+    ((http.HTTPError, http.InvalidURL), "{wanted} can't be asked for: {error}", _ADDRESS),
+    (
+        (FileMetadataError, ValueError, TypeError, KeyError),
+        "{hub} answers with something else than a Hub does to the request for {wanted}",
+        "is HF_ENDPOINT the address of a Hub, or does a network log-in page answer?",
+    ),
+    (OSError, "{hub} sends {wanted} with another length than it told of", _CHANGED),
+)
+
+
 def _explain(error: BaseException, wanted: Wanted) -> CheckpointError | None:
     """What an error means; None for what has nothing to do with the Hub."""
     if isinstance(error, OfflineModeIsEnabled):
         return offline(wanted)
-    if isinstance(error, Busy):
-        return _busy(error, wanted)
-    if isinstance(error, TooLong):
-        return CheckpointError(
-            f"{endpoint()} sends more than {error.limit_bytes} bytes as {wanted}; that is not read",
-            hint="the repository may have changed, or a proxy is in between: try again",
-        )
-    if isinstance(error, HfHubHTTPError):
-        return _refused(error, wanted)
-    if isinstance(error, (Broken, http.HTTPError, http.InvalidURL)):
-        return _unreachable(error, wanted)
-    if isinstance(error, (FileMetadataError, ValueError, TypeError, KeyError)):
-        return CheckpointError(
-            f"{endpoint()} answers with something else than a Hub does to the request for {wanted}",
-            hint="is HF_ENDPOINT the address of a Hub, or does a network log-in page answer?",
-        )
-    if isinstance(error, OSError) and error.errno is None:  # a length that isn't as told
-        return CheckpointError(
-            f"{endpoint()} sends {wanted} with another length than it told of",
-            hint="the repository may have changed, or a proxy is in between: try again",
-        )
+    if isinstance(error, OSError) and error.errno is not None:
+        return None
+    response = getattr(error, "response", None) if isinstance(error, HfHubHTTPError) else None
+    status = getattr(response, "status_code", getattr(error, "status", None))
+    seconds = getattr(error, "wait_seconds", None)
+    for kind, message, hint in _MEANINGS:
+        if kind == status if isinstance(kind, int) else isinstance(error, kind):
+            values = {
+                "hub": endpoint(),
+                "wanted": wanted,
+                "repo": wanted.name.repo,
+                "error": str(error) or "no answer in time",
+                "status": status,
+                "token": "the token is wrong, or has expired"
+                if get_token()
+                else "there is no token",
+                "log_in": "" if get_token() else "; for what isn't public log in: hf auth login",
+                "timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT,
+                "wait": "" if seconds is None else f" and asks to wait {seconds:.0f} s",
+            }
+            return CheckpointError(message.format(**values), hint=hint.format(**values))
     return None
-
-
-def _unreachable(error: BaseException, wanted: Wanted) -> CheckpointError:
-    if isinstance(error, (http.ConnectError, http.ConnectTimeout)):
-        reason = str(error) or "no answer in time"
-        return CheckpointError(
-            f"{endpoint()} can't be reached for {wanted}: {reason}",
-            hint="check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 uses what was downloaded "
-            "before",
-        )
-    if isinstance(error, http.TimeoutException):
-        return CheckpointError(
-            f"{endpoint()} sent nothing of {wanted} for {constants.HF_HUB_DOWNLOAD_TIMEOUT} "
-            "seconds",
-            hint="try again; HF_HUB_DOWNLOAD_TIMEOUT allows for slower servers",
-        )
-    if isinstance(error, http.TooManyRedirects):
-        return CheckpointError(
-            f"{endpoint()} redirects again and again for {wanted}",
-            hint="is HF_ENDPOINT right, or a proxy in between?",
-        )
-    if isinstance(error, (Broken, http.NetworkError, http.RemoteProtocolError)):
-        return CheckpointError(
-            f"the connection to {endpoint()} broke off in {wanted} again and again",
-            hint="run the command again: files that are complete are kept",
-        )
-    return CheckpointError(
-        f"{wanted} can't be asked for: {error}", hint="is HF_ENDPOINT the address of a Hub?"
-    )
-
-
-def _refused(error: HfHubHTTPError, wanted: Wanted) -> CheckpointError:
-    """What a status means."""
-    repo, status = wanted.name.repo, error.response.status_code
-    log_in = "" if get_token() else "log in: hf auth login"
-    if isinstance(error, GatedRepoError):
-        return CheckpointError(
-            f"{repo} is gated: its authors must grant you access",
-            hint=f"ask for it at {HOME}/{repo}" + (f", then {log_in}" if log_in else ""),
-        )
-    if isinstance(error, RevisionNotFoundError):
-        return CheckpointError(
-            f"{endpoint()} has no such revision: {wanted}", hint="give a branch, a tag or a commit"
-        )
-    if isinstance(error, RepositoryNotFoundError):
-        return CheckpointError(
-            f"{endpoint()} has no such repository: {repo}",
-            hint="check the spelling, or give the path of a local directory"
-            + (f"; if it is private, {log_in}" if log_in else ""),
-        )
-    if isinstance(error, EntryNotFoundError):
-        return CheckpointError(
-            f"{endpoint()} has no such file: {wanted}",
-            hint="the repository is incomplete, or has changed: try again",
-        )
-    if status == 401:
-        return _unauthorized(wanted)
-    if status == 403:
-        return CheckpointError(
-            f"{endpoint()} doesn't let this token read {wanted}",
-            hint="the token needs the permission to read this repository",
-        )
-    return CheckpointError(
-        f"{endpoint()} answers with status {status} to the request for {wanted}",
-        hint="is HF_ENDPOINT the address of a Hub?",
-    )
-
-
-def _unauthorized(wanted: Wanted) -> CheckpointError:
-    if get_token():
-        return CheckpointError(
-            f"{endpoint()} doesn't accept the token: it is wrong, or has expired; it was about "
-            f"{wanted}",
-            hint="log in again (`hf auth login`), or correct or unset HF_TOKEN",
-        )
-    return CheckpointError(
-        f"{endpoint()} wants to know who asks for {wanted}, and there is no token",
-        hint="log in (`hf auth login`), or set HF_TOKEN",
-    )
-
-
-def _busy(error: Busy, wanted: Wanted) -> CheckpointError:
-    if error.status == 429:
-        seconds = error.wait_seconds
-        wait = "" if seconds is None else f" and asks to wait {seconds:.0f} s"
-        return CheckpointError(
-            f"{endpoint()} gets too many requests from here{wait}; it was about {wanted}",
-            hint="try again later; with a token (`hf auth login`) the Hub allows more",
-        )
-    return CheckpointError(
-        f"{endpoint()} answers with status {error.status} to the request for {wanted}",
-        hint="the Hub has a problem of its own: try again later",
-    )
 
 
 def offline(wanted: Wanted) -> CheckpointError:
