@@ -299,3 +299,13 @@ def test_what_was_found_is_told_also_where_nothing_can_be_written(
     assert "modeling_faulty.py" in done.stdout
     assert "+        gathered = " in done.stdout
     assert "error: the disk is full" in done.stderr
+
+
+def test_the_map_in_the_checkpoints_names(tiny: Path, program: Program, tmp_path: Path) -> None:
+    file = tmp_path / "map.json"
+    asked = ("check", tiny, *GPUS, *SIZES, "--names", "checkpoint")
+    assert program(*asked, "--save-device-map", file).returncode == 0
+    assert "transformer.embedding.word_embeddings" in json.loads(file.read_text())
+    refused = program(*asked)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "--names is for --save-device-map" in refused.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,10 +16,12 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 import duoka
+from duoka.api.plan import find_or_trace
 from duoka.base.progress import say_import
 from duoka.base.units import format_bytes
 from duoka.errors import UsageError
 from duoka.forecast.workload import Training
+from duoka.planner.device_map import published_names
 from duoka.planner.limits import fleet_for
 from duoka.planner.resolve import native_training, workload_for
 from duoka.report.terminal.words import where
@@ -26,7 +29,7 @@ from duoka.report.terminal.words import where
 from . import planning
 from .errors import NOT_OK
 from .groups import Only, flag, option, with_groups
-from .options import PLANNING, ModelOptions, PlanOptions, picture_size
+from .options import PLANNING, ModelOptions, NamesOption, PlanOptions, picture_size
 from .terminal import check_file, stderr, stdout, working, write_file
 from .training_options import TrainingOptions
 
@@ -71,7 +74,7 @@ class RunOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReportOutput:
+class ReportOutput(NamesOption):
     """What a person wants to have of the report, besides seeing it."""
 
     json: bool = flag("--json", "Print the report as JSON.")
@@ -84,13 +87,22 @@ class ReportOutput:
 
     def check(self) -> None:
         """Refuse files that can't be written, before the work."""
+        if self.convention != "model" and self.save_device_map is None:
+            raise UsageError("--names is for --save-device-map", hint="say which file to write")
         check_file(self.sarif, "the SARIF log")
         check_file(self.save_device_map, "the device map")
 
-    def write(self, report: Report) -> None:
+    def write(self, report: Report, checkpoint: duoka.Checkpoint, work: duoka.Workload) -> None:
         """Write the files."""
         if self.save_device_map is not None:
-            _save_map(report, self.save_device_map)
+            device_map = _map_of(report)
+            if self.convention == "checkpoint" and not checkpoint.code:  # whose names are its own
+                names = published_names(find_or_trace(checkpoint, work).outline)
+                device_map = {names.get(name, name): at for name, at in device_map.items()}
+            if device_map:
+                planning.save_device_map(device_map, self.save_device_map)
+            else:
+                stderr().print("no device map was saved: the model's code stopped before")
         if self.sarif is not None:
             from duoka.report.sarif import dumps
 
@@ -172,7 +184,7 @@ def check(
         say_import("torch")
         train = how_to_train or False
         report: Report = duoka.check(**arguments, train=train, images=images)
-    output.write(report)
+    output.write(report, arguments["model"], arguments["workload"])
     if not output.json:
         from duoka.report.terminal import render_report
 
@@ -222,15 +234,10 @@ def _arguments(
     }
 
 
-def _save_map(report: Report, file: Path) -> None:
-    """Write the map that was checked; there is none where the model couldn't be built."""
-    completed = report.completeness.completed
-    if completed is not None:
-        planning.save_device_map(completed, file)
-    elif report.subject is not None:
-        planning.save_device_map(dict(report.subject.entries), file)
-    else:
-        stderr().print("no device map was saved: the model's code stopped before there was one")
+def _map_of(report: Report) -> Mapping[str, int | str]:
+    """The map that was checked, completed; empty where the model couldn't be built."""
+    entries = () if report.subject is None else report.subject.entries
+    return report.completeness.completed or dict(entries)
 
 
 class Repaired:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from duoka.base.files import why
+from duoka.base.text import choose
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.errors import UsageError
+from duoka.planner.plan_profile import CONVENTIONS, Convention
 
 from .groups import all_but, argument, flag, option
 
@@ -212,6 +214,23 @@ class AnswerOptions:
         }
         Sampling(**values)
         return values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamesOption:
+    """Whose names a device map is written in."""
+
+    names: str | None = option(
+        "WHOSE",
+        "Whose names device maps are written in: the model's, as duoka and transformers have it "
+        "(model, the default), or those of its checkpoint, as the code that comes with it has them "
+        "(checkpoint).",
+    )
+
+    @property
+    def convention(self) -> Convention:
+        """The same, as far as it is known."""
+        return choose("names", self.names or "model", CONVENTIONS)
 
 
 def option_name(name: str) -> str:

@@ -10,31 +10,23 @@ import typer
 
 import duoka
 from duoka.base.serialization import to_dict
-from duoka.base.text import choose
 from duoka.errors import InfeasibleError, PlacementError, UsageError
 from duoka.hardware.detect import tell_numbers
-from duoka.planner.plan_profile import CONVENTIONS, Convention, map_of
+from duoka.planner.plan_profile import map_of
 from duoka.planner.precisions import Precision
 from duoka.planner.replicas import Replicas
 from duoka.report.export import refuse_names, refuse_unknown
 
 from . import planning, precisions, replicas
 from .groups import flag, option, with_groups
-from .options import ModelOptions, PlanOptions, given_options, refuse_beside
+from .options import ModelOptions, NamesOption, PlanOptions, given_options, refuse_beside
 from .suggestions import as_json
 from .terminal import check_file, stderr, stdout, write_file
 from .training_options import TrainingOptions
 
 
-def _known_tool(tool: str | None) -> str | None:
-    """Refuse what there is no export for before the model is traced."""
-    if tool is not None:
-        refuse_unknown(tool)
-    return tool
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOutput:
+class PlanOutput(NamesOption):
     """What a person wants to have of the plan, besides seeing it."""
 
     save: Path | None = option("FILE", "Keep the plan in a file.")
@@ -42,12 +34,6 @@ class PlanOutput:
         "FILE",
         "Write the plan's device map, as transformers takes it, to a file; of a --device-map that "
         "is refused, the completed one.",
-    )
-    names: str | None = option(
-        "WHOSE",
-        "Whose names --save-device-map and --export accelerate write: the model's, as duoka and "
-        "transformers have it (model, the default), or those of its checkpoint, as the code that "
-        "comes with it has them (checkpoint).",
     )
     explain: bool = flag(
         "--explain",
@@ -61,7 +47,6 @@ class PlanOutput:
         "TOOL",
         "Print the plan as another tool takes it: accelerate, vllm, sglang, llama.cpp, "
         "torch-pipelining, torchtitan or deepspeed.",
-        callback=_known_tool,
     )
     dtypes: bool = flag(
         "--dtypes",
@@ -70,19 +55,16 @@ class PlanOutput:
     )
     json: bool = flag("--json", "Print the plan as JSON.")
 
-    @property
-    def _convention(self) -> Convention:
-        return choose("names", self.names or "model", CONVENTIONS)
-
     def check(self, options: PlanOptions, training: TrainingOptions) -> None:
         """Refuse files that can't be written and what doesn't go together, before the work."""
-        if self._convention != "model" and self.save_device_map is None and self.export is None:
+        if self.convention != "model" and self.save_device_map is None and self.export is None:
             raise UsageError(
                 "--names is for --save-device-map and --export, and neither is given",
                 hint="say which file or tool the names are for",
             )
         if self.export is not None:
-            refuse_names(self.export, self._convention)
+            refuse_unknown(self.export)
+            refuse_names(self.export, self.convention)
         check_file(self.save, "the plan")
         check_file(self.save_device_map, "the device map")
         check_file(self.html, "the page")
@@ -145,14 +127,14 @@ class PlanOutput:
     def give(self, plan: duoka.Plan) -> None:
         """Write and show a plan."""
         if self.save_device_map is not None:
-            device_map = map_of(plan, self._convention)
+            device_map = map_of(plan, self.convention)
             planning.save_device_map(device_map, self.save_device_map)
         if self.save is not None:
             planning.save_plan(plan, self.save)
         if self.html is not None:
             _save_page(plan, self.html)
         if self.export is not None:
-            typer.echo(str(duoka.export(plan, self.export, names=self._convention)))
+            typer.echo(str(duoka.export(plan, self.export, names=self.convention)))
             return
         explanation = duoka.explain(plan) if self.explain else None
         if self.json:
