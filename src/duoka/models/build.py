@@ -57,7 +57,7 @@ def build(
             copy.deepcopy(parsed), dtype=default, attn_implementation=implementation
         )
         if code is not None and code.legacy:
-            transformers4.finish(model)
+            transformers4.finish_construction(model)
         return model
 
     try:

@@ -7,7 +7,7 @@ changed. Each part names the version without which it isn't needed.
 - `config`, `model`, `cache`, `tokenizer`: the base classes of its own
 """
 
-from .model import LegacyModel, finish
+from .model import LegacyModel, finish_construction
 from .namespace import execute
 
-__all__ = ["LegacyModel", "execute", "finish"]
+__all__ = ["LegacyModel", "execute", "finish_construction"]

@@ -113,7 +113,7 @@ def _with_new_positions(prepare: Callable[..., dict[str, Any]]) -> Callable[...,
     return prepared
 
 
-def finish(model: nn.Module) -> None:
+def finish_construction(model: nn.Module) -> None:
     """Do for each part what its constructor would have ended with: 5.0 needs `post_init`."""
     for part in reversed(list(model.modules())):
         if isinstance(part, LegacyModel) and "all_tied_weights_keys" not in vars(part):

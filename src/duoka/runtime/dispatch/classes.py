@@ -92,7 +92,7 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     return kind.__bases__[-1] if issubclass(kind, _Dispatched) else kind
 
 
-def settle_class(module: nn.Module) -> None:
+def update_class(module: nn.Module) -> None:
     """Give a module the class for what dispatch has put on it: its own where that is nothing."""
     attributes = module.__dict__
     kinds: list[type[_Dispatched]] = [_Spread] if ROOT in attributes else []

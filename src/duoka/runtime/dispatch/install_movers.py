@@ -13,7 +13,7 @@ from duoka.base.text import containing
 from duoka.planner.placement import Placement
 
 from .arguments import caches_of
-from .classes import MOVER, ROOT, settle_class
+from .classes import MOVER, ROOT, update_class
 from .movers import Frames, Mover, Root
 from .place_tensors import tensor_names
 
@@ -50,9 +50,9 @@ def install_on(
     for block, device in blocks.items():
         caches = caches_of(block) if block in parents else frozenset[int | str]()
         block.__dict__[MOVER] = Mover(device, frames, caches)
-        settle_class(block)
+        update_class(block)
     model.__dict__[ROOT] = Root(frames, outputs_stay=outputs_stay)
-    settle_class(model)
+    update_class(model)
     handles = []
     for module in parents:
         handles.append(module.register_forward_pre_hook(frames.enter_part, prepend=True))
@@ -73,9 +73,9 @@ class Installed:
             handle.remove()
         for block in self._blocks:
             del block.__dict__[MOVER]
-            settle_class(block)
+            update_class(block)
         del model.__dict__[ROOT]
-        settle_class(model)
+        update_class(model)
 
 
 def _containers(

@@ -30,7 +30,7 @@ from duoka.forecast.allocator import rounded_bytes
 from duoka.forecast.profile import NUM_BUFFERS, buffer_bytes
 
 from .arguments import mapped
-from .classes import STREAMED, settle_class
+from .classes import STREAMED, update_class
 
 Version = tuple[int, int, int]
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
@@ -78,13 +78,13 @@ class Streamer:
         """Let the modules' weights come when they are called."""
         for index, unit in enumerate(self._units):
             unit.module.__dict__[STREAMED] = partial(self.run, index)
-            settle_class(unit.module)
+            update_class(unit.module)
 
     def remove(self) -> None:
         """Make the modules what they were; their weights stay on the host."""
         for unit in self._units:
             del unit.module.__dict__[STREAMED]
-            settle_class(unit.module)
+            update_class(unit.module)
         if self._lane is not None:
             self._pinned.release()
         self._lane = None
