@@ -185,13 +185,14 @@ def _form(workload: Workload) -> str:
     return training + (f" with {' and '.join(forms)}" if forms else "")
 
 
-def _format_table(plan: Plan) -> str:
+def format_table(plan: Plan) -> str:
+    """The table that ``duoka plan`` prints, for ``print(plan)``."""
     from duoka.report.terminal.plan import plan_text
 
     return plan_text(plan)
 
 
-Plan.format_table = _format_table
+Plan.format_table = format_table
 
 
 def _opened(model: str | os.PathLike[str] | Checkpoint) -> Checkpoint:

@@ -15,6 +15,7 @@ from duoka.api.plan import find_or_trace
 from duoka.base.progress import heard_by, say, say_import
 from duoka.base.text import choose
 from duoka.base.units import parse_memory
+from duoka.checkpoint.architecture import refuse_unbuildable
 from duoka.checkpoint.config import is_for_transformers4
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.checkpoint.tokenizer_files import refuse_prompts
@@ -27,7 +28,7 @@ from duoka.planner.from_device_map import OBJECTIVE as GIVEN
 from duoka.planner.limits import given_back, on_fleet
 from duoka.planner.replicas import Replicas, replicas_for
 from duoka.planner.request import Largest, PlanRequest
-from duoka.planner.resolve import answer_checkpoint, workload_for
+from duoka.planner.resolve import answer_checkpoint
 from duoka.planner.search import OBJECTIVES
 
 from .options import (
@@ -149,6 +150,8 @@ def open_checkpoint(options: ModelOptions, to_run: bool = False) -> duoka.Checkp
             revision=options.revision,
             trust_remote_code=options.trust_remote_code,
         )
+    if not checkpoint.builds_own_model:
+        refuse_unbuildable(checkpoint.config)
     if to_run and not checkpoint.has_weights:
         raise CheckpointError(
             f"{checkpoint.source} has no weights to load",
@@ -192,7 +195,6 @@ def read_request(
     say_quantization(options.quantize, request.workload)
     checkpoint = open_checkpoint(model, to_run)
     workload = read_workload(checkpoint.max_context_tokens, options, training)
-    workload_for(checkpoint, workload)  # what it refuses is refused before anything is looked for
     return checkpoint, replace(request, workload=workload)
 
 
