@@ -23,7 +23,7 @@ from duoka.forecast.flash_splits import FlashShape, PartBytes
 
 from . import attention_numbers, op_call
 from .attention_numbers import Inputs, differentiate
-from .operators import handlers
+from .operators import below, handlers
 from .tensor import VirtualTensor, place
 from .world import Gpu
 
@@ -121,6 +121,10 @@ def attend(
         enable_gqa=options.enable_gqa,
         before_ampere=query.gpu.world.generation.before_ampere,
     )
+    if query.backing.device.type == "cpu" and (
+        options.dropout_p or (mask is not None and mask.requires_grad)
+    ):
+        kernel = "math"  # the fused kernel of the CPU can do neither
     if kernel == "flash":
         return _attend_flash(query, key, value, options)
     if kernel == "efficient":
@@ -191,47 +195,33 @@ def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> 
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
-def _attend_below(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Attend in inference mode, where the operator arrives whole."""
-    return attend(*args, **kwargs)
-
-
 def _flash(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plain, gpu = op_call.unwrap(func, args, kwargs)
     query, key = plain.args[0], plain.args[1]
     if query.is_cuda:
         return op_call.wrap_results(func(*plain.args, **plain.kwargs), gpu)
-    inputs = Inputs(
-        query,
-        key,
-        plain.args[2],
-        dropout=plain.args[3] if len(args) > 3 else 0.0,
-        is_causal=len(args) > 4 and bool(args[4]),
-        scale=kwargs.get("scale"),
-    )
+    is_causal = len(args) > 4 and bool(args[4])
+    inputs = Inputs(query, key, plain.args[2], is_causal=is_causal, scale=kwargs.get("scale"))
     out, rows = attention_numbers.attend(inputs)
     results = *_placed((out,), (query,), gpu), place(rows, gpu)
     batch, heads, tokens, head_dim = query.shape
-    if not inputs.dropout:
+    if len(args) <= 3 or not args[3]:  # no dropout
         shape, sizes = FlashShape(heads, key.shape[1], head_dim), (batch, tokens, key.shape[2])
         padded_head = _rounded(head_dim, 32 if head_dim <= 128 else 64)
         gpu.charge(*(PartBytes.of(shape, row, *sizes) for row in (4, 4 * padded_head)))
-    states = place(inputs.seed, gpu), place(_scalar(query), gpu)
+    states = place(_seed(query), gpu), place(_scalar(query), gpu)
     debug = place(query.new_empty(0), gpu)
     return *results, None, None, query.shape[2], key.shape[2], *states, debug
 
 
 def _flash_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plain, gpu = op_call.unwrap(func, args, kwargs)
-    grad, query, key, value, out, rows, _, _, _, _, dropout, is_causal, seed, _ = plain.args
+    grad, query, key, value, out, rows, _, _, _, _, _, is_causal, _, _ = plain.args
     if query.is_cuda:
         return op_call.wrap_results(func(*plain.args, **plain.kwargs), gpu)
-    inputs = Inputs(
-        query, key, value, dropout=dropout, is_causal=is_causal, scale=kwargs.get("scale"),
-        seed=seed,
-    )  # fmt: skip
+    inputs = Inputs(query, key, value, is_causal=is_causal, scale=kwargs.get("scale"))
     grads = differentiate(inputs, grad, out, rows)
-    results = _placed(grads[:3], (query, key, value), gpu)
+    results = _placed(grads, (query, key, value), gpu)
     batch, heads, tokens, head_dim = query.shape
     padded_tokens = _rounded(tokens, _FLASH_ROWS)
     padded_head = _rounded(head_dim, 32 if head_dim <= 128 else 64)
@@ -253,7 +243,6 @@ def _efficient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return op_call.wrap_results(func(*plain.args, **plain.kwargs), gpu)
     inputs = Inputs(
         query, key, value, bias,
-        dropout=plain.args[5] if len(args) > 5 else 0.0,
         is_causal=len(args) > 6 and bool(args[6]),
         scale=kwargs.get("scale"),
     )  # fmt: skip
@@ -264,7 +253,8 @@ def _efficient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         padded[..., :tokens] = rows
     results = place(out, gpu), place(padded, gpu)
     # Without dropout they are on the host.
-    states = (inputs.seed, _scalar(query)) if inputs.dropout else (query.new_empty(0),) * 2
+    has_dropout = len(args) > 5 and bool(args[5])
+    states = (_seed(query), _scalar(query)) if has_dropout else (query.new_empty(0),) * 2
     if query.element_size() == 2 and value.shape[3] > _EFFICIENT_REGISTER_HEAD:
         # A head that doesn't fit the registers is accumulated in fp32 memory.
         gpu.charge(4 * out.numel())
@@ -273,19 +263,17 @@ def _efficient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _efficient_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plain, gpu = op_call.unwrap(func, args, kwargs)
-    grad, query, key, value, bias, out, rows, seed, _, dropout, needed = plain.args[:11]
+    grad, query, key, value, bias, out, rows, _, _, _, needed = plain.args[:11]
     if query.is_cuda:
         return op_call.wrap_results(func(*plain.args, **plain.kwargs), gpu)
     inputs = Inputs(
-        query, key, value, bias, dropout=dropout,
+        query, key, value, bias,
         is_causal=len(args) > 11 and bool(args[11]), scale=kwargs.get("scale"),
     )  # fmt: skip
-    if dropout:
-        inputs.seed = seed
     batch, heads, tokens, _ = query.shape
-    grads = differentiate(inputs, grad, out, rows[..., :tokens], needs_bias=needed[3])
-    results = _placed(grads[:3], tuple(map(_by_tokens, (query, key, value))), gpu)
-    bias_grad = place(grads[3], gpu) if needed[3] and grads[3] is not None else None
+    grads = differentiate(inputs, grad, out, rows[..., :tokens])
+    results = _placed(grads, tuple(map(_by_tokens, (query, key, value))), gpu)
+    bias_grad = place(torch.empty_like(bias), gpu) if needed[3] and bias is not None else None
     row_bytes = 4 * batch * heads * tokens
     if query.element_size() == 4:
         # In fp32 the row sums are made outside the kernel, from a product of the outputs' size.
@@ -318,15 +306,18 @@ def _by_tokens(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _placed(
-    results: tuple[torch.Tensor | None, ...], likes: tuple[torch.Tensor, ...], gpu: Gpu
+    results: tuple[torch.Tensor, ...], likes: tuple[torch.Tensor, ...], gpu: Gpu
 ) -> tuple[VirtualTensor, ...]:
     """Place results in memory of their own, each laid out as another tensor is."""
     placed = []
     for result, like in zip(results, likes, strict=True):
-        assert result is not None
         laid_out = torch.empty_like(like, device=result.device)
         placed.append(place(laid_out.copy_(result), gpu))
     return tuple(placed)
+
+
+def _seed(like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(2, dtype=torch.int64, device=like.device)
 
 
 def _scalar(like: torch.Tensor) -> torch.Tensor:
@@ -343,7 +334,7 @@ def install() -> None:
     handlers[_aten._scaled_dot_product_flash_attention_backward.default] = _flash_backward
     handlers[_aten._scaled_dot_product_efficient_attention.default] = _efficient
     handlers[_aten._scaled_dot_product_efficient_attention_backward.default] = _efficient_backward
-    handlers[_aten.scaled_dot_product_attention.default] = _attend_below
+    handlers[_aten.scaled_dot_product_attention.default] = below(attend)
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", attend, "AutogradPrivateUse1")
     _libraries.append(library)

@@ -1,13 +1,13 @@
 """The numbers of fused attention, on backing tensors: forward and backward.
 
-Where it can, PyTorch's own fused CPU kernel computes them; it knows neither dropout nor gradients
-of the bias, which are computed here by their definition. Nothing here is charged to a GPU.
+PyTorch's own fused CPU kernel computes them; it knows neither dropout nor gradients of the bias.
+Nothing here is charged to a GPU.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
@@ -21,25 +21,18 @@ class Inputs:
 
     `query`, `key`, `value`: ``[batch, heads, tokens, head_dim]``; fewer key than query heads are
     shared by groups. `bias` is added to the scores, ``[batch, heads, query tokens, key tokens]``.
-    `seed` says which attention weights dropout drops: backward must drop the same.
     """
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     bias: torch.Tensor | None = None
-    dropout: float = 0.0
     is_causal: bool = False
     scale: float | None = None
-    seed: torch.Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int64))
 
     def __post_init__(self) -> None:
         if self.scale is None:
             self.scale = 1 / math.sqrt(self.query.shape[3])
-        if self.is_meta:
-            self.seed = self.seed.to("meta")
-        elif self.dropout and not self.seed.any():
-            self.seed = torch.randint(1, 2**62, (2,))
 
     @property
     def is_meta(self) -> bool:
@@ -69,8 +62,6 @@ def attend(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (batch, tokens, heads, inputs.value.shape[3])
         out = torch.empty(shape, dtype=query.dtype, device="meta").transpose(1, 2)
         return out, torch.empty(shape[0], heads, tokens, device="meta")
-    if inputs.dropout:
-        return _attend_by_definition(inputs)
     padded, head_dim = _equal_heads(inputs)
     out, rows = _aten._scaled_dot_product_flash_attention_for_cpu(
         *padded, 0.0, inputs.is_causal, attn_mask=inputs.bias, scale=inputs.scale
@@ -81,21 +72,11 @@ def attend(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def differentiate(
-    inputs: Inputs,
-    grad: torch.Tensor,
-    out: torch.Tensor,
-    rows: torch.Tensor,
-    *,
-    needs_bias: bool = False,
-) -> tuple[torch.Tensor | None, ...]:
-    """Compute the gradients of query, key, value and (if needed) bias."""
+    inputs: Inputs, grad: torch.Tensor, out: torch.Tensor, rows: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Compute the gradients of query, key and value."""
     if inputs.is_meta:
-        bias_grad = (
-            torch.empty_like(inputs.bias) if needs_bias and inputs.bias is not None else None
-        )
-        return inputs.query, inputs.key, inputs.value, bias_grad
-    if inputs.dropout or needs_bias:
-        return _differentiate_by_definition(inputs, grad)
+        return inputs.query, inputs.key, inputs.value
     padded, head_dim = _equal_heads(inputs)
     width = padded[0].shape[3]
     rows = rows.transpose(1, 2).contiguous().transpose(1, 2)
@@ -108,7 +89,6 @@ def differentiate(
         query_grad[..., :query_dim],
         _summed(inputs, key_grad[..., :query_dim]),
         _summed(inputs, value_grad[..., :head_dim]),
-        None,
     )
 
 
@@ -135,46 +115,3 @@ def _summed(inputs: Inputs, grad: torch.Tensor) -> torch.Tensor:
         return grad
     shared: torch.Tensor = grad.unflatten(1, (inputs.key.shape[1], inputs.num_groups))
     return shared.sum(2)
-
-
-def _weights(inputs: Inputs, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute scores, attention weights, and the factor that dropout gives to each (fp32)."""
-    assert inputs.scale is not None
-    scores = inputs.query.float() @ key.float().transpose(2, 3) * inputs.scale
-    if inputs.is_causal:
-        hidden = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(hidden, -math.inf)
-    if inputs.bias is not None:
-        scores = scores + inputs.bias.float()
-    generator = torch.Generator().manual_seed(int(inputs.seed[0]))
-    mask = torch.rand(scores.shape, generator=generator) >= inputs.dropout
-    return scores, scores.softmax(-1), mask / (1 - inputs.dropout)
-
-
-def _attend_by_definition(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    key, value = inputs.shared()
-    scores, weights, mask = _weights(inputs, key)
-    out = (weights * mask @ value.float()).to(inputs.query.dtype)
-    return _by_tokens(out), scores.logsumexp(-1)
-
-
-def _differentiate_by_definition(
-    inputs: Inputs, grad: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
-    assert inputs.scale is not None
-    key, value = inputs.shared()
-    _, weights, mask = _weights(inputs, key)
-    grad = grad.float()
-    value_grad = (weights * mask).transpose(2, 3) @ grad
-    weight_grad = grad @ value.float().transpose(2, 3) * mask
-    score_grad = weights * (weight_grad - (weight_grad * weights).sum(-1, keepdim=True))
-    query_grad = score_grad @ key.float() * inputs.scale
-    key_grad = score_grad.transpose(2, 3) @ inputs.query.float() * inputs.scale
-    bias_grad = score_grad.to(inputs.bias.dtype) if inputs.bias is not None else None
-    dtype = inputs.query.dtype
-    return (
-        query_grad.to(dtype),
-        _summed(inputs, key_grad).to(dtype),
-        _summed(inputs, value_grad).to(dtype),
-        bias_grad,
-    )

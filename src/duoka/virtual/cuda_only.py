@@ -3,8 +3,7 @@
 Weights of 4 bit: the layout for tensor cores has the shape and the bytes that CUDA gives it; what
 stands in it is in an order of our own, which only the product here reads. The product charges its
 result alone, as CUDA's kernel does; what the host holds to compute the numbers is no memory of the
-GPU. Fused cells of recurrent networks: the workspace is what CUDA's kernels keep for backward, the
-gates' activations (LSTM, ``4 * hidden`` columns) or what the gradient needs (GRU, ``5 * hidden``).
+GPU. Fused cells of recurrent networks are computed in parts, which keep more for backward.
 """
 
 from __future__ import annotations
@@ -13,14 +12,15 @@ from typing import Any
 
 import torch
 
-from . import known_values, op_call
+from . import op_call
 from .faults import MixedDevicesError
-from .operators import Handler, handlers, make
+from .operators import below, handlers, make
 from .tensor import place
 
 _aten = torch.ops.aten
 _ROWS, _COLUMNS, _LANES = 8, 16, 32
 _MIDDLE = 8  # numbers are 0 to 15
+_libraries: list[torch.library.Library] = []
 
 
 def _histc(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -101,38 +101,10 @@ def _unpack_int4(packed: torch.Tensor, group: int, scale_and_zero: torch.Tensor)
 def _lstm(
     inputs: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor, *biases: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
-    gates = _summed(inputs, hidden, *biases)
+    gates = sum((bias for bias in biases if bias is not None), inputs + hidden)
     enter, keep, new, leave = gates.chunk(4, 1)
-    enter, keep, new, leave = enter.sigmoid(), keep.sigmoid(), new.tanh(), leave.sigmoid()
-    next_cell = keep * cell + enter * new
-    return leave * next_cell.tanh(), next_cell, torch.cat([enter, keep, new, leave], 1)
-
-
-def _lstm_backward(
-    hidden_grad: torch.Tensor | None,
-    cell_grad: torch.Tensor | None,
-    cell: torch.Tensor,
-    next_cell: torch.Tensor,
-    workspace: torch.Tensor,
-    has_bias: bool,
-) -> tuple[torch.Tensor | None, ...]:
-    enter, keep, new, leave = workspace.chunk(4, 1)
-    squashed = next_cell.tanh()
-    total = torch.zeros_like(next_cell) if cell_grad is None else cell_grad
-    leave_grad = torch.zeros_like(leave)
-    if hidden_grad is not None:
-        total = total + hidden_grad * leave * (1 - squashed * squashed)
-        leave_grad = hidden_grad * squashed * leave * (1 - leave)
-    gates_grad = torch.cat(
-        [
-            total * new * enter * (1 - enter),
-            total * cell * keep * (1 - keep),
-            total * enter * (1 - new * new),
-            leave_grad,
-        ],
-        1,
-    )
-    return gates_grad, total * keep, gates_grad.sum(0) if has_bias else None
+    next_cell = keep.sigmoid() * cell + enter.sigmoid() * new.tanh()
+    return leave.sigmoid() * next_cell.tanh(), next_cell, gates
 
 
 def _gru(
@@ -143,48 +115,9 @@ def _gru(
     from_hidden = hidden if hidden_bias is None else hidden + hidden_bias
     input_reset, input_update, input_new = from_input.chunk(3, 1)
     hidden_reset, hidden_update, hidden_new = from_hidden.chunk(3, 1)
-    reset = (input_reset + hidden_reset).sigmoid()
     update = (input_update + hidden_update).sigmoid()
-    new = (input_new + reset * hidden_new).tanh()
-    workspace = torch.cat([reset, update, new, state, hidden_new], 1)
-    return new + update * (state - new), workspace
-
-
-def _gru_backward(
-    grad: torch.Tensor, workspace: torch.Tensor, has_bias: bool
-) -> tuple[torch.Tensor | None, ...]:
-    reset, update, new, state, hidden_new = workspace.chunk(5, 1)
-    update_grad = grad * (state - new) * update * (1 - update)
-    new_grad = grad * (1 - update) * (1 - new * new)
-    reset_grad = new_grad * hidden_new * reset * (1 - reset)
-    input_grad = torch.cat([reset_grad, update_grad, new_grad], 1)
-    hidden_grad = torch.cat([reset_grad, update_grad, new_grad * reset], 1)
-    biases = (input_grad.sum(0), hidden_grad.sum(0)) if has_bias else (None, None)
-    return input_grad, hidden_grad, grad * update, *biases
-
-
-def _summed(*terms: torch.Tensor | None) -> torch.Tensor:
-    total = terms[0]
-    assert total is not None
-    for term in terms[1:]:
-        total = total if term is None else total + term
-    return total
-
-
-def _computing(compute: Any) -> Handler:
-    """Make the handler that computes on backing tensors, or leaves it to a real GPU's kernel."""
-
-    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        plain, gpu = op_call.unwrap(func, args, kwargs)
-        if gpu.data_device.type == "cuda":
-            return op_call.wrap_results(func(*plain.args), gpu)
-        operands = plain.args
-        if known_values.count(operands, {})[1]:
-            operands = [known_values.without_values(value) for value in operands]
-        results = compute(*operands)
-        return tuple(None if result is None else place(result, gpu) for result in results)
-
-    return handle
+    new = (input_new + (input_reset + hidden_reset).sigmoid() * hidden_new).tanh()
+    return new + update * (state - new), from_input
 
 
 def _pack_sequence(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -212,8 +145,9 @@ def install() -> None:
     handlers[_aten._log_softmax_backward_data.default] = softmax_backward
     handlers[_aten._convert_weight_to_int4pack.default] = _pack_int4
     handlers[_aten._weight_int4pack_mm.default] = _multiply_int4
-    handlers[_aten._thnn_fused_lstm_cell.default] = _computing(_lstm)
-    handlers[_aten._thnn_fused_lstm_cell_backward_impl.default] = _computing(_lstm_backward)
-    handlers[_aten._thnn_fused_gru_cell.default] = _computing(_gru)
-    handlers[_aten._thnn_fused_gru_cell_backward.default] = _computing(_gru_backward)
     handlers[_aten._pack_padded_sequence.default] = _pack_sequence
+    library = torch.library.Library("aten", "IMPL")
+    for name, cell in (("_thnn_fused_lstm_cell", _lstm), ("_thnn_fused_gru_cell", _gru)):
+        library.impl(name, cell, "AutogradPrivateUse1")
+        handlers[getattr(_aten, name).default] = below(cell)
+    _libraries.append(library)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import cuda_only
-from .operators import Handler, handlers, make, run
+from .operators import below, handlers, make, run
 
 _aten = torch.ops.aten
 _SORTED_IN_SHARED_MEMORY = 4096
@@ -90,11 +90,6 @@ def _run_whole(func: Any, *args: Any, **kwargs: Any) -> Any:
     return run(func, args, kwargs)
 
 
-def _below(softmax: Any) -> Handler:
-    """Run it in inference mode, where the operator arrives whole."""
-    return lambda func, args, kwargs: softmax(*args, **kwargs)
-
-
 def install() -> None:
     """Register the operators of this module with torch, for the life of the process."""
     handlers[_aten._safe_softmax.default] = _safe_softmax
@@ -107,7 +102,7 @@ def install() -> None:
     for name in ("softmax", "log_softmax"):
         softmax = _softmax(name)
         library.impl(f"{name}.int", softmax, "AutogradPrivateUse1")
-        handlers[getattr(_aten, name).int] = _below(softmax)
+        handlers[getattr(_aten, name).int] = below(softmax)
     for name in _WHOLE:
         # Registered for the backend, it is no longer taken apart before it comes to the tensors.
         whole = getattr(_aten, name).default
