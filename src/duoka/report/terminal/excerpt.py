@@ -41,6 +41,12 @@ class _Span:
     label: str = ""
     style: str = ""
 
+    def seen(self, left: int, room: int) -> _Span:
+        """The same in the cells that there is room for; what lies behind them is at their end."""
+        start = min(max(self.start - left, 0), room - 1)
+        stop = min(max(self.stop - left, start + 1), room)
+        return _Span(start, stop, self.label, self.style)
+
 
 class Excerpt:
     """Lines around a place, with line numbers; where it can't be read, the place's own text.
@@ -60,15 +66,20 @@ class Excerpt:
         bar, gap, dots = ("|", ":", "...") if options.ascii_only else ("│", "⋮", "…")
         digits = len(str(max(lines)))
         room = max(options.max_width - digits - len(f" {bar} "), _NARROWEST)
-        window = _Window(lines, self._spans(lines), room, dots)
+        spans = self._spans(lines)
+        left = _left(lines, spans, room)
         texts = _texts(lines, coloured=console.color_system is not None)
         before = min(lines) - 1
         for number in self._numbers(lines):
             if number != before + 1:
                 yield Text(f"{gap:>{digits}} {bar}", style="dim")
             before = number
-            yield _with_margin(f"{number:>{digits}} {bar} ", window.line(texts[number]))
-            for under in self._under(window.spans(number), room, ascii_only=options.ascii_only):
+            text = texts[number][left:]
+            if texts[number].plain[:left].strip():
+                text = Text.assemble((dots, "dim"), text[len(dots) :])
+            yield _with_margin(f"{number:>{digits}} {bar} ", text)
+            seen = [span.seen(left, room) for span in spans.get(number, ())]
+            for under in self._under(seen, room, ascii_only=options.ascii_only):
                 yield _with_margin(f"{'':{digits}} {bar} ", under)
 
     def _numbers(self, lines: Mapping[int, str]) -> list[int]:
@@ -96,7 +107,7 @@ class Excerpt:
             line_spans.setdefault(mark.place.line, []).append(span)
         return line_spans
 
-    def _under(self, spans: Iterator[_Span], room: int, *, ascii_only: bool) -> Iterator[Text]:
+    def _under(self, spans: list[_Span], room: int, *, ascii_only: bool) -> Iterator[Text]:
         """What stands under a line: arrows under its expressions, then a label for each."""
         line, stem = ("-", "|") if ascii_only else ("─", "│")
         in_order = sorted(spans, key=lambda span: span.start)
@@ -117,45 +128,14 @@ class Excerpt:
             yield _row(under)
 
 
-class _Window:
-    """The cells of the lines that are shown, where there isn't room for all."""
-
-    def __init__(
-        self,
-        lines: Mapping[int, str],
-        spans: Mapping[int, list[_Span]],
-        room: int,
-        dots: str,
-    ) -> None:
-        self._spans, self._room, self._dots = spans, room, dots
-        written = [expand(line) for line in lines.values() if line.strip()]
-        self._left = min(map(indent, written), default=0)
-        every = [span for line_spans in spans.values() for span in line_spans]
-        marked = [span for span in every if span.label] or every
-        start, stop = min(span.start for span in marked), max(span.stop for span in marked)
-        if stop - self._left > room:
-            self._left = max(min(start - _MARGIN, stop + _MARGIN - room), self._left)
-
-    def line(self, text: Text) -> Text:
-        """What is seen of a line; dots stand for what is cut off."""
-        plain = text.plain
-        cut_left = self._left > indent(plain) and bool(plain.strip())
-        cut_right = cell_len(plain) - self._left > self._room
-        dots = len(self._dots)
-        start = self._left + dots * cut_left
-        stop = self._left + self._room - dots * cut_right
-        first, last = first_from(plain, start), first_beyond(plain, stop)
-        # Half of a wide character can't be shown: a blank stands for it.
-        half = " " * max(cell_len(plain[:first]) - start, 0)
-        shown = Text.assemble((self._dots * cut_left, "dim"), half, text[first:last])
-        return shown.append(self._dots * cut_right, style="dim")
-
-    def spans(self, number: int) -> Iterator[_Span]:
-        """The marks of a line, in the cells that are seen."""
-        for span in self._spans.get(number, []):
-            start = min(max(span.start - self._left, 0), self._room - 1)
-            stop = min(max(span.stop - self._left, start + 1), self._room)
-            yield _Span(start, stop, span.label, span.style)
+def _left(lines: Mapping[int, str], spans: Mapping[int, list[_Span]], room: int) -> int:
+    """The first cell that is shown: that of the code, or further on where marks lie beyond."""
+    written = [expand(line) for line in lines.values() if line.strip()]
+    left = min(map(indent, written), default=0)
+    every = [span for line_spans in spans.values() for span in line_spans]
+    marked = [span for span in every if span.label] or every
+    start, stop = min(span.start for span in marked), max(span.stop for span in marked)
+    return left if stop - left <= room else max(min(start - _MARGIN, stop - room), left)
 
 
 def _read(place: Place) -> dict[int, str]:
@@ -238,17 +218,6 @@ def expand(line: str) -> str:
 def indent(line: str) -> int:
     """How many characters a line is indented by."""
     return len(line) - len(line.lstrip())
-
-
-def first_from(text: str, cell: int) -> int:
-    """The first character that begins in a cell or behind it."""
-    return next((index for index, start in enumerate(cells(text)) if start >= cell), len(text))
-
-
-def first_beyond(text: str, cell: int) -> int:
-    """The first character that ends behind a cell."""
-    ends = itertools.islice(cells(text), 1, None)
-    return next((index for index, stop in enumerate(ends) if stop > cell), len(text))
 
 
 def _visible(character: str) -> str:
