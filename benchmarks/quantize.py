@@ -205,7 +205,7 @@ def _quality(directory: Path, steps: int, tokens: int) -> None:
         Fleet.parse("virtual:2GiB"),
         dtype="float32",
         forms=("int8", "int4", "nf4"),
-        windows=Windows(context_tokens=256, stride_tokens=128, most_tokens=tokens),
+        windows=Windows(context_tokens=256, most_tokens=tokens),
     )
     print(f"{found.scored_tokens} tokens held out of Python's manual, {steps} steps of training")
     for score in found.scores:

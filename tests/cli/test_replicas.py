@@ -66,7 +66,7 @@ def test_numbers_of_copies(text: str) -> None:
         (("plan", "--replicas", "2", "--replan"), "--replan can't be given with --replicas"),
         (("plan", "--export", "vllm", "--json"), "--json can't be given with --export"),
         (("plan", "--export", "vllm", "--explain"), "--explain can't be given with --export"),
-        (("bench", "--calibrate", "--stride", "5"), "--stride can't be given with --calibrate"),
+        (("bench", "--calibrate", "--context", "5"), "--context can't be given with --calibrate"),
         (
             ("bench", "--calibrate", "model", "--quantize", "int8"),
             "a model, --quantize can't be given with --calibrate",

@@ -99,7 +99,7 @@ def test_quality_is_measured_within_the_budget(chatglm: Path, tmp_path: Path) ->
     text.write_text("What is a GPU? Two of them hold what one does not. ")
 
     def measured(fleet: Fleet) -> Quality:
-        windows = Windows(context_tokens=32, stride_tokens=16)
+        windows = Windows(context_tokens=32)
         checkpoint = Checkpoint.open(chatglm)
         return measure_quality(checkpoint, text, fleet, forms=("int8",), windows=windows)
 

@@ -26,10 +26,7 @@ FIGURES = GpuFigures(
     flops_per_second=65e12,
     float32_flops_per_second=30e12,
     launch_seconds=4e-6,
-    from_pinned_bytes_per_second=25e9,
-    to_pinned_bytes_per_second=26e9,
-    from_pageable_bytes_per_second=8e9,
-    to_pageable_bytes_per_second=6e9,
+    host_bytes_per_second=25e9,
 )
 
 

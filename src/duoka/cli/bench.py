@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,7 +33,7 @@ from .terminal import stderr, stdout, working
 
 if TYPE_CHECKING:
     from duoka.tools.bench.calibrate import Calibrated
-    from duoka.tools.bench.quality import Quality, Windows
+    from duoka.tools.bench.quality import Quality
 
 _MEASURED: tuple[Cache, ...] = ("dynamic", "int8")
 
@@ -58,14 +58,6 @@ class BenchOptions:
     cache: str | None = option(
         "KIND",
         "With --quality: int8 measures a KV cache in 8 bit, and with --quantize both together.",
-    )
-    stride: str | None = option(
-        "TOKENS",
-        "With --quality: by how much each window begins after the one before. By default half of "
-        "--context, which is 512 then.",
-    )
-    tokens: str | None = option(
-        "TOKENS", "With --quality: how much of the text is read. By default 8K."
     )
     json: bool = flag("--json", "Print what was measured as JSON.")
 
@@ -117,7 +109,7 @@ def _refuse_beside_calibrate(
     refuse_beside(
         [
             *(["a model"] if model.model is not None else []),
-            *given_options(wanted, "quantize", "cache", "stride", "tokens"),
+            *given_options(wanted, "quantize", "cache"),
             *given_options(options, "context", "dtype"),
             *given_options(model, "revision"),
         ],
@@ -130,10 +122,7 @@ def _measure(
     file: Path, wanted: BenchOptions, options: PlanOptions, model: ModelOptions, gpus: str
 ) -> Quality:
     forms, cache = wanted.forms(), choose("cache", wanted.cache or "dynamic", _MEASURED)
-    sizes = [
-        None if text is None else parse_tokens(text)
-        for text in (options.context, wanted.stride, wanted.tokens)
-    ]
+    context = None if options.context is None else parse_tokens(options.context)
     dtype = read_dtype(options.dtype or "auto")
     try:  # before anything is said or downloaded of a model
         file.open("rb").close()
@@ -144,11 +133,11 @@ def _measure(
     planning.look_at_cards(gpus)
     checkpoint, fleet = planning.open_checkpoint(model, to_run=True), duoka.Fleet.parse(gpus)
     refuse_prompts(checkpoint)
-    tokens = max(sizes[0] or 0, 2)
+    tokens = max(context or 0, 2)
     workload_for(checkpoint, duoka.Workload(prompt_tokens=tokens - 1, new_tokens=1, dtype=dtype))
     with working():
         say_import("torch")
-        from duoka.tools.bench.quality import measure_quality, windows_for
+        from duoka.tools.bench.quality import Windows, measure_quality
 
         say("measuring")
         return measure_quality(
@@ -158,22 +147,8 @@ def _measure(
             dtype=dtype,
             cache=cache,
             forms=forms,
-            windows=_resized(windows_for(checkpoint), *sizes),
+            windows=None if context is None else Windows(context_tokens=context),
         )
-
-
-def _resized(
-    windows: Windows, context: int | None, stride: int | None, tokens: int | None
-) -> Windows:
-    """How a text is read, as far as a person said it."""
-    if context is not None:
-        half = max(context // 2, 1)
-        windows = replace(windows, context_tokens=context, stride_tokens=half)
-    if stride is not None:
-        windows = replace(windows, stride_tokens=stride)
-    if tokens is not None:
-        windows = replace(windows, most_tokens=tokens)
-    return windows
 
 
 def _print_quality(quality: Quality) -> None:
@@ -234,9 +209,10 @@ def _print(calibrated: Calibrated) -> None:
     measured = calibrated.calibration
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("GPU", overflow="fold")
-    for name in ("outside", "GB/s", "TFLOPs", "fp32", "launch", "from host", "to host"):
+    for name in ("outside", "GB/s", "TFLOPs", "fp32", "launch", "from host"):
         table.add_column(name, justify="right")
     for gpu in measured.gpus:
+        from_host = gpu.host_bytes_per_second
         table.add_row(
             gpu.product,
             format_bytes(gpu.overhead_bytes),
@@ -244,12 +220,11 @@ def _print(calibrated: Calibrated) -> None:
             _number(gpu.flops_per_second, 1e12),
             _number(gpu.float32_flops_per_second, 1e12),
             f"{_number(gpu.launch_seconds, 1e-6)} µs",
-            _pair(gpu.from_pinned_bytes_per_second, gpu.from_pageable_bytes_per_second),
-            _pair(gpu.to_pinned_bytes_per_second, gpu.to_pageable_bytes_per_second),
+            "–" if from_host is None else _number(from_host, 1e9),
         )
     table.caption = (
         "outside: held outside torch's allocator; GB/s of its memory; TFLOPs in 16 bit;\n"
-        "from and to the host in GB/s, pinned and pageable"
+        "from the host's pinned memory in GB/s"
     )
     table.caption_justify = "left"
     stdout().print(table)
@@ -260,11 +235,6 @@ def _print(calibrated: Calibrated) -> None:
             markup=False,
             soft_wrap=True,
         )
-
-
-def _pair(pinned: float | None, pageable: float) -> str:
-    first = "–" if pinned is None else _number(pinned, 1e9)
-    return f"{first}, {_number(pageable, 1e9)}"
 
 
 def _number(value: float, unit: float) -> str:

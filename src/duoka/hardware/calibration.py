@@ -24,7 +24,7 @@ from duoka.errors import FleetError, FormatError
 from . import catalogue, nvml
 from .device import RESERVE_BYTES, Device, Link
 
-_VERSION = 1
+_VERSION = 2
 _MOST_BYTES = 2**22
 _LEAST_MARGIN_BYTES = 64 * MIB
 _MARGIN_SHARE = 8
@@ -37,8 +37,8 @@ class GpuFigures:
     `memory_bytes` is all that it has: two kinds may share a name. `overhead_bytes` is what a
     process holds there outside torch's allocator, after it has generated. The memory's speed is
     that of the product of a matrix with a single row, as decoding mostly does; FLOPs are of square
-    matrices in 16 and 32 bit, `launch_seconds` of one small operation among many. The rest is from
-    and to the host's memory, pinned and as any program has it.
+    matrices in 16 and 32 bit, `launch_seconds` of one small operation among many. The last is from
+    the host's pinned memory.
     """
 
     product: str
@@ -48,10 +48,7 @@ class GpuFigures:
     flops_per_second: float
     float32_flops_per_second: float
     launch_seconds: float
-    from_pinned_bytes_per_second: float | None
-    to_pinned_bytes_per_second: float | None
-    from_pageable_bytes_per_second: float
-    to_pageable_bytes_per_second: float
+    host_bytes_per_second: float | None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -221,7 +218,7 @@ def with_figures(device: Device, figures: GpuFigures | None) -> Device:
         return device
     names = ["memory_bytes_per_second", "flops_per_second", "float32_flops_per_second"]
     names += ["launch_seconds", "reserve_bytes"]
-    from_host = figures.from_pinned_bytes_per_second
+    from_host = figures.host_bytes_per_second
     return replace(
         device,
         memory_bytes_per_second=figures.memory_bytes_per_second,

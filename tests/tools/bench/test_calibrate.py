@@ -29,10 +29,7 @@ FIGURES = GpuFigures(
     flops_per_second=65e12,
     float32_flops_per_second=30e12,
     launch_seconds=4e-6,
-    from_pinned_bytes_per_second=None,
-    to_pinned_bytes_per_second=26e9,
-    from_pageable_bytes_per_second=8e9,
-    to_pageable_bytes_per_second=6e9,
+    host_bytes_per_second=None,
 )
 
 
@@ -52,7 +49,7 @@ def test_virtual_gpus_rehearse_and_keep_nothing(
     (figures,) = told["gpus"]
     # Virtual GPUs hold nothing outside their allocator, and nothing can be pinned for them.
     assert figures["overhead_bytes"] == 0
-    assert figures["from_pinned_bytes_per_second"] is None
+    assert figures["host_bytes_per_second"] is None
     assert figures["flops_per_second"] > figures["launch_seconds"] > 0
     assert [(link["source"], link["target"]) for link in told["links"]] == [
         ("vgpu:0", "vgpu:1"),
@@ -64,7 +61,7 @@ def test_virtual_gpus_rehearse_and_keep_nothing(
 
 def test_equal_gpus_are_told_by_the_worse_one() -> None:
     slower = replace(FIGURES, flops_per_second=60e12, launch_seconds=5e-6, overhead_bytes=500 * MIB)
-    other = replace(FIGURES, product="NVIDIA A10", to_pinned_bytes_per_second=None)
+    other = replace(FIGURES, product="NVIDIA A10", host_bytes_per_second=25e9)
     assert list(calibrating._kinds(iter([FIGURES, other, slower]))) == [slower, other]
 
 
@@ -126,5 +123,5 @@ def test_a_real_gpu_is_measured_in_a_minute() -> None:
     figures = measured.gpus[0]
     assert 64 * MIB < figures.overhead_bytes < 4096 * MIB
     assert figures.flops_per_second > figures.memory_bytes_per_second > 1e9
-    assert figures.from_pinned_bytes_per_second is not None
+    assert figures.host_bytes_per_second is not None
     assert {"memory_bytes_per_second", "reserve_bytes"} <= set(Fleet.detect().devices[0].measured)

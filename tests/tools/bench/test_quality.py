@@ -39,24 +39,20 @@ def text(tmp_path: Path) -> Path:
     return file
 
 
-@given(context=st.integers(2, 40), stride=st.integers(1, 39), num_tokens=st.integers(1, 200))
-def test_every_token_is_scored_once(context: int, stride: int, num_tokens: int) -> None:
-    if stride >= context:
-        with pytest.raises(UsageError, match="stride"):
-            Windows(context_tokens=context, stride_tokens=stride)
-        return
-    windows = list(Windows(context_tokens=context, stride_tokens=stride).cut(num_tokens))
+@given(context=st.integers(2, 40), num_tokens=st.integers(1, 200))
+def test_every_token_is_scored_once(context: int, num_tokens: int) -> None:
+    windows = list(Windows(context_tokens=context).cut(num_tokens))
     scored = [token for _, first, stop in windows for token in range(first, stop)]
     assert scored == list(range(num_tokens))
     assert all(start <= first < stop <= start + context for start, first, stop in windows)
     # At least the overlap is before whatever is scored, but in the first window.
-    assert all(first - start >= context - stride for start, first, _ in windows[1:])
+    assert all(first - start >= context - context // 2 for start, first, _ in windows[1:])
 
 
 @pytest.mark.slow
 def test_perplexity_is_that_of_the_whole_text(model: Path, text: Path) -> None:
     checkpoint = Checkpoint.open(model)
-    whole = Windows(context_tokens=250, stride_tokens=200)
+    whole = Windows(context_tokens=250)
     found = measure_quality(checkpoint, text, FLEET, forms=("int8",), windows=whole)
     tokenizer = load_tokenizer(model, checkpoint.config)
     prefix = len(tokenizer.encode(""))
@@ -78,7 +74,7 @@ def test_perplexity_is_that_of_the_whole_text(model: Path, text: Path) -> None:
 @pytest.mark.slow
 def test_a_cache_in_8_bit_is_read_back(model: Path, text: Path) -> None:
     checkpoint = Checkpoint.open(model)
-    whole = Windows(context_tokens=250, stride_tokens=200)
+    whole = Windows(context_tokens=250)
     found = measure_quality(checkpoint, text, FLEET, cache="int8", forms=(), windows=whole)
     plain, rounded = found.scores
     assert (plain.cache, rounded.cache) == ("dynamic", "int8")
@@ -88,7 +84,7 @@ def test_a_cache_in_8_bit_is_read_back(model: Path, text: Path) -> None:
 
 
 def test_windows_are_no_longer_than_the_model(model: Path) -> None:
-    assert windows_for(Checkpoint.open(model)) == Windows(context_tokens=256, stride_tokens=128)
+    assert windows_for(Checkpoint.open(model)) == Windows(context_tokens=256)
 
 
 @pytest.mark.slow
@@ -96,7 +92,7 @@ def test_the_program_prints_a_table_and_json(
     model: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("bench", "--quality", str(text), str(model), "--gpus", "virtual:64MiB")
-    words = (*words, "--cache", "int8", "--context", "64", "--tokens", "80")
+    words = (*words, "--cache", "int8", "--context", "64")
     assert run(words) == 0
     table = capsys.readouterr().out
     assert "perplexity" in table
@@ -105,7 +101,7 @@ def test_the_program_prints_a_table_and_json(
     told = json.loads(capsys.readouterr().out)
     assert [score["weights"] for score in told["scores"]] == ["float32", "float32"]
     assert [score["cache"] for score in told["scores"]] == ["dynamic", "int8"]
-    assert told["windows"]["stride_tokens"] == 32
+    assert told["windows"]["context_tokens"] == 64
 
 
 @pytest.mark.parametrize(
@@ -129,7 +125,7 @@ def test_a_text_and_forms_are_looked_at_before_the_model(
     for words, said in (
         (("--quality", "nowhere.txt", "org/none"), "nowhere.txt can't be read"),
         (("--quality", str(text), "org/none", "--quantize", "none"), "quantize 'none' is unknown"),
-        (("--quality", str(text), "org/none", "--stride", "x"), "not a number of tokens"),
+        (("--quality", str(text), "org/none", "--context", "x"), "not a number of tokens"),
         (("--quality", str(text)), "name it: --quality FILE MODEL"),
     ):
         assert run(("bench", *words)) == 2

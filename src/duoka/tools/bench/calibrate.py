@@ -148,10 +148,7 @@ def _measure(device: Device, say: Progress) -> GpuFigures:
     half, single = multiply_rate(name, dtype), multiply_rate(name, torch.float32)
     launch = launch_time(name)
     say(f"{name}: the host's memory")
-    from_pageable, to_pageable = from_host(name, pinned=False), to_host(name, pinned=False)
-    assert from_pageable is not None, "there is always memory that isn't pinned"
-    assert to_pageable is not None, "there is always memory that isn't pinned"
-    from_pinned, to_pinned = from_host(name, pinned=True), to_host(name, pinned=True)
+    host = from_host(name)
     torch.get_device_module(name).empty_cache()
     return GpuFigures(
         product=device.product or name.partition(":")[0],
@@ -161,10 +158,7 @@ def _measure(device: Device, say: Progress) -> GpuFigures:
         flops_per_second=_rounded(half),
         float32_flops_per_second=_rounded(single),
         launch_seconds=_rounded(launch),
-        from_pinned_bytes_per_second=None if from_pinned is None else _rounded(from_pinned),
-        to_pinned_bytes_per_second=None if to_pinned is None else _rounded(to_pinned),
-        from_pageable_bytes_per_second=_rounded(from_pageable),
-        to_pageable_bytes_per_second=_rounded(to_pageable),
+        host_bytes_per_second=None if host is None else _rounded(host),
     )
 
 
@@ -261,14 +255,17 @@ def launch_time(name: str) -> float:
     return median_seconds(lambda: small.add_(1), name)
 
 
-def from_host(name: str, *, pinned: bool) -> float | None:
-    """Bytes per second out of the host's memory; None where such memory can't be had."""
-    return _with_host(name, pinned=pinned, to_device=True)
+def from_host(name: str) -> float | None:
+    """Bytes per second out of the host's pinned memory; None where there can't be such."""
+    if not can_pin(name):
+        return None
 
+    def make(size: int) -> tuple[Call, float]:
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        device = _bytes(size, name)
+        return (lambda: device.copy_(host, non_blocking=True)), size
 
-def to_host(name: str, *, pinned: bool) -> float | None:
-    """Bytes per second into the host's memory; None where such memory can't be had."""
-    return _with_host(name, pinned=pinned, to_device=False)
+    return best_rate(make, _doubled(MIB, _LARGEST_COPY_BYTES), name)
 
 
 def crossing_rate(source: str, target: str) -> tuple[float, float]:
@@ -282,19 +279,6 @@ def crossing_rate(source: str, target: str) -> tuple[float, float]:
 
     rate = best_rate(make, _doubled(MIB, _LARGEST_COPY_BYTES), source, target)
     return rate, latency
-
-
-def _with_host(name: str, *, pinned: bool, to_device: bool) -> float | None:
-    if pinned and not can_pin(name):
-        return None
-
-    def make(size: int) -> tuple[Call, float]:
-        host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        device = _bytes(size, name)
-        source, target = (host, device) if to_device else (device, host)
-        return (lambda: target.copy_(source, non_blocking=pinned)), size
-
-    return best_rate(make, _doubled(MIB, _LARGEST_COPY_BYTES), name)
 
 
 def _bytes(size: int, name: str) -> Tensor:

@@ -3,8 +3,7 @@
 The text is read in windows that overlap: in each, the tokens that none before it has scored are
 scored, with at least the overlap before them. A KV cache in 8 bit is read back as answers read it:
 a window then runs in steps, each of which attends to what the cache has kept of those before.
-Models are loaded one after another, each as it
-would be to generate, and freed before the next one.
+Models are loaded one after another, each as it would be to generate, and freed before the next one.
 """
 
 from __future__ import annotations
@@ -43,26 +42,29 @@ _ROWS = 64  # logits in float32 at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """How a text is read: each window begins `stride_tokens` after the one before."""
+    """How a text is read: each window begins half of its length after the one before."""
 
     context_tokens: int = CONTEXT_TOKENS
-    stride_tokens: int = CONTEXT_TOKENS // 2
     most_tokens: int = MOST_TOKENS
 
     def __post_init__(self) -> None:
-        if not 1 <= self.stride_tokens < self.context_tokens:
+        if self.context_tokens < 2:
             raise UsageError(
-                f"a stride of {self.stride_tokens} tokens with a context of "
-                f"{self.context_tokens}: it must be from 1 to {self.context_tokens - 1}",
-                hint="half of the context is usual",
+                f"a context of {self.context_tokens} tokens holds nothing before what is scored",
+                hint=f"{CONTEXT_TOKENS} is usual",
             )
+
+    @property
+    def stride_tokens(self) -> int:
+        """By how much each window begins after the one before."""
+        return self.context_tokens // 2
 
     def cut(self, num_tokens: int) -> Iterator[tuple[int, int, int]]:
         """Yield each window's first token, first one to score, and end.
 
         Examples
         --------
-        >>> list(Windows(context_tokens=4, stride_tokens=2).cut(7))
+        >>> list(Windows(context_tokens=4).cut(7))
         [(0, 0, 4), (2, 4, 6), (4, 6, 7)]
         """
         scored = 0
@@ -175,10 +177,9 @@ def measure_quality(
 
 
 def windows_for(checkpoint: Checkpoint) -> Windows:
-    """Windows of `CONTEXT_TOKENS`, or of what the model was made for, by halves."""
+    """Windows of `CONTEXT_TOKENS`, or of what the model was made for."""
     limit = checkpoint.max_context_tokens
-    context = CONTEXT_TOKENS if limit is None else min(limit, CONTEXT_TOKENS)
-    return Windows(context_tokens=context, stride_tokens=max(context // 2, 1))
+    return Windows(context_tokens=CONTEXT_TOKENS if limit is None else min(limit, CONTEXT_TOKENS))
 
 
 def _called(form: str) -> str:
@@ -211,7 +212,7 @@ def _tokens(
         raise UsageError(
             f"a context of {windows.context_tokens} tokens is too short: every window begins with "
             f"{len(prefix)} of the model's own",
-            hint="make the context longer, or the stride shorter",
+            hint="make the context longer",
         )
     return prefix, ids
 
@@ -236,7 +237,7 @@ def _perplexity(
         except torch.OutOfMemoryError as error:
             raise MachineError(
                 f"not enough memory for the logits of {wanted} tokens: {error}",
-                hint="read in smaller windows (--context, --stride), or use more GPUs",
+                hint="read in smaller windows (--context), or use more GPUs",
             ) from error
         targets = window[0, -wanted:].to(logits.device)
         for rows, words in zip(logits[:-1].split(_ROWS), targets.split(_ROWS), strict=True):
