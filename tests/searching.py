@@ -112,12 +112,11 @@ def value_of(costs: Costs, fleet: Fleet, stages: tuple[Stage, ...], objective: O
 
 
 def obeys(stages: tuple[Stage, ...], limits: Limits) -> bool:
-    """Whether no forbidden cut is made and every pinned block is where it must be."""
+    """Whether every pinned block is where it must be."""
     device_of = {
         block: stage.device for stage in stages for block in range(stage.start, stage.stop)
     }
-    cuts = {stage.start for stage in stages} - {0}
-    return not cuts & limits.uncut and all(device_of[b] == at for b, at in limits.pins)
+    return all(device_of[b] == at for b, at in limits.pins)
 
 
 def candidates(case: Case, *, use_all: bool) -> Iterator[tuple[Stage, ...]]:
@@ -128,10 +127,9 @@ def candidates(case: Case, *, use_all: bool) -> Iterator[tuple[Stage, ...]]:
 
 
 def make_limits(rng: random.Random, num_blocks: int, num_devices: int) -> Limits:
-    """Some forbidden cuts and a few pins, which may contradict each other."""
+    """A few pins, which may contradict each other."""
     blocks = range(num_blocks)
     return Limits(
-        uncut=frozenset(block for block in blocks if rng.random() < rng.choice((0, 0.3))),
         pins=tuple(
             (block, rng.randrange(num_devices))
             for block in rng.sample(blocks, min(num_blocks, rng.choice((0, 1, 1, 2, 3))))

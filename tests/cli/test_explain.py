@@ -91,7 +91,7 @@ def test_the_command_of_a_plan_makes_it_again(tiny: Path, program: Program) -> N
     for options in (
         ("--use-all", "--batch", "2", "--cache", "static", "--prefill-chunk", "32"),
         ("--dtype", "bfloat16", "--objective", "headroom", "--reserve", "vgpu:0=1MiB"),
-        ("--pin", "lm_head=vgpu:1", "--uncut", "model.layers.1"),
+        ("--pin", "lm_head=vgpu:1"),
     ):
         made = Plan.from_json(program("plan", tiny, *GPUS, *SIZES, *options, "--json").stdout)
         words = shlex.split(command(made))

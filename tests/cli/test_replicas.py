@@ -32,7 +32,7 @@ def test_what_is_demanded_is_kept(tiny: Path, program: Program, tmp_path: Path) 
     saved = tmp_path / "demands.plan"
     program(
         *("plan", tiny, "--gpus", "virtual:2x64MiB", *SIZES, "--pin", "lm_head=1"),
-        *("--uncut", "model.layers.0-2", "--reserve", "0=8MiB", "--save", saved),
+        *("--reserve", "0=8MiB", "--save", saved),
     )
     plan = duoka.Plan.load(saved)
     assert plan.device_map["lm_head"] == "vgpu:1"

@@ -30,7 +30,7 @@ LINES = (
     "--max-context --new-tokens 8K --prefill-chunk 512 --cache static",
     "--max-batch --context 2K --dtype fp16 --cache int8 --quantize auto",
     "--images 2 --image-size 640x480 --objective latency --use-all",
-    "--pin a=b=cuda:0 --pin c=1 --uncut x.0-7 --uncut y --reserve cuda:0=2GiB --reserve cuda:1=1B",
+    "--pin a=b=cuda:0 --pin c=1 --reserve cuda:0=2GiB --reserve cuda:1=1B",
     "--train full --optimizer sgd --master-weights --gradient-checkpointing --strategy balanced",
     "--train full --micro-batches 3 --schedule 1f1b --batch 2 --context 64 --offload",
     "--train lora --lora-rank 4 --lora-target q_proj --lora-target 'v proj'",

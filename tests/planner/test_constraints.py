@@ -22,7 +22,6 @@ def test_constraints_survive_their_json_form() -> None:
     demanded = Constraints(
         strategy="sequential",
         pins=(("lm_head", "cuda:1"), ("lm_head", "cuda:1")),
-        uncut=("model.layers.0-7",),
         reserve=(("cuda:0", 2**31),),
         offload=True,
     )
@@ -38,7 +37,6 @@ def test_constraints_survive_their_json_form() -> None:
         ({"pins": (("lm_head", "cuda:0"), ("lm_head", "cuda:1"))}, "lm_head is said twice"),
         ({"pins": (("", "cuda:0"),)}, "a pin has an empty name"),
         ({"pins": (("lm_head", " "),)}, "a pin has an empty name"),
-        ({"uncut": ("",)}, "an uncut module has an empty name"),
         ({"reserve": (("cuda:0", 0),)}, "the reserve of cuda:0 is 0 bytes"),
         ({"reserve": (("cuda:0", -5),)}, "the reserve of cuda:0 is -5 bytes"),
         ({"reserve": (("cuda:0", 1), ("cuda:0", 1))}, "cuda:0 is said twice"),

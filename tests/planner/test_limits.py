@@ -76,32 +76,12 @@ def test_a_pin_of_a_tied_block_is_one_of_its_partner() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "places"),
-    [
-        ("layers.2", {3}),
-        ("LAYERS.2", {3}),
-        ("layers", {1}),
-        ("layers.2.a", set()),
-        ("embed", {0}),
-        ("layers.0-2", {2, 3}),
-        ("LAYERS.1-3", {3, 4}),
-    ],
-)
-def test_what_stays_uncut(text: str, places: set[int]) -> None:
-    assert limits(uncut=(text,)).uncut == places
-
-
-@pytest.mark.parametrize(
     ("values", "message", "hint"),
     [
         ({"pins": (("haed", "0"),)}, "no module or tensor 'haed'", "the nearest: head"),
         ({"pins": (("head", "vgpu:7"),)}, "'vgpu:7' is no device", "vgpu:0, vgpu:1, vgpu:2"),
         ({"pins": (("haed", "7"),)}, "the pin haed=7: '7' is no device", "the devices are"),
         ({"pins": (("head.a", "0"), ("head.b", "1"))}, "of the same block, on vgpu:0", "one"),
-        ({"uncut": ("layers.9",)}, "no module or tensor 'layers.9'", "layers.3"),
-        ({"uncut": ("layers.2-9",)}, "no module or tensor 'layers.4'", "layers.3"),
-        ({"uncut": ("layers.3-1",)}, "no range of modules", "first and last"),
-        ({"uncut": ("layers.0-999999",)}, "no range of modules", "first and last"),
     ],
 )
 def test_what_cannot_be_understood_is_refused(
@@ -115,8 +95,6 @@ def test_what_cannot_be_understood_is_refused(
 def test_pins_of_tied_blocks_agree() -> None:
     with pytest.raises(UsageError, match="embed, which is tied to it"):
         limits(TIED, pins=(("embed", "0"), ("head", "1")))
-    with pytest.raises(UsageError, match="head is tied"):
-        limits(TIED, uncut=("head",))
 
 
 def test_what_is_reserved_is_taken_off_the_budget() -> None:

@@ -203,8 +203,6 @@ def test_what_was_demanded_is_told_where_it_matters() -> None:
     unused = "As asked, 300.00 MiB of vgpu:0 were to stay free; it isn't used."
     assert unused in why(400, 400, reserve=(("vgpu:0", 300 * tiny.MIB),))
     assert unused not in why(900, 400, reserve=(("vgpu:0", 300 * tiny.MIB),))
-    assert "nothing is cut at block.1" in why(120, 120, uncut=("block.1",))
-    assert "nothing is cut" not in why(400, uncut=("block.1",))
     assert "Nothing is offloaded" in why(400, offload=True)
     assert "offloaded" not in why(400)
 

@@ -74,7 +74,7 @@ def plan(
         Put the modules where it says, in the names of the model or of its checkpoint; see
         `Placement.from_device_map`. transformers' words for no map are those strategies.
     constraints : Constraints
-        The strategy, pins, modules that stay uncut, and memory to leave free.
+        The strategy, pins, and memory to leave free.
     largest : {"context", "batch"}, optional
         Plan for the longest context or the largest batch that fits, instead of the workload's.
     inputs : mapping or tuple, optional

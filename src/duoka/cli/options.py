@@ -120,11 +120,6 @@ class PlanOptions:
         "NAME=GPU",
         'Put a module or tensor on a GPU: "lm_head=cuda:1". Repeatable.',
     )
-    uncut: list[str] | None = _plan(
-        "NAME",
-        'Don\'t cut right before a module, "model.layers.12", or within a range, '
-        '"model.layers.0-7". Repeatable.',
-    )
     reserve: list[str] | None = _plan(
         "GPU=SIZE",
         'Leave so much of a GPU free: "cuda:0=2GiB". Repeatable.',

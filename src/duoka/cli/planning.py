@@ -233,7 +233,6 @@ def read_constraints(options: PlanOptions) -> Constraints:
     return Constraints(
         strategy=_strategy(options),
         pins=tuple(_pairs("--pin", options.pin or (), "lm_head=cuda:1")),
-        uncut=tuple(options.uncut or ()),
         reserve=tuple(
             (device, parse_memory(size))
             for device, size in _pairs("--reserve", options.reserve or (), "cuda:0=2GiB")

@@ -66,8 +66,6 @@ def _options(request: PlanRequest) -> Iterator[tuple[str, ...]]:
     yield from _unusual(("--strategy", constraints.strategy, "auto"))
     for name, device in constraints.pins:
         yield ("--pin", f"{name}={device}")
-    for name in constraints.uncut:
-        yield ("--uncut", name)
     for device, size in constraints.reserve:
         yield ("--reserve", f"{device}={size}B")
     yield from _flags(("--offload", constraints.offload))

@@ -34,9 +34,6 @@ class Constraints:
     pins : tuple of (str, str)
         Modules or tensors, in the model's names or its checkpoint's, with the device that each
         must be on.
-    uncut : tuple of str
-        Modules that a stage can't begin with, unless all before them is empty; a range,
-        "model.layers.0-7", stays on one device.
     reserve : tuple of (str, int)
         Devices, with bytes that are taken off their budgets.
     offload : bool
@@ -55,14 +52,12 @@ class Constraints:
 
     strategy: Strategy = "auto"
     pins: tuple[tuple[str, str], ...] = ()
-    uncut: tuple[str, ...] = ()
     reserve: tuple[tuple[str, int], ...] = ()
     offload: bool = False
 
     def __post_init__(self) -> None:
         choose("the strategy", self.strategy, STRATEGIES)
         _refuse_empty("a pin", [part for pin in self.pins for part in pin])
-        _refuse_empty("an uncut module", self.uncut)
         _refuse_empty("a reserve", [device for device, _ in self.reserve])
         _refuse_two("the pin", self.pins)
         _refuse_two(
@@ -80,7 +75,7 @@ class Constraints:
     @property
     def demands(self) -> bool:
         """Whether anything is demanded of where modules go."""
-        return bool(self.pins or self.uncut) or self.strategy != "auto"
+        return bool(self.pins) or self.strategy != "auto"
 
 
 def strategy_of(device_map: object) -> Strategy | None:

@@ -53,8 +53,7 @@ def _judged(profile: Profile, problem: PlanProblem) -> _Judged:
         )
     if problem.constraints.demands:
         raise UsageError(
-            "a device map says where every module goes, and so would a strategy, pins or modules "
-            "that stay uncut",
+            "a device map says where every module goes, and so would a strategy or pins",
             hint="leave out the map, or change it",
         )
     if problem.constraints.offload:

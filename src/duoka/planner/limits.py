@@ -6,7 +6,6 @@ memory: whether a placement that obeys fits is for the search to say.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,11 +24,6 @@ from .device_map import DeviceMap, Names, find_device
 from .plan import Plan
 from .request import LARGEST, PlanProblem, PlanRequest
 from .search import Limits
-
-_RANGE = re.compile(
-    r"(?P<stem>.*?)(?P<first>[0-9]{1,6})-(?P<last>[0-9]{1,6})", re.ASCII | re.DOTALL
-)
-_MOST_IN_RANGE = 10_000
 
 
 def fleet_for(fleet: Fleet, device_map: DeviceMap | None, *, offload: bool = False) -> Fleet:
@@ -91,13 +85,9 @@ def limits_for(
     constraints: Constraints, profile: Profile, chain: Sequence[int], fleet: Fleet
 ) -> Limits:
     """What constraints forbid the search."""
-    if not (constraints.pins or constraints.uncut):
+    if not constraints.pins:
         return Limits()
-    reader = _Reader(profile, chain)
-    return Limits(
-        uncut=frozenset(place for text in constraints.uncut for place in reader.uncut(text)),
-        pins=tuple(reader.pins(constraints.pins, fleet).items()),
-    )
+    return Limits(pins=tuple(_Reader(profile, chain).pins(constraints.pins, fleet).items()))
 
 
 class _Reader:
@@ -124,45 +114,6 @@ class _Reader:
                     )
                 said.setdefault(place, name)
         return devices
-
-    def uncut(self, text: str) -> Iterator[int]:
-        """The places in the chain before which nothing may be cut."""
-        match = None if self._names.is_known(text) else _RANGE.fullmatch(text)
-        if match is None:
-            blocks = self._begins(text)
-            yield from (self._place[block] for block in blocks[:1])
-            return
-        first, last = int(match["first"]), int(match["last"])
-        if not first < last < first + _MOST_IN_RANGE:
-            raise UsageError(
-                f"{text!r} is no range of modules", hint="write its first and last one: layers.0-7"
-            )
-        blocks = sorted(
-            {
-                self._root(block)
-                for number in range(first, last + 1)
-                for block in self._blocks(f"{match['stem']}{number}")
-            }
-        )
-        places = [self._place[block] for block in blocks]
-        yield from range(places[0] + 1, places[-1] + 1)
-
-    def _begins(self, name: str) -> list[int]:
-        """The blocks that begin with a module; a part of one that doesn't begin it is never cut."""
-        inside = [
-            block
-            for block in self._blocks(name)
-            if any(
-                self._names.holds(name, module) for module in self._profile.blocks[block].modules
-            )
-        ]
-        for block in inside[:1]:
-            if block not in self._place:
-                raise UsageError(
-                    f"{name} is tied and runs where its partner does: no stage begins with it",
-                    hint="leave it out",
-                )
-        return inside
 
     def _blocks(self, name: str) -> list[int]:
         """The blocks that hold something of a module or tensor."""

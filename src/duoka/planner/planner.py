@@ -413,12 +413,11 @@ def _in_the_way(profile: Profile, problem: PlanProblem) -> str:
         return ""
     free = replace(
         problem,
-        constraints=replace(constraints, strategy="auto", pins=(), uncut=()),
+        constraints=replace(constraints, strategy="auto", pins=()),
         limits=NO_LIMITS,
     )
     if attempt(profile, free) is None:
         return ""
     said = [f"the strategy {constraints.strategy}"] if constraints.strategy != "auto" else []
     said += ["the pins"] if constraints.pins else []
-    said += ["the modules that stay uncut"] if constraints.uncut else []
     return f"; without {' and '.join(said)} it fits"

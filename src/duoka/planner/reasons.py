@@ -30,7 +30,6 @@ _SENTENCES = {
     "balanced": "Every GPU is used, and the fullest has as large a share free as can be.",
     "sequential": "The GPUs are filled in the order given, each as far as it goes before the next.",
     "pins": "As pinned: {pins}.",
-    "uncut": "As asked, nothing is cut at {modules}.",
     "reserve": "As asked, {size} of {device} were to stay free; it isn't used.",
     "tied": "Tied weights are kept once: the tied module runs on its partner's GPU.",
     "nothing-offloaded": "Nothing is offloaded: all weights fit the GPUs.",
@@ -114,8 +113,6 @@ def demand_reasons(
     if constraints.pins:
         pins = [f"{name} on {find_device(at, fleet)}" for name, at in constraints.pins]
         yield Reason("pins", {"pins": ", ".join(pins)})
-    if constraints.uncut and len(used) > 1:
-        yield Reason("uncut", {"modules": ", ".join(constraints.uncut)})
     for name, size in reserved.items():
         if name not in used:
             yield Reason("reserve", {"size": format_bytes(size), "device": name})

@@ -1,4 +1,4 @@
-"""Pins and uncut modules against brute force."""
+"""Pins against brute force."""
 
 from __future__ import annotations
 
@@ -89,21 +89,8 @@ def test_a_pin_can_cost_a_device() -> None:
     assert len(found.stages) == 2
 
 
-def test_what_stays_uncut_stays_together() -> None:
-    costs, fleet = plain_costs(2, 2, 2, 2), fleet_of(6, 6)
-    assert shape_of(search(costs, fleet)) == [(0, 2, 0), (2, 4, 1)]
-    found = search(costs, fleet, limits=Limits(uncut=frozenset({0, 2})))
-    assert shape_of(found) in ([(0, 1, 0), (1, 4, 1)], [(0, 3, 0), (3, 4, 1)])
-
-
-@pytest.mark.parametrize(
-    "limits",
-    [
-        Limits(pins=((0, 0), (1, 1), (2, 0))),
-        Limits(pins=((0, 0), (1, 1)), uncut=frozenset({1})),
-    ],
-)
-def test_limits_that_nothing_obeys_are_refused(limits: Limits) -> None:
+def test_limits_that_nothing_obeys_are_refused() -> None:
+    limits = Limits(pins=((0, 0), (1, 1), (2, 0)))
     with pytest.raises(UsageError, match="contradicts itself"):
         search(plain_costs(1, 1, 1), fleet_of(9, 9), limits=limits)
 

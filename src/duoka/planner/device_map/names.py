@@ -38,16 +38,6 @@ class Names:
             if any(self._is_of(tensor.name, name) for tensor in block.tensors)
         ]
 
-    def holds(self, name: str, module: str) -> bool:
-        """Whether a name means a native module, or one around it."""
-        tensors = [
-            tensor.name
-            for block in self._outline.blocks
-            for tensor in block.tensors
-            if is_within(tensor.name, module)
-        ]
-        return bool(tensors) and all(self._is_of(tensor, name) for tensor in tensors)
-
     def nearest(self, name: str) -> tuple[str, ...]:
         """Real names like one that isn't real."""
         return Finder([*self._spelling.native, *self._spelling.published]).find(name).names

@@ -44,7 +44,7 @@ class Change:
     """One block moved over the boundary between two stages, and both devices as they would be then.
 
     The outcome is impossible where it doesn't fit; tight where it leaves too little room; forbidden
-    by a pin or a module that stays uncut; otherwise as the objective judges it, whose value is None
+    by a pin; otherwise as the objective judges it, whose value is None
     where it doesn't fit or is tight.
     """
 

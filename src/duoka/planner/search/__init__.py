@@ -17,7 +17,7 @@ It knows nothing of models, workloads or how costs come about.
 - `dynamic_programme`: the optimum over cuts and orders of devices, under costs as they are known
 - `stage_costs`: what the search asks of stages, and what it knows of their bytes so far
 - `device_groups`: devices that can be exchanged for each other, and the links between them
-- `limits`: where no stage may begin, and which blocks must be on which device
+- `limits`: which blocks must be on which device
 """
 
 from .device_groups import exchangeable

@@ -1,4 +1,4 @@
-"""Limits: where no stage may begin, and which blocks must be on which device."""
+"""Limits: which blocks must be on which device, and how many devices are used."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What is demanded of a placement's cuts and devices.
+    """What is demanded of a placement's devices.
 
-    No stage begins with a block of `uncut`, but for the first one of all. `pins` are blocks, each
-    with the index of the fleet's device that it must be on. `num_devices` are to be used.
+    `pins` are blocks, each with the index of the fleet's device that it must be on. `num_devices`
+    are to be used.
     """
 
-    uncut: frozenset[int] = frozenset()
     pins: tuple[tuple[int, int], ...] = ()
     num_devices: int | None = None
 
     def __bool__(self) -> bool:
         """Whether anything is demanded of modules."""
-        return bool(self.uncut or self.pins)
+        return bool(self.pins)
 
     @property
     def devices(self) -> frozenset[int]:
@@ -32,9 +31,6 @@ class Limits:
     def allow(self, num_blocks: int, device: int) -> npt.NDArray[np.bool_]:
         """[num_blocks + 1, num_blocks + 1]: whether a stage may be on a device."""
         allowed = np.ones((num_blocks + 1, num_blocks + 1), np.bool_)
-        for block in self.uncut - {0}:
-            allowed[block, :] = False
-            allowed[:, block] = False
         for block, at in self.pins:
             if at != device:
                 allowed[: block + 1, block + 1 :] = False

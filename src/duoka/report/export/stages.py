@@ -123,7 +123,8 @@ def _devices_of_layers(plan: Plan, tool: str, main: str) -> list[str]:
     cut = next((number for number, at in devices.items() if len(at) > 1), None)
     if cut is not None:
         names = " and ".join(sorted(devices[cut]))
-        raise refusal(tool, f"{main}.{cut} is cut between {names}", "keep layers whole: --uncut")
+        pin = f"--pin {main}.{cut}={min(devices[cut])}"
+        raise refusal(tool, f"{main}.{cut} is cut between {names}", f"keep it whole: {pin}")
     if sorted(devices) != list(range(len(devices))):
         raise refusal(tool, f"the layers of {main} aren't numbered from 0 on", _OTHER)
     return [next(iter(devices[number])) for number in range(len(devices))]

@@ -130,7 +130,7 @@ def _more(change: Change) -> str:
 def _judgement(change: Change, explanation: Explanation) -> str:
     """What becomes of the objective, as the end of a sentence."""
     if change.outcome == "forbidden":
-        return ": the pins and uncut modules forbid it."
+        return ": the pins forbid it."
     if change.taker.is_fragmented or change.outcome == "tight":
         return "."
     if change.value is None:
