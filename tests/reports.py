@@ -195,7 +195,7 @@ def bad_report(folder: Path) -> Report:
         file=str(file), line=19, column=9, end_line=23, end_column=10, function="Model.forward"
     )
     warning = replace(
-        table_fault(file), kind="gathered-cache", effect="copies", message="", place=spread
+        table_fault(file), kind="hard-coded-device", effect="nothing", message="", place=spread
     )
     return Report(
         model="TinyForCausalLM",

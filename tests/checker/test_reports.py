@@ -25,7 +25,6 @@ CASES = (
     "fault_multiline_cat",
     "fault_splice_masked_scatter",
     "fault_table_attribute",
-    "warning_cache_gathered",
     "warning_hard_device_right_here",
 )
 

@@ -73,7 +73,7 @@ def test_levels_and_what_has_no_line(tmp_path: Path) -> None:
     assert found == [
         ("mixed-devices", "error"),
         ("mixed-devices", "error"),
-        ("gathered-cache", "warning"),
+        ("hard-coded-device", "warning"),
         ("memory", "error"),
     ]
     [invocation] = run["invocations"]

@@ -7,7 +7,7 @@
 - `execute`: a call, prompt and decode steps, or loss and backward; `entry_hooks`: arguments that
   come to a placed module; `snapshot`: the model on virtual GPUs, and afterwards as it was
 - `interceptor`: moves what mixes devices, so that the run goes on; `mixed_call`: such a call, and
-  its fault; `gradients`, `gathered_cache` and `hardcoded`: faults and warnings of other kinds
+  its fault; `gradients` and `hardcoded`: faults and warnings of other kinds
 - `observer`: peaks, transfers and waiting
 - `source_map`, `expressions`, `report_names`: what a report calls lines, operands, modules and
   devices

@@ -28,7 +28,6 @@ from duoka.virtual import MixedDevicesError, carry_over, settled_by
 
 from .entry_hooks import PlacedModule
 from .expressions import Expressions, OperandText
-from .gathered_cache import GatheredCaches
 from .gradients import checked_gradients
 from .hardcoded import (
     CurrentDevice,
@@ -101,7 +100,6 @@ class Interceptor(TorchFunctionMode):
         self._explained: set[Spot | None] = set()
         self._reads: dict[Place, Finding] = {}
         self._chosen: dict[tuple[Any, ...], torch.device] = {}
-        self.gathered_caches = GatheredCaches(names)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -173,10 +171,10 @@ class Interceptor(TorchFunctionMode):
             result = self._go_on(mixed)
         finally:
             self._calls.depth -= 1
-        self._mark(func, result, frame, args)
+        self._mark(result, frame, args)
         return result
 
-    def _mark(self, func: Any, result: Any, frame: FrameType, args: tuple[Any, ...]) -> None:
+    def _mark(self, result: Any, frame: FrameType, args: tuple[Any, ...]) -> None:
         """Remember on a new tensor where it was made, and which fault decided its device."""
         for tensor in result if type(result) in (tuple, list) else (result,):
             if not isinstance(tensor, torch.Tensor) or SPOT in (marks := vars(tensor)):
@@ -189,7 +187,6 @@ class Interceptor(TorchFunctionMode):
             caller = model_frame(frame)
             if caller is not None:
                 marks[SPOT] = spot = spot_of(caller)
-                self.gathered_caches.observe(func, args, tensor, spot)
                 if self.hard_coded:
                     marks[_HARD] = spot if spot in self.hard_coded else _all_hard(args)
             if self.findings:

@@ -155,7 +155,7 @@ class Run(StepListener):
             devices=self.subject.devices,
             completeness=self.subject.completeness,
             faults=faults,
-            warnings=(*interceptor.warnings(), *interceptor.gathered_caches.warnings()),
+            warnings=tuple(interceptor.warnings()),
             memory=memory,
             transfers=self.observer.transfers(),
             syncs=self.observer.syncs(),
@@ -220,9 +220,7 @@ class Run(StepListener):
         watch_entries(self._placed(), self._entered, self.interceptor.running)
         try:
             with interceptor.watching():
-                result = run(subject, first, self)
-                interceptor.gathered_caches.step_ended()
-                self.ended(result)
+                self.ended(run(subject, first, self))
         except DuokaError as error:
             if not isinstance(error, virtual.UnknownValueError):
                 raise
@@ -240,7 +238,6 @@ class Run(StepListener):
         """A step begins."""
         self.interceptor.phase = phase
         self.interceptor.step += 1
-        self.interceptor.gathered_caches.step_ended()
         self.observer.begin(phase)
 
     def ended(self, result: Any) -> None:

@@ -207,19 +207,6 @@ def _caught(handler: ast.ExceptHandler) -> Iterator[ast.Name]:
     return (node for node in kinds if isinstance(node, ast.Name))
 
 
-def assigned_to(spot: Spot) -> str:
-    """The text that the expression's value is assigned to; "" where it isn't."""
-    source = source_of(spot[0].co_filename)
-    node = source.nodes.get(position(*spot))
-    while node is not None and not isinstance(node, ast.stmt):
-        node = source.parents.get(node)
-    if isinstance(node, ast.Assign):
-        return " ".join(source.place(target, "").text for target in node.targets)
-    if isinstance(node, (ast.AnnAssign, ast.AugAssign)):
-        return source.place(node.target, "").text
-    return ""
-
-
 def is_named(spot: Spot, device: object) -> bool:
     """Whether the source of a call itself says which device, and doesn't ask a tensor for its."""
     node = source_of(spot[0].co_filename).nodes.get(position(*spot))

@@ -19,15 +19,14 @@ from .measured import PeakBytes
 VERSION = 1
 """The version of a report's JSON form."""
 
-Effect = Literal["raises", "copies", "syncs", "nothing"]
-"""What CUDA does: raises an error, copies silently, waits for the GPU, or none of these."""
+Effect = Literal["raises", "nothing"]
+"""What CUDA does: raises an error, or goes on."""
 
 FaultKind = Literal[
     "mixed-devices",  # an operation on tensors of several GPUs, or of a GPU and the CPU
     "in-place",  # a write into a tensor on another device
     "gradient",  # a gradient that comes back on another device than its tensor's
     "hard-coded-device",  # .cuda(), device="cuda:0", device=0 in model code
-    "gathered-cache",  # what belongs to several devices' layers, kept on one of them
 ]
 
 OriginKind = Literal["parameter", "buffer", "attribute", "operation", "input", "constant"]
@@ -263,7 +262,7 @@ class Report:
     faults : tuple of Fault
         Where CUDA would raise an error, each once, in the order in which they were met.
     warnings : tuple of Fault
-        What works, and costs memory or time, or works by luck on this placement alone.
+        What works by luck on this placement alone.
     notes : tuple of str
         What the check did otherwise than the model would: compiled code run eagerly, say.
     stop : Stop, optional

@@ -81,13 +81,6 @@ _RULES = (
         "device from a tensor: device=x.device.",
     ),
     _Rule(
-        "gathered-cache",
-        "GatheredCache",
-        "What belongs to several devices, kept on one",
-        "Caches of layers on several devices are gathered on one of them, which costs its memory "
-        "and copies in every step. Keep each where its layer is.",
-    ),
-    _Rule(
         "memory",
         "OutOfMemory",
         "A device that needs more memory than its budget",

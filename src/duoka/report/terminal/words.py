@@ -17,12 +17,7 @@ from ..check_report import Fault, Operand, Origin, Place
 _LONGEST = 60
 _WITHOUT_NAME = "the model"
 _PACKAGES = ("site-packages", "dist-packages")
-_EFFECTS = {
-    "raises": "CUDA raises an error",
-    "copies": "CUDA copies, silently",
-    "syncs": "the CPU waits for the GPU",
-    "nothing": "it works here",
-}
+_EFFECTS = {"raises": "CUDA raises an error", "nothing": "it works here"}
 
 
 def heading(fault: Fault) -> str:
@@ -38,17 +33,12 @@ def what(fault: Fault) -> str:
         "in-place": f"{fault.op} writes to a tensor on {fault.target}",
         "gradient": f"a gradient on another device than its tensor, in {fault.op}",
         "hard-coded-device": f"{fault.op} with a device that the code fixes",
-        "gathered-cache": f"{fault.op} gathers what belongs to several devices on {fault.target}",
     }[fault.kind]
 
 
 def going(operand: Operand, fault: Fault) -> str:
     """Where a tensor went, if it did; "" otherwise."""
-    if not operand.moved:
-        return ""
-    if fault.effect == "raises":
-        return f", moved to {fault.target} to go on"
-    return f", copied to {fault.target}"
+    return f", moved to {fault.target} to go on" if operand.moved else ""
 
 
 def joined(texts: Sequence[str]) -> str:
@@ -104,10 +94,10 @@ def times(count: int) -> str:
 
 
 def tensor(operand: Operand) -> str:
-    """A tensor's type, shape and size; of what stands for several tensors their size."""
+    """A tensor's type, shape and size."""
     size = format_bytes(operand.num_bytes)
     shape = ", ".join(map(str, operand.shape))
-    return f"{operand.dtype} [{shape}], {size}" if operand.dtype else size
+    return f"{operand.dtype} [{shape}], {size}"
 
 
 def origin(source: Origin) -> str:
