@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,20 +17,6 @@ from numpy.typing import ArrayLike, NDArray
 from .allocator import rounded_bytes
 from .profile import Profile, Ref, Tape, buffer_bytes, evaluate
 from .replay import Replay
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Skip:
-    """A skip connection: what a block leaves to later ones, while those between don't touch it.
-
-    It is the allocation `number` in the tape of a block, which is at a place in the chain; `during`
-    are the places of the blocks that don't touch it while it is there.
-    """
-
-    block: int
-    number: int
-    place: int
-    during: NDArray[np.int64]
 
 
 class Chain:
@@ -49,7 +34,6 @@ class Chain:
         for index, block in enumerate(blocks):
             if block.tied_to is not None:
                 self.attached[_root(profile, index)].append(index)
-        self._skips: dict[int, list[Skip]] = {}
         self._likes: dict[tuple[int, int], list[int]] = {}
 
     def __len__(self) -> int:
@@ -130,59 +114,12 @@ class Chain:
             self._likes[key] = list(likes.values())
         return self._likes[key]
 
-    def skips(self, regime: int) -> list[Skip]:
-        """What is there for longer than from one block to the next, in steps of a regime."""
-        if regime not in self._skips:
-            self._skips[regime] = [*self._find_skips(regime)]
-        return self._skips[regime]
-
-    def _find_skips(self, regime: int) -> Iterator[Skip]:
-        blocks, carried = self.profile.blocks, self.profile.regimes[regime].carried
-        tapes = [kind.tapes[regime] for kind in self.profile.kinds]
-        reads = [{read.ref for read in tape.reads} for tape in tapes]
-        left = [_left_numbers(tape) for tape in tapes]
-        ended = {
-            self.profile.key_of(index, ref, regime): index
-            for index, block in reversed([*enumerate(blocks)])
-            for ref in tapes[block.kind].events
-            if ref is not None and ref.origin in ("earlier", "carried")
-        }
-        kinds = np.array([block.kind for block in blocks])[self.blocks]
-        for place, block in enumerate(self.blocks):
-            for number in left[blocks[block].kind]:
-                stop = ended.get((block, number), len(blocks))
-                if stop == block + 1:
-                    continue
-                by_index = carried.index((block, number)) if (block, number) in carried else -1
-                far = Ref(origin="carried", index=by_index)
-                distances = np.array(self.blocks) - block
-                during = (distances > 0) & (distances < stop - block)
-                for kind, refs in enumerate(reads):
-                    near = {
-                        ref.back for ref in refs if (ref.origin, ref.index) == ("earlier", number)
-                    }
-                    touched = far in refs or np.isin(distances, [*near])
-                    during &= ~((kinds == kind) & touched)
-                if during.any():
-                    during_places = np.flatnonzero(during)
-                    yield Skip(block=block, number=number, place=place, during=during_places)
-
     @cached_property
     def _of_kind(self) -> dict[int, list[int]]:
         blocks: dict[int, list[int]] = {}
         for index in self.blocks:
             blocks.setdefault(self.profile.blocks[index].kind, []).append(index)
         return blocks
-
-
-def _left_numbers(tape: Tape) -> list[int]:
-    """The numbers of what a block leaves to others in its step."""
-    gone = {ref.index for ref in tape.events if ref is not None and ref.origin == "own"}
-    return [
-        number
-        for number in range(len(tape.sizes))
-        if number not in gone and number not in tape.retained
-    ]
 
 
 def _root(profile: Profile, index: int) -> int:
@@ -195,10 +132,11 @@ def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
     """[start, stop]: never more than the exact bytes of stages.
 
     A stage needs at least what is requested while some block of it is at its peak in some step.
-    Then the caches of the blocks before it have grown in this step and those behind it haven't, and
-    what earlier blocks left to later ones is there. Prefix sums of caches make that a sum for each
+    Then the caches of the blocks before it have grown in this step and those behind it haven't.
+    Prefix sums of caches make that a sum for each
     (stage, block), and a running maximum over the blocks of a stage the bound for all stages that
-    begin at one place. Left out is some of what goes by way of tied blocks.
+    begin at one place. Left out is some of what goes by way of tied blocks, and what a block leaves
+    to later ones while those between don't touch it.
     """
     num = len(chain)
     kinds = [chain.profile.blocks[index].kind for index in chain.blocks]
@@ -210,12 +148,11 @@ def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
     bounds = np.zeros((num + 1, num + 1), np.int64)
     ahead = np.triu(np.ones((num, num), np.bool_))
     starts, places = np.arange(num)[:, None], np.arange(num)
-    for step in _largest(chain, replay, costs):
+    for step in _largest(replay, costs):
         before, after, peaks, fuller, back = costs[step].T
         grown = np.concatenate([[0], np.cumsum(after)])
         to_grow = np.concatenate([[0], np.cumsum(before)])
         busiest = np.where(starts <= places - back, fuller, peaks)
-        busiest = busiest + _skipped_bytes(chain, replay, step)
         at_peak = np.where(ahead, grown[:-1] - to_grow[1:] + busiest, -(1 << 62))
         most = np.maximum.accumulate(at_peak, axis=1)
         bytes_now = most + to_grow[None, 1:] - grown[:-1, None]
@@ -229,13 +166,9 @@ def between(values: ArrayLike) -> NDArray[Any]:
     return np.asarray(total[None, :] - total[:, None])
 
 
-def _largest(chain: Chain, replay: Replay, costs: NDArray[np.int64]) -> list[int]:
+def _largest(replay: Replay, costs: NDArray[np.int64]) -> list[int]:
     """The steps but those that a later one of their regime exceeds in everything."""
     regimes = [step.regime for step in replay.steps]
-    skips = [
-        [replay.sizes(skip.block, step)[skip.number] for skip in chain.skips(regime)]
-        for step, regime in enumerate(regimes)
-    ]
     return [
         step
         for step, regime in enumerate(regimes)
@@ -243,7 +176,6 @@ def _largest(chain: Chain, replay: Replay, costs: NDArray[np.int64]) -> list[int
             regimes[later] == regime
             # How far back a block frees something is the same in all of them.
             and bool(np.all(costs[step] <= costs[later]))
-            and all(one <= other for one, other in zip(skips[step], skips[later], strict=True))
             for later in range(step + 1, len(regimes))
         )
     ]
@@ -306,15 +238,6 @@ def _peak(tape: Tape, sizes: Sequence[int], cache: Sequence[int], read: dict[Ref
         else:
             live -= read.get(event, 0)
     return peak
-
-
-def _skipped_bytes(chain: Chain, replay: Replay, step: int) -> NDArray[np.int64]:
-    """[start, place]: bytes on a stage from `start` on that the block at a place doesn't touch."""
-    skipped = np.zeros((len(chain), len(chain)), np.int64)
-    for skip in chain.skips(replay.steps[step].regime):
-        size = rounded_bytes(replay.sizes(skip.block, step)[skip.number])
-        skipped[: skip.place + 1, skip.during] += size
-    return skipped
 
 
 def _back(chain: Chain, block: int, ref: Ref) -> int:
