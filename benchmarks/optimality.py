@@ -122,9 +122,8 @@ def draw_case(rng: random.Random) -> Case:
     speeds = {device.memory_bytes_per_second or 0.0 for device in fleet.devices}
     costs = Tables(rng, {device.budget_bytes for device in fleet.devices}, speeds)
     num, count = costs.num_blocks, len(fleet.devices)
-    uncut = {rng.randrange(num)} if rng.random() < 0.25 else set()
     pins = {rng.randrange(num): rng.randrange(count) for _ in range(rng.choice((0, 0, 0, 1, 2)))}
-    limits = Limits(uncut=frozenset(uncut), pins=tuple(pins.items()))
+    limits = Limits(pins=tuple(pins.items()))
     return Case(costs, fleet, limits, use_all=rng.random() < 0.3 and count <= num)
 
 
@@ -133,8 +132,6 @@ def placements(case: Case) -> Iterator[Stages]:
     num, devices = case.costs.num_blocks, case.fleet.devices
     for count in range(1, len(devices) + 1):
         for cuts in itertools.combinations(range(1, num), count - 1):
-            if case.limits.uncut.intersection(cuts):
-                continue
             edges = (0, *cuts, num)
             for order in itertools.permutations(range(len(devices)), count):
                 stages = tuple(
@@ -270,7 +267,7 @@ def run_tables(number: int, seed: int) -> tuple[Counter[str], list[str]]:
             if text:
                 different.append(f"case {index}: {text}")
         counts["cases"] += 1
-        counts["with pins or uncut blocks"] += bool(case.limits)
+        counts["with pins"] += bool(case.limits)
         counts["with links"] += bool(case.fleet.links)
         counts["with all GPUs"] += case.use_all
     return counts, different

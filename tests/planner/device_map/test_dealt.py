@@ -24,6 +24,8 @@ from duoka.planner.device_map import judge
 from duoka.planner.resolve import workload_for
 from duoka.tools.demo.checkpoint import CONFIG
 from duoka.tracing import TraceSpec, trace_workload
+from duoka.virtual import register
+from duoka.virtual.device_module import give_name
 
 FIRST = ("transformer.word_embeddings", "transformer.final_layernorm", "lm_head")
 FIRST_LAYERS = "transformer.layers"
@@ -180,6 +182,8 @@ def test_native_names_and_both(outline: Outline) -> None:
     published |= {f"{LATER_LAYERS}.{n}": 0 for n in range(14)}
     both = {"": 1, "model.embed_tokens": 0, ROTARY: "vgpu:0"}
     both |= {f"{LATER_LAYERS}.{n}": "0" for n in range(7)}
+    register()
+    give_name()  # so that torch knows it
     both |= {f"model.layers.{n}": torch.device("vgpu:0") for n in range(7, 14)}
     assert judge(published, outline, fleet).placed == placed
     assert judge(both, outline, fleet).placed == placed
