@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from duoka.checker.expressions import Expressions
-from duoka.checker.source_map import assigned_to, is_named, place_of, returned, spot_of
+from duoka.checker.source_map import is_named, place_of, returned, spot_of
 from duoka.report.check_report import Place
 
 
@@ -77,20 +77,6 @@ def test_a_parameter_of_the_module_that_is_called() -> None:
 
     layer, y = Layer(), torch.ones(1)
     assert layer(y) == ["y", "layer.weight"]
-
-
-def test_what_a_value_is_assigned_to() -> None:
-    seen: list[str] = []
-
-    def note() -> int:
-        seen.append(assigned_to(spot_of(sys._getframe(1))))
-        return 1
-
-    kept = note()
-    seen[0:0] = []
-    kept += note()
-    assert kept == 2
-    assert seen == ["kept", "kept"]
 
 
 def test_a_device_is_named_by_the_code_or_asked_for() -> None:
