@@ -118,4 +118,5 @@ def test_special_tokens_are_text_in_the_words_of_tiktoken() -> None:
     tokenizer = Pairs()
     assert tokenizer.encode("<end>", split_special_tokens=True) == list(b"<end>")
     assert tokenizer.encode("<end>", split_special_tokens=False) == [256]
+    assert tokenizer("<end>", allowed_special=set())["input_ids"] == list(b"<end>")
     assert tokenizer.added_tokens_decoder[256].special

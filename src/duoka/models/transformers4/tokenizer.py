@@ -104,6 +104,7 @@ def _asked_as_tiktoken(tokenize: Callable[..., list[str]]) -> Callable[..., list
     def tokenized(self: LegacyTokenizer, text: str, **kwargs: Any) -> list[str]:
         are_text = kwargs.pop("split_special_tokens", self.split_special_tokens)
         special = {"allowed_special": set() if are_text else "all", "disallowed_special": ()}
-        return tokenize(self, text, **special | kwargs)
+        special |= {name: kwargs[name] for name in special.keys() & kwargs.keys()}
+        return tokenize(self, text, **special)
 
     return tokenized
