@@ -103,6 +103,10 @@ def prepare() -> None:
     Path("damaged-tokenizer/tokenizer.model").write_bytes(b"\x0a")
     shutil.copytree("tiny", "other-tokenizer")
     Path("other-tokenizer/config.json").write_text(json.dumps({**tiny, "padded_vocab_size": 1000}))
+    shutil.copytree("no-tokenizer", "own-tokenizer")
+    stated = json.dumps({"auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}})
+    Path("own-tokenizer/tokenizer_config.json").write_text(stated)
+    Path("own-tokenizer/own.py").write_text("import some_package\n")
     Path("long.txt").write_text("What is NVLink? " * 99, encoding="utf-8")
     _write_plans_and_maps()
 

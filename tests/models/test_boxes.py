@@ -9,21 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from duoka.models.boxes import IndescribableError, Sketch
-from duoka.models.conversion import Piece
 
 
 def build_from(sketch: Sketch, sources: dict[str, Tensor]) -> Tensor:
     target = torch.full(sketch.shape, -1.0)
     for part in sketch.parts:
-        piece = Piece(
-            target="t",
-            source=part.source,
-            source_shape=part.shape,
-            source_box=part.origin,
-            target_box=part.at,
-            axes=part.axes,
-        )
-        piece.copy(sources[part.source], target)
+        part.copy(sources[part.source], target)
     return target
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Box = tuple[tuple[int, int], ...]
 """A half-open range for each dimension."""
@@ -21,38 +22,59 @@ class IndescribableError(Exception):
     """An operation whose result isn't made of boxes of its inputs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A box of a named tensor of a whole `shape`, and where it lies.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A box of one checkpoint tensor, and the box of one parameter or buffer that it fills.
 
-    `origin` is what is taken of the tensor, `at` where that lies in the sketch. `axes` has for each
-    dimension of the sketch the source's dimension along it; None for one of extent 1 that the
-    source doesn't have. Dimensions of the source that are absent have extent 1.
+    `axes` has for each dimension of the target the source's dimension along it; None where the
+    source has none, as along a stack of experts. Dimensions of the source that are absent have
+    extent 1. While the target is a `Sketch` it has no name.
     """
 
+    target: str = ""
     source: str
-    shape: tuple[int, ...]
-    origin: Box
-    at: Box
+    source_shape: tuple[int, ...]
+    source_box: Box
+    target_box: Box
     axes: tuple[int | None, ...]
 
-    def cut(self, dim: int, start: int, stop: int) -> Part | None:
-        """Return what lies in [start, stop) of `dim`, counted from `start`, or None."""
-        low, high = max(self.at[dim][0], start), min(self.at[dim][1], stop)
+    @property
+    def source_slices(self) -> tuple[slice, ...]:
+        """The box as an index, as tensors and safetensors' lazy slices take it."""
+        return tuple(slice(start, stop) for start, stop in self.source_box)
+
+    def orient(self, part: Tensor) -> Tensor:
+        """Return a view of ``source[source_slices]`` with the dimensions of the target's box."""
+        axes = [axis for axis in self.axes if axis is not None]
+        dropped = [axis for axis in range(part.ndim) if axis not in axes]
+        extents = [stop - start for start, stop in self.target_box]
+        return part.permute((*axes, *dropped)).reshape(extents)
+
+    def place(self, target: Tensor) -> Tensor:
+        """Return the view of the parameter or buffer that the piece fills."""
+        return target[tuple(slice(start, stop) for start, stop in self.target_box)]
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy the piece from the whole checkpoint tensor into the whole target."""
+        with torch.no_grad():
+            self.place(target).copy_(self.orient(source[self.source_slices]))
+
+    def cut(self, dim: int, start: int, stop: int) -> Piece | None:
+        """Return what lies in [start, stop) of the target's `dim`, counted from `start`."""
+        low, high = max(self.target_box[dim][0], start), min(self.target_box[dim][1], stop)
         if low >= high:
             return None
-        origin, axis = self.origin, self.axes[dim]
+        origin, axis = self.source_box, self.axes[dim]
         if axis is not None:
-            shift = origin[axis][0] - self.at[dim][0]
+            shift = origin[axis][0] - self.target_box[dim][0]
             origin = _with_extent(origin, axis, (low + shift, high + shift))
-        at = _with_extent(self.at, dim, (low - start, high - start))
-        return Part(self.source, self.shape, origin, at, self.axes)
+        box = _with_extent(self.target_box, dim, (low - start, high - start))
+        return replace(self, source_box=origin, target_box=box)
 
-    def shift(self, dim: int, by: int) -> Part:
-        """Return the part moved along `dim`."""
-        start, stop = self.at[dim]
-        at = _with_extent(self.at, dim, (start + by, stop + by))
-        return Part(self.source, self.shape, self.origin, at, self.axes)
+    def shift(self, dim: int, by: int) -> Piece:
+        """Return the piece moved along the target's `dim`."""
+        start, stop = self.target_box[dim]
+        return replace(self, target_box=_with_extent(self.target_box, dim, (start + by, stop + by)))
 
 
 def _with_extent(box: Box, dim: int, extent: tuple[int, int]) -> Box:
@@ -62,7 +84,7 @@ def _with_extent(box: Box, dim: int, extent: tuple[int, int]) -> Box:
 class Sketch:
     """A shape, and the parts that fill it."""
 
-    def __init__(self, shape: Sequence[int], parts: Sequence[Part]) -> None:
+    def __init__(self, shape: Sequence[int], parts: Sequence[Piece]) -> None:
         self.shape = torch.Size(shape)
         self.parts = tuple(parts)
 
@@ -70,7 +92,14 @@ class Sketch:
     def of(cls, name: str, shape: Sequence[int]) -> Sketch:
         """Describe a whole tensor."""
         box = tuple((0, extent) for extent in shape)
-        return cls(shape, [Part(name, tuple(shape), box, box, tuple(range(len(box))))])
+        whole = Piece(
+            source=name,
+            source_shape=tuple(shape),
+            source_box=box,
+            target_box=box,
+            axes=tuple(range(len(box))),
+        )
+        return cls(shape, [whole])
 
     @property
     def ndim(self) -> int:
@@ -157,7 +186,11 @@ def _squeeze(sketch: Sketch, dim: int) -> Sketch:
     return Sketch(
         _without(sketch.shape, dim),
         [
-            replace(part, at=_without(part.at, dim), axes=_without(part.axes, dim))
+            replace(
+                part,
+                target_box=_without(part.target_box, dim),
+                axes=_without(part.axes, dim),
+            )
             for part in sketch.parts
         ],
     )
@@ -174,7 +207,7 @@ def _unsqueeze(sketch: Sketch, dim: int) -> Sketch:
         [
             replace(
                 part,
-                at=(*part.at[:dim], (0, 1), *part.at[dim:]),
+                target_box=(*part.target_box[:dim], (0, 1), *part.target_box[dim:]),
                 axes=(*part.axes[:dim], None, *part.axes[dim:]),
             )
             for part in sketch.parts
@@ -185,7 +218,7 @@ def _unsqueeze(sketch: Sketch, dim: int) -> Sketch:
 def _cat(sketches: Sequence[Sketch], dim: int = 0) -> Sketch:
     first = sketches[0]
     dim %= first.ndim
-    parts: list[Part] = []
+    parts: list[Piece] = []
     extent = 0
     for sketch in sketches:
         if _without(sketch.shape, dim) != _without(first.shape, dim):
@@ -205,7 +238,7 @@ def _permute(sketch: Sketch, order: Sequence[int]) -> Sketch:
         [
             replace(
                 part,
-                at=tuple(part.at[dim] for dim in order),
+                target_box=tuple(part.target_box[dim] for dim in order),
                 axes=tuple(part.axes[dim] for dim in order),
             )
             for part in sketch.parts

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,46 +28,9 @@ from transformers.core_model_loading import (
 
 from duoka.errors import LoadError
 
-from .boxes import Box, Sketch
+from .boxes import Piece, Sketch
 
 Shape = Sequence[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """A box of one checkpoint tensor, and the box of one parameter or buffer that it fills.
-
-    Boxes have a half-open range for each dimension. `axes` has for each dimension of the target the
-    source's dimension along it; None where the source has none, as along a stack of experts.
-    """
-
-    target: str
-    source: str
-    source_shape: tuple[int, ...]
-    source_box: Box
-    target_box: Box
-    axes: tuple[int | None, ...]
-
-    @property
-    def source_slices(self) -> tuple[slice, ...]:
-        """The box as an index, as tensors and safetensors' lazy slices take it."""
-        return tuple(slice(start, stop) for start, stop in self.source_box)
-
-    def orient(self, part: Tensor) -> Tensor:
-        """Return a view of ``source[source_slices]`` with the dimensions of the target's box."""
-        axes = [axis for axis in self.axes if axis is not None]
-        dropped = [axis for axis in range(part.ndim) if axis not in axes]
-        extents = [stop - start for start, stop in self.target_box]
-        return part.permute((*axes, *dropped)).reshape(extents)
-
-    def place(self, target: Tensor) -> Tensor:
-        """Return the view of the parameter or buffer that the piece fills."""
-        return target[tuple(slice(start, stop) for start, stop in self.target_box)]
-
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy the piece from the whole checkpoint tensor into the whole target."""
-        with torch.no_grad():
-            self.place(target).copy_(self.orient(source[self.source_slices]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,15 +254,7 @@ def _one_of_each_tie(canonical: Mapping[str, str], available: Collection[str]) -
 
 
 def _pieces(target: str, sketch: Sketch) -> Iterator[Piece]:
-    for part in sketch.parts:
-        yield Piece(
-            target=target,
-            source=part.source,
-            source_shape=part.shape,
-            source_box=part.origin,
-            target_box=part.at,
-            axes=part.axes,
-        )
+    return (replace(part, target=target) for part in sketch.parts)
 
 
 def _sort_absent(model: nn.Module, names: Iterable[str]) -> tuple[list[str], list[str]]:

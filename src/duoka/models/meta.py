@@ -28,8 +28,15 @@ _FILLED = frozenset({torch.zeros, torch.ones, torch.full, torch.rand, torch.rand
 _WRITTEN = _FILLED | {torch.arange, torch.eye, torch.linspace}
 
 
-class _Lazily(TorchFunctionMode):
-    """Send to meta what is only a place for weights: uninitialised, or large and floating."""
+class _Bounded(TorchFunctionMode):
+    """Refuse what takes so much memory that no model can mean it.
+
+    `lazily` sends to meta what is only a place for weights: uninitialised, or large and floating.
+    """
+
+    def __init__(self, *, lazily: bool) -> None:
+        super().__init__()
+        self._lazily = lazily
 
     def __torch_function__(
         self,
@@ -40,30 +47,17 @@ class _Lazily(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if kwargs.get("device") is None:
-            if func in _EMPTY:
+            if self._lazily and func in _EMPTY:
                 return func(*args, **{**kwargs, "device": "meta"})
-            if func in _FILLED:
+            if func in _WRITTEN:
                 sketch = func(*args, **{**kwargs, "device": "meta"})
-                if sketch.is_floating_point() and sketch.numel() >= _LARGE:
+                is_large = sketch.is_floating_point() and sketch.numel() >= _LARGE
+                if self._lazily and func in _FILLED and is_large:
                     return sketch
-        return func(*args, **kwargs)
-
-
-class _Bounded(TorchFunctionMode):
-    """Refuse what takes so much memory that no model can mean it."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _WRITTEN and kwargs.get("device") is None:
-            size = func(*args, **{**kwargs, "device": "meta"}).nbytes
-            if size > _MOST_BYTES:
-                raise ValueError(f"a tensor of {size} bytes is asked for, which is no model's")
+                if sketch.nbytes > _MOST_BYTES:
+                    raise ValueError(
+                        f"a tensor of {sketch.nbytes} bytes is asked for, which is no model's"
+                    )
         return func(*args, **kwargs)
 
 
@@ -92,18 +86,19 @@ def construct(make: Callable[[], _Module]) -> _Module:
     attributes are on the CPU with the values that the constructor gives them.
     """
     stray: list[str] = []
-    with _parameters_on_meta(), no_init_weights(), _Bounded():
+    with _parameters_on_meta(), no_init_weights():
         try:
-            with _Lazily():
+            with _Bounded(lazily=True):
                 module = make()
+            stray = list(_stray(module))
+            if not stray:
+                return module
         except Exception:
             # The code computes with an uninitialised tensor, or it is wrong in any case: the way
             # without meta tells, and its error is the one to report.
+            pass
+        with _Bounded(lazily=False):
             module = make()
-        else:
-            stray = list(_stray(module))
-            if stray:
-                module = make()
     _initialize_owners(module, stray)
     return module
 

@@ -29,16 +29,19 @@ _REFERENCE = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*", re.ASCII)
 OTHER_VERSIONS = "the code was written for other versions of its libraries: look at that call"
 
 
-class RemoteCode:
-    """The files of a checkpoint's code, and for which transformers they were written.
+class RemoteCode(MetaPathFinder):
+    """The files of a checkpoint's code, in a package of its own; other content makes another.
 
-    The modules stay importable for the life of the process, as others do: code may import them
-    when it runs.
+    `legacy` says that they were written for transformers 4. The modules stay importable for the
+    life of the process, as others do: code may import them when it runs.
     """
 
     def __init__(self, directory: Path, files: Mapping[str, bytes], *, legacy: bool) -> None:
         self.legacy = legacy
-        self._finder = _Finder(directory, files, legacy=legacy)
+        self._directory = directory.absolute()
+        self._files = files
+        content = repr((str(self._directory), sorted(files.items()), legacy)).encode()
+        self._package = f"checkpoint_{hashlib.sha256(content).hexdigest()[:16]}"
 
     def import_class(self, reference: str) -> Any:
         """Import a class by what ``auto_map`` calls it: "file.Class"."""
@@ -48,55 +51,42 @@ class RemoteCode:
                 "own; code from elsewhere is not run",
                 hint="use the repository that holds the code, or put its files into this one",
             )
-        known = (finder.name for finder in sys.meta_path if isinstance(finder, _Finder))
-        if self._finder.name not in known:
-            sys.meta_path.append(self._finder)
+        known = (finder._package for finder in sys.meta_path if isinstance(finder, RemoteCode))
+        if self._package not in known:
+            sys.meta_path.append(self)
         module, _, name = reference.partition(".")
         try:
-            return getattr(importlib.import_module(f"{self._finder.name}.{module}"), name)
+            return getattr(importlib.import_module(f"{self._package}.{module}"), name)
         except Exception as error:
+            hint = OTHER_VERSIONS
+            if isinstance(error, ModuleNotFoundError) and error.name is not None:
+                hint = missing_package(error.name.partition(".")[0])
             raise ModelError(
-                f"the checkpoint's own code could not be loaded: {error}", hint=_hint(error)
+                f"the checkpoint's own code could not be loaded: {error}", hint=hint
             ) from error
-
-
-def _hint(error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name is not None:
-        return missing_package(error.name.partition(".")[0])
-    return OTHER_VERSIONS
-
-
-class _Finder(MetaPathFinder):
-    """Finds the modules of one checkpoint; other content makes another package."""
-
-    def __init__(self, directory: Path, files: Mapping[str, bytes], *, legacy: bool) -> None:
-        self._directory = directory.absolute()
-        self._files = files
-        self._legacy = legacy
-        content = repr((str(self._directory), sorted(files.items()), legacy)).encode()
-        self.name = f"checkpoint_{hashlib.sha256(content).hexdigest()[:16]}"
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Answer for the package and its modules."""
-        if fullname == self.name:
+        if fullname == self._package:
             return ModuleSpec(fullname, None, is_package=True)
         package, _, module = fullname.partition(".")
         file = f"{module.replace('.', '/')}.py"
-        if package != self.name or file not in self._files:
+        if package != self._package or file not in self._files:
             return None
-        kind = _LegacyLoader if self._legacy else _Loader
-        loader = kind(self._directory / file, self._files[file])
-        spec = ModuleSpec(fullname, loader, origin=str(self._directory / file))
+        place = self._directory / file
+        loader = _Loader(place, self._files[file], legacy=self.legacy)
+        spec = ModuleSpec(fullname, loader, origin=str(place))
         spec.has_location = True  # the modules have a __file__
         return spec
 
 
 class _Loader(SourceLoader):
-    def __init__(self, path: Path, content: bytes) -> None:
+    def __init__(self, path: Path, content: bytes, *, legacy: bool) -> None:
         self._path = path
         self._content = content
+        self._legacy = legacy
 
     def get_filename(self, fullname: str) -> str:
         return str(self._path)
@@ -106,7 +96,6 @@ class _Loader(SourceLoader):
             raise OSError("no bytecode is kept")
         return self._content
 
-
-class _LegacyLoader(_Loader):
     def exec_module(self, module: ModuleType) -> None:
-        transformers4.execute(partial(super().exec_module, module), vars(module))
+        run = partial(super().exec_module, module)
+        transformers4.execute(run, vars(module)) if self._legacy else run()

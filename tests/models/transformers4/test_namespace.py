@@ -48,6 +48,7 @@ def test_dotted_names_and_stars_give_the_same() -> None:
     assert names.skip_init is not torch.nn.utils.skip_init
     assert names.level == transformers.utils.logging.WARNING
     assert names.F is torch.nn.functional
+    assert names.torch.nn is names.torch.nn, "torch.compile guards what it has seen"
     assert not hasattr(names, "AutoModel")
 
 

@@ -128,7 +128,10 @@ class _Seen(ModuleType):
             return replaced[name]
         if (path := f"{self.__name__}.{name}") in self._gone:
             return _stand_in(path)
-        return _seen(getattr(self._module, name), self._gone)
+        value = _seen(getattr(self._module, name), self._gone)
+        if isinstance(value, _Seen):
+            vars(self)[name] = value  # the same each time: a compiler looks whether it is
+        return value
 
 
 def _seen(value: T, gone: set[str]) -> T | _Seen:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from duoka.errors import LoadError
-from duoka.models.boxes import Box
-from duoka.models.conversion import Custom, Piece, Recipe
+from duoka.models.boxes import Box, Piece
+from duoka.models.conversion import Custom, Recipe
 from duoka.models.quantization import computes_in, fill_rows, is_composed, takes_rows
 
 from ..devices import can_pin

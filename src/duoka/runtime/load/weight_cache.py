@@ -27,7 +27,8 @@ from duoka.base.units import format_bytes
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.headers import read_header
 from duoka.errors import CheckpointError, MachineError
-from duoka.models.conversion import Piece, Recipe
+from duoka.models.boxes import Piece
+from duoka.models.conversion import Recipe
 from duoka.models.quantization import is_composed
 
 from .sources import Source
