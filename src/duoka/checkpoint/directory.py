@@ -12,12 +12,15 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from duoka.base.files import Stamp, open_regular
 from duoka.errors import CheckpointError
 
 from .headers import TensorInfo, is_plain_name, read_header, reading
+
+if TYPE_CHECKING:
+    from .hub.snapshot import Snapshot
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done so far, and the bytes there are."""
@@ -45,38 +48,8 @@ _MOST_ENTRIES = 100_000
 _WAIT = "wait until the download is done, or start it again"
 CHAT_TEMPLATES = "additional_chat_templates"
 
-
-class Folder(Protocol):
-    """Files of one checkpoint, here or on a server."""
-
-    @property
-    def path(self) -> Path:
-        """The directory where the files lie, or will lie once they were downloaded."""
-
-    @property
-    def source(self) -> str:
-        """What `Checkpoint.open` finds this very checkpoint by."""
-
-    def names(self) -> frozenset[str]:
-        """The files that there are."""
-
-    def size(self, name: str) -> int:
-        """Bytes of a file."""
-
-    def fetch(self, name: str) -> Path:
-        """Make sure that a small file is here."""
-
-    def headers(self, names: Sequence[str]) -> dict[str, dict[str, TensorInfo]]:
-        """What safetensors files hold."""
-
-    def missing(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Which of these files are not on this machine."""
-
-    def download(self, names: Sequence[str], progress: Progress | None = None) -> None:
-        """Make sure that files are here, whole and right."""
-
-    def explain(self) -> str:
-        """Why files may be missing, to be put behind a message; empty if nothing is known."""
+Folder: TypeAlias = "LocalFolder | Snapshot"
+"""Files of one checkpoint, here or on a server."""
 
 
 class LocalFolder:

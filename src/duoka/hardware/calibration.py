@@ -150,14 +150,6 @@ def path_for(driver: str) -> Path:
     return _directory() / f"{key[:32]}.json"
 
 
-def is_empty() -> bool:
-    """Whether nothing was ever measured: then nobody needs to ask the driver for its version."""
-    try:
-        return next(_directory().glob("*.json"), None) is None
-    except OSError:
-        return True
-
-
 def find(driver: str) -> Calibration:
     """What was measured under this driver and the installed torch; empty where nothing was."""
     nothing = Calibration(driver=driver, torch=torch_version())
@@ -191,8 +183,6 @@ class End:
 
 def for_this_driver() -> Calibration:
     """What was measured under this machine's driver; nothing where there is none."""
-    if is_empty():
-        return NOTHING
     try:
         return find(nvml.driver_version())
     except FleetError:

@@ -15,19 +15,9 @@ from duoka.base.units import format_bytes
 from duoka.errors import FleetError
 
 from . import parse
-from .detect import detect, tells_memory
-from .device import MAX_DEVICES, RESERVE_BYTES, STEP_BYTES, Device, Link
+from .detect import detect
+from .device import MAX_DEVICES, Device, Link
 from .gpu_generation import GpuGeneration
-
-__all__ = [
-    "MAX_DEVICES",
-    "RESERVE_BYTES",
-    "STEP_BYTES",
-    "Device",
-    "Fleet",
-    "Link",
-    "tells_memory",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
