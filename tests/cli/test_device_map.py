@@ -123,7 +123,7 @@ def test_json_tells_every_name(tiny: Path, program: Program, write: Write) -> No
         ('"auto"', 2, "is no device map"),
         ("[0, 1]", 2, "a device map is a mapping"),
         ('{"": 0, "": 1}', 6, "gives two devices to"),
-        ({"": 9}, 6, "the fleet is vgpu:0, vgpu:1, vgpu:2"),
+        ({"": 9}, 6, "the devices are vgpu:0, vgpu:1, vgpu:2"),
         ({"": "disk"}, 6, "doesn't offload"),
         ({"": 0, f"{LAYERS}.1.mlp": 1}, 6, "cuts what must stay whole"),
         ({"\x1b[31m": 0}, 6, "names what isn't there"),

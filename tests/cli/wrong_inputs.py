@@ -85,7 +85,6 @@ def prepare() -> None:
     _model("own-code", {"model_type": "frob", "auto_map": {"AutoModelForCausalLM": "a.Frob"}})
     _model("quantized", {**tiny, "quantization_config": {"quant_method": "awq"}})
     _model("spelled", {**tiny, "quantization_config": {"quant_method": "spell"}})
-    _model("type-only", {"model_type": "chatglm"})
     _model("with-tower", {**tiny, "vision_config": {}})
     _model("text-size", {**tiny, "hidden_size": "64"})
     _model("no-heads", {**tiny, "num_attention_heads": 0})

@@ -139,10 +139,10 @@ def check(
         fleet=fleet,
         constraints=Constraints(strategy=strategy or "auto"),
     )
-    try:
-        subject = _with_images(_offloaded(_subject(model, request), placement), images)
-    except _CodeStoppedError as error:
-        return Report(model=error.source, devices=(), stop=error.stop, train=bool(train))
+    subject = _subject(model, request)
+    if isinstance(subject, Report):
+        return subject
+    subject = _with_images(_offloaded(subject, placement), images)
     say("running the model on virtual GPUs")
     report = check_subject(subject)
     if subject.if_too_large and not report.fits:
@@ -164,8 +164,8 @@ def _unplanned(error: DuokaError) -> Stop:
 
 def _subject(
     model: str | os.PathLike[str] | Checkpoint | nn.Module, request: _CheckRequest
-) -> Subject:
-    """What is checked: a model, a complete placement and what to run."""
+) -> Subject | Report:
+    """What is checked: a model in its places; a report where the code can't even be built."""
     if isinstance(model, nn.Module):
         if request.training not in (None, Training(method="full")):
             raise UsageError(
@@ -187,7 +187,8 @@ def _subject(
         stop = stop_of(checkpoint, error, "build") if checkpoint.builds_own_model else None
         if stop is None:
             raise
-        raise _CodeStoppedError(checkpoint.source, stop) from error
+        is_trained = request.training is not None
+        return Report(model=checkpoint.source, devices=(), stop=stop, train=is_trained)
     subject = _trainable(subject, request.training)
     if checkpoint.builds_own_model:
         note = "" if subject.train else whole_prompt_note(checkpoint, subject.workload)
@@ -287,15 +288,6 @@ def _call_of(inputs: Any) -> Mapping[str, Any] | tuple[Any, ...] | None:
     if isinstance(inputs, torch.Tensor):
         return (inputs,)
     return None if callable(inputs) else tuple(inputs)
-
-
-class _CodeStoppedError(ModelError):
-    """A checkpoint's own code that failed before it could be checked."""
-
-    def __init__(self, source: str, stop: Stop) -> None:
-        super().__init__(stop.message, hint=stop.hint)
-        self.source = source
-        self.stop = stop
 
 
 def _of_checkpoint(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:

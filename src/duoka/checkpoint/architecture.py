@@ -18,7 +18,7 @@ from typing import Any
 
 from duoka.errors import ModelError
 
-from .config import is_size, values
+from .config import values
 
 CHATGLM = "chatglm"
 CHATGLM_NAMES = {
@@ -62,14 +62,7 @@ def refuse_unbuildable(config: Mapping[str, Any]) -> None:
         if known and "transformers" not in sys.modules:
             raise unknown_type(model_type, known, has_code="auto_map" in config)
         return  # whoever has imported transformers may have registered it
-    stated = list(values(config, "config.json"))
-    if not any(is_size(key) for key, _ in stated) and "transformers_version" not in config:
-        # Only transformers leaves out what is as by default.
-        raise ModelError(
-            f"the configuration says nothing of the model but that its type is {model_type!r}",
-            hint=_PUBLISHED,
-        )
-    for key, value in stated:
+    for key, value in values(config, "config.json"):
         _refuse_other_kinds(key, value)
     if model_type == CHATGLM:
         refuse_other_chatglm(config)

@@ -80,11 +80,6 @@ def check_config(config: dict[str, Any], *, num_tensors: int | None, source: str
         )
 
 
-def is_size(key: str) -> bool:
-    """Whether a key of a config says how large something of its model is."""
-    return bool(_LAYERS.fullmatch(key) or _SIZES.fullmatch(key))
-
-
 def _shown(key: str) -> str:
     return key if len(key) <= 80 and key.isprintable() else ascii(key[:80])
 

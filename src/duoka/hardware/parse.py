@@ -66,9 +66,7 @@ def read(text: str) -> Found:
         raise UsageError(
             f"the GPUs are named in {len(text)} signs; at most {_MOST_SIGNS} are read", hint=FORMS
         )
-    head, colon, rest = text.partition(":")
-    is_virtual = bool(colon) and head.strip().lower() == "virtual"
-    body = rest if is_virtual else text
+    body, is_virtual = _body(text)
     if not body.strip():
         raise FleetError(f"{_short(text)} names no device", hint=FORMS)
     entries = [entry.strip() for entry in _entries(body)]
@@ -79,7 +77,12 @@ def read(text: str) -> Found:
         return _declared(entries, "vgpu" if is_virtual else "cuda", text)
     everything = [entry.lower() for entry in entries] == [_ALL]
     if is_virtual or not (everything or all(map(_is_here, entries))):
-        raise _mixture(text, detected, is_virtual=is_virtual)
+        raise UsageError(
+            f"{_short(text)} names a GPU of this machine ({detected[0][:_SHOWN]!r}) beside "
+            f"{'virtual' if is_virtual else 'other'} ones",
+            hint="either all are there and are named by index or UUID, or all are declared; a "
+            'budget needs its unit, as in 24GiB, and "all" stands alone',
+        )
     return detect(None if everything else ",".join(entries))
 
 
@@ -88,10 +91,9 @@ def devices_in(text: str) -> tuple[str, list[str]] | None:
 
     None for GPUs of this machine, and for what can't be read.
     """
-    head, colon, rest = text.partition(":")
-    is_virtual = bool(colon) and head.strip().lower() == "virtual"
+    body, is_virtual = _body(text)
     names: list[str] = []
-    for entry in _entries(rest if is_virtual else text):
+    for entry in _entries(body):
         entry = entry.strip()
         if not entry or _is_here(entry) or entry.lower() == _ALL:
             return None
@@ -100,6 +102,13 @@ def devices_in(text: str) -> tuple[str, list[str]] | None:
         name = catalogue.find(name).name if is_detected(name) else name
         names += [name] * count
     return ("virtual:" if is_virtual else "", names)
+
+
+def _body(text: str) -> tuple[str, bool]:
+    """What names the devices, and whether they are virtual."""
+    head, colon, rest = text.partition(":")
+    is_virtual = bool(colon) and head.strip().lower() == "virtual"
+    return (rest if is_virtual else text), is_virtual
 
 
 def _is_here(entry: str) -> bool:
@@ -124,22 +133,6 @@ def _entries(body: str) -> Iterator[str]:
         *before, last = head.split(",")
         yield from before
         yield f"{last}:{figures}" if colon else last
-
-
-def _mixture(text: str, detected: list[str], *, is_virtual: bool) -> UsageError:
-    first = detected[0][:_SHOWN]
-    if is_virtual:
-        return UsageError(
-            f"{_short(text)} takes {first!r} for a virtual GPU: that is one of this machine",
-            hint='a virtual GPU is a budget or a card: "virtual:2x24GiB", "virtual:2xRTX4090"',
-        )
-    if _ALL in [entry.lower() for entry in detected]:
-        return UsageError(f'{_short(text)}: "all" stands alone', hint=FORMS)
-    return UsageError(
-        f"{_short(text)} mixes GPUs of this machine ({first!r}) with declared ones",
-        hint="either all are there and are named by index or UUID, or all are declared; a budget "
-        "needs its unit, as in 24GiB",
-    )
 
 
 def _declared(entries: list[str], kind: str, text: str) -> Found:

@@ -232,7 +232,7 @@ def test_everything_at_once() -> None:
     assert error.misplaced == ("p.enc.1", "m.nrom")
     assert len(str(error).splitlines()) == 7
     assert error.faults.imbalance.startswith("completed, it puts 282 B of weights on vgpu:0")
-    assert "the fleet is vgpu:0, vgpu:1, vgpu:2" in str(error)
+    assert "the devices are vgpu:0, vgpu:1, vgpu:2" in str(error)
 
 
 def test_an_empty_map_is_completed_on_the_first_device() -> None:

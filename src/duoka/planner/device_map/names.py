@@ -10,7 +10,6 @@ from functools import cached_property
 from duoka.base.text import is_within, longest_prefix, prefixes
 from duoka.errors import UsageError
 from duoka.forecast.tensor_names import NamedTensor, Outline
-from duoka.hardware import cuda_driver
 from duoka.hardware.fleet import Fleet
 
 from .read import DeviceMap, Devices, NoDevice
@@ -50,13 +49,12 @@ class Names:
 
 def find_device(text: str, fleet: Fleet) -> str:
     """The name of the fleet's device that a person means: "cuda:1", or "1" alone."""
+    devices = Devices(fleet)
     try:
-        return Devices(fleet).find(text)
+        return devices.find(text)
     except NoDevice:
-        hints = [f"the devices are {', '.join(fleet.names)}", cuda_driver.tell_renumbered()]
-        raise UsageError(
-            f"{text[:60]!r} is no device of these GPUs", hint="; ".join(filter(None, hints))
-        ) from None
+        hint = devices.describe()
+        raise UsageError(f"{text[:60]!r} is no device of these GPUs", hint=hint) from None
 
 
 class Spelling:

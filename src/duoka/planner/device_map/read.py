@@ -156,6 +156,11 @@ class Devices:
         kind, index = match.groups()
         return self._known(text if kind == "cpu" or index is not None else self._alone(kind))
 
+    def describe(self) -> str:
+        """What they are, and what CUDA_VISIBLE_DEVICES makes of their numbers."""
+        parts = [f"the devices are {', '.join(self.names)}", cuda_driver.tell_renumbered()]
+        return "; ".join(filter(None, parts)) if self.names else ""
+
     def renumbered(self, values: Iterable[object]) -> dict[str, str]:
         """What is meant where GPUs have the numbers that CUDA_VISIBLE_DEVICES lists.
 

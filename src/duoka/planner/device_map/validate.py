@@ -10,7 +10,6 @@ from duoka.base.text import is_within
 from duoka.base.units import format_bytes
 from duoka.errors import Faults, PlacementError
 from duoka.forecast.tensor_names import NamedTensor, Outline, OutlineBlock
-from duoka.hardware import cuda_driver
 from duoka.hardware.fleet import Fleet
 
 from .names import Entries, Match, Matcher, Spelling
@@ -285,7 +284,4 @@ class _Judge:
         for name, problem in self.entries.misplaced.items():
             at.setdefault(problem, []).append(name)
         lines = [f"{problem} for {listed(runs(names))}" for problem, names in at.items()]
-        if lines and self.devices.names:
-            lines.append(f"the fleet is {', '.join(self.devices.names)}")
-            lines += filter(None, [cuda_driver.tell_renumbered()])
-        return lines
+        return [*lines, *filter(None, [self.devices.describe()])] if lines else []
