@@ -92,15 +92,6 @@ def test_a_placement_is_taken_as_it_is() -> None:
             assert_device_safe(Residual(), placement, inputs=(X,))
 
 
-def test_memory() -> None:
-    layers = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
-    x = torch.zeros(1, 1024)
-    assert_device_safe(layers, inputs=(x,), devices=2, memory="64MiB")
-    for placement in (None, {"0": 0, "1": "cuda:1"}):
-        with pytest.raises(AssertionError, match="cuda:0 lacks"):
-            assert_device_safe(layers, placement, inputs=(x,), devices=2, memory=2 * 2**20)
-
-
 def test_a_model_of_one_part_is_refused() -> None:
     with pytest.raises(UsageError, match="too few parts for 2 or 3 stages"):
         assert_device_safe(nn.Linear(8, 8), inputs=(X,))

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from torch import nn
 
 from duoka.base.quiet import quiet_libraries
 from duoka.errors import UsageError
 from duoka.forecast.workload import Workload
-from duoka.hardware.fleet import Fleet
-from duoka.planner.placement import Placement
-from duoka.planner.plan import Plan
 from duoka.report.terminal import plain, render_report
 
 with quiet_libraries():
@@ -28,7 +24,6 @@ def assert_device_safe(
     workload: Workload | None = None,
     train: bool = False,
     devices: int | Sequence[int] = (2, 3),
-    memory: int | str | None = None,
 ) -> None:
     """Assert that a model's own code runs on several devices.
 
@@ -52,15 +47,12 @@ def assert_device_safe(
     devices : int or sequence of int
         Numbers of stages to split the model into; by default 2 and 3. A number of which the model
         has too few parts is left out.
-    memory : int or str, optional
-        What each device has, in bytes or as "24GiB"; without it memory is not held against
-        anything.
 
     Raises
     ------
     AssertionError
-        If there is a fault, the map is incomplete, memory doesn't suffice, or the model's code
-        stops: with the printed report.
+        If there is a fault, the map is incomplete, or the model's code stops: with the printed
+        report. Memory is held against a plan's budgets alone (`duoka.check` takes a fleet).
     UsageError
         If the model can't be split, or nothing says how to run it.
 
@@ -71,8 +63,7 @@ def assert_device_safe(
     """
     __tracebackhide__ = True
     for split, trial in _placements(model, placement, devices):
-        fleet = None if memory is None or isinstance(split, Plan) else _fleet(split, memory)
-        report = check(model, split, inputs, workload, train, fleet=fleet)
+        report = check(model, split, inputs, workload, train)
         if not report.ok:
             raise AssertionError(f"{trial}\n\n{plain(render_report(report))}")
 
@@ -102,15 +93,3 @@ def _shown(split: dict[str, int]) -> str:
     for name, stage in split.items():
         first.setdefault(stage, name)
     return ", ".join(f"{name!r} … on cuda:{stage}" for stage, name in sorted(first.items()))
-
-
-def _fleet(placement: Any, memory: int | str) -> Fleet:
-    """Enough equal devices for a placement."""
-    if isinstance(placement, Placement):
-        devices = [device for _, device in placement.entries]
-    else:
-        devices = [str(device) for device in dict(placement).values()]
-    numbers = [int(number) for name in devices if (number := name.rpartition(":")[2]).isdecimal()]
-    kind = "virtual:" if any(name.startswith("vgpu") for name in devices) else ""
-    size = f"{memory}B" if isinstance(memory, int) else memory
-    return Fleet.parse(f"{kind}{max(numbers, default=0) + 1}x{size}")

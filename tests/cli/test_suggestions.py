@@ -146,7 +146,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         ("--gpus 60MiB --quantize auto --context 2K", "gpu"),
         (
             "--gpus 2GiB --train full --batch 8 --context 512",
-            "checkpointing batch lora sgd context",
+            "checkpointing batch lora context",
         ),
         ("--gpus 800MiB --train lora --batch 8 --context 2K", "batch context gpu"),
     ],

@@ -153,10 +153,6 @@ class WaysOut:
             text = "low-rank adapters (LoRA) instead of all weights"
             tried = [lora, replace(lora, gradient_checkpointing=True)]
             yield from self._learning("lora", text, tried, "what adapters can't learn")
-        if training.optimizer != "sgd":
-            text = "the optimizer SGD instead of AdamW, which keeps two numbers for each weight"
-            tried = [replace(way, optimizer="sgd") for way in (training, again)]
-            yield from self._learning("sgd", text, tried, "Adam's own step for each weight")
 
     def _learning(
         self, kind: str, text: str, tried: list[Training], loses: str

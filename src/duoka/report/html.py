@@ -73,7 +73,7 @@ def render_page(plan: Plan, explanation: Explanation | None = None) -> str:
         gpus=list(_gpus(plan, explanation)),
         unused=list(_unused(plan)),
         table=_table(plan),
-        seconds=list(_seconds(plan)),
+        seconds=[line.plain for line in render_seconds(plan)],
         why=list(_why(plan, explanation)),
         by_gpu=[] if explanation is None else list(_reasons(explanation)),
         rivals=[] if explanation is None else list(explain.rivals(explanation)),
@@ -199,20 +199,6 @@ def _table(plan: Plan) -> _Table:
         rows.append((device.device, [f"{size / divisor:,.2f}" for size in sizes]))
     heads = [*(kinds[place] for place in used), "allocated", "reserved", "budget"]
     return _Table(unit=unit, heads=heads, rows=rows)
-
-
-def _seconds(plan: Plan) -> Iterator[str]:
-    yield from (line.plain for line in render_seconds(plan))
-    seconds = plan.forecast.seconds
-    if seconds is None:
-        return
-    is_step = plan.workload.training is not None
-    for stage in seconds.stages:
-        if is_step:
-            yield f"{stage.device}: {explain.shortly(stage.prefill_seconds)} a step"
-            continue
-        prompt, answer = map(explain.shortly, (stage.prefill_seconds, stage.decode_seconds))
-        yield f"{stage.device}: {prompt} for the prompt, {answer} for the answer"
 
 
 def _why(plan: Plan, explanation: Explanation | None) -> Iterator[str]:

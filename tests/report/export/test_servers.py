@@ -210,5 +210,4 @@ def test_unequal_gpus_are_told_in_numbers() -> None:
     problem = PlanProblem(fleet=Fleet.parse("2560MiB,1GiB"), workload=workload)
     plan = solve(profile, problem)
     told = " ".join(str(export(plan, "vllm", profile)).split())
-    assert "cuda:1 would decide" in told or "cuda:0 would decide" in told
-    assert "tokens, where the roomiest rank could hold about" in told
+    assert "With the bytes below they take cuda:0 " in told

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,10 +58,9 @@ def test_virtual_gpus_rehearse_and_keep_nothing(
     assert not cache.exists()
 
 
-def test_equal_gpus_are_told_by_the_worse_one() -> None:
-    slower = replace(FIGURES, flops_per_second=60e12, launch_seconds=5e-6, overhead_bytes=500 * MIB)
-    other = replace(FIGURES, product="NVIDIA A10", host_bytes_per_second=25e9)
-    assert list(calibrating._kinds(iter([FIGURES, other, slower]))) == [slower, other]
+def test_one_gpu_of_each_kind_is_measured() -> None:
+    fleet = Fleet.parse("2xRTX4090+A10+RTX4090")
+    assert [device.name for device in calibrating._kinds(fleet)] == ["cuda:0", "cuda:2"]
 
 
 def test_what_is_not_here_is_refused() -> None:

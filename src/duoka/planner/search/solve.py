@@ -35,7 +35,6 @@ class Solution:
     objective: Aim | Literal["order"]
     value: float
     bound: float
-    exact_evaluations: int
     binding_device: int
 
 
@@ -76,7 +75,6 @@ def search(
         objective=aim,
         value=_value_of(aim, value),
         bound=_value_of(aim, bound),
-        exact_evaluations=problem.memory.num_evaluations,
         binding_device=binding,
     )
 
@@ -95,7 +93,6 @@ def _sequential(costs: StageCosts, fleet: Fleet, limits: Limits) -> Solution:
         objective="order",
         value=first,
         bound=first,
-        exact_evaluations=problem.memory.num_evaluations,
         binding_device=stages[0].device,
     )
 

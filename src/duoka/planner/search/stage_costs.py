@@ -83,7 +83,6 @@ class KnownBytes:
         self.usable_bytes = costs.usable_bytes
         self._alike = np.where(stages, costs.alike, -1)
         self.num_places = min(num_places, costs.num_places)
-        self.num_evaluations = 0
         self.bytes: dict[tuple[int, int], Floats] = {}
         for place in range(1, self.num_places + 1):
             least = np.minimum.reduce([c.bounds_at(place) for c in (costs, *alternatives)])
@@ -112,7 +111,6 @@ class KnownBytes:
             if (key, number) in self._exact:
                 continue
             budget, place = key
-            self.num_evaluations += 1
             self._exact.add((key, number))
             alike = self._alike == number
             requested = self._costs.requested_bytes(start, stop, budget, place=place)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from duoka.base.units import format_bytes
 from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
 
@@ -27,6 +26,7 @@ _TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 
 def export(plan: Plan, profile: Profile | None) -> Export:
     """The plan as a shell command."""
+    del profile  # numbers of layers say it all
     pipeline = read_pipeline(plan, NAME)
     workload, stages = plan.workload, pipeline.stages
     environment = common.visible(NAME, [stage.device for stage in stages])
@@ -51,7 +51,7 @@ def export(plan: Plan, profile: Profile | None) -> Export:
     return Export(
         tool=NAME,
         text=command_line(environment, ["llama-server"], options),
-        notes=tuple(_notes(plan, pipeline, profile)),
+        notes=tuple(_notes(plan, pipeline)),
     )
 
 
@@ -61,18 +61,16 @@ def proportions(pipeline: Pipeline) -> list[int]:
     return [*most, last + 1]
 
 
-def _notes(plan: Plan, pipeline: Pipeline, profile: Profile | None) -> Iterator[str]:
+def _notes(plan: Plan, pipeline: Pipeline) -> Iterator[str]:
     yield from common.common_notes(plan, pipeline)
     yield (
         f"NOTE: {_FILE} stands for the model in llama.cpp's own format; the plan's bytes are those "
         f"of weights in {plan.workload.dtype}, a quantized file needs less."
     )
     first = pipeline.stages[0].device.name
-    size = _embedding_bytes(pipeline, profile)
-    amount = f" ({format_bytes(size)})" if size else ""
     yield (
-        f"llama.cpp keeps the input embedding{amount} in the processor's memory; on {first}, as in "
-        r"the plan, it is with --override-tensor 'token_embd\.weight=CUDA0'."
+        f"llama.cpp keeps the input embedding in the processor's memory; on {first}, as in the "
+        r"plan, it is with --override-tensor 'token_embd\.weight=CUDA0'."
     )
     if plan.workload.prefill_chunk_tokens is None:
         yield (
@@ -86,13 +84,3 @@ def _notes(plan: Plan, pipeline: Pipeline, profile: Profile | None) -> Iterator[
             "On unequal GPUs --tensor-split alone decides; --fit off keeps llama.cpp from changing "
             "what was planned."
         )
-
-
-def _embedding_bytes(pipeline: Pipeline, profile: Profile | None) -> int:
-    if profile is None:
-        return 0
-    return sum(
-        sum(profile.kinds[block.kind].weight_bytes)
-        for block in profile.blocks
-        if any(name in pipeline.before and "emb" in name for name in block.modules)
-    )

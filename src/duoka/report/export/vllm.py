@@ -18,7 +18,7 @@ from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
 
 from . import common
-from .stages import Pipeline, Stage, read_pipeline
+from .stages import Pipeline, read_pipeline
 from .text import Export, command_line
 
 NAME = "vLLM"
@@ -84,34 +84,16 @@ def _notes(plan: Plan, pipeline: Pipeline, sizes: Sequence[int] | None) -> Itera
         )
         return
     if len(pipeline.stages) > 1:
-        yield _unequal(plan, pipeline, sizes)
+        shares = ", ".join(
+            f"{stage.device.name} {format_bytes(size)}"
+            for stage, size in zip(pipeline.stages, cache_bytes(plan, pipeline, sizes), strict=True)
+        )
+        yield (
+            "vLLM gives all ranks equally many cache blocks, however unequal the GPUs are. With "
+            f"the bytes below they take {shares}."
+        )
     if len(set(filter(None, sizes))) > 1:
         yield (
             "NOTE: layers keep caches of different sizes (sliding windows, say); vLLM groups and "
             "pads them, so that its cache holds fewer tokens than the same bytes do here."
         )
-
-
-def _unequal(plan: Plan, pipeline: Pipeline, sizes: Sequence[int]) -> str:
-    """What becomes of unequal GPUs, with numbers."""
-    cache_sizes = cache_bytes(plan, pipeline, sizes)
-    shares = ", ".join(
-        f"{stage.device.name} {format_bytes(size)}"
-        for stage, size in zip(pipeline.stages, cache_sizes, strict=True)
-    )
-    alone = [_tokens_alone(stage, sizes) for stage in pipeline.stages]
-    poorest = min(range(len(alone)), key=alone.__getitem__)
-    name = pipeline.stages[poorest].device.name
-    most_tokens = max(alone)
-    return (
-        f"vLLM gives all ranks equally many cache blocks. With the bytes below they take {shares}. "
-        f"Left to itself, at {_UTILIZATION:.0%} of each GPU, {name} would decide: about "
-        f"{max(alone[poorest], 0)} tokens, where the roomiest rank could hold about {most_tokens}."
-    )
-
-
-def _tokens_alone(stage: Stage, sizes: Sequence[int]) -> int:
-    """What vLLM's own share of a GPU would leave for the cache, in tokens."""
-    planned_bytes = stage.forecast.weight_bytes + stage.forecast.activation_bytes
-    left = _UTILIZATION * common.total_bytes(stage.device) - planned_bytes
-    return int(left // max(sum(sizes[stage.start : stage.stop]), 1))

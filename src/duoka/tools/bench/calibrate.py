@@ -9,9 +9,8 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,8 +57,6 @@ _WARM_SECONDS = 0.05
 _ROUND_SECONDS = 0.02
 _ROUNDS = 5
 _LONG_ENOUGH_SECONDS = 3e-3
-# The larger one of these is kept where GPUs of one kind differ, of everything else the smaller one.
-_COSTS = ("overhead_bytes", "launch_seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +92,7 @@ def calibrate(fleet: Fleet, *, progress: Progress | None = None) -> Calibrated:
         result = Calibration(
             driver=driver,
             torch=calibration.torch_version(),
-            gpus=tuple(_kinds(_measure(device, say) for device in fleet.devices)),
+            gpus=tuple(_measure(device, say) for device in _kinds(fleet)),
             links=tuple(_links(fleet, say)),
         )
     except torch.OutOfMemoryError as error:
@@ -186,27 +183,10 @@ def _overhead(device: Device, dtype: torch.dtype) -> int:
     return max(total - int(backend.memory_reserved(name)), 0)
 
 
-def _kinds(measured: Iterator[GpuFigures]) -> Iterator[GpuFigures]:
-    """One for each kind of GPU: where they differ, the worse of what was measured."""
-    kinds: dict[tuple[str, int], list[GpuFigures]] = {}
-    for figures in measured:
-        kinds.setdefault((figures.product, figures.memory_bytes), []).append(figures)
-    for alike in kinds.values():
-        worst: dict[str, Any] = {
-            field.name: _worst(
-                field.name, [getattr(figures_of, field.name) for figures_of in alike]
-            )
-            for field in fields(GpuFigures)
-            if field.name != "product"
-        }
-        yield GpuFigures(product=alike[0].product, **worst)
-
-
-def _worst(name: str, values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    return max(known) if name in _COSTS else min(known)
+def _kinds(fleet: Fleet) -> Iterator[Device]:
+    """A GPU of each kind."""
+    kinds = {(device.product, device.memory_bytes): device for device in reversed(fleet.devices)}
+    return (device for device in fleet.devices if device in kinds.values())
 
 
 def _links(fleet: Fleet, say: Progress) -> Iterator[LinkFigures]:
