@@ -210,4 +210,4 @@ def test_unequal_gpus_are_told_in_numbers() -> None:
     problem = PlanProblem(fleet=Fleet.parse("2560MiB,1GiB"), workload=workload)
     plan = solve(profile, problem)
     told = " ".join(str(export(plan, "vllm", profile)).split())
-    assert "With the bytes below they take cuda:" in told
+    assert "equally many cache blocks" in told
