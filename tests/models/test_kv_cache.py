@@ -13,7 +13,14 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
 from duoka import virtual
 from duoka.errors import UsageError
 from duoka.forecast.workload import Cache
-from duoka.models.kv_cache import Int8Layer, Int8SlidingLayer, cache_name, lengthen, new_cache
+from duoka.models.kv_cache import (
+    Int8Layer,
+    Int8SlidingLayer,
+    cache_name,
+    lengthen,
+    longer,
+    new_cache,
+)
 from duoka.planner.placement import Placement
 from duoka.runtime.dispatch.dispatch import dispatch
 
@@ -193,3 +200,13 @@ def test_an_encoder_and_a_decoder() -> None:
     # What is filled once is read by the models themselves.
     assert type(cache.cross_attention_cache) is DynamicCache
     assert all(type(layer) is DynamicLayer for layer in cache.cross_attention_cache.layers)
+
+
+def test_caches_in_tuples_are_made_longer_along_their_tokens() -> None:
+    cache = ((torch.ones(1, 2, 5, 4), torch.ones(5, 1, 2, 4)),)
+    [[keys, values]] = longer(cache, 5, 3)
+    assert (keys.shape, values.shape) == ((1, 2, 8, 4), (8, 1, 2, 4))
+    assert torch.equal(values[:5], cache[0][1])
+    assert longer(cache, 6, 3) is None
+    assert longer(((torch.ones(1, 5, 5),),), 5, 3) is None, "either dimension may be the tokens'"
+    assert longer([torch.ones(5, 1)], 5, 3) is None

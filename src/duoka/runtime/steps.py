@@ -146,12 +146,13 @@ class Stepper:
         if lengthen(getattr(self.cache, "self_attention_cache", self.cache), tokens):
             self.past += tokens
             return
-        if (cache := longer(self.cache, self.past, tokens)) is not None:
-            self.cache = cache
-            self.past += tokens
-            return
         while tokens:
-            query = min(tokens, _LENGTHEN_TOKENS)
+            if (cache := longer(self.cache, self.past, tokens)) is not None:
+                self.cache = cache
+                self.past += tokens
+                return
+            # A model with a cache of its own is called with one token after its prompt.
+            query = 1 if self._brings_cache else min(tokens, _LENGTHEN_TOKENS)
             self.step(query)
             tokens -= query
 
@@ -165,16 +166,6 @@ class Stepper:
             return self._pair_inputs(ids, mask, query)
         positions = mask.cumsum(-1) - 1
         positions = positions.masked_fill(mask == 0, 0)
-        takes_cache = self._brings_cache and self._cache_name in self._accepted
-        if takes_cache and self.past and query > 1:
-            # Such a model prepares its inputs for one more token, however many there are.
-            later: dict[str, Any] = {
-                "input_ids": ids[:, -query:],
-                "position_ids": positions[:, -query:],
-            }
-            later |= {"attention_mask": mask, "use_cache": True, self._cache_name: self.cache}
-            accepted = {name: value for name, value in later.items() if name in self._accepted}
-            return {**accepted, "return_dict": True}
         inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(
             ids,
             next_sequence_length=query,

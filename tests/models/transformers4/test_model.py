@@ -162,3 +162,17 @@ def test_another_class_that_needs_less_is_named(heron: MakeHeron) -> None:
 def test_chunks_are_refused(heron: MakeHeron) -> None:
     with pytest.raises(duoka.errors.UsageError, match="in chunks of 8"):
         duoka.plan(heron(), TWO, Workload(prompt_tokens=24, prefill_chunk_tokens=8))
+
+
+def test_after_its_prompt_it_is_called_with_single_tokens(heron: MakeHeron) -> None:
+    checkpoint = heron()
+    file = checkpoint.path / "modeling_heron.py"
+    before = "        tokens = input_ids.shape[1]\n"
+    file.write_text(
+        file.read_text().replace(
+            before, f"{before}        assert tokens == 1 or not past_key_values\n"
+        )
+    )
+    work = Workload(prompt_tokens=24, new_tokens=40, dtype="float32")
+    trusted = Checkpoint.open(checkpoint.path, trust_remote_code=True)
+    assert duoka.check(trusted, fleet=TWO, workload=work).ok
