@@ -182,3 +182,20 @@ def test_what_cannot_be_used_is_there(program: Program, monkeypatch: pytest.Monk
     done = program("gpus")
     assert (done.returncode, done.stdout) == (3, "")
     assert "hint:" in done.stderr
+
+
+def test_a_plan_is_shown_where_its_gpus_are_not(
+    tiny: Path,
+    program: Program,
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    replay(monkeypatch, "eight-3090")
+    made = program("plan", tiny, *SIZES, "--gpus", "2", "--save", tmp_path / "kept.plan")
+    assert made.returncode == 0
+    replay(monkeypatch, "no-driver")
+    monkeypatch.setitem(environment, "CUDA_VISIBLE_DEVICES", "")
+    done = program("plan", "--plan", tmp_path / "kept.plan")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "cuda:2" in done.stdout

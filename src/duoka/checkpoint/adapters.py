@@ -43,9 +43,10 @@ def _stored_layers(checkpoint: Checkpoint) -> set[str]:
         for name, tensor in (checkpoint.tensors or {}).items()
         if tensor.shape is None or len(tensor.shape) > 1
     )
-    # A head may be tied, and not be stored.
     stored = {parts[-1] for parts in matrices if parts and not parts[-1].isdecimal()}
-    return stored | {"lm_head"} if stored else stored
+    # An index tells no shapes; and a head may be tied, and not be stored.
+    layers = {name for name in stored if "norm" not in name}
+    return layers | {"lm_head"} if layers else layers
 
 
 def _native(targets: Sequence[str]) -> dict[str, None]:
