@@ -79,8 +79,8 @@ def test_fleets_are_edited_as_they_were_written(gpus: str, more: str, replaced: 
 
 @pytest.mark.parametrize("gpus", ["", "all", "0,1"])
 def test_gpus_that_are_here_are_written_as_budgets(gpus: str) -> None:
-    devices = Fleet.parse("24GiB,1537B").devices
-    assert with_more(gpus, devices, "L4", 2) == "24GiB,1537B,2xL4"
+    devices = Fleet.parse("24GiB,1572865B").devices
+    assert with_more(gpus, devices, "L4", 2) == "24GiB,1572865B,2xL4"
 
 
 def test_a_cpu_alone_is_offered_no_card() -> None:
