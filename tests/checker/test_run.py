@@ -323,17 +323,6 @@ def test_an_item_that_is_changed_and_put_back_is_one_fault_where_it_is_kept() ->
     assert fault.expressions == ("near", "m.b(x) > 0")
 
 
-def test_code_that_handles_the_error_itself_has_no_fault() -> None:
-    def run(m: Two, x: torch.Tensor) -> torch.Tensor:
-        near, far = m.a(x), m.b(x)
-        try:
-            return near + far
-        except RuntimeError:
-            return near.to(far.device) + far
-
-    assert check(run).ok
-
-
 def test_threads_that_code_starts_are_watched() -> None:
     def run(m: Two, x: torch.Tensor) -> torch.Tensor:
         with ThreadPoolExecutor(2) as pool:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 import sys
@@ -59,7 +58,7 @@ def test_other_versions_trace_again(package: str, monkeypatch: pytest.MonkeyPatc
     assert find_profile("made up", LOAD) is None
 
 
-@pytest.mark.parametrize("damage", ["cut", "binary", "deep", "field", "number", "empty"])
+@pytest.mark.parametrize("damage", ["cut", "binary", "deep", "field", "empty"])
 def test_a_damaged_profile_counts_as_none(cache: Path, damage: str) -> None:
     keep_profile(PROFILE, LOAD)
     (path,) = files(cache)
@@ -71,11 +70,8 @@ def test_a_damaged_profile_counts_as_none(cache: Path, damage: str) -> None:
     elif damage == "deep":
         path.write_text("[" * 100_000, encoding="utf-8")
     elif damage == "field":
-        told = json.dumps({**json.loads(text.partition("\n")[2]), "surprise": 1})
-        digest = hashlib.sha256(told.encode()).hexdigest()
-        path.write_text(f"{digest}\n{told}", encoding="utf-8")
-    elif damage == "number":
-        path.write_text(text.replace("[0.0, ", "[8.0, ", 1), encoding="utf-8")
+        told = json.dumps({**json.loads(text), "surprise": 1})
+        path.write_text(told, encoding="utf-8")
     else:
         path.write_text("", encoding="utf-8")
     assert find_profile("made up", LOAD) is None

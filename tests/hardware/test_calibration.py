@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -71,11 +70,11 @@ def test_what_is_measured_again_takes_the_place_of_the_old() -> None:
     assert len(found.links) == 2
 
 
-@pytest.mark.parametrize("damage", ["digit", "cut", "nothing", "driver", "negative", "unknown"])
+@pytest.mark.parametrize("damage", ["cut", "nothing", "driver", "negative", "unknown"])
 def test_what_was_damaged_was_not_measured(damage: str) -> None:
     path = calibration.keep(made(FIGURES))
     text = path.read_text(encoding="utf-8")
-    data = json.loads(text.partition("\n")[2])
+    data = json.loads(text)
     if damage == "driver":
         data["driver"] = "1"
     elif damage == "negative":
@@ -84,10 +83,9 @@ def test_what_was_damaged_was_not_measured(damage: str) -> None:
         data["gpus"][0]["colour"] = "green"
     told = json.dumps(data)
     damaged = {
-        "digit": text.replace("850000000000.0", "950000000000.0"),
         "cut": text[:-3],
         "nothing": "",
-    }.get(damage, f"{hashlib.sha256(told.encode()).hexdigest()}\n{told}")
+    }.get(damage, told)
     path.write_text(damaged, encoding="utf-8")
     assert calibration.find(DRIVER) == made()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
 import secrets
@@ -104,24 +103,6 @@ def write_whole(path: Path, text: str) -> None:
         with suppress(OSError):
             partial.unlink()
         raise
-
-
-def read_checked(path: Path, *, most_bytes: int) -> str:
-    """Read what `write_checked` wrote: a number that a bad disk changed looks like any other."""
-    digest, _, text = read_text(path, most_bytes=most_bytes).partition("\n")
-    if digest != _digest(text):
-        raise ValueError("it was changed since it was written")
-    return text
-
-
-def write_checked(path: Path, text: str) -> None:
-    """Write a text under its digest, in a directory that is made where there is none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, f"{_digest(text)}\n{text}")
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def _mode(path: Path) -> int | None:

@@ -55,7 +55,6 @@ from .mixed_call import (
 from .report_names import ReportNames, at_hand
 from .source_map import (
     SPOT,
-    is_handled,
     is_named,
     is_written_back,
     library_frame,
@@ -197,9 +196,6 @@ class Interceptor(TorchFunctionMode):
     # ── faults ──
 
     def _go_on(self, mixed: MixedCall) -> Any:
-        caller = model_frame(mixed.frame)
-        if caller is not None and is_handled(spot_of(caller)):
-            raise mixed.error
         tensors = list(tensors_of((*mixed.args,), mixed.kwargs))
         target = self._target(mixed, [tensor for _, tensor in tensors])
         moved = {id(tensor) for _, tensor in tensors if must_move(tensor, target)}

@@ -23,7 +23,6 @@ from duoka.report.check_report import Place
 
 _TORCH_MODULES = torch_folder() + "nn/modules/"
 _RUNNER = str(Path(__file__).parent / "execute.py")
-_CATCH_ALL = frozenset({"RuntimeError", "Exception", "BaseException"})
 
 SPOT = "_duoka_spot"
 """The attribute of a tensor that says where in model code it was made."""
@@ -186,25 +185,6 @@ def is_written_back(spot: Spot) -> bool:
     node = source.nodes.get(position(*spot))
     outer = None if node is None else source.parents.get(node)
     return isinstance(outer, ast.AugAssign) and outer.target is node
-
-
-def is_handled(spot: Spot) -> bool:
-    """Whether the code itself handles an error of this expression, and raises no other."""
-    source = source_of(spot[0].co_filename)
-    node = source.nodes.get(position(*spot))
-    while node is not None and not isinstance(node, (ast.FunctionDef, ast.Lambda)):
-        inner, node = node, source.parents.get(node)
-        if isinstance(node, ast.Try) and inner in node.body:
-            for handler in node.handlers:
-                names = {name.id for name in _caught(handler)}
-                if not handler.type or names.intersection(_CATCH_ALL):
-                    return not any(isinstance(part, ast.Raise) for part in ast.walk(handler))
-    return False
-
-
-def _caught(handler: ast.ExceptHandler) -> Iterator[ast.Name]:
-    kinds = [] if handler.type is None else ast.walk(handler.type)
-    return (node for node in kinds if isinstance(node, ast.Name))
 
 
 def is_named(spot: Spot, device: object) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from duoka.base.files import cache_directory, read_checked, write_checked
+from duoka.base.files import cache_directory, read_text, write_whole
 from duoka.base.serialization import from_dict, parse_json_object, to_dict
 from duoka.errors import FormatError
 from duoka.hardware.gpu_generation import GpuGeneration
@@ -22,7 +22,7 @@ from duoka.hardware.gpu_generation import GpuGeneration
 from .profile import Profile
 from .workload import Workload
 
-_VERSION = 12
+_VERSION = 13
 _MOST_BYTES = 2**30
 _PACKAGES = ("torch", "transformers", "duoka")
 
@@ -33,7 +33,7 @@ def find_profile(fingerprint: str, workload: Workload) -> Profile | None:
     for alone in (False, True):
         key = _key(fingerprint, workload, versions, alone=alone)
         try:
-            content = read_checked(_path(key), most_bytes=_MOST_BYTES)
+            content = read_text(_path(key), most_bytes=_MOST_BYTES)
             profile = from_dict(Profile, parse_json_object(content, "the profile"))
             if profile.answers(workload.batch):
                 return profile
@@ -49,7 +49,8 @@ def keep_profile(profile: Profile, workload: Workload, *, alone: bool = False) -
     """
     path = _path(_key(profile.fingerprint, workload, _versions(), alone=alone))
     try:
-        write_checked(path, json.dumps(to_dict(profile)))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(to_dict(profile)))
     except OSError:
         return
 

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 from pathlib import Path
 
-from duoka.base.files import cache_directory, read_checked, write_checked
+from duoka.base.files import cache_directory, read_text, write_whole
 from duoka.base.serialization import from_dict, parse_json_object, to_dict
 from duoka.base.units import MIB
 from duoka.errors import FleetError, FormatError
@@ -24,7 +24,7 @@ from duoka.errors import FleetError, FormatError
 from . import catalogue, nvml
 from .device import RESERVE_BYTES, Device, Link
 
-_VERSION = 2
+_VERSION = 3
 _MOST_BYTES = 2**22
 _LEAST_MARGIN_BYTES = 64 * MIB
 _MARGIN_SHARE = 8
@@ -154,7 +154,7 @@ def find(driver: str) -> Calibration:
     """What was measured under this driver and the installed torch; empty where nothing was."""
     nothing = Calibration(driver=driver, torch=torch_version())
     try:
-        content = read_checked(path_for(driver), most_bytes=_MOST_BYTES)
+        content = read_text(path_for(driver), most_bytes=_MOST_BYTES)
         result = from_dict(Calibration, parse_json_object(content, "the calibration"))
     except (OSError, ValueError, FormatError):
         return nothing
@@ -164,7 +164,8 @@ def find(driver: str) -> Calibration:
 def keep(measured: Calibration) -> Path:
     """Keep what was measured, beside what was measured before; whole or not at all."""
     path = path_for(measured.driver)
-    write_checked(path, json.dumps(to_dict(find(measured.driver).joined(measured))))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(to_dict(find(measured.driver).joined(measured))))
     return path
 
 

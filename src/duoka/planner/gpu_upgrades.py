@@ -124,24 +124,13 @@ class _Upgrades:
 
     def _smallest(self, sizes: Sequence[_Size], write: Write) -> Upgrade | None:
         """The smallest size that will do; a larger one does whatever a smaller one does."""
-        low, high = 0, len(sizes)
-        while low < high:
-            middle = (low + high) // 2
-            if self._is_conceivable(write(sizes[middle].name)):
-                high = middle
-            else:
-                low = middle + 1
-        for size in sizes[low:]:
+        for size in sizes:
             gpus = write(size.name)
             plan = self._plan_on(gpus)
             if plan is not None:
                 text = f"{size.gib} GB (such as {size.name})"
                 return Upgrade(text=text, gpus=gpus, plan=plan, new_bytes=size.gib * GIB)
         return None
-
-    def _is_conceivable(self, gpus: str) -> bool:
-        problem = self._problem_on(gpus)
-        return problem is not None and self._conceivable(problem)
 
     def _plan_on(self, gpus: str) -> Plan | None:
         problem = self._problem_on(gpus)

@@ -391,9 +391,7 @@ def _may_fit_fewer(problem: PlanProblem, costs: Costs, used: int) -> bool:
 
 def _infeasible(profile: Profile, problem: PlanProblem, shortage: NoPlacement) -> InfeasibleError:
     budget = sum(device.budget_bytes for device in problem.fleet.devices)
-    shortfall = shortage.shortfall()
-    workload = problem.workload
-    missing = shortfall.shortfall_bytes
+    workload, missing = problem.workload, shortage.shortfall_bytes()
     # As a lower bound it may be next to nothing, where it is the cut that doesn't work out.
     least = f"; at least {format_bytes(missing)} are missing" if missing >= _LEAST_TOLD else ""
     return InfeasibleError(

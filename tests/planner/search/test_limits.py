@@ -98,4 +98,4 @@ def test_limits_that_nothing_obeys_are_refused() -> None:
 def test_the_shortfall_knows_the_pins() -> None:
     with pytest.raises(NoPlacement) as caught:
         search(plain_costs(5, 1), fleet_of(8, 2), limits=Limits(pins=((0, 1),)))
-    assert caught.value.shortfall().shortfall_bytes == 3
+    assert caught.value.shortfall_bytes() == 3

@@ -176,6 +176,6 @@ def _fewer(trial: Trial, plan: Plan) -> Fewer | None:
     try:
         search(costs, Fleet(devices=tuple(largest)))
     except NoPlacement as none:
-        missing = none.shortfall().shortfall_bytes
-        return Fewer(devices=tuple(device.name for device in largest), missing_bytes=missing)
+        names = tuple(device.name for device in largest)
+        return Fewer(devices=names, missing_bytes=none.shortfall_bytes())
     return None  # a map by hand can use more than it needs

@@ -15,7 +15,7 @@ It knows nothing of models, workloads or how costs come about.
 - `solve`: what the planner asks, and the answers
 - `problem`: one search, whose bounds are made exact until one wins
 - `dynamic_programme`: the optimum over cuts and orders of devices, under costs as they are known
-- `stage_costs`: what the search asks of stages, and what it knows of their bytes so far
+- `known_bytes`: what it knows of the bytes of stages so far
 - `device_groups`: devices that can be exchanged for each other, and the links between them
 - `limits`: which blocks must be on which device
 """

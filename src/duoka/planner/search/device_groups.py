@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from duoka.forecast.costs import Costs
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 
 from .dynamic_programme import Floats
-from .stage_costs import StageCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Group:
     seconds: Floats | None
 
 
-def link_seconds(costs: StageCosts, fleet: Fleet) -> Floats:
+def link_seconds(costs: Costs, fleet: Fleet) -> Floats:
     """[devices, devices, num_blocks + 1]: seconds of the transfer at the cut before each block."""
     seconds = {
         (link.source, link.target): link.latency_seconds * costs.boundary_transfers
@@ -42,7 +42,7 @@ def link_seconds(costs: StageCosts, fleet: Fleet) -> Floats:
 
 
 def group_devices(
-    costs: StageCosts,
+    costs: Costs,
     fleet: Fleet,
     *,
     links: Floats | None,

@@ -9,19 +9,19 @@ stages only. As bounds never exceed what is exact, nothing else can be better th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from duoka.errors import UsageError
+from duoka.forecast.costs import Costs
 from duoka.hardware.fleet import Fleet
 
 from .device_groups import Group, group_devices, link_seconds
 from .dynamic_programme import Floats, Programme, Stage, Stages, UnsearchableError
+from .known_bytes import KnownBytes
 from .limits import NO_LIMITS, Limits
-from .stage_costs import KnownBytes, StageCosts
 
 Objective = Literal["headroom", "latency", "throughput"]
 OBJECTIVES: tuple[Objective | Literal["auto"], ...] = ("auto", *get_args(Objective))
@@ -37,21 +37,6 @@ _LATENCY_UNITS = 2.0**50
 _PRESSURE_UNITS = 2.0**18
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shortfall:
-    """How far the nearest placement is from fitting.
-
-    `shortfall_bytes` is the least total, over all placements, of what the stages' lower bounds
-    exceed their devices' budgets by; a stage that is known not to fit in spite of its bound misses
-    at least one byte. No placement can miss less; `stages` is one that attains it. `blocks` fit no
-    device, each on its own.
-    """
-
-    shortfall_bytes: int
-    stages: Stages
-    blocks: tuple[int, ...]
-
-
 class NoPlacement(Exception):
     """Nothing fits. The planner turns it into an `InfeasibleError` with the ways out."""
 
@@ -59,10 +44,9 @@ class NoPlacement(Exception):
         super().__init__("no placement fits the fleet")
         self._problems = problems
 
-    def shortfall(self) -> Shortfall:
-        """Say by how much; computed on demand, because a search for ways out fails often."""
-        shortfalls = [problem.shortfall() for problem in self._problems]
-        return min(shortfalls, key=lambda shortfall: shortfall.shortfall_bytes)
+    def shortfall_bytes(self) -> int:
+        """By how much; computed on demand, because a search for ways out fails often."""
+        return min(problem.shortfall_bytes() for problem in self._problems)
 
     def __or__(self, other: NoPlacement) -> NoPlacement:
         """That nothing fits in either way: by how much in the nearer one."""
@@ -94,13 +78,13 @@ class Problem:
 
     def __init__(
         self,
-        costs: StageCosts,
+        costs: Costs,
         fleet: Fleet,
         aim: Aim,
         *,
         use_all: bool = False,
         limits: Limits = NO_LIMITS,
-        alternatives: Sequence[StageCosts] = (),
+        alternatives: Sequence[Costs] = (),
     ) -> None:
         num_devices = len(fleet.devices)
         if use_all and num_devices > costs.num_blocks:
@@ -209,19 +193,18 @@ class Problem:
             before = stage
         return parts
 
-    def shortfall(self) -> Shortfall:
-        """How far the nearest placement is from fitting."""
+    def shortfall_bytes(self) -> int:
+        """How far the nearest placement is from fitting; none can miss less.
+
+        That is the total of what the stages' lower bounds exceed their devices' budgets by. A stage
+        that is known not to fit in spite of its bound misses at least one byte.
+        """
         missing = [
             [self._missing_bytes(group, place) for group in self._groups] for place in self.places
         ]
         nearest = self._run(missing, slowest=False, num_stages=self.num_stages).best()
         assert nearest is not None, "there is always a placement that doesn't fit"
-        fits = np.any([np.diagonal(fits, 1) for fits in self.memory.fits.values()], axis=0)
-        return Shortfall(
-            shortfall_bytes=int(nearest[1]),
-            stages=nearest[0],
-            blocks=tuple(int(block) for block in np.flatnonzero(~fits)),
-        )
+        return int(nearest[1])
 
     def settle(self, stages: Stages) -> bool:
         """Make what is known of a placement exact; whether it was what it was thought to be."""

@@ -10,13 +10,13 @@ import numpy as np
 
 from duoka.base.text import choose
 from duoka.errors import UsageError
+from duoka.forecast.costs import Costs
 from duoka.hardware.fleet import Fleet
 
 from ..constraints import STRATEGIES, Strategy
 from .dynamic_programme import Stage, Stages
 from .limits import NO_LIMITS, Limits
 from .problem import OBJECTIVES, Aim, Objective, Problem
-from .stage_costs import StageCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Solution:
 
 
 def search(
-    costs: StageCosts,
+    costs: Costs,
     fleet: Fleet,
     *,
     objective: Objective | Literal["auto"] = "auto",
@@ -84,7 +84,7 @@ def _value_of(aim: Aim, cost: float) -> float:
     return {"headroom": -cost, "balance": 1.0 - cost}.get(aim, cost)
 
 
-def _sequential(costs: StageCosts, fleet: Fleet, limits: Limits) -> Solution:
+def _sequential(costs: Costs, fleet: Fleet, limits: Limits) -> Solution:
     problem = Problem(costs, fleet, "headroom", limits=limits)
     stages = _fill_in_order(problem, costs.num_blocks, len(fleet.devices))
     first = float(stages[0].stop if stages[0].device == 0 else 0)
@@ -116,7 +116,7 @@ def _refuse_contradictions(
 
 
 def conceivable(
-    costs: Sequence[StageCosts],
+    costs: Sequence[Costs],
     fleet: Fleet,
     *,
     use_all: bool = False,
@@ -134,7 +134,7 @@ def conceivable(
     return problem.conceivable()
 
 
-def fewest(costs: Sequence[StageCosts], fleet: Fleet, *, limits: Limits = NO_LIMITS) -> int:
+def fewest(costs: Sequence[Costs], fleet: Fleet, *, limits: Limits = NO_LIMITS) -> int:
     """How many devices it takes at the least, by lower bounds, whichever of these costs are so."""
     first, *alternatives = costs
     problem = Problem(first, fleet, "headroom", limits=limits, alternatives=alternatives)
@@ -144,7 +144,7 @@ def fewest(costs: Sequence[StageCosts], fleet: Fleet, *, limits: Limits = NO_LIM
     return number
 
 
-def _resolve(objective: Objective | Literal["auto"], costs: StageCosts, fleet: Fleet) -> Objective:
+def _resolve(objective: Objective | Literal["auto"], costs: Costs, fleet: Fleet) -> Objective:
     choose("the objective", objective, OBJECTIVES)
     if objective == "headroom":
         return objective

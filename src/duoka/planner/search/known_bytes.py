@@ -1,65 +1,14 @@
-"""Costs: what the search asks about stages, and what it knows of their bytes so far."""
+"""Known bytes: what the search knows of the bytes of stages so far."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from duoka.hardware.device import Device
+from duoka.forecast.costs import Costs
 
 from .dynamic_programme import Floats
-
-
-class StageCosts(Protocol):
-    """What the search asks about stages, which are half-open runs of blocks.
-
-    What a stage needs may depend on its place from the end, which counts from 1.
-    """
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in execution order."""
-
-    @property
-    def num_places(self) -> int:
-        """How many places from the end differ; all before the last of them are like it."""
-
-    def bounds_at(self, place: int) -> npt.NDArray[np.int64]:
-        """[num_blocks + 1, num_blocks + 1], by start and stop: at most what is requested."""
-
-    @property
-    def alike(self) -> npt.NDArray[np.int64]:
-        """[num_blocks + 1, num_blocks + 1]: stages of equal numbers request equal bytes.
-
-        That is at equal places. A model repeats its layers, so one exact answer is an answer for
-        many stages. Unique numbers are right when nothing is known.
-        """
-
-    @property
-    def boundary_bytes(self) -> Floats:
-        """[num_blocks + 1]: bytes that a request sends over the cut before each block."""
-
-    @property
-    def boundary_transfers(self) -> Floats:
-        """[num_blocks + 1]: in how many pieces it does, each with the link's latency."""
-
-    def requested_bytes(
-        self, start: int, stop: int, budget_bytes: int, *, place: int
-    ) -> int | None:
-        """Exact peak of requested bytes on a device of that budget; None when it doesn't fit."""
-
-    def usable_bytes(self, budget_bytes: int) -> int:
-        """What of a budget a stage may need: a lower bound beyond it rules the stage out."""
-
-    def seconds(self, device: Device) -> Floats | None:
-        """[num_blocks + 1, num_blocks + 1]: seconds of a request; None when unknown."""
-
-    @property
-    def time_objective(self) -> Literal["latency", "throughput"] | None:
-        """What makes the work quick; None where what is quickest for one request isn't for many."""
 
 
 class KnownBytes:
@@ -72,10 +21,10 @@ class KnownBytes:
 
     def __init__(
         self,
-        costs: StageCosts,
+        costs: Costs,
         budgets: Sequence[int],
         num_places: int,
-        alternatives: Sequence[StageCosts] = (),
+        alternatives: Sequence[Costs] = (),
     ) -> None:
         shape = (costs.num_blocks + 1, costs.num_blocks + 1)
         stages = np.triu(np.ones(shape, dtype=bool), 1)
