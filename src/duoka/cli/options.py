@@ -48,7 +48,7 @@ class ModelOptions:
     )
     trust_remote_code: bool = flag(
         "--trust-remote-code",
-        "Run model code that comes with the checkpoint. It can do whatever you can.",
+        "Run the model's and tokenizer's code from the checkpoint. It can do whatever you can.",
     )
 
 

@@ -59,13 +59,17 @@ def test_what_has_gone_may_be_named() -> None:
         "from transformers.deepspeed import is_deepspeed_zero3_enabled\n"
         "from transformers.utils.model_parallel_utils import get_device_map\n"
         "from transformers.onnx import OnnxConfig\n"
+        "from transformers.onnx.utils import get_preprocessor\n"
+        "import transformers.deepspeed as deepspeed\n"
         "from transformers.generation.utils import SampleOutput\n"
         "class Exported(OnnxConfig):\n    pass\n"
         "def sample() -> SampleOutput: ...\n"
     )
     assert names.prune_linear_layer is transformers.pytorch_utils.prune_linear_layer
     assert names.is_deepspeed_zero3_enabled() is False
-    for used in (names.find_pruneable_heads_and_indices, names.get_device_map, names.Exported):
+    assert names.deepspeed.is_deepspeed_zero3_enabled is names.is_deepspeed_zero3_enabled
+    functions = names.find_pruneable_heads_and_indices, names.get_device_map
+    for used in (*functions, names.get_preprocessor, names.Exported):
         with pytest.raises(NotImplementedError, match=r"transformers\.\S+ of transformers 4 isn't"):
             used()
 

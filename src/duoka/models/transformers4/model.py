@@ -76,8 +76,8 @@ class LegacyModel(PreTrainedModel, GenerationMixin):
         head = self.get_output_embeddings() if self.config.tie_word_embeddings else None
         if head is None:
             return {}
-        embeddings = self.get_input_embeddings()
-        return {f"{_name_of(self, head)}.weight": f"{_name_of(self, embeddings)}.weight"}
+        names = {module: name for name, module in self.named_modules()}
+        return {f"{names[head]}.weight": f"{names[self.get_input_embeddings()]}.weight"}
 
     def get_output_embeddings(self) -> Any:
         """None, where a model doesn't say otherwise; 5.0 looks for an `lm_head`."""
@@ -91,12 +91,6 @@ class LegacyModel(PreTrainedModel, GenerationMixin):
             return [None] * num_hidden_layers
         layers = head_mask if head_mask.dim() == 2 else head_mask.expand(num_hidden_layers, -1)
         return layers[:, None, :, None, None].to(self.dtype)
-
-    def invert_attention_mask(self, encoder_attention_mask: Tensor) -> Tensor:
-        """0 where it is attended to, else the lowest number there is; gone since 5.0."""
-        mask = encoder_attention_mask
-        mask = mask[:, None, :, :] if mask.dim() == 3 else mask[:, None, None, :]
-        return (1.0 - mask.to(self.dtype)) * torch.finfo(self.dtype).min
 
 
 def _with_new_positions(prepare: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -119,9 +113,3 @@ def finish_construction(model: nn.Module) -> None:
         if isinstance(part, LegacyModel) and "all_tied_weights_keys" not in vars(part):
             prepare: Any = part.post_init  # without types there
             prepare()
-
-
-def _name_of(model: nn.Module, part: nn.Module) -> str:
-    """The name of a module inside of another."""
-    names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
-    return names[id(part)]

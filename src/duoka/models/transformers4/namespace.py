@@ -70,7 +70,6 @@ def execute(run: Callable[[], None], names: dict[str, Any]) -> None:
     """Run a module of such code in `names`; what ends its imports has gone, and gets a stand-in."""
     gone: set[str] = set()
     while True:
-        # A metaclass in such code inherits from `type`: the builtin's place is taken by a class.
         names["__builtins__"] = vars(builtins) | {
             "__import__": functools.partial(_import, gone),
             "type": _Type,
@@ -94,7 +93,7 @@ def _import(
     level: int = 0,
 ) -> Any:
     """Import as ever, and see the module as such code does."""
-    if not level and name in gone:
+    if not level and any(f"{name}.".startswith(f"{path}.") for path in gone):
         return _stand_in(name) if fromlist else _seen(transformers, gone)
     if not level and name.partition(".")[0] == "transformers" and fromlist == ("*",):
         # All names would be thousands, and take many seconds.
@@ -147,9 +146,9 @@ def _stand_in(path: str) -> Any:
     """What was at a place in transformers 4: from where it is now, or else something to name."""
     name = path.rpartition(".")[2]
     for place in _PLACES:
-        module = importlib.import_module(f"transformers{place}")
-        if hasattr(module, name):
-            return getattr(module, name)
+        value = getattr(importlib.import_module(f"transformers{place}"), name, None)
+        if value is not None and not isinstance(value, ModuleType):
+            return value
     return _Gone(name, (), {"path": path})
 
 
