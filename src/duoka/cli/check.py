@@ -96,9 +96,8 @@ class ReportOutput(NamesOption):
         """Write the files."""
         if self.save_device_map is not None:
             device_map = _map_of(report)
-            if (
-                self.convention == "checkpoint" and not checkpoint.builds_own_model
-            ):  # whose names are its own
+            # Its own code has its own names already.
+            if self.convention == "checkpoint" and not checkpoint.builds_own_model:
                 names = published_names(find_or_trace(checkpoint, work).outline)
                 device_map = {names.get(name, name): at for name, at in device_map.items()}
             if device_map:
