@@ -12,7 +12,8 @@ import json
 import math
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, Union
@@ -142,18 +143,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # different things by one file.
     distinct = dict(pairs)
     if len(distinct) < len(pairs):
-        doubled = _first_doubled(name for name, _ in pairs)
+        ((doubled, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"the key {doubled[:80]!r} stands twice")
     return distinct
-
-
-def _first_doubled(names: Iterable[str]) -> str:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    raise AssertionError("no name stands twice")
 
 
 def _finite(text: str) -> float:

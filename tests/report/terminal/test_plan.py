@@ -173,7 +173,7 @@ def test_a_plain_budget_needs_no_explanation() -> None:
         ([""], "everything"),
         (["0", "1", "2"], "0-2"),
         (["model.layers.3"], "layers.3"),
-        (["model.layers.0", "model.layers.2"], "layers.0, layers.2"),
+        (["model.layers.0", "model.layers.2"], "layers.0,2"),
         (["a.0", "b.1"], "a.0, b.1"),
         (["transformer.h.0", "transformer.h.1", "ln_f"], "h.0-1, ln_f"),
         ([], ""),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.style import Style
@@ -10,7 +10,7 @@ from rich.text import Text
 
 from duoka.base.units import format_bytes, format_count
 from duoka.forecast.tensor_names import layer_of, main_list
-from duoka.planner.device_map import shorten
+from duoka.planner.device_map import runs, shorten
 
 from ..check_report import Fault, Operand, Origin, Place
 
@@ -123,8 +123,7 @@ def cropped(text: str, longest: int = _LONGEST) -> str:
 
 def name_modules(names: Sequence[str]) -> str:
     """Shorten the modules of a stage: a run of numbered ones becomes its ends."""
-    short = [without_prefix(name) for name in names]
-    return ", ".join(_runs(short))
+    return ", ".join(runs(without_prefix(name) for name in names))
 
 
 def count_layers(parts: Sequence[Sequence[str]]) -> list[int] | None:
@@ -142,24 +141,3 @@ def without_prefix(name: str) -> str:
     for prefix in ("model.", "transformer.", "language_model."):
         name = name.removeprefix(prefix)
     return name or "everything"
-
-
-def _runs(names: Iterable[str]) -> Iterator[str]:
-    """Join neighbours that differ only in a last number that counts on."""
-    stem, first, last = "", 0, -1
-    for name in names:
-        head, _, tail = name.rpartition(".")
-        if tail.isdecimal() and head == stem and int(tail) == last + 1:
-            last += 1
-            continue
-        yield from _run(stem, first, last)
-        stem, first, last = (head, int(tail), int(tail)) if tail.isdecimal() else ("", 0, -1)
-        if not tail.isdecimal():
-            yield name
-    yield from _run(stem, first, last)
-
-
-def _run(stem: str, first: int, last: int) -> Iterator[str]:
-    if last >= first:
-        numbers = str(first) if first == last else f"{first}-{last}"
-        yield f"{stem}.{numbers}" if stem else numbers
