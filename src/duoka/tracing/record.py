@@ -72,6 +72,9 @@ class Recorder:
         self._groups = groups
         self._homes: dict[int, Home] = {}
         self._slots: list[list[int]] = [[] for _ in groups]
+        # A parameter that is a block by itself is never called: it begins with what contains it.
+        modules = {name for name, _ in model.named_modules()}
+        self._is_called = [not modules.isdisjoint(group.names) for group in groups]
         self._current = 0
         self._number = -1
         self._alone = False
@@ -203,6 +206,8 @@ class Recorder:
             return tensors[-1]
 
         brought = mapped_call(args, kwargs, change, caches)
+        if not self._is_called[first] and self._begin(first):
+            self._read(first, [*self._arguments(tensors)])
         self._enter(first, tensors)
         return brought
 

@@ -25,9 +25,6 @@ class ReturningRecorder(Recorder):
     def __init__(self, model: nn.Module, groups: Sequence[Group], *, skip: bool) -> None:
         super().__init__(model, groups, skip=skip)
         self._skipper = _TextSkipper(model, groups) if skip else None
-        # A parameter that is a block by itself is never called.
-        modules = dict(model.named_modules())
-        self._begins = [any(name in modules for name in group.names) for group in groups]
 
     def record(self, step: Callable[[], None], *, alone: bool = False) -> Pass:
         """Run one step and return what it did; `alone` if that is one token of one sequence."""
@@ -58,7 +55,7 @@ class ReturningRecorder(Recorder):
         for index, group in enumerate(self._groups[self._current :], self._current):
             if group.returns_to == block:
                 return index
-            if index > self._current and self._begins[index]:
+            if index > self._current and self._is_called[index]:
                 return None
         return None
 

@@ -26,6 +26,7 @@ from duoka.runtime.steps import Learner
 from .blocks import Group, find_groups
 from .fit import Sample, Unlike, fit
 from .published_names import name_tensors
+from .record import Pass
 from .record_training import TrainingRecorder
 from .trace import (
     CALLER,
@@ -173,12 +174,14 @@ class _Tracer:
 
     def record(self, sizes: Sequence[tuple[int, int]]) -> list[Sample]:
         """Micro-batches of these batches and lengths."""
-        samples = []
+        samples: list[Sample] = []
         with TrainingRecorder(self.model, self.groups, skip=self.skip) as recorder:
             for batch, length in sizes:
                 learner = self._learner(batch, length)
                 recorder.forget()
                 first = recorder.record_training(learner.forward)
+                if samples and not _is_like(first.forward, samples[0].recorded):
+                    raise Unlike("the model's code loops over the tokens")
                 again = recorder.record_training(learner.forward)
                 recorded = (first.forward, first.backward, again.backward)
                 samples += [
@@ -234,6 +237,12 @@ class _Tracer:
         for block, first in enumerate(like):
             pairs = zip(self.groups[block].owners, self.groups[first].owners, strict=True)
             self.trained |= {owner: self.trained[model] for owner, model in pairs}
+
+
+def _is_like(one: Pass, other: Pass) -> bool:
+    """Whether as much happens in two passes: where that grows with them, long ones take minutes."""
+    pairs = zip(one.tapes, other.tapes, strict=True)
+    return all(len(tape.events) == len(same.events) for tape, same in pairs)
 
 
 def _joined(model: nn.Module, groups: Sequence[Group]) -> list[Group]:
