@@ -57,7 +57,6 @@ class _CheckRequest:
     training: Training | None
     fleet: Fleet | None
     constraints: Constraints = field(default_factory=Constraints)
-    joined_layers: str | None = None
     notes: list[str] = field(default_factory=list)
     refusals: list[DuokaError] = field(default_factory=list)
     """Why there is no plan, where one was asked for."""
@@ -247,7 +246,7 @@ def _of_module(model: nn.Module, request: _CheckRequest) -> Subject:
         workload, fleet = placement.workload, placement.fleet
         placement = placement.placement
     if placement is None:
-        entries = _dealt(model, request.to_plan, request.joined_layers)
+        entries = _dealt(model, request.to_plan)
     elif isinstance(placement, Placement):
         entries = placement.entries
     else:
@@ -302,33 +301,33 @@ def _of_checkpoint(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
     faults, is_whole = Faults(), True
     if placement is None:
         request = replace(request, workload=workload)
-        if checkpoint.builds_own_model:
-            request = replace(request, joined_layers=_joined_layers(checkpoint, request))
-        placement = _plan_of(checkpoint, request)
+        if not _are_dealt(checkpoint, request):
+            placement = _plan_of(checkpoint, request)
     if isinstance(placement, Plan):
         placement.refuse_other(checkpoint.fingerprint, checkpoint.source)
         workload, fleet = placement.workload, placement.fleet
         placement = placement.placement
     model = build_model(checkpoint, workload)
     if placement is None:
-        entries = _dealt(model, request.to_plan, request.joined_layers)
+        entries = _dealt(model, request.to_plan)
     elif isinstance(placement, Placement):
         entries = placement.entries
     else:
-        outline = _outline(checkpoint, workload, model, request.notes)
+        outline = _outline(checkpoint, workload, model, request)
         entries, faults, is_whole = _judged(outline, model, DeviceMap.of(placement), request)
     subject = _placed(model, entries, faults, request, workload=workload, fleet=fleet)
     return replace(subject, is_dispatched=is_whole, name=checkpoint.source)
 
 
 def _outline(
-    checkpoint: Checkpoint, workload: Workload, model: nn.Module, notes: list[str]
+    checkpoint: Checkpoint, workload: Workload, model: nn.Module, request: _CheckRequest
 ) -> Outline:
     """What must stay whole; where the model's code can't be traced, the names of its tensors."""
     try:
         return find_or_trace(checkpoint, workload).outline
     except (ModelError, UnknownValueError) as error:
-        notes.append(f"{_UNTRACED}: {error}")
+        request.notes.append(f"{_UNTRACED}: {error}")
+        request.refusals.append(error)
         return Outline.of_names(name for name, _ in tensor_names(model))
 
 
@@ -339,8 +338,6 @@ def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
         return _planned(partial(plan, checkpoint, workload=load), request, suggest=suggest)
 
     workload = request.workload
-    if request.joined_layers is not None:
-        return None
     if request.training and workload.training is None and workload.quantize == "none":
         try:
             return planned(_learning(workload, request.training), suggest=False)
@@ -349,17 +346,21 @@ def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
     return planned(workload)
 
 
-def _joined_layers(checkpoint: Checkpoint, request: _CheckRequest) -> str | None:
-    """The layers that a plan would keep on one device, so that nothing could be found there."""
+def _are_dealt(checkpoint: Checkpoint, request: _CheckRequest) -> bool:
+    """Whether a plan would keep all layers on one device, so that nothing could be found there.
+
+    A strategy that somebody said is that of a plan.
+    """
     layers = None
-    with suppress(ModelError, UnknownValueError):
-        layers = find_or_trace(checkpoint, request.workload).outline.joined_layers
+    if checkpoint.builds_own_model and request.constraints.strategy == "auto":
+        with suppress(ModelError, UnknownValueError):
+            layers = find_or_trace(checkpoint, request.workload).outline.joined_layers
     if layers is not None:
         request.notes.append(
             f"the model's code joins what its layers make, so that a plan keeps {layers} on one "
             'device; they were dealt to the devices, as device_map="auto" does'
         )
-    return layers
+    return layers is not None
 
 
 def _learning(workload: Workload, training: Training) -> Workload:
@@ -399,19 +400,13 @@ def _planned(
         return None
 
 
-def _dealt(model: nn.Module, fleet: Fleet, joined: str | None) -> tuple[tuple[str, str], ...]:
-    """Devices for a model that can't be planned, or whose layers its code joins: those are cut."""
+def _dealt(model: nn.Module, fleet: Fleet) -> tuple[tuple[str, str], ...]:
+    """Devices for a model that can't be planned, or whose layers its code joins."""
     names = fleet.names
     for num_stages in range(len(names), 1, -1):
-        dealt = splits(model, num_stages, joined)
-        for split in sorted(dealt, key=lambda split: not _cuts(split, joined)):
+        for split in splits(model, num_stages):
             return tuple((module, names[stage]) for module, stage in split.items())
     return (("", names[0]),)
-
-
-def _cuts(split: Mapping[str, int], layers: str | None) -> bool:
-    """Whether a split has a list of layers on several stages."""
-    return len({stage for name, stage in split.items() if name.startswith(f"{layers}.")}) > 1
 
 
 def _whole(workload: Workload) -> Workload:

@@ -16,16 +16,15 @@ from duoka.runtime.dispatch.place_tensors import tensor_names
 Split = dict[str, int]
 
 
-def splits(model: nn.Module, num_stages: int, layers: str | None = None) -> list[Split]:
+def splits(model: nn.Module, num_stages: int) -> list[Split]:
     """Ways to deal a model into stages: by bytes, and by number of parts.
 
     The parts are the model's children in the order of registration. A list or dict of modules, and
     an `nn.Sequential`, counts as its elements. As long as the largest part holds more than its
     share of the bytes, its own children take its place; but an element of a list, such as a
-    decoder layer, stays whole. What holds the list named `layers` is opened in any case. Parts that
-    share a tensor are in one stage.
+    decoder layer, stays whole. Parts that share a tensor are in one stage.
     """
-    parts = _parts(model, num_stages, layers)
+    parts = _parts(model, num_stages)
     if len(parts) < num_stages:
         return []
     sizes = [part.num_bytes for part in parts]
@@ -61,15 +60,14 @@ def _is_container(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) or not is_callable(module)
 
 
-def _parts(model: nn.Module, num_stages: int, layers: str | None) -> list[_Part]:
+def _parts(model: nn.Module, num_stages: int) -> list[_Part]:
     parts = list(_opened(_Part("", model)))
     total = sum(part.num_bytes for part in parts)
     while True:
         large = [
             part
             for part in parts
-            if part.num_bytes * num_stages > total or f"{layers}.".startswith(f"{part.name}.")
-            if not part.is_element and part.children()
+            if part.num_bytes * num_stages > total and not part.is_element and part.children()
         ]
         if not large:
             return [part for part in parts if part.tensors]
