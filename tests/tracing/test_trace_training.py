@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from typing import Any
 
+import families
 import pytest
 import rehearsing
 import tiny
 import torch
 from torch import nn
 
-from duoka import models
+from duoka import Workload, models
 from duoka.errors import ModelError
 from duoka.forecast.allocator import SEGMENT_ROUND_BYTES
 from duoka.forecast.costs import costs_of
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Conditions, Training
 from duoka.hardware.gpu_generation import GpuGeneration
+from duoka.runtime.steps import Learner
 from duoka.tracing import TraceSpec
 from duoka.tracing import trace_training as tracing
+from duoka.tracing.get_profile import without_data
 
 FULL = {"method": "full"}
 LEAN = {"gradient_checkpointing": True, "master_weights": True}
@@ -201,6 +205,46 @@ def test_a_model_without_a_loss_is_refused() -> None:
     spec = TraceSpec(fingerprint="x", conditions=Conditions(training=Training(method="full")))
     with pytest.raises(ModelError, match="computes no loss"):
         tracing.trace_training(Mute(), spec, torch.float32)
+
+
+def family_profile(name: str) -> Profile:
+    spec = TraceSpec(fingerprint="x", conditions=Conditions(training=Training(method="full")))
+    build = partial(without_data, families.build(name))
+    workload = Workload(
+        prompt_tokens=16, new_tokens=0, dtype="float32", training=spec.conditions.training
+    )
+    return tracing.profile_training(build, spec, workload)[0]
+
+
+def test_a_loss_that_meets_labels_where_nobody_brings_them_keeps_all_on_one_gpu() -> None:
+    blocks = [block for block in family_profile("cpmant").blocks if block.modules]
+    assert len(blocks) == 1
+
+
+def test_bounds_hold_for_blocks_of_parameters_that_are_never_called() -> None:
+    profile = family_profile("xlnet")
+    workload = replace(rehearsing.load(16, **FULL), dtype="float32")
+    costs = costs_of(profile, workload)
+    for start, stop in combinations(range(costs.num_blocks + 1), 2):
+        requested = costs.requested_bytes(start, stop, 2**30)
+        assert requested is not None
+        assert costs.bounds_at(1)[start, stop] <= requested
+
+
+@pytest.mark.slow
+def test_a_loop_over_the_tokens_is_seen_before_long_sequences_are_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lengths: list[int] = []
+    forward = Learner.forward
+
+    def noted(self: Learner) -> torch.Tensor:
+        lengths.append(self.workload.prompt_tokens)
+        return forward(self)
+
+    monkeypatch.setattr(Learner, "forward", noted)
+    family_profile("mamba")
+    assert sum(lengths) < 1200
 
 
 def test_logits_come_back_to_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -340,7 +340,13 @@ def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
     workload = request.workload
     if request.training and workload.training is None and workload.quantize == "none":
         try:
-            return planned(_learning(workload, request.training), suggest=False)
+            found = planned(_learning(workload, request.training), suggest=False)
+            if found is None or len(found.devices) > 1 or len(request.to_plan.devices) == 1:
+                return found
+            request.notes.append(
+                "such training can't be planned for several devices, where the model's code "
+                "meets labels that lie elsewhere: the placement is one for answering"
+            )
         except InfeasibleError:
             request.notes.append("such training doesn't fit: the placement is one for answering")
     return planned(workload)

@@ -49,7 +49,7 @@ class Group:
 
 
 def find_groups(
-    model: nn.Module, run: Callable[[], None], *, hears_moves: bool = False
+    model: nn.Module, run: Callable[[], object], *, hears_moves: bool = False
 ) -> list[Group]:
     """Run a model once and derive its blocks, in execution order."""
     experiment = _Experiment(model, hears_moves=hears_moves)

@@ -438,7 +438,7 @@ def as_profile(
     named: Sequence[NamedTensor],
 ) -> Profile:
     """The profile of a model's blocks, in the regimes that were recorded."""
-    weights, ties = _weights(model, groups)
+    weights, ties = weights_and_ties(model, groups)
     kinds: dict[Kind, int] = {}
     blocks = []
     inside = find_containers(model, groups)
@@ -473,7 +473,7 @@ def as_profile(
     )
 
 
-def _weights(
+def weights_and_ties(
     model: nn.Module, groups: Sequence[Group]
 ) -> tuple[list[tuple[int, ...]], dict[int, int]]:
     """Bytes of each block's tensors, and for each tied block the one that it shares with."""

@@ -39,6 +39,7 @@ from .trace import (
     as_profile,
     ranges,
     running,
+    weights_and_ties,
     whole,
 )
 
@@ -117,6 +118,10 @@ class _Tracer:
         self.model.eval()
         learner = self._learner(1, 8)
         self.groups = find_groups(self.model, learner.look)
+        joined = find_groups(self.model, learner.forward, hears_moves=True)
+        _, ties = weights_and_ties(self.model, self.groups)
+        if len(joined) == 1 and len(self.groups) - 1 not in ties:
+            self.groups = joined  # the loss meets labels that nobody brings to the logits
         self.model.train()
         if self.training.gradient_checkpointing:
             self.groups = _joined(self.model, self.groups)
