@@ -340,9 +340,10 @@ def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
     workload = request.workload
     if request.training and workload.training is None and workload.quantize == "none":
         try:
-            found = planned(_learning(workload, request.training), suggest=False)
-            if found is None or len(found.devices) > 1 or len(request.to_plan.devices) == 1:
-                return found
+            training_plan = planned(_learning(workload, request.training), suggest=False)
+            several = len(request.to_plan.devices) > 1
+            if training_plan is None or len(training_plan.devices) > 1 or not several:
+                return training_plan
             request.notes.append(
                 "such training can't be planned for several devices, where the model's code "
                 "meets labels that lie elsewhere: the placement is one for answering"
