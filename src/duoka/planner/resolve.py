@@ -53,7 +53,7 @@ def joined_note(layers: str) -> str:
     """What a person should know of code that joins what its layers make."""
     return (
         f"{layers} stays whole on one GPU, since the model's code joins what its layers make "
-        "(duoka check shows the line, duoka check --fix mends it)"
+        "(where that fails, duoka check shows the line, and duoka check --fix mends it)"
     )
 
 
