@@ -13,7 +13,7 @@ This module doesn't know how a placement is found, nor how weights are read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -90,15 +90,12 @@ def undispatch(model: nn.Module) -> None:
         model.__dict__.pop(name, None)
 
 
-class _State:
+class _State(NamedTuple):
     """What `dispatch` left on a model, for `undispatch` to remove."""
 
-    def __init__(
-        self, installed: Installed | None, marked: list[nn.Module], streamers: list[Streamer]
-    ) -> None:
-        self.installed = installed
-        self.marked = marked
-        self.streamers = streamers
+    installed: Installed | None
+    marked: list[nn.Module]
+    streamers: list[Streamer]
 
 
 class _EncoderMark:

@@ -57,18 +57,11 @@ def devices_by_name(model: nn.Module, placement: Placement) -> dict[str, torch.d
     by_rank = [torch.device(text) for _, text in placement.entries]
     # One object for each device, so that it can be compared by identity.
     interned = {device: device for device in by_rank}
-    ranked = sorted((_rank(ranks, name), place) for place, name in enumerate(tensors))
-    names = list(tensors)
-    devices = {names[place]: interned[by_rank[rank]] for rank, place in ranked}
+    rank_of = {name: ranks[longest_prefix(name, ranks) or ""] for name in tensors}
+    ordered = sorted(tensors, key=rank_of.__getitem__)
+    devices = {name: interned[by_rank[rank_of[name]]] for name in ordered}
     _refuse_split(tensors, devices)
     return devices
-
-
-def _rank(ranks: Mapping[str, int], name: str) -> int:
-    """The place of the entry that a name belongs to: the longest one that contains it."""
-    entry = longest_prefix(name, ranks)
-    assert entry is not None, "the placement is complete"
-    return ranks[entry]
 
 
 def _refuse_split(tensors: Mapping[str, Tensor], devices: Mapping[str, torch.device]) -> None:
