@@ -8,8 +8,7 @@ expert's matrices apart, as they are published). Then, in turns, each in a proce
 
 - raw: the files are read into one buffer, and nothing else;
 - transformers: `AutoModelForCausalLM.from_pretrained`;
-- duoka: the model is built and its weights loaded, without planning and proof;
-- duoka, kept: the same with experts that were kept as the model has them (`--cache-weights`).
+- duoka: the model is built and its weights loaded, without planning and proof.
 
 Each runs cold (the files out of the page cache as far as the system lets them be) and warm. What
 is mapped is read by the first forward pass only, so that pass is timed too, and "in all" is both.
@@ -64,7 +63,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 # Bytes of one layer of each, about; the rest is the embedding and the head.
 LAYER_BYTES = {"dense": 119 * 2**20, "moe": 198 * 2**20}
-WAYS = ("raw", "transformers", "duoka", "duoka, kept")
+WAYS = ("raw", "transformers", "duoka")
 
 
 def write_checkpoint(folder: Path, kind: str, gib: float) -> None:
@@ -150,23 +149,21 @@ def with_transformers(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
 
 
-def with_duoka(folder: Path, *, cache_weights: bool = False) -> Any:
+def with_duoka(folder: Path) -> Any:
     import torch
 
     from duoka import Checkpoint, models
     from duoka.planner.placement import Placement
-    from duoka.runtime.load import Keeping, load_weights
+    from duoka.runtime.load import load_weights
 
     checkpoint = Checkpoint.open(folder)
     model = models.build(checkpoint.config, dtype=torch.bfloat16)
-    load_weights(
-        model, checkpoint, Placement(entries=(("", "cpu"),)), keeping=Keeping(wanted=cache_weights)
-    )
+    load_weights(model, checkpoint, Placement(entries=(("", "cpu"),)))
     return model
 
 
-def run(way: str, folder: Path, *, keep: bool) -> dict[str, Any]:
-    """Load once; `keep` is the run that keeps the experts' form, and isn't reported."""
+def run(way: str, folder: Path) -> dict[str, Any]:
+    """Load once."""
     import torch
     import transformers.models.llama.modeling_llama
     import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
@@ -182,10 +179,7 @@ def run(way: str, folder: Path, *, keep: bool) -> dict[str, Any]:
             result["load_seconds"] = time.perf_counter() - start
             result["cpu_seconds"] = time.process_time() - computed
             return result
-        if way == "transformers":
-            model = with_transformers(folder)
-        else:
-            model = with_duoka(folder, cache_weights=keep)
+        model = with_transformers(folder) if way == "transformers" else with_duoka(folder)
         result["load_seconds"] = time.perf_counter() - start
         start = time.perf_counter()
         logits = model(torch.tensor([list(range(100, 164))])).logits
@@ -198,33 +192,22 @@ def run(way: str, folder: Path, *, keep: bool) -> dict[str, Any]:
 # ── all of them, in turns ──
 
 
-def measure(way: str, folder: Path, cache: Path, *, cold: bool, keep: bool = False) -> Any:
+def measure(way: str, folder: Path, *, cold: bool) -> Any:
     if cold:
         forget(folder)
-        forget(cache)
     command = [sys.executable, __file__, "--way", way, "--directory", str(folder)]
-    environment = {**os.environ, "DUOKA_CACHE": str(cache / ("kept" if "," in way else "none"))}
-    done = subprocess.run(
-        [*command, *(["--keep"] if keep else [])],
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(folder: Path, cache: Path, kind: str, rounds: int) -> dict[str, Any]:
-    ways = WAYS if kind == "moe" else WAYS[:-1]
-    found: dict[str, Any] = {f"{way} {state}": [] for state in ("cold", "warm") for way in ways}
-    if kind == "moe":
-        measure(WAYS[-1], folder, cache, cold=False, keep=True)
+def compare(folder: Path, rounds: int) -> dict[str, Any]:
+    found: dict[str, Any] = {f"{way} {state}": [] for state in ("cold", "warm") for way in WAYS}
     # A disk of a virtual machine is kept in memory outside of it, too: nobody's read is the first.
-    measure(WAYS[0], folder, cache, cold=True)
+    measure(WAYS[0], folder, cold=True)
     for _ in range(rounds):
-        for way in ways:
+        for way in WAYS:
             for state in ("cold", "warm"):
-                made = measure(way, folder, cache, cold=state == "cold")
+                made = measure(way, folder, cold=state == "cold")
                 found[f"{way} {state}"].append(made)
     return found
 
@@ -258,23 +241,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
-    parser.add_argument("--keep", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.way:
-        print(json.dumps(run(options.way, options.directory, keep=options.keep)))
+        print(json.dumps(run(options.way, options.directory)))
         return
     directory = Path(tempfile.mkdtemp(dir=options.directory))
     results = {}
     try:
         for kind in SHAPES:
-            folder, cache = directory / kind, directory / f"{kind}-cache"
-            cache.mkdir()
+            folder = directory / kind
             write_checkpoint(folder, kind, options.gib)
             gib = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / GIB
-            results[kind] = compare(folder, cache, kind, options.rounds)
+            results[kind] = compare(folder, options.rounds)
             print("\n".join(show(kind, gib, results[kind])), flush=True)
             shutil.rmtree(folder)
-            shutil.rmtree(cache)
     finally:
         shutil.rmtree(directory)
     if options.json:

@@ -58,12 +58,6 @@ def test_prompts_come_from_files_and_the_standard_input(
         assert done.stdout == expected
 
 
-def test_what_is_not_stacked_is_not_kept(tiny: Path, program: Program) -> None:
-    done = program("generate", tiny, *GPUS, *SIZES, "-p", "hello", "--cache-weights")
-    assert done.returncode == 0, done.stderr
-    assert "nothing to keep: the weights lie in their files as the model has them" in done.stderr
-
-
 def test_a_saved_plan_is_used(tiny: Path, program: Program, tmp_path: Path) -> None:
     saved = tmp_path / "plan.json"
     program("plan", tiny, *GPUS, *SIZES, "--use-all", "--save", saved)

@@ -24,7 +24,6 @@ from duoka.planner.plan import Plan
 from duoka.runtime import devices
 from duoka.runtime import load as loader
 from duoka.runtime.dispatch.dispatch import dispatch as spread
-from duoka.runtime.load import Keeping
 
 Model = TypeVar("Model", bound=nn.Module)
 Progress = Callable[[int, int], None]
@@ -38,7 +37,6 @@ def load(
     progress: Progress | None = None,
     download_progress: Progress | None = None,
     trust_remote_code: bool = False,
-    keeping: Keeping | None = None,
     outputs: Outputs = "return",
 ) -> PreTrainedModel:
     """Prove a plan, then load the model onto its devices.
@@ -54,9 +52,6 @@ def load(
         The same, while files are downloaded.
     trust_remote_code : bool
         Run model code that comes with the checkpoint.
-    keeping : Keeping, optional
-        Whether weights that the model has stacked, as those of experts, are kept in duoka's cache
-        as it has them: ``duoka.runtime.load.Keeping(wanted=True)``. By default they aren't.
     outputs : {"return", "stay"}
         As in `dispatch`.
 
@@ -100,13 +95,11 @@ def load(
     checkpoint = checkpoint.fetch(download_progress)
     plan.refuse_other(checkpoint.fingerprint, plan.source)
     say("reading the weights")
-    model = _filled(plan, checkpoint, progress, keeping)
+    model = _filled(plan, checkpoint, progress)
     return _spread(model, plan, outputs_stay)
 
 
-def _filled(
-    plan: Plan, checkpoint: Checkpoint, progress: Progress | None, keeping: Keeping | None
-) -> PreTrainedModel:
+def _filled(plan: Plan, checkpoint: Checkpoint, progress: Progress | None) -> PreTrainedModel:
     """The model with its weights where the plan says."""
     model = build_model(checkpoint, plan.workload)
     if method_of(checkpoint.config) is not None:
@@ -120,7 +113,6 @@ def _filled(
         plan.placement,
         progress=progress,
         offloaded=plan.offloaded,
-        keeping=keeping,
     )
     return model
 

@@ -48,7 +48,7 @@ def chat(options: RunnablePlan, answering: AnswerOptions, model: ModelOptions) -
     system = planning.usable_system(reader, answering.system)
     if system is not None:
         reader.check([reader.prompt("", system=system)], sampling.max_new_tokens)
-    generator = planning.load_generator(plan, model, reader, cache_weights=answering.cache_weights)
+    generator = planning.load_generator(plan, model, reader)
     from duoka.runtime import Conversation
 
     _talk(Conversation(generator, sampling, system=system))

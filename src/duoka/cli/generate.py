@@ -93,7 +93,7 @@ def generate(
     ]
     for ids in tokens:
         reader.check([ids], sampling.max_new_tokens)
-    generator = planning.load_generator(plan, model, reader, cache_weights=answering.cache_weights)
+    generator = planning.load_generator(plan, model, reader)
     if prompts.json:
         answers = _answer(generator, tokens, sampling)
         typer.echo(_json(plan, questions, answers, generator.pace.measured(plan.devices)))

@@ -189,11 +189,6 @@ class AnswerOptions:
         "TEXT",
         "What the model is told before the first question.",
     )
-    cache_weights: bool = flag(
-        "--cache-weights",
-        "Keep stacked weights (a mixture's experts) in duoka's cache in the model's form, so that "
-        "the next load is faster. It takes their size on the disk, and says where.",
-    )
 
     def chosen(self) -> dict[str, Any]:
         """What was said of how tokens are chosen; refused here if it makes no sense."""

@@ -366,9 +366,7 @@ def usable_system(reader: PromptReader, system: str | None) -> str | None:
     return None if reason else system
 
 
-def load_generator(
-    plan: duoka.Plan, model: ModelOptions, reader: PromptReader, *, cache_weights: bool
-) -> Generator:
+def load_generator(plan: duoka.Plan, model: ModelOptions, reader: PromptReader) -> Generator:
     """Prove and load a plan, with a progress bar."""
     console = stderr()
 
@@ -377,7 +375,6 @@ def load_generator(
 
     with heard_by(tell), progress_bars() as bar:
         from duoka.runtime import Generator
-        from duoka.runtime.load import Keeping
 
         say(f"{plan.model} on {', '.join(plan.devices)}")
         loaded: Any = duoka.load(
@@ -385,7 +382,6 @@ def load_generator(
             progress=bar("loading"),
             download_progress=bar("downloading"),
             trust_remote_code=model.trust_remote_code,
-            keeping=Keeping(wanted=cache_weights, notify=tell),
         )
     return Generator(loaded, reader.tokenizer, reader.chat, plan.workload)
 

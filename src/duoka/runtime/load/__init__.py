@@ -3,17 +3,14 @@
 - `load`: a checkpoint into a placed model; loaded must be what was expected
 - `sources`, `pickles`: the tensors of files; a pickle that holds anything else is refused
 - `read_ahead`, `fill`: files read in stretches; their pieces copied, or quantized, into the model
-- `weight_cache`: weights that had to be fused, kept for the next time
 - `quantized`: checkpoints that were published quantized, loaded by transformers
 """
 
 from .fill import Progress
 from .load import load_weights, refuse_differences
 from .quantized import load_published, refuse_unloadable
-from .weight_cache import Keeping
 
 __all__ = [
-    "Keeping",
     "Progress",
     "load_published",
     "load_weights",

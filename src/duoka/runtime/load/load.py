@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from duoka.base.units import format_bytes
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import LoadError
 from duoka.models.conversion import Recipe, initialize_derived, plan_tensors
@@ -23,7 +22,6 @@ from duoka.planner.placement import Placement
 from ..dispatch.place_tensors import Snapshot, devices_by_name, move_tensors, on_host, tensor_names
 from .fill import Filler, Progress
 from .sources import Source, list_sources
-from .weight_cache import Keeping, Kept, taken
 
 
 def load_weights(
@@ -33,7 +31,6 @@ def load_weights(
     *,
     progress: Progress | None = None,
     offloaded: Sequence[str] = (),
-    keeping: Keeping | None = None,
 ) -> None:
     """Fill a model that was built without weights, each tensor on its device.
 
@@ -46,30 +43,11 @@ def load_weights(
     devices |= on_host(model, devices, offloaded)
     generation = _generation_config(checkpoint)
     sources, recipe = _matched(model, checkpoint)
-    keeping = keeping or Keeping()
-    cache = Kept(checkpoint, recipe, dict(tensor_names(model)))
-    cached = cache.sources()
-    if cached is not None:
-        recipe, sources = taken(recipe, sources, cached)
-        keeping.tell(f"stacked weights come from {cache.directory}; remove it to forget them")
-    elif keeping.wanted and cache:
-        cache.refuse_full_disk()
     with nothing_left(devices.values(), Snapshot(model).restore):
         _fill(model, devices, recipe, sources, progress)
-        if keeping.wanted and cached is None:
-            _keep(Kept(checkpoint, recipe, dict(tensor_names(model))), keeping)
     if generation is not None and hasattr(model, "generation_config"):
         model.__dict__["generation_config"] = generation
     model.eval()
-
-
-def _keep(cache: Kept, keeping: Keeping) -> None:
-    if not cache:
-        keeping.tell("nothing to keep: the weights lie in their files as the model has them")
-        return
-    cache.write()
-    size = format_bytes(cache.num_bytes)
-    keeping.tell(f"{size} of stacked weights kept in {cache.directory}; remove it to forget them")
 
 
 def refuse_differences(model: nn.Module, checkpoint: Checkpoint) -> None:
