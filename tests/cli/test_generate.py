@@ -13,16 +13,14 @@ from progress import without_progress
 from .conftest import GPUS, PROGRAM, SIZES, Program
 
 
-def test_only_the_answer_goes_to_the_standard_output(
-    tiny: Path, program: Program, process: Program
-) -> None:
+def test_only_the_answer_goes_to_the_standard_output(tiny: Path, process: Program) -> None:
     done = process("generate", tiny, *GPUS, *SIZES, "--prompt", "什么是设备映射？")
     assert done.returncode == 0
     lines = without_progress(done.stderr).splitlines()
     assert lines[0] == "ChatGLMForCausalLM on vgpu:0"
     assert [line.split()[0] for line in lines if line.startswith(" vgpu")] == ["vgpu:0"]
     assert re.search(r"first token after .* then .* tokens/s", done.stderr)
-    told = program("generate", tiny, *GPUS, *SIZES, "-p", "什么是设备映射？", "--json")
+    told = process("generate", tiny, *GPUS, *SIZES, "-p", "什么是设备映射？", "--json")
     data = json.loads(told.stdout)
     (answer,) = data["answers"]
     (peaks,), (forecast,) = data["measured"]["devices"], data["measured"]["forecast"]
