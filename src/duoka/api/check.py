@@ -303,6 +303,11 @@ def _of_checkpoint(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
         request = replace(request, workload=workload)
         if not _are_dealt(checkpoint, request):
             placement = _plan_of(checkpoint, request)
+        elif request.training is None:
+            try:
+                plan(checkpoint, request.to_plan, workload, suggest=False)
+            except DuokaError as error:
+                request.refusals.append(error)
     if isinstance(placement, Plan):
         placement.refuse_other(checkpoint.fingerprint, checkpoint.source)
         workload, fleet = placement.workload, placement.fleet

@@ -148,6 +148,25 @@ def test_code_that_the_configuration_leaves_out(heron: MakeHeron, auto_map: obje
     assert Checkpoint.open(checkpoint.path).untrusted_code == ("modeling_heron.py",)
 
 
+@pytest.mark.slow
+def test_what_no_plan_spreads_is_not_clean(heron: MakeHeron) -> None:
+    """Code that joins its caches, and moves them: spread it runs, and a plan keeps it whole."""
+    checkpoint = heron(joined_cache=True, hidden_size=256, num_layers=12)
+    file = checkpoint.path / "modeling_heron.py"
+    old = "torch.cat((presents, cache), dim=0)"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, "torch.cat((presents, cache.to(presents.device)), dim=0)"))
+    checkpoint = Checkpoint.open(checkpoint.path, trust_remote_code=True)
+    assert duoka.check(checkpoint, fleet=TWO, workload=WORK).ok
+    whole = duoka.plan(checkpoint, "virtual:1GiB", WORK).forecast.devices[0].reserved_bytes
+    report = duoka.check(checkpoint, fleet=f"virtual:2x{whole - 2**22}B", workload=WORK)
+    assert not report.faults
+    assert report.stop is not None
+    assert report.stop.phase == "plan"
+    assert "does not fit" in report.stop.message
+
+
 def test_another_class_that_needs_less_is_named(heron: MakeHeron) -> None:
     work, small = Workload(prompt_tokens=2000, dtype="float32"), "virtual:2x4MiB"
     checkpoint = heron(model_type="llama", **LLAMA)

@@ -105,7 +105,7 @@ def _problems(report: Report) -> Iterator[str]:
     if not report.complete:
         yield _of_map(report.completeness)
     if report.stop is not None:
-        yield f"its code stopped {words.during(report.stop.phase)}"
+        yield _ending(report.stop)
     if report.faults:
         yield format_count(len(report.faults), "fault")
     for peak in report.memory:
@@ -166,15 +166,20 @@ def _stopped(report: Report) -> Iterator[RenderableType]:
         yield _stop(report.stop)
 
 
+def _ending(stop: Stop) -> str:
+    """What ended the run, or keeps it from its placement."""
+    if stop.phase == "plan":
+        return "duoka plan refuses it"
+    return f"the model's code stopped {words.during(stop.phase)}"
+
+
 def _stop(stop: Stop) -> RenderableType:
-    heading = Text.assemble(
-        (f"the model's code stopped {words.during(stop.phase)}: ", "bold red"),
-        (stop.message, "bold"),
-    )
+    heading = Text.assemble((f"{_ending(stop)}: ", "bold red"), (stop.message, "bold"))
     inner: list[RenderableType] = []
     if stop.place is not None:
         inner = [where(stop.place), "", Excerpt(stop.place), ""]
-    inner.append(Text("what comes after it was not checked"))
+    if stop.phase != "plan":
+        inner.append(Text("what comes after it was not checked"))
     if stop.hint:
         inner.append(Text(f"hint: {stop.hint}"))
     return Group(heading, Padding(Group(*inner), (0, 0, 0, 2)))
