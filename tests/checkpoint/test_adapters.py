@@ -47,6 +47,12 @@ def test_what_the_index_has_not_is_refused(tmp_path: Path) -> None:
     assert "embed_tokens, experts, lm_head, q_proj" in str(caught.value.hint)
 
 
+def test_names_that_transformers_changes_are_left_to_the_model(tmp_path: Path) -> None:
+    names = ["model.layers.0.block_sparse_moe.experts.0.w1.weight"]
+    checkpoint = opened(tmp_path, {"model_type": "mixtral", "hidden_size": 8}, names)
+    assert native_targets(checkpoint, ["gate_up_proj"]) == ("gate_up_proj",)
+
+
 def test_a_config_alone_knows_no_modules(tmp_path: Path) -> None:
     checkpoint = opened(tmp_path, {"model_type": "llama", "hidden_size": 8})
     assert native_targets(checkpoint, ["anything"]) == ("anything",)

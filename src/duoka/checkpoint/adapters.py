@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from duoka.errors import UsageError
 
-from .architecture import CHATGLM
+from .architecture import CHATGLM, renames_tensors
 from .checkpoint import Checkpoint
 
 # The modules of the ChatGLM family that can have adapters, published and as duoka has them.
@@ -37,7 +37,9 @@ def native_targets(checkpoint: Checkpoint, targets: Sequence[str]) -> tuple[str,
 
 
 def _stored_layers(checkpoint: Checkpoint) -> set[str]:
-    """What the modules with matrices are called; nothing where the tensors aren't known."""
+    """What the modules with matrices are called; nothing where that isn't known."""
+    if renames_tensors(str(checkpoint.config.get("model_type"))):
+        return set()  # the model that is built tells, once transformers is imported
     matrices = (
         name.split(".")[:-1]
         for name, tensor in (checkpoint.tensors or {}).items()

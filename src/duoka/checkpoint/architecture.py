@@ -100,17 +100,24 @@ def unknown_type(model_type: str, known: Collection[str], *, has_code: bool) -> 
 @cache
 def _listed_types() -> set[str]:
     """The types that transformers lists, without importing it; none where that doesn't work."""
+    text = _transformers_source("models/auto/configuration_auto.py")
+    text += _transformers_source("models/auto/auto_mappings.py")
+    return {CHATGLM, *_NAMED_TYPE.findall(text)} if text else set()
+
+
+@cache
+def renames_tensors(model_type: str) -> bool:
+    """Whether transformers' class for a type has other names than its checkpoints may have."""
+    return f'"{model_type}"' in _transformers_source("conversion_mapping.py")
+
+
+def _transformers_source(file: str) -> str:
+    """A file of transformers, which takes seconds to import; nothing where there is none."""
     package = find_spec("transformers")
     if package is None or package.origin is None:
-        return set()
-    folder = Path(package.origin).parent / "models" / "auto"
-    try:
-        text = (folder / "configuration_auto.py").read_text(encoding="utf-8")
-        names = folder / "auto_mappings.py"
-        text += names.read_text(encoding="utf-8") if names.is_file() else ""
-    except OSError:
-        return set()
-    return {CHATGLM, *_NAMED_TYPE.findall(text)}
+        return ""
+    path = Path(package.origin).parent / file
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
 def _refuse_other_kinds(key: str, value: Any) -> None:
