@@ -48,7 +48,8 @@ class _Dispatched:
                     hint="leave .to(…), .cuda() and .cpu() out: inputs come to it from any device. "
                     f'duoka.dispatch(model, {{"": "{target}"}}) puts all of it on that one',
                 )
-        return super()._apply(fn, recurse)  # type: ignore[misc]
+        inherited: Any = super()  # the module's own class
+        return inherited._apply(fn, recurse)
 
 
 class _Moving(_Dispatched):
@@ -58,17 +59,19 @@ class _Moving(_Dispatched):
         mover = self.__dict__.get(MOVER)
         if mover is not None:
             args, kwargs = mover.bring(args, kwargs)
+        inherited: Any = super()  # the module's own class
         streamed = self.__dict__.get(STREAMED)
         if streamed is not None:
-            return streamed(super().__call__, args, kwargs)  # type: ignore[misc]
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            return streamed(inherited.__call__, args, kwargs)
+        return inherited.__call__(*args, **kwargs)
 
 
 class _Spread(_Dispatched):
     """Put before the class of a model that is spread."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = super().__call__  # type: ignore[misc]
+        inherited: Any = super()  # the module's own class
+        call = inherited.__call__
         if "forward" in self.__dict__:  # somebody's own, which needn't come by the class's
             return self.__dict__[ROOT].run(call, args, kwargs)
         return call(*args, **kwargs)
