@@ -141,11 +141,6 @@ def refuse_other_chatglm(config: Mapping[str, Any]) -> None:
             "this is ChatGLM-6B of the first generation, which is another architecture",
             hint="ChatGLM2, ChatGLM3 and GLM-4 are supported",
         )
-    if "vision_config" in config:
-        raise ModelError(
-            "this is GLM-4V-9B, whose vision tower is not supported",
-            hint="the text models glm-4-9b and glm-4-9b-chat are supported",
-        )
     for name, value in _FIXED.items():
         if config.get(name, value) != value:
             raise ModelError(

@@ -23,7 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from duoka.checkpoint.architecture import model_type_of, unknown_type
 from duoka.errors import ModelError
 
-from . import chatglm, transformers4
+from . import chatglm, glm4v, transformers4
 from .meta import construct
 from .remote_code import RemoteCode
 
@@ -80,6 +80,7 @@ def build(
 def resolve(config: Mapping[str, Any]) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """Return the parsed configuration and the model class that a ``config.json`` asks for."""
     chatglm.register()
+    glm4v.register()
     model_type = model_type_of(config)
     if "quantization_config" in config:
         raise ModelError("quantized checkpoints are not supported", hint="use the 16-bit weights")

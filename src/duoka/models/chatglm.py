@@ -84,6 +84,15 @@ class ChatGLMConfig(GlmConfig):
     rope_ratio: float | int = 1.0
     query_length_scaling: bool | None = None
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Read a configuration; one with a vision tower is of a class of its own."""
+        if cls is ChatGLMConfig and config_dict.get("vision_config"):
+            from .glm4v import GLM4VConfig
+
+            return GLM4VConfig.from_dict(config_dict, **kwargs)
+        return super().from_dict(config_dict, **kwargs)
+
     def __post_init__(self, **kwargs: Any) -> None:
         """Give published names their new ones and decide what the files leave unsaid."""
         refuse_other_chatglm({**vars(self), **kwargs})
@@ -266,6 +275,7 @@ def conversions() -> list[WeightRenaming | WeightConverter]:
         "transformer.output_layer": "lm_head",
         "transformer.encoder.final_layernorm": "model.norm",
         "transformer.encoder.layers": "model.layers",
+        "transformer.vision": "model.vision",
         "self_attention.dense": "self_attn.o_proj",
         "mlp.dense_h_to_4h": "mlp.gate_up_proj",
         "mlp.dense_4h_to_h": "mlp.down_proj",

@@ -1,0 +1,167 @@
+"""The vision tower of GLM-4V-9B: EVA2-CLIP-E, and what turns its patches into words.
+
+Names of modules are those of the published tensors. A picture becomes patches of the tower's
+width, and after all blocks, four neighbours at a time, as wide as the text model's tokens.
+
+Sources: Sun et al. 2023 (EVA-CLIP, arXiv:2303.15389) for blocks whose norms come behind the
+sublayers; Wang et al. 2023 (CogVLM, arXiv:2311.03079) for such a tower beside a text model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+
+class EvaClipConfig(PreTrainedConfig):
+    """The published ``vision_config``: sizes of the tower."""
+
+    model_type = "chatglm_vision"
+
+    hidden_size: int = 1792
+    num_hidden_layers: int = 63
+    num_heads: int = 16
+    intermediate_size: int = 15360
+    patch_size: int = 14
+    image_size: int = 1120
+    num_positions: int = 6401
+    in_channels: int = 3
+    hidden_act: str = "gelu"
+    layer_norm_eps: float = 1e-6
+    dropout_prob: float = 0.0
+    scaling_factor: float = 8.0
+
+    @property
+    def num_image_tokens(self) -> int:
+        """How many tokens a picture is, without those that begin and end it."""
+        return (self.image_size // self.patch_size // 2) ** 2
+
+
+class PatchEmbedding(nn.Module):
+    """Pixels to patches, behind a class token, with learned positions."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        width, size = config.hidden_size, config.patch_size
+        self.proj = nn.Conv2d(config.in_channels, width, kernel_size=size, stride=size)
+        self.cls_embedding = nn.Parameter(torch.zeros(1, width))
+        self.position_embedding = nn.Embedding(config.num_positions, width)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """[images, channels, height, width] to [images, 1 + patches, tower's width]."""
+        patches = self.proj(pixels).flatten(2).transpose(1, 2)
+        first = self.cls_embedding.expand(len(pixels), 1, -1)
+        return torch.cat((first, patches), dim=1) + self.position_embedding.weight
+
+
+class Attention(nn.Module):
+    """Every patch looks at every other."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.query_key_value = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[images, tokens, width], both ways."""
+        images, tokens, width = hidden_states.shape
+        fused = self.query_key_value(hidden_states)
+        fused = fused.view(images, tokens, 3, self.num_heads, width // self.num_heads)
+        query, key, value = fused.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value)
+        return self.dense(mixed.transpose(1, 2).reshape(images, tokens, width))
+
+
+class MLP(nn.Module):
+    """Two linear layers."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.activation = ACT2FN[config.hidden_act]
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[images, tokens, width], both ways."""
+        return self.fc2(self.activation(self.fc1(hidden_states)))
+
+
+class EvaClipBlock(nn.Module):
+    """Attention and MLP, each with its norm behind it, before it is added."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.layer_norm_eps
+        self.attention = Attention(config)
+        self.input_layernorm = nn.LayerNorm(width, eps=eps)
+        self.mlp = MLP(config)
+        self.post_attention_layernorm = nn.LayerNorm(width, eps=eps)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[images, tokens, width], both ways."""
+        hidden_states = hidden_states + self.input_layernorm(self.attention(hidden_states))
+        return hidden_states + self.post_attention_layernorm(self.mlp(hidden_states))
+
+
+class Blocks(nn.Module):
+    """All blocks, one after another."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(EvaClipBlock(config) for _ in range(config.num_hidden_layers))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[images, tokens, width], both ways."""
+        for layer in self.layers:
+            hidden_states = layer(hidden_states)
+        return hidden_states
+
+
+class Adapter(nn.Module):
+    """What four patches came to, as the text model's layers want it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        width, inner = config.hidden_size, config.intermediate_size
+        self.linear_proj = nn.Linear(width, width, bias=False)
+        self.norm1 = nn.LayerNorm(width)
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.dense_h_to_4h = nn.Linear(width, inner, bias=False)
+        self.dense_4h_to_h = nn.Linear(inner, width, bias=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[images, tokens, text's width], both ways."""
+        features = functional.gelu(self.norm1(self.linear_proj(features)))
+        gated = functional.silu(self.gate_proj(features)) * self.dense_h_to_4h(features)
+        return self.dense_4h_to_h(gated)
+
+
+class EvaClip(nn.Module):
+    """The tower: pixels to the tokens that stand for a picture, its beginning and end included."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        vision, width = config.vision_config, config.hidden_size
+        self.config = vision
+        self.patch_embedding = PatchEmbedding(vision)
+        self.transformer = Blocks(vision)
+        self.conv = nn.Conv2d(vision.hidden_size, width, kernel_size=2, stride=2)
+        self.linear_proj = Adapter(config)
+        self.boi = nn.Parameter(torch.zeros(1, 1, width))
+        self.eoi = nn.Parameter(torch.zeros(1, 1, width))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """[images, channels, height, width] to [images, 2 + tokens, text's width]."""
+        patches = self.transformer(self.patch_embedding(pixels))[:, 1:]
+        side = self.config.image_size // self.config.patch_size
+        grid = patches.transpose(1, 2).unflatten(2, (side, side))
+        features = self.linear_proj(self.conv(grid).flatten(2).transpose(1, 2))
+        ends = (edge.expand(len(pixels), 1, -1) for edge in (self.boi, self.eoi))
+        begin, end = ends
+        return torch.cat((begin, features, end), dim=1) / self.config.scaling_factor
