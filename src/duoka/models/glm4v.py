@@ -55,9 +55,8 @@ class GLM4VModel(ChatGLMModel):
         self.vision = EvaClip(config)
 
     def get_image_features(self, pixel_values: Tensor, **_: Any) -> Tensor:
-        """Pictures as tokens, their beginnings and ends included: [pictures, tokens, width]."""
-        weight = self.vision.patch_embedding.proj.weight
-        return self.vision(pixel_values.to(weight.device, weight.dtype))
+        """Pictures as tokens, without their beginnings and ends: [pictures, tokens, width]."""
+        return self.vision(pixel_values)[:, 1:-1]
 
     def forward(
         self,
@@ -102,7 +101,7 @@ class GLM4VModel(ChatGLMModel):
     def _with_pictures(self, embeds: Tensor, ids: Tensor, pixels: Tensor) -> Tensor:
         """The embeddings with pictures in their places."""
         where = self.config.image_tokens.where(ids)
-        features = self.get_image_features(pixels)
+        features = self.vision(pixels.to(self.vision.boi.dtype))
         if int(where.sum()) != features.shape[:2].numel():
             raise ValueError(
                 f"{len(pixels)} pictures take {features.shape[:2].numel()} tokens; the prompts "
