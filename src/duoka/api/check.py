@@ -133,7 +133,7 @@ def check(
     request = _CheckRequest(
         placement=placement,
         inputs=inputs,
-        workload=workload or Workload(),
+        workload=_with_largest(workload or Workload(), images),
         training=Training(method="full") if train is True else train or None,
         fleet=fleet,
         constraints=Constraints(strategy=strategy or "auto"),
@@ -215,6 +215,14 @@ def _trainable(subject: Subject, training: Training | None) -> Subject:
     make_trainable(subject.model, training, getattr(torch, subject.workload.dtype))
     # An entry that is a tensor's name means another one below an adapter.
     return replace(subject, entries=complete(subject.model, subject.entries)[0])
+
+
+def _with_largest(workload: Workload, sizes: Sequence[tuple[int, int]]) -> Workload:
+    """The workload that is planned for pictures: as many, of the largest width and height."""
+    if not sizes:
+        return workload
+    widths, heights = zip(*sizes, strict=True)
+    return replace(workload, images=len(sizes), image_size=(max(heights), max(widths)))
 
 
 def _with_images(subject: Subject, sizes: Sequence[tuple[int, int]]) -> Subject:
