@@ -200,7 +200,7 @@ class GLM4VForConditionalGeneration(ChatGLMForCausalLM):
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """What a step is called with: pictures come with the prompt."""
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
-        if not kwargs.get("is_first_iteration", True) and kwargs.get("use_cache", True):
+        if not kwargs.get("is_first_iteration") and kwargs.get("use_cache", True):
             inputs.pop("pixel_values", None)
             inputs.pop("images", None)
         return inputs
