@@ -75,7 +75,8 @@ class Attention(nn.Module):
         fused = fused.view(images, tokens, 3, self.num_heads, width // self.num_heads)
         query, key, value = fused.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value)
-        return self.dense(mixed.transpose(1, 2).reshape(images, tokens, width))
+        output: Tensor = self.dense(mixed.transpose(1, 2).reshape(images, tokens, width))
+        return output
 
 
 class MLP(nn.Module):
@@ -89,7 +90,8 @@ class MLP(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[images, tokens, width], both ways."""
-        return self.fc2(self.activation(self.fc1(hidden_states)))
+        output: Tensor = self.fc2(self.activation(self.fc1(hidden_states)))
+        return output
 
 
 class EvaClipBlock(nn.Module):
@@ -139,7 +141,8 @@ class Adapter(nn.Module):
         """[images, tokens, text's width], both ways."""
         features = functional.gelu(self.norm1(self.linear_proj(features)))
         gated = functional.silu(self.gate_proj(features)) * self.dense_h_to_4h(features)
-        return self.dense_4h_to_h(gated)
+        output: Tensor = self.dense_4h_to_h(gated)
+        return output
 
 
 class EvaClip(nn.Module):
@@ -162,6 +165,6 @@ class EvaClip(nn.Module):
         side = self.config.image_size // self.config.patch_size
         grid = patches.transpose(1, 2).unflatten(2, (side, side))
         features = self.linear_proj(self.conv(grid).flatten(2).transpose(1, 2))
-        ends = (edge.expand(len(pixels), 1, -1) for edge in (self.boi, self.eoi))
-        begin, end = ends
-        return torch.cat((begin, features, end), dim=1) / self.config.scaling_factor
+        begin, end = (edge.expand(len(pixels), 1, -1) for edge in (self.boi, self.eoi))
+        whole: Tensor = torch.cat((begin, features, end), dim=1) / self.config.scaling_factor
+        return whole

@@ -56,7 +56,8 @@ class GLM4VModel(ChatGLMModel):
 
     def get_image_features(self, pixel_values: Tensor, **_: Any) -> Tensor:
         """Pictures as tokens, without their beginnings and ends: [pictures, tokens, width]."""
-        return self.vision(pixel_values)[:, 1:-1]
+        features: Tensor = self.vision(pixel_values)
+        return features[:, 1:-1]
 
     def forward(
         self,
@@ -131,19 +132,17 @@ class GLM4VForConditionalGeneration(ChatGLMForCausalLM):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         pixel_values: Tensor | None = None,
-        images: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """Read tokens and pictures; see `GlmForCausalLM` and `GLM4VModel`.
 
         Logits and labels are those of prompts that are written out.
         """
-        pixel_values = images if pixel_values is None else pixel_values
+        pixel_values = kwargs.pop("images", pixel_values)
         if pixel_values is not None and input_ids is not None:
             tokens = self.config.image_tokens
             if not tokens.written_out(input_ids):
@@ -156,7 +155,6 @@ class GLM4VForConditionalGeneration(ChatGLMForCausalLM):
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
             labels=labels,
             use_cache=use_cache,
             logits_to_keep=logits_to_keep,
@@ -166,43 +164,48 @@ class GLM4VForConditionalGeneration(ChatGLMForCausalLM):
 
     def get_image_features(self, pixel_values: Tensor, **_: Any) -> Tensor:
         """Pictures as tokens; see `GLM4VModel`."""
-        return self.model.get_image_features(pixel_values)
+        features: Tensor = self.model.get_image_features(pixel_values)
+        return features
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """Generate; what is returned begins with the prompt as it was given."""
-        given = inputs if inputs is not None else kwargs.pop("input_ids", None)
-        pixels = kwargs.get("pixel_values", kwargs.get("images"))
+        inherited: Any = super()  # whose type asks for another class
+        prompt = inputs if inputs is not None else kwargs.pop("input_ids", None)
+        if "images" in kwargs:
+            kwargs["pixel_values"] = kwargs.pop("images")
+        pixels = kwargs.get("pixel_values")
         tokens = self.config.image_tokens
-        if given is None or pixels is None or tokens.written_out(given):
-            return super().generate(given, *args, **kwargs)
-        ids, kwargs["attention_mask"], _ = tokens.write_out(given, kwargs.get("attention_mask"))
-        made = super().generate(ids, *args, **kwargs)
-        sequences = made if isinstance(made, Tensor) else made.sequences
-        rows = len(sequences) // len(given)
+        if prompt is None or pixels is None or tokens.written_out(prompt):
+            return inherited.generate(prompt, *args, **kwargs)
+        ids, kwargs["attention_mask"], _ = tokens.write_out(prompt, kwargs.get("attention_mask"))
+        output = inherited.generate(ids, *args, **kwargs)
+        sequences = output if isinstance(output, Tensor) else output.sequences
         answers = sequences[:, ids.shape[1] :]
-        whole = torch.cat((given.repeat_interleave(rows, 0), answers), dim=1)
-        if isinstance(made, Tensor):
+        prompts = prompt.repeat_interleave(len(sequences) // len(prompt), 0)
+        whole = torch.cat((prompts, answers), dim=1)
+        if isinstance(output, Tensor):
             return whole
-        made.sequences = whole
-        return made
+        output.sequences = whole
+        return output
 
     def _prepare_position_ids_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]
-    ) -> Tensor:
+    ) -> Any:
         """Positions of all tokens, those in the cache too; `generate` counts on from the last."""
         ids = model_kwargs.get("input_ids")
         ids = inputs_tensor if ids is None or not ids.shape[1] else ids
         if ids.is_floating_point():
-            return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
+            inherited: Any = super()  # without types there
+            return inherited._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
         return self.config.image_tokens.positions(ids, model_kwargs.get("attention_mask"))
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """What a step is called with: pictures come with the prompt."""
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
+        inherited: Any = super()  # whose type asks for another class
+        inputs: dict[str, Any] = inherited.prepare_inputs_for_generation(*args, **kwargs)
         if not kwargs.get("is_first_iteration") and kwargs.get("use_cache", True):
             inputs.pop("pixel_values", None)
-            inputs.pop("images", None)
         return inputs
 
 

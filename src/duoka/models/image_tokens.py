@@ -58,13 +58,13 @@ class ImageTokens:
         on_the_left = bool((mask[:, 0] == 0).any())
 
         def taken(values: Tensor, inside: int | None, padding: int) -> Tensor:
-            made = values.new_full((len(rows), longest), padding)
+            filled = values.new_full((len(rows), longest), padding)
             for number, row in enumerate(rows):
                 columns = slice(longest - len(row), None) if on_the_left else slice(len(row))
-                made[number, columns] = values[number, row]
+                filled[number, columns] = values[number, row]
                 if inside is not None:
-                    made[number, columns][self.where(ids[number, row][None])[0]] = inside
-            return made
+                    filled[number, columns][self.where(ids[number, row][None])[0]] = inside
+            return filled
 
         return (
             taken(ids, None, int(ids[0, 0])),
