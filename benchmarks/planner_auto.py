@@ -37,8 +37,8 @@ class AutoMap:
         return len({device for device in self.entries.values() if isinstance(device, int)})
 
 
-def auto_map(model: nn.Module, profile: Profile, fleet: Fleet) -> AutoMap:
-    """Ask transformers for its map."""
+def balanced_map(model: nn.Module, fleet: Fleet) -> dict[str, Any]:
+    """The map that `from_pretrained(device_map="auto")` makes."""
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     budgets: dict[int | str, int | str] = {
         number: device.budget_bytes for number, device in enumerate(fleet.devices)
@@ -48,11 +48,16 @@ def auto_map(model: nn.Module, profile: Profile, fleet: Fleet) -> AutoMap:
         max_memory={**budgets, "cpu": _CPU_BYTES},
         no_split_module_classes=model._no_split_modules,
     )
-    entries = dict(
+    return dict(
         infer_auto_device_map(
             model, max_memory=memory, no_split_module_classes=model._no_split_modules
         )
     )
+
+
+def auto_map(model: nn.Module, profile: Profile, fleet: Fleet) -> AutoMap:
+    """Ask transformers for its map."""
+    entries = balanced_map(model, fleet)
     if any(not isinstance(device, int) for device in entries.values()):
         return AutoMap(entries, None, "offloads")
     names = [name for name, _ in model.named_parameters()]

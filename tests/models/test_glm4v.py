@@ -106,3 +106,14 @@ def test_losses_of_a_padded_batch(model: Any, expected: dict[str, Tensor]) -> No
     first = model.model.vision.transformer.layers[0].mlp.fc1.weight
     assert first.grad is not None
     assert float(first.grad.abs().sum()) > 0
+
+
+@torch.no_grad()
+def test_a_map_that_keeps_the_marks_around_a_picture_elsewhere(shared_data: Path) -> None:
+    """accelerate's maps put them where the text's last layers are."""
+    directory = shared_data / "reference" / "glm-4v-9b-tiny"
+    device_map = {"": "cuda:0", "model.vision.boi": "cuda:1", "model.vision.eoi": "cuda:1"}
+    workload = duoka.Workload(prompt_tokens=64, new_tokens=12, dtype="float32", **PICTURES)
+    report = duoka.check(directory, device_map, workload=workload, images=[(112, 112)])
+    assert not report.faults
+    assert report.stop is None

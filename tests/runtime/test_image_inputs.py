@@ -94,6 +94,29 @@ def test_an_image_that_the_processor_refuses() -> None:
         image_inputs(towers.build("qwen2_vl"), [(4000, 10)])
 
 
+class Published(PreTrainedModel):
+    """As GLM-4V's published code has it: pictures are `images`, and three tokens in the prompt."""
+
+    config_class = LlamaConfig
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.head = nn.Linear(2, 2)
+
+    def forward(self, input_ids: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+        return self.head(images)
+
+
+def test_pictures_of_published_code() -> None:
+    vision = {"image_size": 28, "patch_size": 14, "hidden_size": 8}
+    config = LlamaConfig(vision_config=vision, boi_token_id=20, eoi_token_id=21)
+    inputs = image_inputs(Published(config), [(100, 50)], batch=2, prompt_tokens=16)
+    assert inputs["images"].shape == (2, 3, 28, 28)
+    (begin,) = (inputs["input_ids"][0] == 20).nonzero()[0].tolist()
+    assert inputs["input_ids"].shape == (2, 16)
+    assert inputs["input_ids"][0, begin + 2] == 21
+
+
 PICTURED = Workload(
     prompt_tokens=400, new_tokens=4, dtype="bfloat16", images=1, image_size=(100, 200)
 )

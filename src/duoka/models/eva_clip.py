@@ -108,7 +108,8 @@ class EvaClipBlock(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[images, tokens, width], both ways."""
         hidden_states = hidden_states + self.input_layernorm(self.attention(hidden_states))
-        return hidden_states + self.post_attention_layernorm(self.mlp(hidden_states))
+        output: Tensor = hidden_states + self.post_attention_layernorm(self.mlp(hidden_states))
+        return output
 
 
 class Blocks(nn.Module):
@@ -165,6 +166,8 @@ class EvaClip(nn.Module):
         side = self.config.image_size // self.config.patch_size
         grid = patches.transpose(1, 2).unflatten(2, (side, side))
         features = self.linear_proj(self.conv(grid).flatten(2).transpose(1, 2))
-        begin, end = (edge.expand(len(pixels), 1, -1) for edge in (self.boi, self.eoi))
+        # A map by hand or of accelerate may have them elsewhere than the adapter.
+        edges = (edge.to(features.device) for edge in (self.boi, self.eoi))
+        begin, end = (edge.expand(len(pixels), 1, -1) for edge in edges)
         whole: Tensor = torch.cat((begin, features, end), dim=1) / self.config.scaling_factor
         return whole

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import image_processing_auto, processing_auto
 
 from duoka import virtual
@@ -29,7 +29,7 @@ from .dispatch.place_tensors import Snapshot, place
 Size = tuple[int, int]
 """Width and height in pixels."""
 
-_PIXELS = ("pixel_values", "flattened_patches", "image_patches")
+_PIXELS = ("pixel_values", "flattened_patches", "image_patches", "images")
 _IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_index")
 _BEGIN = (
     "vision_start_token_id",
@@ -112,6 +112,8 @@ class ImagePrompts:
         if batch not in self._pictures:
             self._pictures[batch] = _pictures(self._model, [self._sizes] * batch)
         pictures = self._pictures[batch]
+        if "images" in self._accepted:  # as the published code of GLM-4V calls them
+            pictures = {**pictures, "images": pictures["pixel_values"]}
         prompt = _Prompt(self._model.config, self._counts, pictures)
         return {**pictures, **prompt.arguments(batch, prompt_tokens)}
 
@@ -199,6 +201,8 @@ def _vision(config: Any) -> Any:
     """The configuration of the tower."""
     for name in ("vision_config", "encoder"):
         part = getattr(config, name, None)
+        if isinstance(part, dict):  # in configurations that come with a model
+            return PreTrainedConfig(**part)
         if part is not None:
             return _vision(part)
     return config
@@ -263,7 +267,8 @@ def _num_tokens(model: PreTrainedModel, size: Size) -> int:
         return pictures["pixel_values"].shape[1] * _scaled_down(model.config)
     owner = _owner(model)
     if owner is None:
-        return 1 if _image_id(model.config) is not None else 0
+        marks = _first((model.config,), (*_IMAGE_TOKENS, *_BEGIN))
+        return 0 if marks is None else 1
     names = inspect.signature(owner.get_image_features).parameters
     snapshot = Snapshot(model)
     # One virtual GPU: model code that mixes devices is for the check itself to find.
