@@ -15,7 +15,6 @@ from duoka import Constraints, Workload, models, virtual
 from duoka.errors import ModelError, UsageError
 from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
-from duoka.planner.resolve import whole_prompt
 from duoka.runtime.image_inputs import image_inputs, prompts_for
 
 FAMILIES = (
@@ -139,15 +138,6 @@ def test_a_prompt_that_is_too_short_for_its_images_is_refused() -> None:
     profile = tiny.regular("tower", short.conditions)
     with pytest.raises(UsageError, match=r"1 image of 200x100 .* take \d+ tokens.* has 60"):
         solve(profile, problem)
-
-
-def test_a_prompt_with_images_runs_whole() -> None:
-    assert whole_prompt(PICTURED, is_encoder=False).prefill_chunk_tokens is None
-    chunked = dataclasses.replace(PICTURED, prefill_chunk_tokens=128)
-    with pytest.raises(UsageError, match=r"images .* in chunks of 128"):
-        whole_prompt(chunked, is_encoder=False)
-    text = Workload(prefill_chunk_tokens=128)
-    assert whole_prompt(text, is_encoder=False) == text
 
 
 def test_a_text_model_can_not_be_planned_with_images() -> None:

@@ -11,12 +11,14 @@ import towers
 from tests import tiny
 
 from duoka import Fleet, Workload, virtual
+from duoka.forecast.allocator import SMALL_SEGMENT_BYTES
 from duoka.forecast.profile import Profile
 from duoka.planner.constraints import Constraints
 from duoka.planner.placement import Placement
 from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
 from duoka.runtime.dispatch.dispatch import dispatch
+from duoka.runtime.encode_images import encodes_apart
 from duoka.runtime.image_inputs import image_inputs
 from duoka.tracing import TraceSpec, trace_workload
 
@@ -30,6 +32,7 @@ WORKLOAD = Workload(
     image_size=(100, 200),
 )
 TWO = Fleet.parse("virtual:2x1GiB")
+APART = encodes_apart(towers.build("llava"))
 
 
 def profile() -> Profile:
@@ -46,15 +49,15 @@ def test_a_tower_falls_into_its_layers() -> None:
         (f"{TOWER}.post_layernorm",),
         ("model.multi_modal_projector.linear_1",),
         ("model.multi_modal_projector.linear_2",),
-        (),
+        *([] if APART else [()]),
         (f"{TEXT}.rotary_emb", f"{TEXT}.layers.0"),
         *[(f"{TEXT}.layers.{number}",) for number in range(1, 4)],
         (f"{TEXT}.norm",),
         ("lm_head",),
         (),
     ]
-    # Where the features are spliced in: on the device of the embedding.
-    assert blocks[10].tied_to == 0
+    # Where the features are spliced in, unless a step of its own made them: with the embedding.
+    assert APART or blocks[10].tied_to == 0
 
 
 def test_text_alone_has_no_returns() -> None:
@@ -78,7 +81,8 @@ def test_a_cut_inside_the_tower_is_measured_as_it_is_forecast(cut: int) -> None:
     measured = tiny.measure(plan, tiny.CONFIGS["tower"])
     for forecast, (allocated, reserved) in zip(plan.forecast.devices, measured, strict=True):
         assert 0 <= forecast.allocated_bytes - allocated <= 0.003 * allocated
-        assert forecast.reserved_bytes == reserved
+        # Features count where they were made and where they are brought: at most one segment more.
+        assert 0 <= forecast.reserved_bytes - reserved <= SMALL_SEGMENT_BYTES * APART
 
 
 @pytest.mark.parametrize("name", ["glm4v", "qwen2_5_vl", "llava_next"])

@@ -226,7 +226,9 @@ def _plan_module(
 
     def profile_for(other: Workload) -> Profile | None:
         other = whole_prompt(other, is_encoder=is_encoder)
-        return profile if other.conditions == profile.conditions else None
+        if other.conditions == profile.conditions:
+            return profile
+        return profile_module(model, other, None) if other.images else None
 
     return answer(
         profile,

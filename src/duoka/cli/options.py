@@ -103,6 +103,11 @@ class PlanOptions:
         "WIDTHxHEIGHT",
         "Size of each image in pixels. By default 1024x1024.",
     )
+    vision_batch: str | None = _plan(
+        "N",
+        'Images that are encoded at once: a number, "none" (all) or "auto" (the default: all if '
+        "they fit, or else the most that do).",
+    )
     objective: str | None = _plan(
         "NAME",
         "headroom, latency, throughput or auto (the default).",
@@ -250,7 +255,7 @@ def parse_tokens(text: str) -> int:
 
 
 def parse_chunk(text: str) -> int | Literal["auto"] | None:
-    """Read a prefill chunk: a number of tokens, "auto", or "none" for the whole prompt."""
+    """Read how much runs at once: a number, "auto", or "none" for all."""
     if text == "auto":
         return "auto"
     return None if text == "none" else parse_tokens(text)

@@ -292,12 +292,17 @@ def read_workload(
         cache=choose("cache", options.cache or "dynamic", CACHES),
         quantize=read_quantization(options.quantize or "none"),
         images=options.images or 0,
+        vision_batch=parse_chunk(options.vision_batch or "auto"),
         training=training,
     )
+    for option, value in (
+        ("--image-size", options.image_size),
+        ("--vision-batch", options.vision_batch),
+    ):
+        if value is not None and not options.images:
+            raise UsageError(f"{option} is for images, and there are none", hint="say --images N")
     if options.image_size is None:
         return workload
-    if not options.images:
-        raise UsageError("--image-size is for images, and there are none", hint="say --images N")
     pixels = parse_pixels(options.image_size)
     if pixels is None:
         raise UsageError(

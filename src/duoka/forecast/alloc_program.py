@@ -26,7 +26,8 @@ class StageProgram:
 
     Its sizes are those of `examples`, a block of each kind, one after the other, then those of what
     comes from other devices (`moved`). Afterwards each block has `num_kept` caches or gradients,
-    and `left` is there besides; `out` are the slots of both.
+    and `left` is there besides; `out` are the slots of both. `takes_workspace` says that a matrix
+    product was the first one, and took cuBLAS's workspace.
     """
 
     moves: bytes
@@ -35,6 +36,7 @@ class StageProgram:
     num_kept: tuple[int, ...]
     left: tuple[Key, ...]
     out: tuple[int, ...]
+    takes_workspace: bool
 
     def sizes(self, events: AllocEvents, step: int) -> bytes:
         """The sizes of the program in one of the steps."""
@@ -63,7 +65,7 @@ class StageCompiler:
         workspace_bytes: int = 0,
     ) -> None:
         self.events, self.step, self.device_of = events, step, device_of
-        self._workspace_bytes = workspace_bytes
+        self._workspace_bytes, self._takes_workspace = workspace_bytes, False
         self.blocks = num_kept.keys()
         slots = itertools.count()
         self._caches = {
@@ -112,6 +114,7 @@ class StageCompiler:
             moved=tuple(self._moved),
             num_kept=tuple(map(len, caches)),
             left=tuple(self.alive),
+            takes_workspace=self._takes_workspace,
             out=(*itertools.chain(*caches), *self.alive.values()),
         )
 
@@ -132,9 +135,9 @@ class StageCompiler:
                 caches[number] = None
                 self._moves += (slot, BACK, True)
             elif code == MULTIPLY:
-                if self._workspace_bytes:
+                if self._workspace_bytes and not self._takes_workspace:
                     self._take_moved((float(self._workspace_bytes),))
-                    self._workspace_bytes = 0
+                    self._takes_workspace = True
             else:
                 self.release((number, other))
         self._caches[block] = [slot for slot in caches if slot is not None] + new_caches

@@ -312,7 +312,8 @@ def _first_steps(replay: Replay) -> list[tuple[Step, float]]:
     """The steps that run over the prompt, each with how many it stands for; in training all."""
     if isinstance(replay, TrainingReplay):
         return replay.weighted_steps()
-    return _sample([replay.step_over(*chunk) for chunk in replay.workload.chunks()])
+    chunks = [replay.step_over(*chunk) for chunk in replay.workload.chunks()]
+    return [(step, 1.0) for step in replay.encoding_steps()] + _sample(chunks)
 
 
 def _sample(items: Sequence[Item]) -> list[tuple[Item, float]]:

@@ -25,9 +25,13 @@ from .flash_splits import FlashShape
 from .tensor_names import Outline, OutlineBlock, TensorNames
 from .workload import Conditions
 
-Phase = Literal["prefill", "extend", "decode", "forward", "backward", "accumulate"]
-"""Of generation; and of a training step: the forward pass of a micro-batch, the backward pass of
-the first one, and that of later ones, whose gradients are added to what is there."""
+Phase = Literal[
+    "encode", "prefill", "extend", "decode", "release", "forward", "backward", "accumulate"
+]
+"""Of generation: images are encoded before the prompt, and their features end after it. And of a
+training step: the forward pass of a micro-batch, the backward pass of the first one, and that of
+later ones, whose gradients are added to what is there."""
+IMAGE_PHASES: tuple[Phase, ...] = ("encode", "release")
 TRAINING_PHASES: tuple[Phase, ...] = ("forward", "backward", "accumulate")
 
 # Fused attention copies a mask whose rows don't begin on a multiple of so many elements.
@@ -103,7 +107,8 @@ def evaluate_all(rules: Rules, values: Sequence[int]) -> list[int]:
 
 
 Key = tuple[int, int]
-"""A block and the number of an allocation in its tape; block -1 stands for the model's inputs."""
+"""A block and the number of an allocation in its tape, or -1 - that in an earlier step's; block -1
+stands for the model's inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +118,9 @@ class Ref:
     The origin is "own", made by this block in this step; "earlier", by the one `back` blocks
     before; "kept", by this block in an earlier step (a KV cache); "carried", by any block in this
     step and used far from it (masks, position embeddings; `index` is into `Regime.carried`); or
-    "input", given by the caller. `index` is the number of the allocation in the maker's tape, of
-    the slot of a cache, or of the model's input.
+    "input", given by the caller or, with `back`, kept by an earlier step of another block (features
+    of images). `index` is the number of the allocation in the maker's tape, of the slot of a cache,
+    or of the model's input.
     """
 
     origin: Literal["own", "earlier", "kept", "carried", "input"]
@@ -232,7 +238,8 @@ class Profile:
     (`refuse_other`), and so are prompts shorter than `least_prompt_tokens`, which hold no images.
     `notes` are sentences that a person should know who plans with it; plans repeat them. Rules may
     have a coefficient for each of the `flash_shapes` as well, behind those of all monomials.
-    `needs_movers` says that model code gives blocks what it made on the host.
+    `needs_movers` says that model code gives blocks what it made on the host, and
+    `reads_images_in_chunks` that it can read some of a prompt with images at a time.
     """
 
     fingerprint: str
@@ -248,6 +255,7 @@ class Profile:
     notes: tuple[str, ...] = ()
     flash_shapes: tuple[FlashShape, ...] = ()
     needs_movers: bool = False
+    reads_images_in_chunks: bool = False
 
     def __post_init__(self) -> None:
         if not self.blocks:
@@ -332,7 +340,14 @@ class Profile:
             return block - ref.back, ref.index
         if ref.origin == "carried":
             return self.regimes[regime].carried[ref.index]
+        if ref.back:
+            return block - ref.back, -1 - ref.index  # no allocation of this step
         return -1, ref.index
+
+    @property
+    def encodes_images(self) -> bool:
+        """Whether images are encoded in steps of their own."""
+        return any(regime.phase == "encode" for regime in self.regimes)
 
     @property
     def is_of_steps(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TypeVar
 
 from .alloc_events import AllocEvents, Step
@@ -36,7 +37,7 @@ class Replay(AllocEvents):
 
     With `brief` it leaves out the steps between the first and the last ones of a phase: for bounds
     and for seconds. Otherwise every step counts that changes what PyTorch's allocator holds.
-    A stage takes cuBLAS's workspace in its first step.
+    A stage takes cuBLAS's workspace in the first step in which it multiplies.
     """
 
     def __init__(self, profile: Profile, workload: Workload, *, brief: bool = False) -> None:
@@ -94,6 +95,8 @@ class Replay(AllocEvents):
     def _schedule(self) -> list[Step]:
         chunks = self.workload.chunks()
         steps = [self.step_over(*chunk) for chunk in (_ends(chunks) if self.brief else chunks)]
+        if encoding := self.encoding_steps():
+            steps = [*encoding, *steps, self._step("release", 0, 0)]
         keys = range(self.workload.prompt_tokens + 1, self.workload.context_tokens)
         chosen, between = self._decode_lengths(keys)
         last = self.workload.context_tokens
@@ -102,6 +105,16 @@ class Replay(AllocEvents):
                 self._step("decode", 1, length), large_at_tokens=0 if length in chosen else last
             )
             for length in sorted({*chosen, *between})
+        ]
+
+    def encoding_steps(self) -> list[Step]:
+        """The steps before the prompt in which images are encoded, if there are any."""
+        if not self.profile.encodes_images:
+            return []
+        passes = self.workload.passes()
+        return [
+            self._step("encode", images, encoded)
+            for images, encoded in zip(passes, accumulate(passes), strict=True)
         ]
 
     def _decode_lengths(self, keys: range) -> tuple[Collection[int], Sequence[int]]:
@@ -194,6 +207,7 @@ class _InferenceRun(StageRun):
         # Block by block, and how many of each.
         self.caches: list[Held] = []
         self.num_kept = (0,) * len(self.blocks)
+        self._has_workspace = False
         self._programs: dict[tuple[bool, int, int, tuple[int, ...]], StageProgram] = {}
 
     def run_steps(self) -> tuple[int, int]:
@@ -204,15 +218,14 @@ class _InferenceRun(StageRun):
 
     def _run_step(self, step: int) -> None:
         call = self.replay.steps[step]
-        is_first = step == 0
-        key = (is_first, call.regime, call.large_at_tokens, self.num_kept)
+        key = (self._has_workspace, call.regime, call.large_at_tokens, self.num_kept)
         if key not in self._programs:
             compiler = StageCompiler(
                 self.replay,
                 step,
                 dict(zip(self.blocks, self.num_kept, strict=True)),
                 device_of=self.device_of,
-                workspace_bytes=is_first * self.replay.workspace_bytes,
+                workspace_bytes=0 if self._has_workspace else self.replay.workspace_bytes,
             )
             compiler.run(range(self.blocks[0], self.blocks[-1] + 1))
             # Blocks behind the last one free what is theirs; nothing is allocated in between.
@@ -222,6 +235,7 @@ class _InferenceRun(StageRun):
         sizes = program.sizes(self.replay, step)
         self.caches = self.memory.run(program.moves, sizes, self.caches, program.out)
         self.num_kept = program.num_kept
+        self._has_workspace |= program.takes_workspace
 
 
 def _ends(items: Sequence[T]) -> Sequence[T]:

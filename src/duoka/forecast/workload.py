@@ -96,16 +96,22 @@ class Conditions:
     """What of a workload decides which code runs, and not only at which sizes.
 
     A profile holds for one of these, and for any batch, context, chunk, optimizer and number of
-    micro-batches.
+    micro-batches; with images for one chunk.
     """
 
     cache: Cache = "dynamic"
     quantize: Quantization = "none"
     images: int = 0
     image_size: tuple[int, int] | None = None
+    vision_batch: int | None = None
+    image_chunk_tokens: int | None = None
     logits: Logits = "last"
     before_ampere: bool = False
     training: Training | None = None
+
+    def passes(self, batch: int) -> tuple[int, ...]:
+        """How many images of a batch are encoded at a time, in order."""
+        return image_passes(self.images * batch, self.vision_batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +142,9 @@ class Workload:
         Images in each prompt. Their tokens are part of `prompt_tokens`.
     image_size : tuple of int
         Height and width of each image in pixels, before the model's own preprocessing.
+    vision_batch : int, None or "auto"
+        Images that the vision tower encodes at a time: a number, None for all of the batch's, or
+        "auto" for all where they fit and the most that fit where they don't.
     logits : {"last", "all"}
         Of which positions of a prompt logits are made: of the last one, to go on from, or of all,
         to score a text.
@@ -164,6 +173,7 @@ class Workload:
     quantize: Quantization = "none"
     images: int = 0
     image_size: tuple[int, int] = (1024, 1024)
+    vision_batch: int | None | Literal["auto"] = "auto"
     logits: Logits = "last"
     gpu_generation: GpuGeneration = field(default_factory=GpuGeneration)
     training: Training | None = None
@@ -186,7 +196,7 @@ class Workload:
         if self.training is not None:
             self._refuse_in_training()
         self._refuse_too_many()
-        self._make_chunk()
+        self._make_parts()
         choose("cache", self.cache, CACHES)
         choose("logits", self.logits, get_args(Logits))
 
@@ -202,20 +212,19 @@ class Workload:
             )
         object.__setattr__(self, "image_size", size)
 
-    def _make_chunk(self) -> None:
-        chunk = self.prefill_chunk_tokens
-        if isinstance(chunk, str) and chunk != "auto":
-            raise UsageError(
-                f"prefill_chunk_tokens is {chunk!r}", hint='give a number, None or "auto"'
-            )
-        if chunk is None or chunk == "auto":
-            return
-        _make_whole(self, "prefill_chunk_tokens", 1)
-        if isinstance(chunk, int) and chunk > MOST_TOKENS:
-            raise UsageError(
-                f"prefill_chunk_tokens is {chunk}; it must be at most {MOST_TOKENS}",
-                hint="leave it out, and the largest chunk that fits is taken",
-            )
+    def _make_parts(self) -> None:
+        for name in ("prefill_chunk_tokens", "vision_batch"):
+            number = getattr(self, name)
+            if isinstance(number, str) and number != "auto":
+                raise UsageError(f"{name} is {number!r}", hint='give a number, None or "auto"')
+            if number is None or number == "auto":
+                continue
+            _make_whole(self, name, 1)
+            if number > MOST_TOKENS:
+                raise UsageError(
+                    f"{name} is {number}; it must be at most {MOST_TOKENS}",
+                    hint="leave it out, and the most that fits is taken",
+                )
 
     def _refuse_in_training(self) -> None:
         for name, got, plain in (
@@ -267,6 +276,8 @@ class Workload:
             quantize=self.quantize,
             images=self.images,
             image_size=self.image_size if self.images else None,
+            vision_batch=_number(self.vision_batch) if self.images else None,
+            image_chunk_tokens=_number(self.prefill_chunk_tokens) if self.images else None,
             logits=self.logits,
             before_ampere=self.gpu_generation.before_ampere,
             training=training,
@@ -275,6 +286,16 @@ class Workload:
     def resolved(self, *, dtype: str) -> Workload:
         """The same workload with "auto" replaced by the checkpoint's dtype."""
         return replace(self, dtype=choose("dtype", dtype, DTYPES)) if self.dtype == "auto" else self
+
+    def passes(self) -> tuple[int, ...]:
+        """How many of the batch's images are encoded at a time, in order.
+
+        Examples
+        --------
+        >>> Workload(images=5, vision_batch=2).passes()
+        (2, 2, 1)
+        """
+        return self.conditions.passes(self.batch)
 
     def chunks(self) -> tuple[tuple[int, int], ...]:
         """Prefill steps as (query tokens, past tokens), in order.
@@ -291,6 +312,17 @@ class Workload:
             (min(step, self.prompt_tokens - past), past)
             for past in range(0, self.prompt_tokens, step)
         )
+
+
+def image_passes(images: int, vision_batch: int | None) -> tuple[int, ...]:
+    """How many of some images are encoded at a time, in order; all at once without a limit."""
+    size = vision_batch or max(images, 1)
+    return tuple(min(size, images - done) for done in range(0, images, size))
+
+
+def _number(value: int | str | None) -> int | None:
+    """What is asked for; None for all at once, as it is while nothing is decided."""
+    return value if isinstance(value, int) else None
 
 
 def read_dtype(word: str) -> Dtype:

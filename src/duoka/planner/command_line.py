@@ -87,14 +87,13 @@ def _sizes(request: PlanRequest) -> Iterator[tuple[str, ...]]:
         ("--cache", workload.cache, _DEFAULT.cache),
         ("--quantize", workload.quantize, _DEFAULT.quantize),
     )
-    chunk = workload.prefill_chunk_tokens
     if workload.training is None:
-        usual = _DEFAULT.prefill_chunk_tokens
-        yield from _unusual(("--prefill-chunk", "none" if chunk is None else chunk, usual))
+        yield from _unusual(("--prefill-chunk", workload.prefill_chunk_tokens or "none", "auto"))
     if workload.images:
         height, width = workload.image_size
         yield ("--images", str(workload.images))
         yield ("--image-size", f"{width}x{height}")
+        yield from _unusual(("--vision-batch", workload.vision_batch or "none", "auto"))
 
 
 def _training(training: Training | None) -> Iterator[tuple[str, ...]]:

@@ -262,12 +262,14 @@ def _peaks(costs: Costs, solution: Solution, fleet: Fleet) -> Iterator[StageByte
 
 def with_chunks(workload: Workload) -> Iterator[Workload]:
     """Yield the workload with its prefill chunk resolved: the whole prompt, then smaller chunks."""
+    if workload.images and workload.vision_batch == "auto":
+        workload = replace(workload, vision_batch=None)
     if workload.prefill_chunk_tokens != "auto":
         yield workload
         return
     yield replace(workload, prefill_chunk_tokens=None)
-    if workload.training is not None:
-        return  # a sequence is learnt from whole
+    if workload.training is not None or workload.images:
+        return  # a sequence is learnt from whole; with images each chunk has a profile of its own
     chunk = _LARGEST_CHUNK_TOKENS
     while chunk >= _SMALLEST_CHUNK_TOKENS:
         if chunk < workload.prompt_tokens:

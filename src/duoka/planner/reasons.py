@@ -46,6 +46,7 @@ _SENTENCES = {
         "The prompt runs in chunks of {tokens} tokens, which takes longer: in larger ones it needs "
         "more memory."
     ),
+    "vision-batch": "Images are encoded {images} at a time: more at once need more memory.",
     "quantized": "The weights become {form}: {tried} they don't fit.",
     "offloaded-unquantized": "Some weights leave the GPUs: {tried} they don't fit.",
     "largest-batch": "The largest batch that fits {tokens} tokens each is {batch}: {limit}.",
@@ -131,7 +132,9 @@ def offload_reason(num_modules: int, num_bytes: int, seconds: float | None) -> R
 
 
 def chunk_reason(requested: Workload, chosen: Workload) -> Iterator[Reason]:
-    """Why the prompt runs in chunks, where that wasn't asked for."""
+    """Why the prompt runs in chunks, or images are encoded in passes, where nobody asked for it."""
+    if requested.images and requested.vision_batch == "auto" and chosen.vision_batch is not None:
+        yield Reason("vision-batch", {"images": chosen.vision_batch})
     chunk = chosen.prefill_chunk_tokens
     if requested.prefill_chunk_tokens == "auto" and isinstance(chunk, int):
         kind = "small-chunks" if chunk < LEAST_CHUNK_TOKENS else "chunks"

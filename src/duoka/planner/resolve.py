@@ -18,9 +18,12 @@ from duoka.forecast.workload import Training, Workload, with_quantization
 from .modes import attempt, find
 from .plan import Plan
 from .planner import check_context
-from .reasons import quantization_reason
+from .reasons import chunk_reason, quantization_reason
 from .request import PlanProblem, PlanRequest
 from .suggestions import ProfileFor, WaysOut
+
+# Each is a profile of its own.
+_IMAGE_CHUNKS = (4096, 1024, 256)
 
 Find = Callable[[Workload], Profile]
 """The profile of a checkpoint for a workload: a cached one, or else a new one."""
@@ -40,6 +43,9 @@ def answer(
     try:
         return replace(find(profile, problem, source=source), request=request)
     except InfeasibleError as error:
+        plan = None if profile_for is None else _attempt_in_parts(profile, problem, profile_for)
+        if plan is not None:
+            return replace(plan, source=source, request=request)
         if not suggest:
             raise
         say("looking for what would fit instead")
@@ -47,6 +53,41 @@ def answer(
         joined = profile.outline.joined_layers
         because = "" if joined is None else f"; {joined_note(joined)}"
         raise error.with_ways_out(ways.search(), because) from None
+
+
+def _attempt_in_parts(
+    profile: Profile, problem: PlanProblem, profile_for: ProfileFor
+) -> Plan | None:
+    """The plan where images are encoded, or their prompt is read, in the largest parts that fit."""
+
+    def attempt_with(workload: Workload) -> Plan | None:
+        other = profile_for(workload)
+        return None if other is None else attempt(other, replace(problem, workload=workload))
+
+    *larger, smallest = [problem.workload, *_in_parts(problem.workload, profile)]
+    if not larger or problem.largest is not None or (plan := attempt_with(smallest)) is None:
+        return None
+    for workload in larger[1:]:
+        if (larger_plan := attempt_with(workload)) is not None:
+            plan = larger_plan
+            break
+    return replace(plan, why=(*chunk_reason(problem.workload, plan.workload), *plan.why))
+
+
+def _in_parts(workload: Workload, profile: Profile) -> Iterator[Workload]:
+    """The workload with fewer images encoded at a time, then its prompt in chunks: ever smaller."""
+    if not profile.encodes_images:
+        return
+    if workload.vision_batch == "auto":
+        images = workload.images * workload.batch
+        while images > 1:
+            images = -(-images // 2)
+            workload = replace(workload, vision_batch=images)
+            yield workload
+    if workload.prefill_chunk_tokens == "auto" and profile.reads_images_in_chunks:
+        for tokens in _IMAGE_CHUNKS:
+            if tokens < workload.prompt_tokens:
+                yield replace(workload, prefill_chunk_tokens=tokens)
 
 
 def joined_note(layers: str) -> str:
@@ -79,10 +120,15 @@ def answer_checkpoint(
     refuse_offload(checkpoint, problem)
     find = cache(find)
     problem = replace(problem, trust_remote_code=checkpoint.trust_remote_code)
+
+    def profile_for(workload: Workload) -> Profile:
+        return find(workload_for(checkpoint, workload))
+
     *earlier, last = _resolved(checkpoint, problem)
     chosen, tried = last, [candidate.workload.quantize for candidate in earlier]
     for number, candidate in enumerate(earlier):
-        if attempt(find(candidate.workload), candidate) is not None:
+        first = find(candidate.workload)
+        if attempt(first, candidate) or _attempt_in_parts(first, candidate, profile_for):
             chosen, tried = candidate, tried[:number]
             break
     try:
@@ -90,7 +136,7 @@ def answer_checkpoint(
             find(chosen.workload),
             chosen,
             source=checkpoint.source,
-            profile_for=lambda other: find(workload_for(checkpoint, other)),
+            profile_for=profile_for,
             request=problem.request,
             suggest=suggest,
         )
@@ -172,12 +218,11 @@ def refuse_offload(checkpoint: Checkpoint, problem: PlanProblem) -> None:
 def whole_prompt(workload: Workload, *, is_encoder: bool, is_own_code: bool = False) -> Workload:
     """The workload without chunks for an encoder, which can't read its prompt in such.
 
-    Nor can a prompt with images: transformers refuses to cut it. And a checkpoint's own code may
-    prepare its first call for the prompt, and every later one for one token, whatever it is given.
+    A checkpoint's own code may prepare its first call for the prompt, and every later one for one
+    token, whatever it is given.
     """
     reasons = {
         "an encoder can't read its prompt": is_encoder,
-        "a prompt with images can't run": bool(workload.images),
         "code that comes with a checkpoint can't be relied on to read its prompt": is_own_code,
     }
     reader = next((reader for reader, is_so in reasons.items() if is_so), None)

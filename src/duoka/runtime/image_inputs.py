@@ -104,18 +104,37 @@ class ImagePrompts:
         self, batch: int, prompt_tokens: int, device: torch.device | str = "cpu"
     ) -> dict[str, Tensor]:
         """The arguments of `forward` for one batch; prompts are longer if the images need more."""
+        return {
+            **self.pictures(batch, device),
+            **self.text(batch, prompt_tokens, device),
+        }
+
+    def pictures(self, batch: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """What the image processor makes of one batch's images."""
         with self._guessing():
-            inputs = self._build(batch, prompt_tokens)
+            return self._on(device, self._processed(batch))
+
+    def text(
+        self, batch: int, prompt_tokens: int, device: torch.device | str = "cpu"
+    ) -> dict[str, Tensor]:
+        """The ids of one batch, and what says where the images are."""
+        with self._guessing():
+            return self._on(device, self._build(batch, prompt_tokens))
+
+    def _on(self, device: torch.device | str, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {key: value.to(device) for key, value in inputs.items() if key in self._accepted}
 
-    def _build(self, batch: int, prompt_tokens: int) -> dict[str, Tensor]:
+    def _processed(self, batch: int) -> dict[str, Tensor]:
         if batch not in self._pictures:
-            self._pictures[batch] = _pictures(self._model, [self._sizes] * batch)
-        pictures = self._pictures[batch]
-        if "images" in self._accepted:  # as the published code of GLM-4V calls them
-            pictures = {**pictures, "images": pictures["pixel_values"]}
-        prompt = _Prompt(self._model.config, self._counts, pictures)
-        return {**pictures, **prompt.arguments(batch, prompt_tokens)}
+            pictures = _pictures(self._model, [self._sizes] * batch)
+            if "images" in self._accepted:  # as the published code of GLM-4V calls them
+                pictures["images"] = pictures["pixel_values"]
+            self._pictures[batch] = pictures
+        return self._pictures[batch]
+
+    def _build(self, batch: int, prompt_tokens: int) -> dict[str, Tensor]:
+        prompt = _Prompt(self._model.config, self._counts, self._processed(batch))
+        return prompt.arguments(batch, prompt_tokens)
 
     @contextmanager
     def _guessing(self) -> Iterator[None]:

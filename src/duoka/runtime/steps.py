@@ -13,7 +13,7 @@ to None, as `zero_grad` does.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import Any
@@ -24,9 +24,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from duoka.errors import ModelError
+from duoka.forecast.profile import Phase
 from duoka.forecast.workload import Conditions, Training, Workload, refuse_short
 from duoka.models.kv_cache import CACHE_NAMES, cache_name, lengthen, longer, new_cache
 
+from .encode_images import ImageReader, encodes_apart, refuse_parts
 from .image_inputs import ImagePrompts
 
 _PLAIN = Conditions()
@@ -40,7 +42,9 @@ class Stepper:
     latter the first step's tokens are the encoder's, and the decoder begins with one. Several
     sequences come with padding on the left, as prompts of different lengths have it. `device` is
     where the caller's inputs are made: that of the first module. A static cache is made for
-    `context_tokens`. With `prompts` the first step has these images in its prompt.
+    `context_tokens`. With `prompts` these images are in the prompt; where the model encodes them
+    apart there are steps for that, with `passes` images, before the prompt, and one after it in
+    which their features end. A prompt that is read in chunks has `prompt_tokens`.
     """
 
     def __init__(
@@ -52,11 +56,20 @@ class Stepper:
         conditions: Conditions = _PLAIN,
         context_tokens: int = 0,
         prompts: ImagePrompts | None = None,
+        prompt_tokens: int = 0,
     ) -> None:
         self.model: Any = model
         self.batch = batch
         self.device = device
         self.prompts = prompts
+        self.prompt_tokens = prompt_tokens
+        self.passes: tuple[int, ...] = ()
+        if prompts is not None:
+            in_chunks = conditions.image_chunk_tokens is not None
+            refuse_parts(model, in_passes=conditions.vision_batch is not None, in_chunks=in_chunks)
+            if encodes_apart(model):
+                self.passes = conditions.passes(batch)
+        self._reader: ImageReader | None = None
         self.past = 0
         self.encoded: Any = None
         # What a model with a cache of its own asks `generate` to say in its next call.
@@ -88,10 +101,35 @@ class Stepper:
             conditions=workload.conditions,
             context_tokens=workload.static_tokens,
             prompts=prompts,
+            prompt_tokens=workload.prompt_tokens,
         )
+
+    def take(self, phase: Phase, tokens: int) -> None:
+        """Take a step of any phase; when images are encoded, `tokens` are images."""
+        if phase == "encode":
+            self.encode()
+        elif phase == "release":
+            self.release()
+        else:
+            self.step(tokens)
+
+    def encode(self) -> None:
+        """Encode the images of the next pass."""
+        assert self.prompts is not None, "there are images"
+        if self._reader is None:
+            pictures = self.prompts.pictures(self.batch, self.device)
+            self._reader = ImageReader(self.model, pictures, self.passes)
+        self._reader.encode()
+
+    def release(self) -> None:
+        """Let go of what images became: the prompt is read."""
+        self._reader = None
 
     def step(self, query: int) -> None:
         """Run the model over `query` more tokens."""
+        if self._reader is not None:
+            self._read(self._reader, query)
+            return
         if self.prompts is not None and not self.past:
             inputs = self.prompts.inputs(self.batch, query, self.device)
             if self.batch > 1 and "attention_mask" in inputs:
@@ -110,6 +148,29 @@ class Stepper:
             "return_dict": True,
         }
         self._step(self.past + inputs["input_ids"].shape[1], arguments)
+
+    def _read(self, reader: ImageReader, query: int) -> None:
+        """Read some of a prompt whose images are encoded, prepared as `generate` does it."""
+        assert self.prompts is not None, "there are images"
+        if not self.past:
+            text = self.prompts.text(self.batch, self.prompt_tokens or query, self.device)
+            if self.batch > 1:
+                text["attention_mask"][:-1, :1] = 0
+            reader.begin(text)
+        arguments = reader.arguments(self.past, self.past + query)
+        if not self._masked:
+            arguments["attention_mask"] = None
+        ids = arguments.pop("input_ids")
+        prepare: Any = self.model.prepare_inputs_for_generation
+        inputs: dict[str, Any] = prepare(
+            ids,
+            is_first_iteration=True,
+            use_cache=True,
+            **arguments,
+            **self._kept_logits,
+            **{self._cache_name: self.cache},
+        )
+        self._step(self.past + query, {**inputs, "return_dict": True})
 
     def _step(self, keys: int, arguments: dict[str, Any]) -> None:
         outputs = self.model(**arguments)
@@ -130,10 +191,17 @@ class Stepper:
 
     def run(self, workload: Workload, *, decode_steps: int) -> None:
         """Run a workload's prefill, and some decode steps."""
-        for query, _ in workload.chunks():
-            self.step(query)
+        for phase, tokens in self.prompt_steps(workload):
+            self.take(phase, tokens)
         for _ in range(decode_steps):
             self.step(1)
+
+    def prompt_steps(self, workload: Workload) -> Iterator[tuple[Phase, int]]:
+        """The steps up to the first new token: phases, with their images or tokens."""
+        yield from (("encode", images) for images in self.passes)
+        yield from (("extend" if past else "prefill", query) for query, past in workload.chunks())
+        if self.passes:
+            yield "release", 0
 
     def lengthen(self, tokens: int) -> None:
         """Let the cache hold that many more tokens, without computing them one by one.

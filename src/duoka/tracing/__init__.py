@@ -4,13 +4,15 @@
 - `trace`, `trace_training`: a model → its profile, for inference and for training
 - `blocks`, `device_moves`: what must stay whole, and where model code moves tensors by itself
 - `probe_sizes`: the steps that are recorded
+- `assemble`: blocks and what each costs → a profile
 - `record`, `record_returns`, `record_training`: what one step allocates, frees and passes on
 - `op_costs`: what one operator computes, reads and writes
 - `fit`: recordings at several sizes → rules
 - `published_names`: a model's tensors under their own names and their checkpoint's
 """
 
-from .trace import Irregular, TraceSpec, trace, trace_call, trace_workload
+from .assemble import TraceSpec
+from .trace import Irregular, trace, trace_call, trace_workload
 from .trace_training import profile_training
 
 __all__ = [

@@ -14,6 +14,7 @@ import numpy as np
 
 from duoka.forecast.flash_splits import FlashShape, PartBytes
 from duoka.forecast.profile import (
+    IMAGE_PHASES,
     MONOMIALS,
     TRAINING_MONOMIALS,
     TRAINING_PHASES,
@@ -107,7 +108,10 @@ def _resolve(
     def ref(home: Home) -> Ref:
         if home[0] != number:
             slot = raw.slots.get(home)
-            return Ref(origin="input", index=0) if slot is None else Ref(origin="kept", index=slot)
+            if slot is not None:
+                return Ref(origin="kept", index=slot)
+            back = block - home[1]
+            return Ref(origin="input", index=home[2] if back else 0, back=back)
         if home[1] == block:
             return Ref(origin="own", index=home[2])
         # A neighbour's is told from here even if others far off use it too: the tape may stand for
@@ -161,6 +165,8 @@ def _tape(raws: list[RawTape], resolved: list[_Resolved], solver: _Solver) -> Ta
 # What sizes depend on in each phase, tried in this order; k is q in a prefill, q is 1 in a decode.
 # Padded copies of masks depend on p, masks of a full window on qq and no k; arithmetic on both.
 _BASES: dict[Phase, tuple[tuple[str, ...], ...]] = {
+    "encode": (("1",), ("1", "q")),  # q is images, of the whole batch
+    "release": (("1",),),
     "prefill": (("1", "q", "qq"), ("1", "p", "qp")),
     "extend": (("1", "q", "k", "qk"), ("1", "q", "p", "qp"), ("1", "q", "k", "qk", "qq")),
     "decode": (("1", "k"), ("1", "p")),
@@ -171,6 +177,8 @@ _BASES: dict[Phase, tuple[tuple[str, ...], ...]] = {
 }
 # The same with a static cache, whose keys and masks are as long as its context c.
 _STATIC_BASES: dict[Phase, tuple[tuple[str, ...], ...]] = {
+    "encode": (("1",), ("1", "q")),  # q is images, of the whole batch
+    "release": (("1",),),
     "prefill": (("1", "q", "qq", "c", "qc"), ("1", "q", "qq", "r", "qr")),
     "extend": (("1", "q", "k", "c", "qc"), ("1", "q", "k", "r", "qr")),
     "decode": (("1", "k", "c"), ("1", "k", "r")),
@@ -191,7 +199,7 @@ class _Solver:
             # One call of a module: every rule is a constant, and there is nothing to check.
             self._bases = [_Basis([0], [[1]])]
             return
-        many = samples[0].batch > 1
+        many = samples[0].batch > 1 and samples[0].phase not in IMAGE_PHASES
         trains = samples[0].phase in TRAINING_PHASES
         names = TRAINING_MONOMIALS if trains else MONOMIALS
         values = [sample.monomials for sample in samples]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import combinations, pairwise
 from threading import RLock
@@ -21,26 +21,26 @@ from duoka import virtual
 from duoka.base.model_code import where_raised
 from duoka.errors import ModelError
 from duoka.forecast.flash_splits import FlashShape
-from duoka.forecast.profile import ALIGNED_TOKENS, Block, Kind, Phase, Profile, Regime, Tape
+from duoka.forecast.profile import ALIGNED_TOKENS, Phase, Profile, Regime
 from duoka.forecast.tensor_names import NamedTensor
-from duoka.forecast.workload import Conditions, Workload
+from duoka.forecast.workload import Workload
 from duoka.hardware.gpu_generation import GpuGeneration
-from duoka.models.quantization import is_composed, parts
+from duoka.models.quantization import parts
 from duoka.planner.placement import Placement
 from duoka.runtime.dispatch.arguments import to_device
 from duoka.runtime.dispatch.place_tensors import invent_values, place
+from duoka.runtime.encode_images import reads_in_chunks
 from duoka.runtime.image_inputs import ImagePrompts, prompts_for
 from duoka.runtime.steps import Stepper
 
-from .blocks import Group, find_containers, find_groups
+from .assemble import CALLER, ENDLESS, EVERYWHERE, RegimeTapes, TraceSpec, as_profile
+from .blocks import find_groups
 from .fit import Sample, Unlike, fit
 from .probe_sizes import Run, crossing_runs, image_runs, plain_runs, static_runs
-from .published_names import by_block, name_tensors
+from .published_names import name_tensors
 from .record import Recorder
 from .record_returns import ReturningRecorder
 
-ENDLESS = 2**40
-EVERYWHERE = (0, ENDLESS)
 # Rules are made from steps up to this length, counted from the start of a range. Nothing changes
 # beyond it: where code changes its ways (windows), a range ends.
 _PROBED_TOKENS = 2**11
@@ -49,34 +49,6 @@ _SHORTEST_WINDOW = 256
 _LOOKED_AT_TOKENS = 8
 # Between the recorded steps of one workload, so many tokens are filled in at a time.
 _FILLED_TOKENS = 128
-
-_NOTES = {
-    "meta": (),
-    "even": ("the model's code reads which experts are chosen: the forecast is for even choices",),
-    "cpu": ("the model's code reads values: the forecast is for random weights",),
-}
-"""What a person should know who plans with a profile, by what held the numbers."""
-
-CALLER = Group(names=(), owners=())
-"""What a caller does with what the model returns: `generate` samples from the logits of a step."""
-
-RegimeTapes = tuple[Regime, list[Tape]]
-"""Where rules hold, and the tape of each block there."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceSpec:
-    """What a trace holds besides the model: whose it is, and what it is run under.
-
-    `published` are the checkpoint's names of its tensors, where they are known; `conditions` are
-    what the model is run under. `data` is what holds the numbers of the GPU that it runs on.
-    """
-
-    fingerprint: str
-    max_context_tokens: int | None = None
-    published: tuple[str, ...] | None = None
-    conditions: Conditions = field(default_factory=Conditions)
-    data: str = "meta"
 
 
 class Irregular(Exception):
@@ -250,7 +222,11 @@ class _Tracer:
         # What a tower makes is moved to the text's embeddings, and is spliced into them there.
         groups = look(hears_moves=True) if prompts is not None else look()
         recorder: type[Recorder] = ReturningRecorder
-        if all(group.returns_to is None for group in groups):
+        if self.stepper(1).passes:
+            # A step of its own made it: that move is no way back.
+            groups = [group for group in groups if group.returns_to is None]
+            recorder = Recorder
+        elif all(group.returns_to is None for group in groups):
             recorder = Recorder
             groups = look() if prompts is not None else groups
         self.groups = [*groups, CALLER]
@@ -272,7 +248,11 @@ class _Tracer:
         cells = list(ranges(self.model.config, self.longest))
         if len(cells) > 1 and (self.spec.conditions.cache == "static" or self.prompts is not None):
             raise Unlike("costs with a window and a static cache, or images, have more lengths")
+        if self.spec.conditions.image_chunk_tokens is not None:
+            raise Unlike("what a chunk costs depends on which images are in it")
         yield from self._regimes(cells, many=False)
+        if self.spec.conditions.vision_batch is not None:
+            return  # the batch decides on the passes
         try:
             yield from list(self._regimes(cells, many=True))
         except Unlike:
@@ -291,6 +271,7 @@ class _Tracer:
         return replace(
             as_profile(self.model, self.groups, self.spec, regimes, named),
             least_prompt_tokens=self.least_tokens,
+            reads_images_in_chunks=self.prompts is not None and reads_in_chunks(self.model),
             flash_shapes=tuple(self.shapes),
             needs_movers=self.recorder.needs_movers,
         )
@@ -315,6 +296,8 @@ class _Tracer:
         before, self.has_cache = 0, False
         with self.recorder as recorder:
             recorder.forget()
+            for sample in self._encoded(stepper):
+                yield _fitted(_pass_regime(sample, many), [sample])
             for query, past in [*steps, *_decodes(workload)]:
                 while stepper.past < past:
                     # Recorded and thrown away: what is skipped must be skipped here as well.
@@ -334,6 +317,22 @@ class _Tracer:
                 )
                 yield _fitted(regime, [Sample(phase, workload.batch, query, keys, recorded)])
                 before = keys
+                if keys == workload.prompt_tokens:
+                    for sample in self._released(stepper):
+                        yield _fitted(_release_regime(many), [sample])
+
+    def _encoded(self, stepper: Stepper) -> Iterator[Sample]:
+        """Record the passes in which images are encoded; their keys are how many there are now."""
+        encoded = 0
+        for images in stepper.passes:
+            encoded += images
+            recorded = self.recorder.record(stepper.encode)
+            yield Sample("encode", stepper.batch, images, encoded, recorded)
+
+    def _released(self, stepper: Stepper) -> Iterator[Sample]:
+        """Record how features of images end, if there are any, once their prompt is read."""
+        if stepper.passes:
+            yield Sample("release", stepper.batch, 0, 0, self.recorder.record(stepper.release))
 
     def _cell(self, many: bool, start: int, stop: int) -> Iterator[RegimeTapes]:
         """The regimes of one range, for one sequence or several."""
@@ -345,11 +344,25 @@ class _Tracer:
         if self.spec.conditions.cache == "static":
             runs = list(static_runs(runs))
         samples = _Samples(runs, self._record)
-        for phase in dict.fromkeys(phase for phase, _ in runs[0].steps if phase is not None):
+        for phase in dict.fromkeys(sample.phase for sample in samples.all):
+            if phase == "encode":
+                yield from self._passes(samples.all, many)
+                continue
             regime = Regime(
                 phase=phase, many=many, query=EVERYWHERE, past=EVERYWHERE, keys=(start, stop)
             )
             yield from self._split(regime, samples)
+
+    def _passes(self, samples: Sequence[Sample], many: bool) -> Iterator[RegimeTapes]:
+        """The regimes of the passes in which images are encoded."""
+        encoding = [sample for sample in samples if sample.phase == "encode"]
+        if self.spec.conditions.vision_batch is None:  # one pass, with all images of the batch
+            everywhere = replace(_pass_regime(encoding[0], many), query=EVERYWHERE, keys=EVERYWHERE)
+            yield _fitted(everywhere, encoding)
+            return
+        for keys in dict.fromkeys(sample.keys for sample in encoding):
+            alike = [sample for sample in encoding if sample.keys == keys]
+            yield _fitted(_pass_regime(alike[0], many), alike)
 
     def _crossing(
         self, many: bool, before: tuple[int, int], after: tuple[int, int]
@@ -379,18 +392,21 @@ class _Tracer:
             yield _fitted(replace(regime, aligned=aligned), samples.where(aligned), self.shapes)
 
     def _record(self, runs: Iterable[Run]) -> list[Sample]:
-        samples = []
+        samples: list[Sample] = []
         with self.recorder as recorder:
             for run in runs:
                 stepper = self.stepper(run.batch, run.context)
                 recorder.forget()
-                for phase, tokens in run.steps:
+                samples.extend(self._encoded(stepper))
+                for number, (phase, tokens) in enumerate(run.steps):
                     recorded = recorder.record(
                         partial(stepper.step, tokens), alone=run.batch == tokens == 1
                     )
                     if phase is not None:
                         sizes = run.batch, tokens, stepper.past
                         samples.append(Sample(phase, *sizes, recorded, run.context))
+                    if number == 0:
+                        samples.extend(self._released(stepper))
         return samples
 
 
@@ -423,76 +439,24 @@ def _decodes(workload: Workload) -> list[tuple[int, int]]:
     return [(1, past) for past in chosen]
 
 
+def _pass_regime(sample: Sample, many: bool) -> Regime:
+    """Where a pass holds that encodes some images: after so many others."""
+    query, keys = sample.query, sample.keys
+    return Regime(
+        phase="encode",
+        many=many,
+        query=(query, query + 1),
+        past=EVERYWHERE,
+        keys=(keys, keys + 1),
+    )
+
+
+def _release_regime(many: bool) -> Regime:
+    return Regime(phase="release", many=many, query=(0, 1), past=EVERYWHERE, keys=EVERYWHERE)
+
+
 def _fitted(
     regime: Regime, samples: Sequence[Sample], shapes: list[FlashShape] | None = None
 ) -> RegimeTapes:
     tapes, carried = fit([sample for sample in samples if sample.phase == regime.phase], shapes)
     return replace(regime, carried=carried), tapes
-
-
-def as_profile(
-    model: nn.Module,
-    groups: Sequence[Group],
-    spec: TraceSpec,
-    regimes: Sequence[RegimeTapes],
-    named: Sequence[NamedTensor],
-) -> Profile:
-    """The profile of a model's blocks, in the regimes that were recorded."""
-    weights, ties = weights_and_ties(model, groups)
-    kinds: dict[Kind, int] = {}
-    blocks = []
-    inside = find_containers(model, groups)
-    # Packages load quantized weights where they compute; nothing brings them there for each call.
-    may_stream = not any(map(is_composed, model.parameters()))
-    for index, group in enumerate(groups):
-        kind = Kind(weight_bytes=weights[index], tapes=tuple(tapes[index] for _, tapes in regimes))
-        number = kinds.setdefault(kind, len(kinds))
-        # The caller is where it has made the inputs, which is where the first block lies.
-        tied_to = 0 if group == CALLER else ties.get(index, group.returns_to)
-        blocks.append(
-            Block(
-                modules=group.names,
-                kind=number,
-                tied_to=tied_to,
-                inside=inside[index],
-                streams=group.streams and may_stream,
-            )
-        )
-    first = next(iter(model.parameters()), None)
-    return Profile(
-        fingerprint=spec.fingerprint,
-        model=type(model).__name__,
-        dtype="float32" if first is None else str(first.dtype).removeprefix("torch."),
-        blocks=tuple(blocks),
-        kinds=tuple(kinds),
-        regimes=tuple(regime for regime, _ in regimes),
-        max_context_tokens=spec.max_context_tokens,
-        tensor_names=by_block(named, [block.modules for block in blocks]),
-        conditions=spec.conditions,
-        notes=_NOTES[spec.data],
-    )
-
-
-def weights_and_ties(
-    model: nn.Module, groups: Sequence[Group]
-) -> tuple[list[tuple[int, ...]], dict[int, int]]:
-    """Bytes of each block's tensors, and for each tied block the one that it shares with."""
-    block_of = {owner: index for index, group in enumerate(groups) for owner in group.owners}
-    sizes: list[list[int]] = [[] for _ in groups]
-    first_of = list(range(len(groups)))
-    met: dict[int, int] = {}
-    for name, module in model.named_modules():
-        if name not in block_of:  # it owned nothing, until a buffer was registered in a run
-            continue
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            block = block_of[name]
-            if id(tensor) not in met:
-                met[id(tensor)] = block
-                sizes[block].extend(part.nbytes for part in parts(tensor).values())
-                continue
-            # Ties join: a head may share its weight with one block and its bias with another.
-            one, other = first_of[met[id(tensor)]], first_of[block]
-            low, high = min(one, other), max(one, other)
-            first_of = [low if first == high else first for first in first_of]
-    ties = {block: first for block, first in enumerate(first_of) if first != block}
-    return [tuple(item) for item in sizes], ties

@@ -23,25 +23,21 @@ from duoka.forecast.workload import DTYPES, Dtype, Training, Workload
 from duoka.models import base_name, make_trainable
 from duoka.runtime.steps import Learner
 
+from .assemble import (
+    CALLER,
+    ENDLESS,
+    EVERYWHERE,
+    RegimeTapes,
+    TraceSpec,
+    as_profile,
+    weights_and_ties,
+)
 from .blocks import Group, find_groups
 from .fit import Sample, Unlike, fit
 from .published_names import name_tensors
 from .record import Pass
 from .record_training import TrainingRecorder
-from .trace import (
-    CALLER,
-    ENDLESS,
-    EVERYWHERE,
-    FAILURES,
-    Irregular,
-    RegimeTapes,
-    TraceSpec,
-    as_profile,
-    ranges,
-    running,
-    weights_and_ties,
-    whole,
-)
+from .trace import FAILURES, Irregular, ranges, running, whole
 
 # Rules are made from sequences up to this length, counted from the start of a range.
 _PROBED_TOKENS = 2**11

@@ -167,8 +167,10 @@ def _fewer(trial: Trial, plan: Plan) -> Fewer | None:
     if num < 1 or plan.request.use_all or plan.request.constraints.demands:
         return None
     largest = sorted(trial.fleet.devices, key=lambda device: -device.budget_bytes)[:num]
-    chunk = plan.request.workload.prefill_chunk_tokens
-    workloads = [*with_chunks(replace(plan.workload, prefill_chunk_tokens=chunk))]
+    workloads = [plan.workload]
+    if not plan.workload.images:
+        chunk = plan.request.workload.prefill_chunk_tokens
+        workloads = [*with_chunks(replace(plan.workload, prefill_chunk_tokens=chunk))]
     if trial.leaves_room and is_large_chunk(plan.workload):
         workloads = [*filter(is_large_chunk, workloads)] or workloads
     costs = costs_of(trial.costs.profile, workloads[-1])

@@ -302,7 +302,8 @@ def _inference(workload: Workload) -> Iterator[str]:
     yield f"context {workload.context_tokens} {new}"
     if workload.images:
         height, width = workload.image_size
-        yield f"{format_count(workload.images, 'image')} of {width}x{height}"
+        at_once = f", {workload.vision_batch} at a time" if workload.vision_batch else ""
+        yield f"{format_count(workload.images, 'image')} of {width}x{height}{at_once}"
     yield "whole prompt at once" if chunk is None else f"prompt in chunks of {chunk}"
     if workload.cache != "dynamic":
         yield f"{workload.cache} cache"

@@ -89,6 +89,21 @@ def _forward_of(base: type[nn.Module]) -> Callable[..., Any]:
     return forward
 
 
+def _device_of(inherited: Any) -> property:
+    """The `device` of a transformers model that is spread: where its first block computes.
+
+    `generate` brings its inputs there. Transformers says the first registered parameter's, which
+    may be that of a tower that runs behind the embeddings.
+    """
+
+    def device(self: nn.Module) -> Any:
+        root = self.__dict__.get(ROOT)
+        first: torch.device | None = None if root is None else root.device
+        return inherited.fget(self) if first is None else first
+
+    return property(device)
+
+
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module has by itself."""
     kind = type(module)
@@ -112,6 +127,8 @@ def _class_of(base: type[nn.Module], kinds: tuple[type[_Dispatched], ...]) -> ty
         names: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__}
         if _Spread in kinds:
             names["forward"] = _forward_of(base)
+            if isinstance(device := getattr(base, "device", None), property):
+                names["device"] = _device_of(device)
         _classes[base, kinds] = type(base.__name__, (*kinds, base), names)
     return _classes[base, kinds]
 

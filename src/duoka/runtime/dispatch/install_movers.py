@@ -27,7 +27,8 @@ def install(
 ) -> Installed:
     """Put a mover on every block, and a memory of what was moved around every top-level call."""
     blocks = moving_modules(model, placement, devices)
-    return install_on(model, blocks, outputs_stay=outputs_stay)
+    first = next(iter(devices.values()), None)
+    return install_on(model, blocks, outputs_stay=outputs_stay, first=first)
 
 
 def moving_modules(
@@ -42,16 +43,23 @@ def moving_modules(
 
 
 def install_on(
-    model: nn.Module, blocks: Mapping[nn.Module, torch.device], *, outputs_stay: bool = False
+    model: nn.Module,
+    blocks: Mapping[nn.Module, torch.device],
+    *,
+    outputs_stay: bool = False,
+    first: torch.device | None = None,
 ) -> Installed:
-    """Put a mover on these modules alone, and a memory of what was moved around them."""
+    """Put a mover on these modules alone, and a memory of what was moved around them.
+
+    The model says that it is on the `first` device, where that is known.
+    """
     frames = Frames()
     parents = _parents(model, blocks)
     for block, device in blocks.items():
         caches = caches_of(block) if block in parents else frozenset[int | str]()
         block.__dict__[MOVER] = Mover(device, frames, caches)
         update_class(block)
-    model.__dict__[ROOT] = Root(frames, outputs_stay=outputs_stay)
+    model.__dict__[ROOT] = Root(frames, outputs_stay=outputs_stay, device=first)
     update_class(model)
     handles = []
     for module in parents:

@@ -212,12 +212,15 @@ class Root:
     """Runs the calls of the model itself, and brings back what they return unless it is to stay.
 
     That is to the device of the first tensor among the arguments, as accelerate does. Caches stay,
-    and what the caller gave comes back as it is.
+    and what the caller gave comes back as it is. `device` is the first block's, where it is known.
     """
 
-    __slots__ = ("_frames", "_outputs_stay")
+    __slots__ = ("_frames", "_outputs_stay", "device")
 
-    def __init__(self, frames: Frames, *, outputs_stay: bool) -> None:
+    def __init__(
+        self, frames: Frames, *, outputs_stay: bool, device: torch.device | None = None
+    ) -> None:
+        self.device = device
         self._frames = frames
         self._outputs_stay = outputs_stay
 

@@ -1,0 +1,115 @@
+"""Assembling a profile: a model's blocks, with the tapes of each in every regime."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from duoka.forecast.profile import Block, Kind, Profile, Regime, Tape
+from duoka.forecast.tensor_names import NamedTensor
+from duoka.forecast.workload import Conditions
+from duoka.models.quantization import is_composed, parts
+
+from .blocks import Group, find_containers
+from .published_names import by_block
+
+ENDLESS = 2**40
+EVERYWHERE = (0, ENDLESS)
+
+CALLER = Group(names=(), owners=())
+"""What a caller does with what the model returns: `generate` samples from the logits of a step."""
+
+RegimeTapes = tuple[Regime, list[Tape]]
+"""Where rules hold, and the tape of each block there."""
+
+_NOTES = {
+    "meta": (),
+    "even": ("the model's code reads which experts are chosen: the forecast is for even choices",),
+    "cpu": ("the model's code reads values: the forecast is for random weights",),
+}
+"""What a person should know who plans with a profile, by what held the numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSpec:
+    """What a trace holds besides the model: whose it is, and what it is run under.
+
+    `published` are the checkpoint's names of its tensors, where they are known; `conditions` are
+    what the model is run under. `data` is what holds the numbers of the GPU that it runs on.
+    """
+
+    fingerprint: str
+    max_context_tokens: int | None = None
+    published: tuple[str, ...] | None = None
+    conditions: Conditions = field(default_factory=Conditions)
+    data: str = "meta"
+
+
+def as_profile(
+    model: nn.Module,
+    groups: Sequence[Group],
+    spec: TraceSpec,
+    regimes: Sequence[RegimeTapes],
+    named: Sequence[NamedTensor],
+) -> Profile:
+    """The profile of a model's blocks, in the regimes that were recorded."""
+    weights, ties = weights_and_ties(model, groups)
+    kinds: dict[Kind, int] = {}
+    blocks = []
+    inside = find_containers(model, groups)
+    # Packages load quantized weights where they compute; nothing brings them there for each call.
+    may_stream = not any(map(is_composed, model.parameters()))
+    for index, group in enumerate(groups):
+        kind = Kind(weight_bytes=weights[index], tapes=tuple(tapes[index] for _, tapes in regimes))
+        number = kinds.setdefault(kind, len(kinds))
+        # The caller is where it has made the inputs, which is where the first block lies.
+        tied_to = 0 if group == CALLER else ties.get(index, group.returns_to)
+        blocks.append(
+            Block(
+                modules=group.names,
+                kind=number,
+                tied_to=tied_to,
+                inside=inside[index],
+                streams=group.streams and may_stream,
+            )
+        )
+    first = next(iter(model.parameters()), None)
+    return Profile(
+        fingerprint=spec.fingerprint,
+        model=type(model).__name__,
+        dtype="float32" if first is None else str(first.dtype).removeprefix("torch."),
+        blocks=tuple(blocks),
+        kinds=tuple(kinds),
+        regimes=tuple(regime for regime, _ in regimes),
+        max_context_tokens=spec.max_context_tokens,
+        tensor_names=by_block(named, [block.modules for block in blocks]),
+        conditions=spec.conditions,
+        notes=_NOTES[spec.data],
+    )
+
+
+def weights_and_ties(
+    model: nn.Module, groups: Sequence[Group]
+) -> tuple[list[tuple[int, ...]], dict[int, int]]:
+    """Bytes of each block's tensors, and for each tied block the one that it shares with."""
+    block_of = {owner: index for index, group in enumerate(groups) for owner in group.owners}
+    sizes: list[list[int]] = [[] for _ in groups]
+    first_of = list(range(len(groups)))
+    met: dict[int, int] = {}
+    for name, module in model.named_modules():
+        if name not in block_of:  # it owned nothing, until a buffer was registered in a run
+            continue
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            block = block_of[name]
+            if id(tensor) not in met:
+                met[id(tensor)] = block
+                sizes[block].extend(part.nbytes for part in parts(tensor).values())
+                continue
+            # Ties join: a head may share its weight with one block and its bias with another.
+            one, other = first_of[met[id(tensor)]], first_of[block]
+            low, high = min(one, other), max(one, other)
+            first_of = [low if first == high else first for first in first_of]
+    ties = {block: first for block, first in enumerate(first_of) if first != block}
+    return [tuple(item) for item in sizes], ties
