@@ -7,6 +7,7 @@ or terminals; of a plan it takes the placement, and the workload, whose limits i
 - `steps`: a model called as `generate` and a training loop do
 - `measure`: when tokens came, and the memory that they took
 - `devices`: what torch knows of real and virtual devices
+- `encode_images`: images to features, some at a time, before their prompt is read
 - `image_inputs`: made-up images, as a model's ``forward`` takes them
 - `dispatch`: the one place where activations change device
 - `load`: tensors from the files to their devices

@@ -108,8 +108,7 @@ def encode(model: PreTrainedModel, pictures: Mapping[str, Tensor]) -> Any:
     output = owner.get_image_features(
         **{name: tensor for name, tensor in pictures.items() if name in accepted}, return_dict=True
     )
-    kept = {name: value for name, value in output.items() if name not in _DROPPED}
-    return type(output)(**kept)
+    return type(output)(**{name: part for name, part in output.items() if name not in _DROPPED})
 
 
 def joined(outputs: Sequence[Any]) -> dict[str, Any]:

@@ -112,16 +112,18 @@ class ImagePrompts:
     def pictures(self, batch: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """What the image processor makes of one batch's images."""
         with self._guessing():
-            return self._on(device, self._processed(batch))
+            return self._accepted_on(device, self._processed(batch))
 
     def text(
         self, batch: int, prompt_tokens: int, device: torch.device | str = "cpu"
     ) -> dict[str, Tensor]:
         """The ids of one batch, and what says where the images are."""
         with self._guessing():
-            return self._on(device, self._build(batch, prompt_tokens))
+            return self._accepted_on(device, self._build(batch, prompt_tokens))
 
-    def _on(self, device: torch.device | str, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _accepted_on(
+        self, device: torch.device | str, inputs: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         return {key: value.to(device) for key, value in inputs.items() if key in self._accepted}
 
     def _processed(self, batch: int) -> dict[str, Tensor]:
