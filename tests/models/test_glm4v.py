@@ -51,8 +51,8 @@ def test_the_published_numbers(model: Any, expected: dict[str, Tensor]) -> None:
 def test_prompts_that_are_written_out(model: Any, expected: dict[str, Tensor]) -> None:
     """A token for each of a picture's, and decoding by hand: positions follow the pictures."""
     pixels = expected["image.pixels"][:1]
-    ids, mask, _ = model.config.image_tokens.write_out(expected["image.input_ids"][:1])
-    outputs = model(ids, attention_mask=mask, pixel_values=pixels, use_cache=True)
+    prompt = model.config.image_tokens.write_out(expected["image.input_ids"][:1])
+    outputs = model(**prompt, pixel_values=pixels, use_cache=True)
     assert close(outputs.logits, expected["image.logits"][:1])
     said = []
     for _ in range(12):
@@ -97,8 +97,8 @@ def test_losses_of_a_padded_batch(model: Any, expected: dict[str, Tensor]) -> No
         model(row, labels=row, pixel_values=picture[None]).loss
         for row, picture in zip((short, long), pixels, strict=True)
     ]
-    # A row's loss is the mean over its labels, but for the first one and the pictures'.
-    counts = torch.tensor([row.shape[1] - 4.0 for row in (short, long)], device=model.device)
+    # A row's loss is the mean over its labels, but for the first one and that of the patches.
+    counts = torch.tensor([row.shape[1] - 2.0 for row in (short, long)], device=model.device)
     assert close(together, (torch.stack(losses) * counts).sum() / counts.sum())
     other = model(short, labels=short, pixel_values=pixels[1:]).loss
     assert abs(float((other - losses[0]).detach())) > 1e-4

@@ -66,6 +66,8 @@ def refuse_unbuildable(config: Mapping[str, Any]) -> None:
         _refuse_other_kinds(key, value)
     if model_type == CHATGLM:
         refuse_other_chatglm(config)
+        if config.get("vision_config") is not None:
+            refuse_other_tower(config["vision_config"])
 
 
 def model_type_of(config: Mapping[str, Any]) -> str:
@@ -165,3 +167,52 @@ def _refuse_parts(config: Mapping[str, Any]) -> None:
             f"{heads} attention heads can't share the keys of {groups} groups equally",
             hint=_PUBLISHED,
         )
+
+
+# What says of which sizes the tower of GLM-4V-9B is.
+_TOWER = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_heads",
+    "intermediate_size",
+    "patch_size",
+    "image_size",
+    "num_positions",
+)
+
+
+def refuse_other_tower(config: Any) -> None:
+    """Raise ModelError for a ``vision_config`` that GLM-4V's tower can't be built of."""
+    if not isinstance(config, Mapping):
+        raise ModelError(
+            f"the configuration's vision_config is {config!r:.60}; it must be an object",
+            hint=_PUBLISHED,
+        )
+    missing = [name for name in _TOWER if name not in config]
+    if missing:
+        if "model_type" in config:  # transformers saves what isn't the published value
+            return
+        raise ModelError(f"the vision_config says nothing of {', '.join(missing)}", hint=_PUBLISHED)
+    for name in _TOWER:
+        value, least = config[name], 0 if name == "num_hidden_layers" else 1
+        if type(value) is not int or value < least:
+            raise ModelError(
+                f"the vision_config's {name} is {value!r:.60}; it must be a whole number, at least "
+                f"{least}",
+                hint=_PUBLISHED,
+            )
+    image, patch = config["image_size"], config["patch_size"]
+    grid = image // patch
+    width, heads = config["hidden_size"], config["num_heads"]
+    fault = None
+    if width % heads:
+        fault = f"{heads} attention heads can't share a hidden_size of {width} equally"
+    elif grid < 2:
+        fault = f"an image_size of {image} has {grid} patches of {patch} a side; there must be 2"
+    elif config["num_positions"] != grid**2 + 1:
+        fault = (
+            f"num_positions is {config['num_positions']}; {grid} x {grid} patches of {patch} in an "
+            f"image_size of {image}, and one token before them, have {grid**2 + 1}"
+        )
+    if fault is not None:
+        raise ModelError(f"in the vision_config {fault}", hint=_PUBLISHED)

@@ -99,7 +99,9 @@ class ChatGLMConfig(GlmConfig):
         for old, new in CHATGLM_NAMES.items():
             if old in kwargs:
                 setattr(self, new, kwargs.pop(old))
-        is_glm4 = self.rms_norm_eps < _GLM4_EPSILON_LIMIT
+        # No earlier generation has a vision tower.
+        has_tower = getattr(self, "vision_config", None) is not None
+        is_glm4 = has_tower or self.rms_norm_eps < _GLM4_EPSILON_LIMIT
         if self.query_length_scaling is None:
             self.query_length_scaling = self.rope_ratio == 500 and not is_glm4
         stated = self.rope_parameters or kwargs.get("rope_scaling") or "rope_theta" in kwargs

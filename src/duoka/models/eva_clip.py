@@ -17,6 +17,8 @@ from torch.nn import functional
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+from duoka.errors import UsageError
+
 
 class EvaClipConfig(PreTrainedConfig):
     """The published ``vision_config``: sizes of the tower."""
@@ -37,8 +39,8 @@ class EvaClipConfig(PreTrainedConfig):
     scaling_factor: float = 8.0
 
     @property
-    def num_image_tokens(self) -> int:
-        """How many tokens a picture is, without those that begin and end it."""
+    def num_features(self) -> int:
+        """How many features a picture has, without those that begin and end it."""
         return (self.image_size // self.patch_size // 2) ** 2
 
 
@@ -48,13 +50,20 @@ class PatchEmbedding(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         width, size = config.hidden_size, config.patch_size
+        self.shape = (config.in_channels, config.image_size, config.image_size)
         self.proj = nn.Conv2d(config.in_channels, width, kernel_size=size, stride=size)
         self.cls_embedding = nn.Parameter(torch.zeros(1, width))
         self.position_embedding = nn.Embedding(config.num_positions, width)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """[images, channels, height, width] to [images, 1 + patches, tower's width]."""
-        patches = self.proj(pixels).flatten(2).transpose(1, 2)
+        if pixels.shape[1:] != self.shape:
+            raise UsageError(
+                f"pixels are {list(pixels.shape)}; this tower reads [images, "
+                f"{', '.join(map(str, self.shape))}]",
+                hint="the model's image processor scales every picture to this size",
+            )
+        patches = self.proj(pixels.to(self.proj.weight.dtype)).flatten(2).transpose(1, 2)
         first = self.cls_embedding.expand(len(pixels), 1, -1)
         return torch.cat((first, patches), dim=1) + self.position_embedding.weight
 
@@ -65,6 +74,7 @@ class Attention(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.num_heads = config.num_heads
+        self.dropout = config.dropout_prob
         self.query_key_value = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
@@ -76,7 +86,7 @@ class Attention(nn.Module):
         query, key, value = fused.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value)
         output: Tensor = self.dense(mixed.transpose(1, 2).reshape(images, tokens, width))
-        return output
+        return functional.dropout(output, self.dropout, self.training)
 
 
 class MLP(nn.Module):

@@ -2,18 +2,25 @@
 
 The published configuration is that of the text model with a ``vision_config`` and the two tokens
 around a picture. Pictures come as `pixel_values` or, as the published code calls them, `images`;
-prompts with a token for each of a picture's, or with the three tokens of the published tokenizer.
+prompts with the three tokens of the published tokenizer, or with `boi_token_id` for every feature
+of a picture, which is the form that transformers can read in chunks. `ImageTokens` has both.
 """
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.glm.modeling_glm import GlmPreTrainedModel
+
+from duoka.checkpoint.architecture import refuse_other_tower
+from duoka.errors import UsageError
 
 from .chatglm import ChatGLMConfig, ChatGLMForCausalLM, ChatGLMModel
 from .eva_clip import EvaClip, EvaClipConfig
@@ -25,6 +32,7 @@ class GLM4VConfig(ChatGLMConfig):
     """A configuration of the family with a ``vision_config``."""
 
     sub_configs = {"vision_config": EvaClipConfig}  # noqa: RUF012 (transformers' own form)
+    attribute_map = {"image_token_id": "boi_token_id"}  # noqa: RUF012
 
     vision_config: EvaClipConfig | dict[str, Any] | None = None
     boi_token_id: int = 151339
@@ -33,6 +41,8 @@ class GLM4VConfig(ChatGLMConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         """Read the tower's part."""
         if not isinstance(self.vision_config, EvaClipConfig):
+            if self.vision_config is not None:
+                refuse_other_tower(self.vision_config)
             self.vision_config = EvaClipConfig(**(self.vision_config or {}))
         super().__post_init__(**kwargs)
 
@@ -40,7 +50,7 @@ class GLM4VConfig(ChatGLMConfig):
     def image_tokens(self) -> ImageTokens:
         """Where pictures are in prompts."""
         vision: Any = self.vision_config
-        return ImageTokens(self.boi_token_id, self.eoi_token_id, vision.num_image_tokens)
+        return ImageTokens(self.boi_token_id, self.eoi_token_id, vision.num_features)
 
 
 class GLM4VModel(ChatGLMModel):
@@ -48,16 +58,17 @@ class GLM4VModel(ChatGLMModel):
 
     config: GLM4VConfig
     config_class = GLM4VConfig
+    input_modalities = ["image", "text"]  # noqa: RUF012
     _no_split_modules = ["ChatGLMDecoderLayer", "EvaClipBlock"]  # noqa: RUF012
+    _supports_flash_attn = False  # takes repeated positions for another sequence's
 
     def __init__(self, config: GLM4VConfig) -> None:
         super().__init__(config)
         self.vision = EvaClip(config)
 
-    def get_image_features(self, pixel_values: Tensor, **_: Any) -> Tensor:
-        """Pictures as tokens, without their beginnings and ends: [pictures, tokens, width]."""
-        features: Tensor = self.vision(pixel_values)
-        return features[:, 1:-1]
+    def get_image_features(self, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPooling:
+        """Pictures as features for the decoder: `pooler_output` [pictures, tokens, width]."""
+        return BaseModelOutputWithPooling(pooler_output=self.vision(pixel_values))
 
     def forward(
         self,
@@ -67,18 +78,35 @@ class GLM4VModel(ChatGLMModel):
         past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         pixel_values: Tensor | None = None,
+        mm_encoder_outputs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Read tokens, and pictures in their places; see `GlmModel`.
 
-        pixel_values [pictures, channels, height, width], in the order of the prompts' pictures
+        pixel_values [pictures, channels, height, width], in the order of the prompts' pictures;
+        mm_encoder_outputs: instead of these, what `get_image_features` made of them, as "image"
         """
+        encoded = (mm_encoder_outputs or {}).get("image")
+        if pixel_values is not None:
+            encoded = self.get_image_features(pixel_values)
+        reached = None
         if input_ids is not None:
             if position_ids is None:
-                position_ids = self._positions(input_ids, attention_mask, past_key_values)
+                position_ids, begun = self.positions(input_ids, attention_mask, past_key_values)
+                reached = torch.cat((position_ids[:, -1:] + 1, begun), dim=1)
+            elif encoded is not None:
+                reached = functional.pad(position_ids[:, -1:] + 1, (0, 1))
+            _, before = getattr(past_key_values, "reached", (0, None))
+            if reached is not None and before is not None and before.shape == reached.shape:
+                reached = before.copy_(reached)  # so that a step frees nothing of an earlier one
             inputs_embeds = self.embed_tokens(input_ids)
-            if pixel_values is not None:
-                inputs_embeds = self._with_pictures(inputs_embeds, input_ids, pixel_values)
+        if encoded is not None:
+            if input_ids is None:
+                raise UsageError("pictures come with input_ids, which say where they are")
+            inputs_embeds = self._with_pictures(inputs_embeds, input_ids, encoded.pooler_output)
+            if attention_mask is None and past_key_values is None:
+                # Without a mask transformers takes repeated positions for another sequence's.
+                attention_mask = torch.ones_like(input_ids)
         outputs = super().forward(
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -86,30 +114,41 @@ class GLM4VModel(ChatGLMModel):
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
-        cache = outputs.past_key_values
-        if cache is not None and position_ids is not None:
-            cache.next_position = position_ids[:, -1:] + 1
+        cache = getattr(outputs, "past_key_values", None)
+        if cache is not None and reached is not None:
+            cache.reached = cache.get_seq_length(), reached
         return outputs
 
-    def _positions(self, ids: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
-        """Where tokens are that come without positions: behind those that the cache holds."""
-        past = 0 if cache is None else cache.get_seq_length()
-        mask = None if mask is None else mask[:, -ids.shape[1] :]
-        positions = self.config.image_tokens.positions(ids, mask)
-        # Not as many as the cache has tokens: those of a picture are at one position.
-        return positions + getattr(cache, "next_position", past) if past else positions
+    def positions(
+        self, ids: Tensor, mask: Tensor | None = None, cache: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        """`ImageTokens.positions` of tokens behind those that a cache holds."""
+        first: Any = 0 if cache is None else cache.get_seq_length()
+        begun: Any = 0
+        if first and hasattr(cache, "reached"):
+            # Not as many as the cache has tokens: those of a picture are at one position.
+            length, reached = cache.reached
+            last, begun = reached.split(1, dim=1)
+            first = last + (first - length)
+        mask = None if mask is None or mask.dim() != 2 else mask[:, -ids.shape[1] :]
+        positions, begun = self.config.image_tokens.positions(ids, mask, begun)
+        return positions + first, begun
 
-    def _with_pictures(self, embeds: Tensor, ids: Tensor, pixels: Tensor) -> Tensor:
+    def _with_pictures(self, embeds: Any, ids: Tensor, pictures: Any) -> Tensor:
         """The embeddings with pictures in their places."""
-        where = self.config.image_tokens.where(ids)
-        features = self.vision(pixels.to(self.vision.boi.dtype))
-        if int(where.sum()) != features.shape[:2].numel():
-            raise ValueError(
-                f"{len(pixels)} pictures take {features.shape[:2].numel()} tokens; the prompts "
-                f"have {int(where.sum())}"
+        joined = pictures.flatten(0, 1) if isinstance(pictures, Tensor) else torch.cat(pictures)
+        features = joined.to(embeds)
+        where = ids == self.config.boi_token_id
+        if int(where.sum()) != len(features):
+            tokens = self.config.image_tokens
+            raise UsageError(
+                f"the pictures have {len(features)} features, and the prompts {int(where.sum())} "
+                f"tokens for them; {tokens.num_tokens} belong to a picture",
+                hint=f"a picture is {tokens.begin}, a token that is replaced, and {tokens.end}; or "
+                f"{tokens.num_tokens} times {tokens.begin}",
             )
-        where = where[..., None].to(embeds.device)
-        return embeds.masked_scatter(where, features.to(embeds))
+        whole: Tensor = embeds.masked_scatter(where[..., None].to(embeds.device), features)
+        return whole
 
 
 class GLM4VForConditionalGeneration(ChatGLMForCausalLM):
@@ -117,7 +156,9 @@ class GLM4VForConditionalGeneration(ChatGLMForCausalLM):
 
     config: GLM4VConfig
     config_class = GLM4VConfig
+    input_modalities = GLM4VModel.input_modalities
     _no_split_modules = GLM4VModel._no_split_modules
+    _supports_flash_attn = GLM4VModel._supports_flash_attn
 
     def __init__(self, config: GLM4VConfig) -> None:
         GlmPreTrainedModel.__init__(self, config)
@@ -132,10 +173,12 @@ class GLM4VForConditionalGeneration(ChatGLMForCausalLM):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         pixel_values: Tensor | None = None,
+        mm_encoder_outputs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Read tokens and pictures; see `GlmForCausalLM` and `GLM4VModel`.
@@ -143,42 +186,54 @@ class GLM4VForConditionalGeneration(ChatGLMForCausalLM):
         Logits and labels are those of prompts that are written out.
         """
         pixel_values = kwargs.pop("images", pixel_values)
-        if pixel_values is not None and input_ids is not None:
-            tokens = self.config.image_tokens
-            if not tokens.written_out(input_ids):
-                position_ids = None
-                input_ids, attention_mask, labels = tokens.write_out(
-                    input_ids, attention_mask, labels
-                )
+        rows: dict[str, Any] = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "labels": labels,
+            "position_ids": position_ids,
+        }
+        if input_ids is not None and (pixel_values is not None or mm_encoder_outputs):
+            rows = self.config.image_tokens.write_out(**rows)
         return super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
+            **rows,
             past_key_values=past_key_values,
-            labels=labels,
+            inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             logits_to_keep=logits_to_keep,
             pixel_values=pixel_values,
+            mm_encoder_outputs=mm_encoder_outputs,
             **kwargs,
         )
 
-    def get_image_features(self, pixel_values: Tensor, **_: Any) -> Tensor:
-        """Pictures as tokens; see `GLM4VModel`."""
-        features: Tensor = self.model.get_image_features(pixel_values)
-        return features
+    def get_image_features(self, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPooling:
+        """Pictures as features for the decoder; see `GLM4VModel`."""
+        outputs: BaseModelOutputWithPooling = self.model.get_image_features(pixel_values)
+        return outputs
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """Generate; what is returned begins with the prompt as it was given."""
         inherited: Any = super()  # whose type asks for another class
         prompt = inputs if inputs is not None else kwargs.pop("input_ids", None)
-        if "images" in kwargs:
-            kwargs["pixel_values"] = kwargs.pop("images")
-        pixels = kwargs.get("pixel_values")
-        tokens = self.config.image_tokens
-        if prompt is None or pixels is None or tokens.written_out(prompt):
+        pixels = kwargs.pop("images", kwargs.pop("pixel_values", None))
+        if pixels is not None:
+            kwargs["pixel_values"] = pixels
+        if prompt is None or (pixels is None and kwargs.get("mm_encoder_outputs") is None):
             return inherited.generate(prompt, *args, **kwargs)
-        ids, kwargs["attention_mask"], _ = tokens.write_out(prompt, kwargs.get("attention_mask"))
+        if not hasattr(self, "_supports_mm_encoder_outputs"):  # then pictures would be lost
+            stated = kwargs.get("generation_config") or self.generation_config
+            if kwargs.get("prefill_chunk_size", stated.prefill_chunk_size) is not None:
+                raise UsageError(
+                    f"transformers {version('transformers')} can't read prompts with pictures in "
+                    f"chunks",
+                    hint="leave prefill_chunk_size out, or install a newer transformers",
+                )
+        names = ("attention_mask", "position_ids")
+        written = self.config.image_tokens.write_out(
+            prompt, **{name: kwargs.pop(name, None) for name in names}, on_the_left=True
+        )
+        ids = written.pop("input_ids")
+        kwargs |= {name: rows for name, rows in written.items() if rows is not None}
         output = inherited.generate(ids, *args, **kwargs)
         sequences = output if isinstance(output, Tensor) else output.sequences
         answers = sequences[:, ids.shape[1] :]
@@ -189,24 +244,36 @@ class GLM4VForConditionalGeneration(ChatGLMForCausalLM):
         output.sequences = whole
         return output
 
+    def _expand_inputs_for_generation(
+        self, expand_size: int = 1, *args: Any, input_ids: Any = None, **kwargs: Any
+    ) -> Any:
+        """As many of each prompt as there are beams, and of its pictures."""
+        inherited: Any = super()
+        pixels = kwargs.pop("pixel_values", None)
+        ids, kwargs = inherited._expand_inputs_for_generation(
+            expand_size, *args, input_ids=input_ids, **kwargs
+        )
+        if pixels is not None:  # which transformers encodes before, in its newer versions
+            tokens = self.config.image_tokens
+            counts = (input_ids == tokens.begin).sum(1) // tokens.num_tokens
+            of_prompts = pixels.split(counts.tolist())
+            repeated = [pictures for pictures in of_prompts for _ in range(expand_size)]
+            kwargs["pixel_values"] = torch.cat(repeated)
+        return ids, kwargs
+
     def _prepare_position_ids_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]
     ) -> Any:
         """Positions of all tokens, those in the cache too; `generate` counts on from the last."""
         ids = model_kwargs.get("input_ids")
         ids = inputs_tensor if ids is None or not ids.shape[1] else ids
-        if ids.is_floating_point():
+        mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+        past = 0 if mask is None else mask.shape[1] - ids.shape[1]
+        if ids.is_floating_point() or (past and not hasattr(cache, "reached")):
             inherited: Any = super()  # without types there
             return inherited._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
-        return self.config.image_tokens.positions(ids, model_kwargs.get("attention_mask"))
-
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """What a step is called with: pictures come with the prompt."""
-        inherited: Any = super()  # whose type asks for another class
-        inputs: dict[str, Any] = inherited.prepare_inputs_for_generation(*args, **kwargs)
-        if not kwargs.get("is_first_iteration") and kwargs.get("use_cache", True):
-            inputs.pop("pixel_values", None)
-        return inputs
+        positions, _ = self.model.positions(ids, mask, cache if past else None)
+        return functional.pad(positions, (past, 0))
 
 
 def register() -> None:

@@ -1,13 +1,15 @@
 """Where pictures are in prompts of GLM-4V, and which positions their tokens have.
 
 A published prompt has three tokens for a picture: its beginning, one that is to be replaced, and
-its end. Written out, the one in the middle is there as often as the picture has tokens. All of
-these stand at one position; what comes behind goes on as if there were one.
+its end. Written out, the beginning is there as often as the picture has features, and stands for
+all of them. All between the first and the last stand at one position; what comes behind goes on
+as if there were one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,63 +20,87 @@ _IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """The tokens that begin and end a picture, and how many are between."""
+    """The tokens that begin and end a picture, and how many patches are between."""
 
     begin: int
     end: int
-    count: int
+    patches: int
 
-    def where(self, ids: Tensor) -> Tensor:
-        """Which tokens stand for a picture, its beginning and end included: [batch, tokens]."""
-        begins, ends = ids == self.begin, ids == self.end
-        begun = begins.cumsum(1) > ends.cumsum(1) - ends.long()
-        ended = ends.flip(1).cumsum(1).flip(1) > 0
-        return begun & ended
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens a picture is, with those that begin and end it."""
+        return self.patches + 2
 
-    def positions(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The position of each token, padding aside: [batch, tokens]."""
-        inside = self.where(ids) & (ids != self.begin) & (ids != self.end)
-        repeats = torch.zeros_like(inside)
-        repeats[:, 1:] = inside[:, 1:] & inside[:, :-1]
-        counted = ~repeats if mask is None else ~repeats & mask.bool()
-        return (counted.cumsum(1) - 1).clamp(min=0)
+    def positions(
+        self, ids: Tensor, mask: Tensor | None = None, begun: Tensor | int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """The position of each token, padding aside; how many tokens of a picture come last.
 
-    def written_out(self, ids: Tensor) -> bool:
-        """Whether a prompt with pictures has a token for each of theirs."""
-        pictures = int((ids == self.begin).sum())
-        return int(self.where(ids).sum()) == pictures * (self.count + 2)
+        ids, mask, and what is returned first: [batch, tokens]. begun, and what is returned second:
+        [batch, 1], 0 where there is no picture that goes on behind these tokens. Positions count
+        from 0, so that of padding on the left is -1.
+        """
+        inside = ids == self.begin
+        numbers = inside.cumsum(1) + begun
+        number = numbers - numbers.masked_fill(inside, 0).cummax(1).values  # 1, 2, … in a run
+        part = (number - 1) % self.num_tokens
+        # The first patch has a position of its own, and so has what ends the picture.
+        counted = ~inside | (part < 2) | (part == self.num_tokens - 1)
+        if mask is not None:
+            counted &= mask.bool()
+        return counted.cumsum(1) - 1, number[:, -1:] % self.num_tokens
 
     def write_out(
-        self, ids: Tensor, mask: Tensor | None = None, labels: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Write pictures out in prompts: ids, and the mask and the labels beside them.
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        on_the_left: bool = False,
+    ) -> dict[str, Any]:
+        """Arguments of `forward`, [batch, tokens] each, with published prompts written out.
 
-        Rows with fewer pictures are padded, where the mask says that padding is: on the left if
-        any row begins with it. Text alone stays as it is.
+        Rows that are shorter than the longest are padded, on the left if the mask says that one
+        is already. What has no token of its own in the prompt has no label either.
         """
-        mask = torch.ones_like(ids) if mask is None else mask
-        rows = [self._spread(row) for row in ids]
-        longest = max(len(row) for row in rows)
-        on_the_left = bool((mask[:, 0] == 0).any())
+        rows: dict[str, Any] = {
+            "attention_mask": attention_mask,
+            "labels": labels,
+            "position_ids": position_ids,
+        }
+        replaced = self._replaced(input_ids)
+        if not bool(replaced.any()):
+            return {"input_ids": input_ids, **rows}
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        source, padding = self._source(replaced, on_the_left or bool((mask[:, 0] == 0).any()))
+        rows["input_ids"] = input_ids.masked_fill(replaced, self.begin)
+        rows["input_ids"] = rows["input_ids"].masked_fill(replaced.roll(1, 1), self.begin)
+        rows["attention_mask"] = mask.masked_fill(replaced, 1)  # tokenizers pad with that token
+        rows["labels"] = None if labels is None else labels.masked_fill(replaced, _IGNORED)
+        return {
+            name: None
+            if values is None
+            else values.expand(len(input_ids), -1)
+            .gather(1, source)
+            .masked_fill(padding, _IGNORED if name == "labels" else 0)
+            for name, values in rows.items()
+        }
 
-        def taken(values: Tensor, inside: int | None, padding: int) -> Tensor:
-            filled = values.new_full((len(rows), longest), padding)
-            for number, row in enumerate(rows):
-                columns = slice(longest - len(row), None) if on_the_left else slice(len(row))
-                filled[number, columns] = values[number, row]
-                if inside is not None:
-                    filled[number, columns][self.where(ids[number, row][None])[0]] = inside
-            return filled
+    def _source(self, replaced: Tensor, on_the_left: bool) -> tuple[Tensor, Tensor]:
+        """Where each token that is written out comes from, and which are padding."""
+        repeats = torch.where(replaced, self.patches, 1)
+        lengths = repeats.sum(1, keepdim=True)
+        columns = torch.arange(int(lengths.max()), device=replaced.device)
+        columns = columns - (lengths.max() - lengths) * int(on_the_left)  # a row for each prompt
+        source = torch.searchsorted(repeats.cumsum(1), columns, right=True)
+        padding = (columns < 0) | (columns >= lengths)
+        return source.masked_fill(padding, 0), padding
 
-        return (
-            taken(ids, None, int(ids[0, 0])),
-            taken(mask, None, 0),
-            None if labels is None else taken(labels, _IGNORED, _IGNORED),
-        )
-
-    def _spread(self, row: Tensor) -> Tensor:
-        """Of which of a row's tokens the row consists when pictures are written out."""
-        inside = self.where(row[None])[0] & (row != self.begin) & (row != self.end)
-        return torch.arange(len(row), device=row.device).repeat_interleave(
-            torch.where(inside, self.count, 1)
-        )
+    def _replaced(self, ids: Tensor) -> Tensor:
+        """Which tokens a published prompt has in place of a picture's patches."""
+        between = (ids != self.begin) & (ids != self.end)
+        between &= ids.roll(1, 1) == self.begin
+        between &= ids.roll(-1, 1) == self.end
+        between[:, 0] = between[:, -1] = False
+        return between

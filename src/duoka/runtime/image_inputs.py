@@ -367,6 +367,8 @@ class _Prompt:
         """Ids, and where the images are: [tokens] each."""
         begin, end = (_first((self.config,), names) for names in (_BEGIN, _END))
         text, image = self._text_id(), _image_id(self.config)
+        if begin == image:  # which is one of those that are counted, as the end is
+            begin = end = None
         ids: list[tuple[int, bool]] = []
         for count in self.counts:
             for token, repeats in ((begin, 1), (text if image is None else image, count), (end, 1)):
