@@ -46,7 +46,7 @@ _SENTENCES = {
         "The prompt runs in chunks of {tokens} tokens, which takes longer: in larger ones it needs "
         "more memory."
     ),
-    "vision-batch": "Images are encoded {images} at a time: more at once need more memory.",
+    "vision-batch": "Images are encoded {images} at a time: all at once need more memory.",
     "quantized": "The weights become {form}: {tried} they don't fit.",
     "offloaded-unquantized": "Some weights leave the GPUs: {tried} they don't fit.",
     "largest-batch": "The largest batch that fits {tokens} tokens each is {batch}: {limit}.",

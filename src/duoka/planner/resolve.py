@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -60,17 +61,21 @@ def _attempt_in_parts(
 ) -> Plan | None:
     """The plan where images are encoded, or their prompt is read, in the largest parts that fit."""
 
-    def attempt_with(workload: Workload) -> Plan | None:
-        other = profile_for(workload)
-        return None if other is None else attempt(other, replace(problem, workload=workload))
-
-    *larger, smallest = [problem.workload, *_in_parts(problem.workload, profile)]
-    if not larger or problem.largest is not None or (plan := attempt_with(smallest)) is None:
+    if problem.largest is not None:
         return None
-    for workload in larger[1:]:
-        if (larger_plan := attempt_with(workload)) is not None:
-            plan = larger_plan
-            break
+    parts = [*_in_parts(problem.workload, profile)]
+    plans: dict[int, Plan | None] = {}
+
+    def fits(index: int) -> bool:
+        other = profile_for(parts[index])
+        of_parts = replace(problem, workload=parts[index])
+        plans[index] = None if other is None else attempt(other, of_parts)
+        return plans[index] is not None
+
+    # Each is a trace of its own; smaller parts need no more memory.
+    plan = plans.get(bisect_left(range(len(parts)), True, key=fits))
+    if plan is None:
+        return None
     return replace(plan, why=(*chunk_reason(problem.workload, plan.workload), *plan.why))
 
 

@@ -190,14 +190,19 @@ class ImageReader:
         self._outputs.clear()
 
     def begin(self, text: Mapping[str, Tensor]) -> None:
-        """Take the prompts: ids, mask and what else a model reads beside them."""
+        """Take the prompts, on the CPU: ids, mask and what else a model reads beside them.
+
+        Positions are made there: a virtual GPU doesn't compute with as many numbers.
+        """
         self.finish()
-        self._text = dict(text)
-        self._ids = self._text.pop("input_ids")
+        arguments = dict(text)
         if "position_ids" in inspect.signature(self._model.forward).parameters:
-            known = {**text, **self.pictures}
+            known = {**text, **{name: grid.cpu() for name, grid in self.pictures.items()}}
             prepare = self._model._prepare_position_ids_for_generation
-            self._text["position_ids"] = prepare(self._ids, known)
+            arguments["position_ids"] = prepare(text["input_ids"], known)
+        self._is_image = text["input_ids"] == getattr(self._model.config, "image_token_id", -1)
+        self._text = {name: tensor.to(self._device) for name, tensor in arguments.items()}
+        self._ids = self._text.pop("input_ids")
 
     def arguments(self, start: int, stop: int) -> dict[str, Any]:
         """What the model prepares a step from that reads some of the prompts' tokens."""
@@ -218,10 +223,10 @@ class ImageReader:
 
     def _features_of(self, start: int, stop: int) -> dict[str, Any]:
         """The features whose tokens are in a chunk of the prompts."""
-        is_image = self._ids == self._model.config.image_token_id
+        is_image = self._is_image
         chunk = is_image[:, start:stop]
         if not chunk.any():
             return {}
         rows = (is_image.flatten().cumsum(0).view_as(is_image) - 1)[:, start:stop][chunk]
         cut: Any = generation._slice_mm_encoder_output  # as `generate` itself cuts them
-        return {"image": cut(self.features["image"], rows)}
+        return {"image": cut(self.features["image"], rows.to(self._device))}

@@ -153,7 +153,7 @@ class Stepper:
         """Read some of a prompt whose images are encoded, prepared as `generate` does it."""
         assert self.prompts is not None, "there are images"
         if not self.past:
-            text = self.prompts.text(self.batch, self.prompt_tokens or query, self.device)
+            text = self.prompts.text(self.batch, self.prompt_tokens or query)
             if self.batch > 1:
                 text["attention_mask"][:-1, :1] = 0
             reader.begin(text)
