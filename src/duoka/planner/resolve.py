@@ -60,7 +60,6 @@ def _attempt_in_parts(
     profile: Profile, problem: PlanProblem, profile_for: ProfileFor
 ) -> Plan | None:
     """The plan where images are encoded, or their prompt is read, in the largest parts that fit."""
-
     if problem.largest is not None:
         return None
     parts = [*_in_parts(problem.workload, profile)]
