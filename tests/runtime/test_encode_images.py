@@ -32,7 +32,7 @@ IMAGES, SIZE, TOKENS = 3, (112, 112), 800
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(
-        not encodes_apart(towers.build("llava")), reason="transformers before 5.20 or so"
+        not encodes_apart(towers.build("llava")), reason="transformers before 5.18"
     ),
 ]
 
