@@ -16,6 +16,7 @@ import shutil
 import struct
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -107,7 +108,24 @@ def prepare() -> None:
     Path("own-tokenizer/tokenizer_config.json").write_text(stated)
     Path("own-tokenizer/own.py").write_text("import some_package\n")
     Path("long.txt").write_text("What is NVLink? " * 99, encoding="utf-8")
+    _write_pictures()
     _write_plans_and_maps()
+
+
+def _write_pictures() -> None:
+    from PIL import Image
+
+    Path("empty.png").touch()
+    Image.new("RGB", (300, 1)).save("narrow.png")
+    Image.effect_noise((99, 99), 50).save("truncated.png")
+    content = Path("truncated.png").read_bytes()
+    Path("truncated.png").write_bytes(content[: len(content) // 2])
+    # The size that a PNG says it has stands at its beginning.
+    sizes = struct.pack(">II", 50_000, 50_000)
+    header = b"IHDR" + sizes + content[24:29]
+    checksum = struct.pack(">I", zlib.crc32(header))
+    Path("bomb.png").write_bytes(content[:12] + header + checksum + content[33:])
+    Image.new("RGB", (30, 20)).save("cat.png")
 
 
 def _write_plans_and_maps() -> None:

@@ -7,6 +7,7 @@ Models whose code comes with their checkpoint are none of these.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import sys
 from collections.abc import Collection, Mapping
@@ -51,6 +52,7 @@ _WHOLE = re.compile(
     r"|num_(?:hidden_)?layers|max_position_embeddings|seq_length",
     re.ASCII,
 )
+_OF_IMAGES = re.compile(r'(vision|image|visual|pixel|patch)[^"]*":')
 _PUBLISHED = "compare config.json with the published one"
 
 
@@ -68,6 +70,16 @@ def refuse_unbuildable(config: Mapping[str, Any]) -> None:
         refuse_other_chatglm(config)
         if config.get("vision_config") is not None:
             refuse_other_tower(config["vision_config"])
+
+
+def refuse_images(config: Mapping[str, Any]) -> None:
+    """Raise ModelError where nothing in a config is about images."""
+    if not _OF_IMAGES.search(json.dumps(config)):
+        raise ModelError(
+            f"the model takes no images: its config.json (model_type {config.get('model_type')!r}) "
+            "has no part that sees",
+            hint="leave the images out, or take a model for images and text",
+        )
 
 
 def model_type_of(config: Mapping[str, Any]) -> str:

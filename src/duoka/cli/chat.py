@@ -8,31 +8,43 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 from duoka.errors import UsageError
 
 from . import errors, planning, signals
-from .groups import with_groups
-from .options import AnswerOptions, ModelOptions, RunnablePlan, read_stdin, refuse_damaged
+from .groups import all_but, with_groups
+from .images import ImageOptions, with_images
+from .options import AnswerOptions, ModelOptions, PlanOptions, read_stdin, refuse_damaged
 from .terminal import answer, stderr, working
 
 if TYPE_CHECKING:
     from duoka.runtime import Conversation
 
 _HELP = """\
-/clear   forget what was said
-/exit    leave (Ctrl-D does too)
-/help    show this
+/image FILE  show a picture with the next question
+/clear       forget what was said
+/exit        leave (Ctrl-D does too)
+/help        show this
 Lines that are pasted together are one question; so is what stands between \"\"\" and \"\"\".
 Ctrl-C stops an answer."""
 _BLOCK = '"""'
 # So soon the next line of a paste is there.
 _PASTE_SECONDS = 0.05
+_IMAGE = "/image"
+_PlanWithImages = Annotated[
+    PlanOptions, all_but(PlanOptions, "max_context", "max_batch", "replicas")
+]
 
 
 @with_groups
-def chat(options: RunnablePlan, answering: AnswerOptions, model: ModelOptions) -> None:
+def chat(
+    pictures: ImageOptions,
+    options: _PlanWithImages,
+    answering: AnswerOptions,
+    model: ModelOptions,
+) -> None:
     """Talk with a model. Ctrl-C stops an answer; /help shows the commands.
 
     [bold]duoka chat[/] ./chatglm3-6b --gpus "24GiB,12GiB"
@@ -40,18 +52,24 @@ def chat(options: RunnablePlan, answering: AnswerOptions, model: ModelOptions) -
     [bold]duoka chat[/] ./glm-4-9b-chat --gpus "virtual:2x12GiB" --context 8K --temperature 0.8
 
     [bold]duoka chat[/] --plan chatglm3.plan --system "Answer in one sentence."
+
+    [bold]duoka chat[/] ./glm-4v-9b --image cat.jpg --gpus "2x24GiB"
     """
     chosen = answering.chosen()
-    plan = planning.make_plan(model, options, texts=())
+    images = pictures.read()
+    plan = planning.make_plan(model, with_images(options, images), texts=())
     plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
     sampling, reader = planning.sampling(plan, chosen), planning.open_prompts(plan, model)
     system = planning.usable_system(reader, answering.system)
+    reader.check_images(images)
     if system is not None:
         reader.check([reader.prompt("", system=system)], sampling.max_new_tokens)
     generator = planning.load_generator(plan, model, reader)
     from duoka.runtime import Conversation
 
-    _talk(Conversation(generator, sampling, system=system))
+    conversation = Conversation(generator, sampling, system=system)
+    conversation.show(*images)
+    _talk(conversation)
     planning.tell_measured(plan, generator)
 
 
@@ -87,6 +105,8 @@ def _turn(conversation: Conversation, said: str | None, *, is_stoppable: bool = 
         stderr().print("forgotten")
     elif said == "/help":
         stderr().print(_HELP)
+    elif said == _IMAGE or said.startswith(f"{_IMAGE} "):
+        _show(conversation, said.removeprefix(_IMAGE).strip())
     elif said.startswith("/") and said[1:].isalpha():
         stderr().print(f"{said} is no command; /help shows them", markup=False)
     elif said:
@@ -99,6 +119,21 @@ def _turn(conversation: Conversation, said: str | None, *, is_stoppable: bool = 
             sys.stdout.write("\n")
             stderr().print("stopped")
     return True
+
+
+def _show(conversation: Conversation, name: str) -> None:
+    from duoka.base.images import read_image
+
+    try:
+        if not name:
+            raise UsageError(f"{_IMAGE} names no file", hint=f"write {_IMAGE} cat.jpg")
+        image = read_image(Path(name))
+        conversation.show(image)
+    except UsageError as error:
+        errors.tell(error)
+        return
+    text = f"{name}, {image.width}x{image.height}: it is shown with your next question"
+    stderr().print(text, markup=False)
 
 
 def _read_prompted() -> str | None:

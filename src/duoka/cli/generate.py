@@ -18,6 +18,7 @@ from duoka.errors import UsageError
 
 from . import planning
 from .groups import flag, option, with_groups
+from .images import ImageOptions, with_images
 from .options import AnswerOptions, ModelOptions, RunnablePlan, read_stdin, refuse_damaged
 from .terminal import answer, working
 
@@ -67,6 +68,7 @@ class PromptOptions:
 @with_groups
 def generate(
     prompts: PromptOptions,
+    pictures: ImageOptions,
     options: RunnablePlan,
     answering: AnswerOptions,
     model: ModelOptions,
@@ -77,18 +79,28 @@ def generate(
 
     [bold]duoka generate[/] ./chatglm3-6b -p "你好" -p "Hello" --json
 
+    [bold]duoka generate[/] ./glm-4v-9b --image cat.jpg -p "What is this?" --gpus "2x24GiB"
+
     cat question.txt | [bold]duoka generate[/] ./chatglm3-6b --prompt - --temperature 0.8
     """
     chosen = answering.chosen()
     questions = prompts.questions()
     if options.batch is None and options.plan_file is None:
         options = replace(options, batch=len(questions))
-    plan = planning.make_plan(model, options, texts=questions)
+    images = pictures.read()
+    if images and prompts.raw:
+        raise UsageError(
+            "--raw continues a text, in which --image has no place", hint="leave one of them out"
+        )
+    plan = planning.make_plan(model, with_images(options, images), texts=questions)
     plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
     sampling, reader = planning.sampling(plan, chosen), planning.open_prompts(plan, model)
     usable = None if prompts.raw else planning.usable_system(reader, answering.system)
+    reader.check_images(images)
     tokens = [
-        reader.plain(text) if prompts.raw else reader.prompt(text.strip(), system=usable)
+        reader.plain(text)
+        if prompts.raw
+        else reader.prompt(text.strip(), system=usable, images=images)
         for text in questions
     ]
     for ids in tokens:

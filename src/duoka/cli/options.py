@@ -22,9 +22,6 @@ _TOKENS = re.compile(r"([1-9][0-9]{0,9})([kKmM]?)", re.ASCII)
 _PIXELS = re.compile(r"([1-9][0-9]{0,5})[xX×]([1-9][0-9]{0,5})", re.ASCII)
 _FACTORS = {"": 1, "K": 1024, "M": 1024 * 1024}
 
-_LONGEST_PIXELS = 16384
-_MOST_PIXELS = 2**26
-_PICTURE = "write its width and height in pixels, as 1120x1120, or name a file"
 
 PLANNING = "What to plan for"
 _ANSWERING = "How to answer"
@@ -269,29 +266,17 @@ def parse_pixels(text: str) -> tuple[int, int] | None:
 
 def picture_size(text: str) -> tuple[int, int]:
     """Width and height in pixels of a picture, which is named by its size or as a file."""
-    width, height = parse_pixels(text) or _size_of(Path(text))
-    if max(width, height) > _LONGEST_PIXELS or width * height > _MOST_PIXELS:
-        raise UsageError(
-            f"a picture of {width}x{height} is too large: at most {_LONGEST_PIXELS} pixels a side, "
-            f"and {_MOST_PIXELS} in all",
-            hint="give it the size that it has when it is sent to the model",
-        )
-    return width, height
+    from duoka.base.images import read_image, refuse_size
 
-
-def _size_of(file: Path) -> tuple[int, int]:
-    from PIL import Image, UnidentifiedImageError
-
+    size = parse_pixels(text)
+    if size is not None:
+        refuse_size(*size)
+        return size
     try:
-        with Image.open(file) as picture:
-            return picture.size
-    except UnidentifiedImageError:
-        problem = "it is no picture that is known here"
-    except (OSError, ValueError) as error:
-        problem = why(error)
-    except (SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        problem = str(error)  # of a damaged file, and of a huge picture
-    raise UsageError(f"the picture {str(file)!r} can't be read: {problem}", hint=_PICTURE)
+        return read_image(Path(text)).size
+    except UsageError as error:
+        hint = "write its width and height in pixels, as 1120x1120, or name a file"
+        raise UsageError(str(error), hint=hint) from error
 
 
 def read_stdin(*, line: bool = False) -> str:

@@ -9,7 +9,7 @@ from functools import cache
 
 from duoka.base.progress import say
 from duoka.checkpoint.adapters import native_targets
-from duoka.checkpoint.architecture import refuse_unbuildable
+from duoka.checkpoint.architecture import refuse_images, refuse_unbuildable
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import InfeasibleError, ModelError, UsageError
@@ -170,6 +170,8 @@ def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
     """The workload with what the checkpoint decides: its dtype, and whether it reads in chunks."""
     if not checkpoint.builds_own_model:
         refuse_unbuildable(checkpoint.config)
+    if workload.images:
+        refuse_images(checkpoint.config)
     workload = replace(workload, training=native_training(checkpoint, workload.training))
     check_context(workload, checkpoint.max_context_tokens, checkpoint.name)
     workload = _unquantized(checkpoint, workload)

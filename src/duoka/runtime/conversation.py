@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Generator as Pieces
 
+from PIL.Image import Image
+
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.errors import UsageError
+from duoka.models.text.image_prompts import images_of
 from duoka.models.text.messages import Message
 
 from .generate import Generator
@@ -14,8 +17,9 @@ from .generate import Generator
 class Conversation:
     """Questions and answers with one model, each with those before it as its context.
 
-    When the history no longer fits the planned prompt, the oldest rounds are left out of it, as
-    many as `num_forgotten`; a system's message, told before the first question, stays.
+    When the history no longer fits the planned prompt, or has more images than were planned, the
+    oldest rounds are left out of it, as many as `num_forgotten`; a system's message, told before
+    the first question, stays.
     """
 
     def __init__(
@@ -25,6 +29,7 @@ class Conversation:
         self._sampling = sampling
         self._system = [Message(role="system", content=system)] if system else []
         self._rounds: list[tuple[Message, Message]] = []
+        self._shown: list[Image] = []
         self.num_forgotten = 0
 
     @property
@@ -35,7 +40,20 @@ class Conversation:
     def clear(self) -> None:
         """Forget everything but the system's message."""
         self._rounds.clear()
+        self._shown.clear()
         self.num_forgotten = 0
+
+    def show(self, *images: Image) -> None:
+        """Show images with the next question.
+
+        Raises
+        ------
+        UsageError
+            If the model takes none, or no memory was planned for so many, or for so large ones;
+            none of them is shown then.
+        """
+        self._generator.check_images([*self._shown, *images])
+        self._shown += images
 
     def ask(self, question: str) -> Pieces[str, None, None]:
         """Ask; the answer comes in pieces.
@@ -48,7 +66,7 @@ class Conversation:
         UsageError
             If the question alone is longer than the planned prompt.
         """
-        message = Message(role="user", content=question)
+        message = Message(role="user", content=question, images=tuple(self._shown))
         prompt = self._prompt(message)
         answer = said = ""
         with self._generator.stream(prompt, self._sampling) as pieces:
@@ -62,10 +80,14 @@ class Conversation:
             finally:
                 if said:
                     self._rounds.append((message, self._generator.chat.parse(answer)))
+                    self._shown.clear()
 
     def _prompt(self, message: Message) -> list[int]:
         """The ids of the history and a question; forgets rounds until they fit."""
-        limit = self._generator.workload.prompt_tokens
+        workload = self._generator.workload
+        limit = workload.prompt_tokens
+        while self._rounds and len(images_of([*self.messages, message])) > workload.images:
+            self._forget()
         while True:
             prompt = self._generator.chat.prompt([*self.messages, message])
             if len(prompt) <= limit:
@@ -75,5 +97,9 @@ class Conversation:
                     f"the question has {len(prompt)} tokens; the plan has memory for {limit}",
                     hint="ask something shorter, or plan with a larger --context",
                 )
-            del self._rounds[0]
-            self.num_forgotten += 1
+            self._forget()
+
+    def _forget(self) -> None:
+        """Leave out the oldest round."""
+        del self._rounds[0]
+        self.num_forgotten += 1

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from PIL.Image import Image
+from PIL.Image import new as new_image
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from duoka.base.units import format_count
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.checkpoint.tokenizer_files import beyond_embedding
 from duoka.errors import UsageError
-from duoka.forecast.workload import Workload
+from duoka.forecast.workload import Workload, image_passes
 from duoka.models.from_checkpoint import tokenizer_of
 from duoka.models.kv_cache import cache_name, new_cache
+from duoka.models.text.image_prompts import ImagePrompt, joined_pictures, padded_rows
 from duoka.models.text.messages import Message
 from duoka.models.text.prompts import ChatFormat, chat_format
 
+from .encode_images import Forget, arguments_with_features
 from .measure import Pace
 from .stream import Stop, Stream
 
@@ -60,18 +66,46 @@ class PromptReader:
     def open(cls, checkpoint: Checkpoint, workload: Workload) -> PromptReader:
         """The reader of a checkpoint whose tokenizer is on this machine."""
         tokenizer = tokenizer_of(checkpoint)
-        chat = chat_format(tokenizer, checkpoint.config, checkpoint.generation_config)
+        # What code of a checkpoint's own reads of images, only that code knows.
+        directory = None if checkpoint.builds_own_model else checkpoint.path
+        chat = chat_format(tokenizer, checkpoint.config, checkpoint.generation_config, directory)
         return cls(tokenizer, chat, workload)
 
-    def prompt(self, question: str, *, system: str | None = None) -> list[int]:
-        """The token ids of a single question."""
+    def prompt(
+        self, question: str, *, system: str | None = None, images: Sequence[Image] = ()
+    ) -> list[int]:
+        """The token ids of a single question; with images an `ImagePrompt`."""
         messages = [Message(role="system", content=system)] if system else []
-        return self.chat.prompt([*messages, Message(role="user", content=question)])
+        user = Message(role="user", content=question, images=tuple(images))
+        return self.chat.prompt([*messages, user])
 
     def plain(self, text: str) -> list[int]:
         """The token ids of a text that is to be continued."""
         ids: list[int] = self.tokenizer.encode(text, split_special_tokens=True)
         return ids
+
+    def check_images(self, images: Sequence[Image]) -> None:
+        """Refuse images of one prompt that no memory was planned for."""
+        planned, reader = self.workload, self.chat.images
+        if not images:
+            return
+        if reader is None:
+            raise UsageError("this model takes no images", hint="leave the images out")
+        if len(images) > planned.images:
+            raise UsageError(
+                f"{format_count(len(images), 'image')} in a prompt; the plan has memory for "
+                f"{planned.images}",
+                hint="plan with a larger --images, and with their --image-size",
+            )
+        height, width = planned.image_size
+        most = reader.pixel_count(new_image("RGB", (width, height)))
+        for image in images:
+            if reader.pixel_count(image) > most:
+                raise UsageError(
+                    f"an image of {image.width}x{image.height}; the plan has memory for images of "
+                    f"{width}x{height}",
+                    hint="make it smaller, or plan with a larger --image-size",
+                )
 
     def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int | None) -> None:
         """Refuse what no memory was planned for."""
@@ -167,12 +201,15 @@ class Generator(PromptReader):
     ) -> list[list[int]]:
         """The new tokens of each prompt, padding and stop tokens included."""
         ids, mask = self._padded(prompts)
-        criteria = [*([stop] if stop else []), self.pace.start()]
+        clock = self.pace.start()
+        images = self._images(prompts, ids.device)
+        criteria = [*([stop] if stop else []), clock, Forget(images)]
         with _seeded(sampling.seed, self.model):
             generate: Any = self.model.generate
             output = generate(
                 input_ids=ids,
                 attention_mask=mask,
+                **images,
                 streamer=streamer,
                 stopping_criteria=StoppingCriteriaList(criteria),
                 **self._options(sampling),
@@ -181,6 +218,20 @@ class Generator(PromptReader):
         start = 1 if self.model.config.is_encoder_decoder else ids.shape[1]
         rows: list[list[int]] = output[:, start:].tolist()
         return rows
+
+    def _images(self, prompts: Sequence[Sequence[int]], device: torch.device) -> dict[str, Any]:
+        """What `generate` is given of images, encoded in passes as they were planned."""
+        with_images = [prompt for prompt in prompts if isinstance(prompt, ImagePrompt)]
+        if not with_images:
+            return {}
+        accepted = inspect.signature(self.model.forward).parameters
+        pictures, rows = (
+            {name: value.to(device) for name, value in tensors.items() if name in accepted}
+            for tensors in (joined_pictures(with_images, self.model.dtype), padded_rows(prompts))
+        )
+        number = sum(prompt.num_images for prompt in with_images)
+        sizes = image_passes(number, self.workload.conditions.vision_batch)
+        return {**rows, **arguments_with_features(self.model, pictures, sizes)}
 
     def _options(self, sampling: Sampling) -> dict[str, Any]:
         planned = self.workload.new_tokens

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from duoka.errors import CheckpointError, UsageError
 
+from .image_prompts import PromptImages, images_of
 from .messages import Message, Tool, tool_function
 from .tokenizer import special_id
 
@@ -31,14 +32,24 @@ def encode_template(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     tools: Sequence[Tool] | None = None,
+    images: PromptImages | None = None,
 ) -> list[int]:
     """Return the ids of a prompt by the tokenizer's chat template."""
     special = _Special(tokenizer)
     special.refuse_in_tools(tools or ())
     contents = [message.content for message in messages]
     marks = _Marks(len(contents))
+    shown = images_of(messages)
     text, marked = _render(tokenizer, messages, (contents, marks.texts), tools)
-    if not special.is_imitated(contents, text, marked):
+    if shown or marks.texts[-1] not in marked:  # some templates know contents in parts alone
+        text, marked = _render(tokenizer, messages, (contents, marks.texts), tools, in_parts=True)
+    is_imitated = special.is_imitated(contents, text, marked)
+    if shown:
+        assert images is not None, "a format without it refuses images"
+        if is_imitated or any(map(images.is_imitated, contents)):
+            raise _unsafe()
+        return images.prompt(text, shown)
+    if not is_imitated:
         return _ids(tokenizer, text)
     for chosen in (contents, [content.strip() for content in contents]):
         if marks.fill(marked, chosen) == text:
@@ -147,13 +158,18 @@ def _render(
     messages: Sequence[Message],
     contents_of: Sequence[Sequence[str]],
     tools: Sequence[Tool] | None,
+    *,
+    in_parts: bool = False,
 ) -> list[str]:
     """Render in Jinja's sandbox, as transformers does, once for each list of contents."""
     if any(message.tool_call is not None for message in messages):
         raise UsageError("how this model writes its tool calls is not known")
     conversations = [
         [
-            {"role": "tool" if message.role == "observation" else message.role, "content": content}
+            {
+                "role": "tool" if message.role == "observation" else message.role,
+                "content": _parts(message, content) if in_parts else content,
+            }
             for message, content in zip(messages, contents, strict=True)
         ]
         for contents in contents_of
@@ -182,6 +198,11 @@ def _render(
     if any(_LONE_SURROGATE.search(text) for text in texts):
         raise CheckpointError("the model's chat template is damaged: it is no valid text")
     return texts
+
+
+def _parts(message: Message, content: str) -> list[dict[str, str]]:
+    """A message's images and its text as templates for images take them."""
+    return [*({"type": "image"} for _ in message.images), {"type": "text", "text": content}]
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) -> str:

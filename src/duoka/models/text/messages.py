@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from PIL.Image import Image
+
 from duoka.base.serialization import parse_json_object
 from duoka.errors import FormatError, UsageError
 
@@ -40,13 +42,14 @@ class Message:
     """One message; an observation is what a tool returned.
 
     `metadata` is what the ChatGLM family writes beside the role: the name of the tool that is
-    called.
+    called. `images` stand before the content.
     """
 
     role: Role
     content: str
     metadata: str = ""
     tool_call: ToolCall | None = None
+    images: tuple[Image, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what no model knows."""
@@ -66,8 +69,10 @@ class Message:
             raise UsageError("metadata is one line", hint="the content may have several")
 
 
-def last_is_answerable(messages: Sequence[Message]) -> None:
-    """Raise UsageError unless somebody waits for the assistant."""
+def last_is_answerable(messages: Sequence[Message], *, takes_images: bool = False) -> None:
+    """Raise UsageError unless somebody waits for the assistant, who can see what is shown."""
+    if not takes_images and any(message.images for message in messages):
+        raise UsageError("this model takes no images", hint="leave the images out")
     if not messages:
         raise UsageError("there is no message to answer")
     if messages[-1].role == "assistant":

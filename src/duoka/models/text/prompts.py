@@ -11,6 +11,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from duoka.errors import CheckpointError, UsageError
 
 from .chat_template import encode_template
+from .image_prompts import ImageFormat, ImagePrompt, PromptImages, SquareImages, images_of
 from .messages import (
     Message,
     Tool,
@@ -39,8 +41,12 @@ class ChatFormat(Protocol):
     def stop_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer."""
 
+    @property
+    def images(self) -> ImageFormat | None:
+        """How images are read; None where the model takes none."""
+
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[int]:
-        """Return the ids after which the model answers."""
+        """Return the ids after which the model answers; with images an `ImagePrompt`."""
 
     def parse(self, text: str, tools: Sequence[Tool] | None = None) -> Message:
         """Return what an answer says; with a tool call if it is one, to one of `tools` if given."""
@@ -50,12 +56,18 @@ def chat_format(
     tokenizer: PreTrainedTokenizerBase,
     config: Mapping[str, Any],
     generation_config: Mapping[str, Any] | None = None,
+    directory: Path | None = None,
 ) -> ChatFormat:
-    """Choose the format by the model's type and the special tokens that its tokenizer has."""
+    """Choose the format by the model's type and the special tokens that its tokenizer has.
+
+    With the checkpoint's directory, whose files say how images are read, prompts can have some.
+    """
     added = tokenizer.get_added_vocab()
     if config.get("model_type") == "chatglm":
         if "<|user|>" in added and "<sop>" in added:
-            return GLM4Format(tokenizer)
+            if directory is None or "vision_config" not in config:
+                return GLM4Format(tokenizer)
+            return GLM4Format(tokenizer, SquareImages(config, directory))
         if "<|user|>" in added and "sop" in added:
             return ChatGLM3Format(tokenizer)
         if "sop" in added:
@@ -64,7 +76,9 @@ def chat_format(
     stop_ids = [*_end_ids(generation_config or {}), *_end_ids(config)]
     if isinstance(tokenizer.eos_token_id, int):
         stop_ids.append(tokenizer.eos_token_id)
-    return TemplateFormat(tokenizer, stop_ids=tuple(dict.fromkeys(stop_ids)))
+    model_type = str(config.get("model_type"))
+    images = None if directory is None else PromptImages(directory, tokenizer, model_type)
+    return TemplateFormat(tokenizer, stop_ids=tuple(dict.fromkeys(stop_ids)), images=images)
 
 
 def _end_ids(config: Mapping[str, Any]) -> list[int]:
@@ -83,6 +97,7 @@ class _TokenFormat:
     read: Callable[[str, str], ToolCall | None] = field(repr=False)
     write: Callable[[ToolCall], str] = field(repr=False)
     describe: Callable[[str, Sequence[Tool]], str] = field(repr=False)
+    images: SquareImages | None = None
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -91,8 +106,12 @@ class _TokenFormat:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[int]:
         """See `ChatFormat.prompt`."""
-        last_is_answerable(messages)
-        return [*self.written(messages, tools), special_id(self.tokenizer, "<|assistant|>")]
+        last_is_answerable(messages, takes_images=self.images is not None)
+        ids = [*self.written(messages, tools), special_id(self.tokenizer, "<|assistant|>")]
+        images = images_of(messages)
+        if self.images is None or not images:
+            return ids
+        return ImagePrompt(ids, len(images), self.images.pictures(images))
 
     def written(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
@@ -102,6 +121,7 @@ class _TokenFormat:
         for message in self._with_tools(messages, tools or ()):
             ids.append(special_id(self.tokenizer, f"<|{message.role}|>"))
             ids += _encode(self.tokenizer, message.metadata + "\n")
+            ids += self.images.ids * len(message.images) if self.images else []
             ids += _encode(self.tokenizer, message.content)
         return ids
 
@@ -146,9 +166,14 @@ class ChatGLM3Format(_TokenFormat):
 
 
 class GLM4Format(_TokenFormat):
-    """GLM-4: ``[gMASK]<sop>``, role tokens; a tool's arguments are JSON."""
+    """GLM-4: ``[gMASK]<sop>``, role tokens; a tool's arguments are JSON.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    GLM-4V has the tokens of a message's images before its text.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, images: SquareImages | None = None
+    ) -> None:
         super().__init__(
             tokenizer=tokenizer,
             start=("[gMASK]", "<sop>"),
@@ -156,6 +181,7 @@ class GLM4Format(_TokenFormat):
             read=parse_json_call,
             write=write_json_call,
             describe=_glm4_tools,
+            images=images,
         )
 
 
@@ -186,6 +212,7 @@ class ChatGLM2Format:
     """ChatGLM2: numbered rounds of question and answer, all text."""
 
     tokenizer: PreTrainedTokenizerBase
+    images: None = None
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -256,15 +283,18 @@ class TemplateFormat:
 
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
+    images: PromptImages | None = None
     # Whether text may become special tokens is a state of the tokenizer, and differs by call.
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[int]:
         """See `ChatFormat.prompt`. Without a template the messages' texts follow one another."""
-        last_is_answerable(messages)
+        last_is_answerable(messages, takes_images=self.images is not None)
         if self.tokenizer.chat_template is not None:
             with self._lock:
-                return encode_template(self.tokenizer, messages, tools)
+                return encode_template(self.tokenizer, messages, tools, self.images)
+        if images_of(messages):
+            raise UsageError("this model has no chat template, so no images can be shown to it")
         if tools:
             raise UsageError("this model has no chat template, so no tools can be offered")
         text = "\n".join(message.content for message in messages)

@@ -1,0 +1,100 @@
+"""Images: files and bytes of strangers → pictures as a model's image processor takes them."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from duoka.errors import UsageError
+
+from .files import read_bytes, why
+
+MOST_BYTES = 2**26
+LONGEST_PIXELS = 16384
+MOST_PIXELS = 2**26
+_MOST_RATIO = 200
+# Not all that Pillow knows: some formats are read by other programs.
+_FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+_BYTE = 255
+_TWO_BYTES = 2**16 - 1
+_SMALLER = "make it smaller; models don't see as many pixels"
+_HINT = "name a file that holds a picture, as PNG, JPEG, WebP, GIF, BMP or TIFF"
+
+
+def read_image(path: Path) -> Image.Image:
+    """Read the picture that a file is; see `decode_image`."""
+    try:
+        content = read_bytes(path.expanduser(), most_bytes=MOST_BYTES)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error) if isinstance(error, RuntimeError) else why(error)
+        raise _unreadable(str(path), reason) from error
+    return decode_image(content, str(path))
+
+
+def decode_image(content: bytes, source: str) -> Image.Image:
+    """The picture that bytes are: upright, in RGB of 8 bits, on white where it is transparent.
+
+    Of several pictures, as in a GIF, the first.
+    """
+    if not content:
+        raise _unreadable(source, "it is empty")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Pillow's about what it puts up with
+            with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+                refuse_size(*image.size)
+                return _rgb(ImageOps.exif_transpose(image))
+    except UsageError as error:
+        raise _unreadable(source, str(error), error.hint) from error
+    except UnidentifiedImageError as error:
+        raise _unreadable(source, "it is no picture that is known here") from error
+    except Image.DecompressionBombError as error:
+        reason = f"it has more than {MOST_PIXELS} pixels, which are not decoded"
+        raise _unreadable(source, reason, _SMALLER) from error
+    except Exception as error:  # a damaged file makes Pillow raise nearly anything
+        reason = why(error) if isinstance(error, OSError | ValueError) else str(error)
+        raise _unreadable(source, f"it is damaged: {reason or type(error).__name__}") from error
+
+
+def refuse_size(width: int, height: int) -> None:
+    """Refuse pictures that are too large to be decoded, or too narrow for any model."""
+    if max(width, height) > LONGEST_PIXELS or width * height > MOST_PIXELS:
+        raise UsageError(
+            f"a picture of {width}x{height} is too large: at most {LONGEST_PIXELS} pixels a side, "
+            f"and {MOST_PIXELS} in all",
+            hint=_SMALLER,
+        )
+    if max(width, height) > _MOST_RATIO * min(width, height):
+        raise UsageError(
+            f"a picture of {width}x{height} is too narrow: at most {_MOST_RATIO} times as long as "
+            "wide",
+            hint="cut a part out of it",
+        )
+
+
+def _unreadable(source: str, reason: str, hint: str | None = _HINT) -> UsageError:
+    """The error that a picture is which can't be read."""
+    return UsageError(f"the picture {source!r} can't be read: {reason}", hint=hint)
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith(("I", "F")):
+        image = _of_bytes(image)
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    white = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(white, image).convert("RGB")
+
+
+def _of_bytes(image: Image.Image) -> Image.Image:
+    """Gray of 16 bits in 8, by scaling; Pillow's own conversion makes all that is bright white."""
+    values = np.asarray(image)
+    if values.dtype.kind == "f" or values.min() < 0 or values.max() > _TWO_BYTES:
+        raise ValueError("its gray has neither 8 nor 16 bits, so that its scale isn't known")
+    scaled = (values.astype(np.uint32) * _BYTE + _TWO_BYTES // 2) // _TWO_BYTES
+    return Image.fromarray(scaled.astype(np.uint8))

@@ -1,0 +1,214 @@
+"""Prompts with images: token ids, and what an image processor makes of the images among them.
+
+A checkpoint says in its own files how its images are processed; the libraries that read these need
+Pillow alone. Videos are no part of it, and neither is code that comes with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from PIL import Image
+from torch import Tensor
+from transformers import CLIPImageProcessorPil, PreTrainedTokenizerBase
+from transformers.models.auto import image_processing_auto, processing_auto
+
+from duoka.errors import CheckpointError, UsageError
+
+from ..glm4v import GLM4VConfig
+from .messages import Message
+
+_PROCESSORS: dict[str, str] = processing_auto.PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
+_SETTINGS = ("processor_config.json", "preprocessor_config.json")
+
+
+class ImagePrompt(list[int]):
+    """Token ids, and what else a model is given where there are images among them.
+
+    `pictures` have one or several rows for each of the `num_images`, `rows` [1, tokens, …] one for
+    each token.
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[int],
+        num_images: int,
+        pictures: Mapping[str, Tensor],
+        rows: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        super().__init__(ids)
+        self.num_images = num_images
+        self.pictures = dict(pictures)
+        self.rows = dict(rows or {})
+
+
+def images_of(messages: Sequence[Message]) -> list[Image.Image]:
+    """All images of a conversation, in their order."""
+    return [image for message in messages for image in message.images]
+
+
+def joined_pictures(prompts: Sequence[ImagePrompt], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The images of a batch of prompts."""
+    joined = {
+        name: torch.cat([prompt.pictures[name] for prompt in prompts])
+        for name in prompts[0].pictures
+    }
+    return {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in joined.items()
+    }
+
+
+def padded_rows(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """What is said of each token of a batch of prompts, with zeros on the left of shorter ones."""
+    longest = max(map(len, prompts))
+    padded: dict[str, Tensor] = {}
+    for number, prompt in enumerate(prompts):
+        for name, row in prompt.rows.items() if isinstance(prompt, ImagePrompt) else ():
+            if name not in padded:
+                padded[name] = row.new_zeros((len(prompts), longest, *row.shape[2:]))
+            padded[name][number, longest - len(prompt) :] = row[0]
+    return padded
+
+
+class ImageFormat:
+    """How a checkpoint's model reads images; what its files say of it is read with the first."""
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._load = load
+
+    @cached_property
+    def processor(self) -> Any:
+        """One of transformers'."""
+        return self._load()
+
+    def pixel_count(self, image: Image.Image) -> int:
+        """How many numbers the model reads of an image."""
+        alone = getattr(self.processor, "image_processor", self.processor)
+        tensors = self._process(alone, images=[image])
+        return sum(value.numel() for value in tensors.values() if value.is_floating_point())
+
+    def _process(self, processor: Any, **inputs: Any) -> dict[str, Tensor]:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # transformers' own about NumPy
+                batch: Mapping[str, Any] = processor(**inputs, return_tensors="pt")
+        except Exception as error:  # by settings out of the checkpoint: it can raise anything
+            raise UsageError(
+                f"the model's image processor can't take the pictures: {_first_line(error)}",
+                hint="try a copy of another size",
+            ) from error
+        return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+
+
+class SquareImages(ImageFormat):
+    """GLM-4V's: each image in one size, as the same number of tokens."""
+
+    def __init__(self, config: Mapping[str, Any], directory: Path) -> None:
+        parsed = GLM4VConfig.from_dict(dict(config))
+        vision: Any = parsed.vision_config
+        super().__init__(partial(_load_square_processor, directory, vision.image_size))
+        tokens = parsed.image_tokens
+        self.ids = [tokens.begin] * tokens.num_tokens
+
+    def pictures(self, images: Sequence[Image.Image]) -> dict[str, Tensor]:
+        """The images as the model takes them."""
+        return self._process(self.processor, images=list(images))
+
+
+class PromptImages(ImageFormat):
+    """Any other model's: its processor writes images out in a prompt's text."""
+
+    def __init__(
+        self, directory: Path, tokenizer: PreTrainedTokenizerBase, model_type: str
+    ) -> None:
+        super().__init__(partial(_load_processor, directory, tokenizer, model_type))
+
+    def prompt(self, text: str, images: Sequence[Image.Image]) -> ImagePrompt:
+        """The prompt of a text that has a placeholder for each image."""
+        batch = self._process(
+            self.processor, text=[text], images=[list(images)], add_special_tokens=False
+        )
+        ids = batch.pop("input_ids")
+        batch.pop("attention_mask", None)
+        rows = {name: value for name, value in batch.items() if value.shape[:2] == ids.shape}
+        pictures = {name: value for name, value in batch.items() if name not in rows}
+        return ImagePrompt(ids[0].tolist(), len(images), pictures, rows)
+
+    def is_imitated(self, text: str) -> bool:
+        """Whether a text holds what the processor takes for an image, or a part of one."""
+        tokens = [value for name, value in vars(self.processor).items() if name.endswith("_token")]
+        return any(isinstance(token, str) and token in text for token in tokens)
+
+
+# ── from a checkpoint's files ──
+
+
+def _load_processor(directory: Path, tokenizer: PreTrainedTokenizerBase, model_type: str) -> Any:
+    """The processor that a checkpoint names, or else that of its family."""
+    _look_at_files(directory)
+    try:
+        known: Any = getattr(transformers, _PROCESSORS[model_type])
+        settings, _ = known.get_processor_dict(directory, local_files_only=True)
+        parts = {"tokenizer": tokenizer, "image_processor": _image_processor(directory)}
+        names = known.get_attributes()
+        images_only: Any = type(known.__name__, (_ImagesOnly, known), {"__init__": known.__init__})
+        return images_only.from_args_and_dict([parts.get(name) for name in names], settings)
+    except Exception as error:
+        raise _unloadable(directory, error) from error
+
+
+def _load_square_processor(directory: Path, side: int) -> Any:
+    """The processor of a tower that takes one size: the checkpoint's, or else CLIP's in that size.
+
+    The source is GLM-4V's published tokenizer, which scales without cutting.
+    """
+    if not (directory / "preprocessor_config.json").is_file():
+        return CLIPImageProcessorPil(size={"height": side, "width": side}, do_center_crop=False)
+    _look_at_files(directory)
+    try:
+        return _image_processor(directory)
+    except Exception as error:
+        raise _unloadable(directory, error) from error
+
+
+class _ImagesOnly:
+    """A processor without the part for videos, which needs torchvision."""
+
+    def check_argument_for_proper_class(self, name: str, part: object) -> object:
+        """See `ProcessorMixin`."""
+        inherited: Any = super()
+        return None if part is None else inherited.check_argument_for_proper_class(name, part)
+
+
+def _image_processor(directory: Path) -> Any:
+    # Of the package itself this class asks for torchvision up to transformers 5.17.
+    return image_processing_auto.AutoImageProcessor.from_pretrained(
+        directory, backend="pil", local_files_only=True, trust_remote_code=False
+    )
+
+
+def _look_at_files(directory: Path) -> None:
+    if not any((directory / name).is_file() for name in _SETTINGS):
+        raise CheckpointError(
+            f"{directory} says nothing of how its images are processed",
+            hint=f"its {' or '.join(_SETTINGS)} belongs into the same directory",
+        )
+
+
+def _unloadable(directory: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"no image processor could be loaded from {directory}: {_first_line(error)}",
+        hint=f"its {' or '.join(_SETTINGS)} may be damaged, or made for other versions",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    """What an error of another library says first; some write a page."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
