@@ -32,7 +32,7 @@ from duoka.runtime.image_inputs import prompts_for
 from duoka.runtime.steps import Stepper
 from duoka.tracing import Irregular, TraceSpec, trace, trace_workload
 
-_LINE = "{:16} {:24} {:>15} {:>3} {:>5} {:>7} {:>7} {:7} {:>9} {:>7} {:>9} {:>7}"
+_LINE = "{:16} {:24} {:>15} {:>3} {:>5} {:>7} {:>13} {:7} {:>9} {:>7} {:>9} {:>7}"
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,16 @@ class Pair:
     chunk: int | None = None
     cache: Any = "dynamic"
     image: tuple[int, int] | None = None
+    images: int = 1
+    vision_batch: int | None = None
 
     @property
     def workload(self) -> duoka.Workload:
-        images: dict[str, Any] = {"images": 1, "image_size": self.image} if self.image else {}
+        images: dict[str, Any] = {
+            "images": self.images,
+            "image_size": self.image,
+            "vision_batch": self.vision_batch,
+        }
         return duoka.Workload(
             batch=self.batch,
             prompt_tokens=self.prompt,
@@ -58,7 +64,7 @@ class Pair:
             dtype="bfloat16",
             prefill_chunk_tokens=self.chunk,
             cache=self.cache,
-            **images,
+            **(images if self.image else {}),
         )
 
     @property
@@ -106,11 +112,64 @@ PAIRS = (
     Pair("t5-large", "2GiB,3GiB", 1000, 16),
     Pair("t5-large", "4GiB", 500, 40, batch=4),
     Pair("bart-large", "1GiB,1GiB", 900, 12, batch=2),
+    Pair("glm-4v-9b", "16GiB,16GiB", 8000, 8, image=(1120, 1120), images=4),
+    Pair("glm-4v-9b", "16GiB,16GiB", 8000, 8, image=(1120, 1120), images=4, vision_batch=1),
+    Pair("glm-4v-9b", "16GiB,16GiB", 8000, 8, image=(1120, 1120), images=4, chunk=1024),
+    Pair(
+        "glm-4v-9b",
+        "16GiB,16GiB",
+        8000,
+        8,
+        image=(1120, 1120),
+        images=4,
+        vision_batch=1,
+        chunk=1024,
+    ),
+    Pair("glm-4v-9b", "8GiB,8GiB,8GiB,8GiB", 4000, 8, image=(1120, 1120)),
     Pair("glm-4.1v-9b", "24GiB", 4000, 8, image=(1120, 1120)),
+    Pair("glm-4.1v-9b", "12GiB,14GiB", 8000, 8, image=(1120, 1120), images=4),
+    Pair("glm-4.1v-9b", "12GiB,14GiB", 8000, 8, image=(1120, 1120), images=4, vision_batch=1),
+    Pair("glm-4.1v-9b", "12GiB,14GiB", 8000, 8, image=(1120, 1120), images=4, chunk=1024),
+    Pair(
+        "glm-4.1v-9b",
+        "12GiB,14GiB",
+        8000,
+        8,
+        image=(1120, 1120),
+        images=4,
+        vision_batch=1,
+        chunk=1024,
+    ),
     Pair("glm-4.1v-9b", "12GiB,16GiB", 7000, 8, image=(1120, 1120), cache="static"),
     Pair("qwen2.5-vl-7b", "10GiB,12GiB", 3000, 8, image=(896, 1344)),
+    Pair("qwen2-vl-7b", "10GiB,12GiB", 10000, 8, image=(1120, 1120), images=4),
+    Pair("qwen2-vl-7b", "10GiB,12GiB", 10000, 8, image=(1120, 1120), images=4, vision_batch=1),
+    Pair(
+        "qwen2-vl-7b",
+        "10GiB,12GiB",
+        10000,
+        8,
+        image=(1120, 1120),
+        images=4,
+        vision_batch=1,
+        chunk=1024,
+    ),
     Pair("llava-1.5-7b", "8GiB,10GiB", 1500, 8, batch=2, image=(336, 336)),
+    Pair("llava-1.5-7b", "10GiB,12GiB", 6000, 8, image=(336, 336), images=8),
+    Pair("llava-1.5-7b", "10GiB,12GiB", 6000, 8, image=(336, 336), images=8, vision_batch=1),
+    Pair(
+        "llava-1.5-7b",
+        "10GiB,12GiB",
+        6000,
+        8,
+        image=(336, 336),
+        images=8,
+        vision_batch=1,
+        chunk=512,
+    ),
     Pair("gemma-3-4b-it", "12GiB", 2500, 8, image=(896, 896)),
+    Pair("gemma-3-4b-it", "12GiB", 4000, 8, image=(896, 896), images=8),
+    Pair("gemma-3-4b-it", "12GiB", 4000, 8, image=(896, 896), images=8, vision_batch=1),
 )
 
 
@@ -176,7 +235,7 @@ def run(pair: Pair, known: dict[Any, Profile]) -> Iterator[dict[str, Any]]:
                 pair.batch,
                 str(pair.chunk or "-"),
                 pair.cache,
-                "{1}x{0}".format(*pair.image) if pair.image else "-",
+                _pictures(pair),
                 device,
                 f"{got_allocated / 2**20:.1f}",
                 f"{allocated / got_allocated - 1:+.2%}",
@@ -192,6 +251,15 @@ def run(pair: Pair, known: dict[Any, Profile]) -> Iterator[dict[str, Any]]:
             "allocated": allocated / got_allocated - 1,
             "reserved": reserved / got_reserved - 1,
         }
+
+
+def _pictures(pair: Pair) -> str:
+    """A pair's images: how many, how large, and how many are encoded at a time."""
+    if pair.image is None:
+        return "-"
+    height, width = pair.image
+    at_once = f"/{pair.vision_batch}" if pair.vision_batch else ""
+    return f"{pair.images}{at_once}:{width}x{height}"
 
 
 def summary(rows: list[dict[str, Any]], what: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import Gemma3Config, Glm4vConfig, LlavaConfig, Qwen2_5_VLConfig
+from transformers import Gemma3Config, Glm4vConfig, LlavaConfig, Qwen2_5_VLConfig, Qwen2VLConfig
 
 
 def _gqa(layers: int, hidden: int, heads: int, groups: int, inner: int, words: int) -> dict:
@@ -169,6 +169,16 @@ SIZES: dict[str, dict[str, Any]] = {
             "rope_theta": 10000.0,
             "mrope_section": [8, 12, 12],
             "partial_rotary_factor": 0.5,
+        },
+    ),
+    "qwen2-vl-7b": _pictured(
+        Qwen2VLConfig(),
+        "Qwen2VLForConditionalGeneration",
+        **_gqa(28, 3584, 28, 4, 18944, 152064),
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1000000.0,
+            "mrope_section": [16, 24, 24],
         },
     ),
     "qwen2.5-vl-7b": _pictured(

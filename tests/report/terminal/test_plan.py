@@ -19,6 +19,7 @@ from duoka.planner.reasons import gpus_reason
 from duoka.planner.request import PlanRequest
 from duoka.report.terminal import name_modules, render_plan
 from duoka.report.terminal.plan import render_seconds
+from duoka.report.terminal.words import modules_of
 
 GIB = 2**30
 
@@ -181,6 +182,23 @@ def test_a_plain_budget_needs_no_explanation() -> None:
 )
 def test_names_of_modules_are_shortened(names: list[str], text: str) -> None:
     assert name_modules(names) == text
+
+
+TOWERED = [
+    ("model.visual.blocks.0", "cuda:0"),
+    ("model.visual.blocks.1", "cuda:0"),
+    ("model.visual.merger.proj", "cuda:0"),
+    ("model.layers.0", "cuda:1"),
+    ("model.layers.1", "cuda:1"),
+    ("lm_head", "cuda:1"),
+]
+
+
+def test_a_tower_that_is_whole_is_one_name() -> None:
+    assert modules_of(TOWERED, "cuda:0") == ["model.visual"]
+    assert modules_of(TOWERED, "cuda:1") == ["model.layers.0", "model.layers.1", "lm_head"]
+    split = [("model.visual.blocks.0", "cuda:1"), *TOWERED[1:]]
+    assert modules_of(split, "cuda:0") == ["model.visual.blocks.1", "model.visual.merger"]
 
 
 SECONDS = Seconds(

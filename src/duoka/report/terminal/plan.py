@@ -22,7 +22,7 @@ from duoka.planner.limits import reserves
 from duoka.planner.plan import Plan
 from duoka.planner.room import cache_tokens, is_tight
 
-from .words import name_modules
+from .words import modules_of, name_modules
 
 _TABLE_COLUMNS = 72  # with fewer there is a list instead
 _WIDEST_BAR = 60
@@ -266,7 +266,7 @@ def _cache(plan: Plan) -> Iterator[Text]:
 
 
 def _modules(plan: Plan, device: str) -> str:
-    return name_modules([name for name, at in plan.placement.entries if at == device])
+    return name_modules(modules_of(plan.placement.entries, device))
 
 
 def _unit(plan: Plan) -> tuple[str, int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.style import Style
 from rich.text import Text
 
+from duoka.base.text import containing
 from duoka.base.units import format_bytes, format_count
 from duoka.forecast.tensor_names import layer_of, main_list
 from duoka.planner.device_map import runs, shorten
@@ -124,6 +125,21 @@ def cropped(text: str, longest: int = _LONGEST) -> str:
 def name_modules(names: Sequence[str]) -> str:
     """Shorten the modules of a stage: a run of numbered ones becomes its ends."""
     return ", ".join(runs(without_prefix(name) for name in names))
+
+
+def modules_of(entries: Sequence[tuple[str, str]], device: str) -> list[str]:
+    """The modules of a device, where all of a tower is there the tower's own name instead.
+
+    The model's main layers are always named: people look for them.
+    """
+    names = [name for name, at in entries if at == device]
+    main = main_list([name for name, _ in entries])
+    if main is None:
+        return names
+    apart = {main, *containing(main)}
+    apart.update(part for name, at in entries if at != device for part in containing(name))
+    whole = ([name, *(part for part in containing(name) if part not in apart)] for name in names)
+    return list(dict.fromkeys(parts[-1] for parts in whole))
 
 
 def count_layers(parts: Sequence[Sequence[str]]) -> list[int] | None:

@@ -1,0 +1,105 @@
+"""Image-text models, planned, spread and asked about a picture: as on one device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import towers
+from closeness import close
+from torch import nn
+
+import duoka
+from duoka import Constraints, Workload, models
+from duoka.runtime.image_inputs import image_inputs
+from duoka.tools.demo.checkpoint import CONFIG
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+FAMILIES = ("glm4v", "glm4v_moe", "glm46v", "qwen2_vl", "gemma3", "llava", "internvl")
+SIZE = (100, 80)
+ANSWER = {
+    "max_new_tokens": 3,
+    "min_new_tokens": 3,
+    "do_sample": False,
+    "output_logits": True,
+    "return_dict_in_generate": True,
+}
+LARGE_TOWER = {
+    **CONFIG,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "kv_channels": 16,
+    "multi_query_group_num": 1,
+    "boi_token_id": 50,
+    "eoi_token_id": 51,
+    "vision_config": {
+        "hidden_size": 32,
+        "num_hidden_layers": 6,
+        "num_heads": 2,
+        "intermediate_size": 2**16,  # a block of the tower has 16 MiB, the text hardly any
+        "patch_size": 14,
+        "image_size": 56,
+        "num_positions": 17,
+    },
+}
+BLOCKS = "model.vision.transformer.layers."
+
+
+def work(inputs: dict[str, Any]) -> Workload:
+    return Workload(
+        prompt_tokens=inputs["input_ids"].shape[1],
+        new_tokens=3,
+        dtype="float32",
+        images=1,
+        image_size=SIZE[::-1],
+    )
+
+
+@torch.no_grad()
+def holds(model: Any, inputs: dict[str, Any], plan: duoka.Plan) -> None:
+    """Whether a model answers as planned what it answers on one device."""
+    expected = model.generate(**inputs, **ANSWER)
+    answered = duoka.dispatch(copy.deepcopy(model), plan).generate(**inputs, **ANSWER)
+    assert answered.sequences.equal(expected.sequences)
+    assert close(torch.stack(answered.logits), torch.stack(expected.logits))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_planned_and_custom_maps_answer_as_one_device(name: str) -> None:
+    model = towers.build(name)
+    inputs = image_inputs(model, [SIZE], prompt_tokens=40)
+    auto = duoka.plan(model, "virtual:2x1GiB", work(inputs), use_all=True)
+    assert len(auto.devices) == 2
+    holds(model, inputs, auto)
+    balanced = duoka.plan(
+        model, "virtual:3x1GiB", work(inputs), constraints=Constraints(strategy="balanced")
+    )
+    assert len(balanced.devices) == 3
+    holds(model, inputs, balanced)
+    # Text and tower on devices of their own, as people write it down.
+    towered = {
+        module: int("vision" in module or "visual" in module or "projector" in module)
+        for module, _ in auto.placement.entries
+    }
+    assert set(towered.values()) == {0, 1}
+    assert not duoka.check(model, towered, inputs=inputs).faults
+
+
+def test_a_tower_that_is_larger_than_a_card_is_cut_between_its_blocks() -> None:
+    shapes: Any = models.build(LARGE_TOWER)
+    torch.manual_seed(5)
+    model = type(shapes)(shapes.config).float().eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.05)
+    inputs = image_inputs(model, [SIZE], prompt_tokens=24)
+    plan = duoka.plan(model, "virtual:3x64MiB", work(inputs))
+    at = {name: device for name, device in plan.placement.entries if name.startswith(BLOCKS)}
+    assert at.keys() == {f"{BLOCKS}{number}" for number in range(6)}, "no block is cut inside"
+    assert set(at.values()) == set(plan.devices)
+    holds(model, inputs, plan)
