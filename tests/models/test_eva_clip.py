@@ -34,22 +34,25 @@ def tower(**changes: Any) -> EvaClip:
     return built
 
 
-def slowly(tower: EvaClip, picture: Tensor) -> Tensor:
-    """[channels, height, width] to [tokens, text's width]."""
-    weights, sizes = dict(tower.named_parameters()), tower.config
+class Slow:
+    """The tower's arithmetic with its weights."""
 
-    def linear(name: str, values: Tensor) -> Tensor:
-        bias = weights.get(f"{name}.bias")
-        return values @ weights[f"{name}.weight"].T + (0 if bias is None else bias)
+    def __init__(self, tower: EvaClip) -> None:
+        self.weights = dict(tower.named_parameters())
+        self.sizes = tower.config
 
-    def norm(name: str, values: Tensor, eps: float) -> Tensor:
+    def linear(self, name: str, values: Tensor) -> Tensor:
+        bias = self.weights.get(f"{name}.bias")
+        return values @ self.weights[f"{name}.weight"].T + (0 if bias is None else bias)
+
+    def norm(self, name: str, values: Tensor, eps: float) -> Tensor:
         centred = values - values.mean(-1, keepdim=True)
         scaled = centred / (centred.pow(2).mean(-1, keepdim=True) + eps).sqrt()
-        return scaled * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+        return scaled * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
 
-    def convolved(name: str, values: Tensor) -> list[Tensor]:
+    def convolved(self, name: str, values: Tensor) -> list[Tensor]:
         """Row by row, what each square comes to; what fills no square is left out."""
-        kernel, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
+        kernel, bias = self.weights[f"{name}.weight"], self.weights[f"{name}.bias"]
         side = kernel.shape[-1]
         squares = [
             values[:, top : top + side, left : left + side]
@@ -58,31 +61,38 @@ def slowly(tower: EvaClip, picture: Tensor) -> Tensor:
         ]
         return [(kernel * square).sum((1, 2, 3)) + bias for square in squares]
 
-    embedding = "patch_embedding."
-    patches = convolved(f"{embedding}proj", picture)
-    states = torch.stack([weights[f"{embedding}cls_embedding"][0], *patches])
-    states = states + weights[f"{embedding}position_embedding.weight"]
-    for number in range(sizes.num_hidden_layers):
-        layer, eps = f"transformer.layers.{number}.", sizes.layer_norm_eps
-        query, key, value = linear(f"{layer}attention.query_key_value", states).chunk(3, dim=-1)
-        width = sizes.hidden_size // sizes.num_heads
+    def block(self, layer: str, states: Tensor) -> Tensor:
+        eps, width = self.sizes.layer_norm_eps, self.sizes.hidden_size // self.sizes.num_heads
+        fused = self.linear(f"{layer}.attention.query_key_value", states).chunk(3, dim=-1)
         heads = [
-            torch.softmax(q @ k.T / math.sqrt(width), dim=-1) @ v
-            for q, k, v in zip(*(part.split(width, -1) for part in (query, key, value)), strict=True)
+            torch.softmax(query @ key.T / math.sqrt(width), dim=-1) @ value
+            for query, key, value in zip(*(part.split(width, -1) for part in fused), strict=True)
         ]
-        mixed = linear(f"{layer}attention.dense", torch.cat(heads, -1))
-        states = states + norm(f"{layer}input_layernorm", mixed, eps)
-        inner = functional.gelu(linear(f"{layer}mlp.fc1", states))
-        mixed = linear(f"{layer}mlp.fc2", inner)
-        states = states + norm(f"{layer}post_attention_layernorm", mixed, eps)
-    side = math.isqrt(len(states) - 1)
-    grid = states[1:].T.reshape(-1, side, side)
-    features = linear("linear_proj.linear_proj", torch.stack(convolved("conv", grid)))
-    features = functional.gelu(norm("linear_proj.norm1", features, 1e-5))
-    gate = functional.silu(linear("linear_proj.gate_proj", features))
-    features = linear("linear_proj.dense_4h_to_h", gate * linear("linear_proj.dense_h_to_4h", features))
-    whole = torch.cat((weights["boi"][0], features, weights["eoi"][0]))
-    return whole / sizes.scaling_factor
+        mixed = self.linear(f"{layer}.attention.dense", torch.cat(heads, -1))
+        states = states + self.norm(f"{layer}.input_layernorm", mixed, eps)
+        inner = functional.gelu(self.linear(f"{layer}.mlp.fc1", states))
+        mixed = self.linear(f"{layer}.mlp.fc2", inner)
+        return states + self.norm(f"{layer}.post_attention_layernorm", mixed, eps)
+
+    def adapted(self, features: Tensor) -> Tensor:
+        features = self.linear("linear_proj.linear_proj", features)
+        features = functional.gelu(self.norm("linear_proj.norm1", features, 1e-5))
+        gate = functional.silu(self.linear("linear_proj.gate_proj", features))
+        features = gate * self.linear("linear_proj.dense_h_to_4h", features)
+        return self.linear("linear_proj.dense_4h_to_h", features)
+
+    def features(self, picture: Tensor) -> Tensor:
+        """[channels, height, width] to [tokens, text's width]."""
+        patches = self.convolved("patch_embedding.proj", picture)
+        states = torch.stack([self.weights["patch_embedding.cls_embedding"][0], *patches])
+        states = states + self.weights["patch_embedding.position_embedding.weight"]
+        for number in range(self.sizes.num_hidden_layers):
+            states = self.block(f"transformer.layers.{number}", states)
+        side = math.isqrt(len(states) - 1)
+        grid = states[1:].T.reshape(-1, side, side)
+        features = self.adapted(torch.stack(self.convolved("conv", grid)))
+        whole = torch.cat((self.weights["boi"][0], features, self.weights["eoi"][0]))
+        return whole / self.sizes.scaling_factor
 
 
 @torch.no_grad()
@@ -91,9 +101,9 @@ def test_against_the_formula(shape: dict[str, Any]) -> None:
     built = tower(**shape)
     side = shape["image_size"]
     pictures = torch.randn(2, built.config.in_channels, side, side)
-    features = built(pictures)
+    features, slow = built(pictures), Slow(built)
     assert features.shape == (2, built.config.num_features + 2, 6)
-    assert close(features, torch.stack([slowly(built, picture) for picture in pictures]))
+    assert close(features, torch.stack([slow.features(picture) for picture in pictures]))
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 12, 24), (1, 1, 24, 24), (3, 24, 24)])

@@ -31,9 +31,7 @@ FAMILIES = ("llava", "qwen2_vl", "qwen3_vl", "glm4v", "glm4v_moe", "glm46v", "ge
 IMAGES, SIZE, TOKENS = 3, (112, 112), 800
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(
-        not encodes_apart(towers.build("llava")), reason="transformers before 5.18"
-    ),
+    pytest.mark.skipif(not encodes_apart(towers.build("llava")), reason="transformers before 5.18"),
 ]
 
 
