@@ -266,13 +266,12 @@ class Generator(PromptReader):
         return next(iter(self.chat.stop_ids), 0)
 
     def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Token ids and attention mask, [batch, tokens], where the model's first module lies."""
+        """Token ids and attention mask, [batch, tokens], where the model's first block computes."""
         longest = max(len(prompt) for prompt in prompts)
         gaps = [longest - len(prompt) for prompt in prompts]
         ids = [[self._pad_id] * gap + list(p) for gap, p in zip(gaps, prompts, strict=True)]
         mask = [[0] * gap + [1] * (longest - gap) for gap in gaps]
-        embeddings: Any = self.model.get_input_embeddings()
-        device = embeddings.weight.device
+        device = self.model.device
         return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
     def _answer(self, prompt_tokens: int, row: Sequence[int]) -> Answer:
