@@ -107,6 +107,22 @@ def test_the_forecast_is_measured(name: str, parts: dict[str, int]) -> None:
         assert stage.reserved_bytes == pytest.approx(reserved, rel=0.03)
 
 
+def test_every_chunk_of_many_counts() -> None:
+    """What a growing KV cache leaves behind between the first chunks and the last is reserved."""
+    model = towers.build("llava")
+    workload = duoka.Workload(
+        prompt_tokens=40_000,
+        new_tokens=2,
+        dtype="float32",
+        images=1,
+        image_size=SIZE,
+        prefill_chunk_tokens=4000,
+    )
+    plan = duoka.plan(model, "virtual:2x8GiB", workload, use_all=True)
+    for stage, (_, reserved) in zip(plan.forecast.devices, peaks(plan, model), strict=True):
+        assert stage.reserved_bytes == pytest.approx(reserved, rel=0.001)
+
+
 def peaks(plan: duoka.Plan, model: PreTrainedModel) -> list[tuple[int, int]]:
     """Allocated and reserved bytes of each device, by running every step."""
     entries = tuple(

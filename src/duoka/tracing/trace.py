@@ -49,6 +49,8 @@ _SHORTEST_WINDOW = 256
 _LOOKED_AT_TOKENS = 8
 # Between the recorded steps of one workload, so many tokens are filled in at a time.
 _FILLED_TOKENS = 128
+# Of the chunks of a prompt with images, so many are recorded besides the first and the last ones.
+_MOST_CHUNKS = 28
 
 
 class Irregular(Exception):
@@ -291,7 +293,7 @@ class _Tracer:
         """Regimes for the steps of one workload; between two recorded ones the later counts."""
         many = workload.batch > 1
         chunks = workload.chunks()
-        steps = [*chunks[:2], *chunks[-2:]] if len(chunks) > 4 else [*chunks]
+        steps = _chosen(chunks, has_images=self.prompts is not None)
         stepper = Stepper.of(self.model, workload, self.device, self.prompts)
         before, self.has_cache = 0, False
         with self.recorder as recorder:
@@ -430,6 +432,19 @@ class _Samples:
             for sample in self.all
             if ((sample.context or sample.keys) % ALIGNED_TOKENS == 0) == aligned
         ]
+
+
+def _chosen(chunks: Sequence[tuple[int, int]], *, has_images: bool) -> list[tuple[int, int]]:
+    """The chunks to record: the first two and the last two, of prompts with images more.
+
+    What is between two of them is replayed as the later one; what a chunk leaves in the allocator's
+    cache depends on its length of the KV cache, and on the images in it.
+    """
+    if len(chunks) <= 4:
+        return [*chunks]
+    between = chunks[2:-2] if has_images else ()
+    every = max(1, -(-len(between) // _MOST_CHUNKS))
+    return [*chunks[:2], *between[::every], *chunks[-2:]]
 
 
 def _decodes(workload: Workload) -> list[tuple[int, int]]:
