@@ -28,6 +28,26 @@ def test_targets_in_both_names(tmp_path: Path, target: str, native: tuple[str, .
     assert native_targets(opened(tmp_path, CONFIG), [target]) == native
 
 
+@pytest.mark.parametrize(
+    ("target", "native"),
+    [
+        ("query_key_value", ("q_proj", "k_proj", "v_proj", "query_key_value")),
+        ("o_proj", ("o_proj",)),
+        ("fc1", ("fc1",)),
+        ("mlp.fc1", ("mlp.fc1",)),
+        ("mlp.dense_4h_to_h", ("mlp.down_proj",)),
+        ("attention.dense", ("attention.dense",)),
+        (
+            "transformer.vision.transformer.layers.3.mlp.fc2",
+            ("vision.transformer.layers.3.mlp.fc2",),
+        ),
+    ],
+)
+def test_targets_in_a_tower(tmp_path: Path, target: str, native: tuple[str, ...]) -> None:
+    checkpoint = opened(tmp_path, {**CONFIG, "vision_config": {"hidden_size": 8}})
+    assert native_targets(checkpoint, [target]) == native
+
+
 def test_what_the_family_has_not_is_refused(tmp_path: Path) -> None:
     checkpoint = opened(tmp_path, CONFIG)
     with pytest.raises(UsageError, match="'qkv'") as caught:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from duoka.errors import UsageError
 
@@ -19,6 +19,12 @@ _CHATGLM_LAYERS = {
     "word_embeddings": ("embed_tokens",),
     "output_layer": ("lm_head",),
 }
+# Those of GLM-4V's tower, which keep their published names.
+_TOWER_LAYERS = {
+    *("query_key_value", "dense", "fc1", "fc2"),
+    *("linear_proj", "gate_proj", "dense_h_to_4h", "dense_4h_to_h"),
+}
+_IN_TOWER = frozenset({"vision", "attention", "linear_proj"})
 # What lies around layers in the published names alone, and what is called otherwise.
 _AROUND = {"transformer": "", "encoder": "", "embedding": "", "self_attention": "self_attn."}
 
@@ -27,13 +33,16 @@ def native_targets(checkpoint: Checkpoint, targets: Sequence[str]) -> tuple[str,
     """LoRA targets in the names of the class that is built; UsageError for what isn't there."""
     is_chatglm = checkpoint.config.get("model_type") == CHATGLM and not checkpoint.builds_own_model
     known = _stored_layers(checkpoint)
+    has_tower = bool(checkpoint.config.get("vision_config"))
     if is_chatglm:
         native = (name for names in _CHATGLM_LAYERS.values() for name in names)
-        known = {*_CHATGLM_LAYERS, *native}
+        known = {*_CHATGLM_LAYERS, *native, *(_TOWER_LAYERS if has_tower else ())}
     for target in targets:
         if known and target.rpartition(".")[2] not in known:
             raise unknown_target(target, known)
-    return tuple(_native(targets)) if is_chatglm else tuple(targets)
+    if not is_chatglm:
+        return tuple(targets)
+    return tuple(dict.fromkeys(name for target in targets for name in _native(target, has_tower)))
 
 
 def _stored_layers(checkpoint: Checkpoint) -> set[str]:
@@ -51,14 +60,16 @@ def _stored_layers(checkpoint: Checkpoint) -> set[str]:
     return layers | {"lm_head"} if layers else layers
 
 
-def _native(targets: Sequence[str]) -> dict[str, None]:
-    """The targets of a ChatGLM, which may be in its published names, in those of duoka's class."""
-    native: dict[str, None] = {}
-    for target in targets:
-        *around, leaf = target.split(".")
+def _native(target: str, has_tower: bool) -> Iterator[str]:
+    """A target of a ChatGLM, which may be in its published names, in those of duoka's class."""
+    *around, leaf = target.split(".")
+    shared = leaf in _TOWER_LAYERS and leaf in _CHATGLM_LAYERS
+    in_tower = leaf in _TOWER_LAYERS if not shared else not _IN_TOWER.isdisjoint(around)
+    if not (has_tower and in_tower):
         prefix = "".join(_AROUND.get(part, f"{part}.") for part in around)
-        native |= {f"{prefix}{name}": None for name in _CHATGLM_LAYERS.get(leaf, (leaf,))}
-    return native
+        yield from (f"{prefix}{name}" for name in _CHATGLM_LAYERS.get(leaf, (leaf,)))
+    if has_tower and (in_tower or (shared and not around)):
+        yield target.removeprefix("transformer.")
 
 
 def unknown_target(target: str, known: Collection[str]) -> UsageError:
