@@ -70,6 +70,7 @@ def refuse_unbuildable(config: Mapping[str, Any]) -> None:
         refuse_other_chatglm(config)
         if config.get("vision_config") is not None:
             refuse_other_tower(config["vision_config"])
+            _refuse_other_marks(config)
 
 
 def refuse_images(config: Mapping[str, Any]) -> None:
@@ -205,26 +206,46 @@ def refuse_other_tower(config: Any) -> None:
         if "model_type" in config:  # transformers saves what isn't the published value
             return
         raise ModelError(f"the vision_config says nothing of {', '.join(missing)}", hint=_PUBLISHED)
-    for name in _TOWER:
-        value, least = config[name], 0 if name == "num_hidden_layers" else 1
+    for name in (*_TOWER, "in_channels"):
+        value, least = config.get(name, 3), 0 if name == "num_hidden_layers" else 1
         if type(value) is not int or value < least:
             raise ModelError(
                 f"the vision_config's {name} is {value!r:.60}; it must be a whole number, at least "
                 f"{least}",
                 hint=_PUBLISHED,
             )
+    fault = _tower_fault(config)
+    if fault is not None:
+        raise ModelError(f"in the vision_config {fault}", hint=_PUBLISHED)
+
+
+def _tower_fault(config: Mapping[str, Any]) -> str | None:
+    """What does not go together in a tower's sizes."""
     image, patch = config["image_size"], config["patch_size"]
-    grid = image // patch
     width, heads = config["hidden_size"], config["num_heads"]
-    fault = None
+    grid, scale = image // patch, config.get("scaling_factor", 8)
+    if type(scale) not in (int, float) or not scale > 0:
+        return f"scaling_factor is {scale!r:.60}; features are divided by it"
     if width % heads:
-        fault = f"{heads} attention heads can't share a hidden_size of {width} equally"
-    elif grid < 2:
-        fault = f"an image_size of {image} has {grid} patches of {patch} a side; there must be 2"
-    elif config["num_positions"] != grid**2 + 1:
-        fault = (
+        return f"{heads} attention heads can't share a hidden_size of {width} equally"
+    if grid < 2:
+        return f"an image_size of {image} has {grid} patches of {patch} a side; there must be 2"
+    if config["num_positions"] != grid**2 + 1:
+        return (
             f"num_positions is {config['num_positions']}; {grid} x {grid} patches of {patch} in an "
             f"image_size of {image}, and one token before them, have {grid**2 + 1}"
         )
-    if fault is not None:
-        raise ModelError(f"in the vision_config {fault}", hint=_PUBLISHED)
+    return None
+
+
+def _refuse_other_marks(config: Mapping[str, Any]) -> None:
+    """Refuse tokens around pictures that the vocabulary doesn't have."""
+    vocabulary = config.get("padded_vocab_size", config.get("vocab_size"))
+    for name in ("boi_token_id", "eoi_token_id"):
+        token = config.get(name, 0)
+        if type(token) is not int or not 0 <= token < (vocabulary or token + 1):
+            raise ModelError(
+                f"the configuration's {name} is {token!r:.60}; it must be a token of the "
+                f"{vocabulary} that there are",
+                hint=_PUBLISHED,
+            )
