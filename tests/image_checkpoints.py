@@ -109,7 +109,7 @@ FAMILIES = {
             "end_image_token": "</img>",
             "video_token": "<video>",
         },
-        pixels={"size": _SIDE, "crop_to_patches": False},
+        pixels={"size": _SIDE},
         settings={"image_seq_length": 4},
     ),
 }

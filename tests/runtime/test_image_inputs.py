@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 import towers
+from PIL import Image
 from torch import nn
 from transformers import Glm4vConfig, LlamaConfig, PreTrainedModel
 
@@ -15,7 +16,7 @@ from duoka import Constraints, Workload, models, virtual
 from duoka.errors import ModelError, UsageError
 from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
-from duoka.runtime.image_inputs import image_inputs, prompts_for
+from duoka.runtime.image_inputs import _processor, image_inputs, prompts_for
 
 FAMILIES = (
     "glm4v", "glm46v", "glm4v_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next",
@@ -191,3 +192,12 @@ def test_a_tower_on_two_of_five_cards() -> None:
     for forecast, (allocated, reserved) in zip(plan.forecast.devices, measured, strict=True):
         assert forecast.allocated_bytes == pytest.approx(allocated, rel=0.003)
         assert forecast.reserved_bytes == pytest.approx(reserved, rel=0.003)
+
+
+def test_tiles_are_those_of_the_familys_processor() -> None:
+    """InternVL's processor cuts images into tiles, which its image processor alone does not."""
+    config = towers.configuration("internvl")
+    config.vision_config.image_size = [towers.IMAGE_SIZE] * 2
+    processor = _processor(config)
+    assert processor.crop_to_patches
+    assert len(processor(images=[Image.new("RGB", (200, 100))])["pixel_values"]) == 9

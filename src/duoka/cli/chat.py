@@ -189,4 +189,5 @@ def _answer(conversation: Conversation, question: str) -> None:
     answer("\n")
     if conversation.num_forgotten > forgotten:
         rounds = conversation.num_forgotten - forgotten
-        stderr().print(f"(the context is full: the oldest {rounds} round(s) were left out)")
+        text = f"(there is room for no more: the oldest {rounds} round(s) were left out)"
+        stderr().print(text)

@@ -22,6 +22,7 @@ from transformers.models.auto import image_processing_auto, processing_auto
 from duoka import virtual
 from duoka.errors import ModelError
 from duoka.forecast.workload import Conditions
+from duoka.models.text.image_prompts import image_settings
 from duoka.planner.placement import Placement
 
 from .dispatch.place_tensors import Snapshot, place
@@ -189,6 +190,10 @@ def _processor(config: Any) -> Any:
     processor = processor_class(**dict(_settings(processor_class(), config)))
     if hasattr(processor, "apply_ocr"):  # reads words, which would need one more program
         processor.apply_ocr = False
+    whole = getattr(transformers, _PROCESSORS.get(config.model_type, ""), None)
+    for name, value in image_settings(whole).items():
+        if name in _OF_TILES:
+            setattr(processor, name, value)
     return processor
 
 
@@ -248,6 +253,7 @@ def _settings(processor: Any, config: Any) -> Iterator[tuple[str, Any]]:
 
 
 _FROM_CONFIG = frozenset({"patch_size", "temporal_patch_size", "merge_size", "max_image_tiles"})
+_OF_TILES = frozenset({"crop_to_patches", "min_patches", "max_patches"})
 _RENAMED = {"merge_size": "spatial_merge_size", "max_image_tiles": "max_num_tiles"}
 _PIXEL_COUNT = 4096
 """A longest edge above this is a number of pixels."""

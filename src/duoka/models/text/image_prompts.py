@@ -16,7 +16,7 @@ import torch
 import transformers
 from PIL import Image
 from torch import Tensor
-from transformers import CLIPImageProcessorPil, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.models.auto import image_processing_auto, processing_auto
 
 from duoka.errors import CheckpointError, UsageError
@@ -91,7 +91,7 @@ class ImageFormat:
     def pixel_count(self, image: Image.Image) -> int:
         """How many numbers the model reads of an image."""
         alone = getattr(self.processor, "image_processor", self.processor)
-        tensors = self._process(alone, images=[image])
+        tensors = self._process(alone, images=[image], **image_settings(type(self.processor)))
         return sum(value.numel() for value in tensors.values() if value.is_floating_point())
 
     def _process(self, processor: Any, **inputs: Any) -> dict[str, Tensor]:
@@ -147,6 +147,17 @@ class PromptImages(ImageFormat):
         return any(isinstance(token, str) and token in text for token in tokens)
 
 
+def image_settings(processor_class: Any) -> dict[str, Any]:
+    """What a processor asks of its image processor, beside the settings that this one has."""
+    if getattr(processor_class, "is_dummy", False):  # a stand-in for want of a library
+        return {}
+    stated = getattr(processor_class, "images_kwargs", None)
+    if stated is None:  # as transformers up to 5.17 has it
+        described = getattr(processor_class, "valid_processor_kwargs", None)
+        stated = getattr(described, "_defaults", {}).get("images_kwargs")
+    return {name: value for name, value in (stated or {}).items() if name != "return_tensors"}
+
+
 # ── from a checkpoint's files ──
 
 
@@ -170,7 +181,9 @@ def _load_square_processor(directory: Path, side: int) -> Any:
     The source is GLM-4V's published tokenizer, which scales without cutting.
     """
     if not (directory / "preprocessor_config.json").is_file():
-        return CLIPImageProcessorPil(size={"height": side, "width": side}, do_center_crop=False)
+        return transformers.CLIPImageProcessorPil(
+            size={"height": side, "width": side}, do_center_crop=False
+        )
     _look_at_files(directory)
     try:
         return _image_processor(directory)
@@ -203,12 +216,15 @@ def _look_at_files(directory: Path) -> None:
 
 
 def _unloadable(directory: Path, error: Exception) -> CheckpointError:
+    missing = isinstance(error, ImportError)
     return CheckpointError(
         f"no image processor could be loaded from {directory}: {_first_line(error)}",
-        hint=f"its {' or '.join(_SETTINGS)} may be damaged, or made for other versions",
+        hint="install what it asks for, built for this torch"
+        if missing
+        else f"its {' or '.join(_SETTINGS)} may be damaged, or made for other versions",
     )
 
 
 def _first_line(error: Exception) -> str:
     """What an error of another library says first; some write a page."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return next(filter(None, str(error).splitlines()), type(error).__name__)
