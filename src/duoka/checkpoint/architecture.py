@@ -203,8 +203,6 @@ def refuse_other_tower(config: Any) -> None:
         )
     missing = [name for name in _TOWER if name not in config]
     if missing:
-        if "model_type" in config:  # transformers saves what isn't the published value
-            return
         raise ModelError(f"the vision_config says nothing of {', '.join(missing)}", hint=_PUBLISHED)
     for name in (*_TOWER, "in_channels"):
         value, least = config.get(name, 3), 0 if name == "num_hidden_layers" else 1
