@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from seeded import Case
 
 import duoka
 from duoka import Workload
+from duoka.forecast.workload import Quantization
 from duoka.tools.demo.checkpoint import CONFIG
 
 SITUATIONS = Path(__file__).parent / "situations"
@@ -23,6 +25,29 @@ TINY = {
     "num_attention_heads": 2,
     "kv_channels": 16,
     "multi_query_group_num": 1,
+}
+GLM_4V_9B = {
+    **CONFIG,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 13696,
+    "num_layers": 40,
+    "num_attention_heads": 32,
+    "kv_channels": 128,
+    "multi_query_group_num": 2,
+    "padded_vocab_size": 151552,
+    "seq_length": 8192,
+    "torch_dtype": "bfloat16",
+    "boi_token_id": 151339,
+    "eoi_token_id": 151340,
+    "vision_config": {
+        "hidden_size": 1792,
+        "num_hidden_layers": 63,
+        "num_heads": 16,
+        "intermediate_size": 15360,
+        "patch_size": 14,
+        "image_size": 1120,
+        "num_positions": 6401,
+    },
 }
 WORK = Workload(prompt_tokens=12, new_tokens=3)
 OTHER_VERSION = {
@@ -141,6 +166,26 @@ def test_the_features_go_to_the_embeddings() -> None:
     assert residual.modules == ("vision.blocks.1",)
     assert splice.target == "cuda:0"
     assert [each.expression for each in splice.operands if each.moved] == ["image"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("gpus", "quantize"), [("5xRTX3090", "none"), ("2xRTX3090", "none"), ("2xRTX4080", "int8")]
+)
+def test_a_vision_model_at_full_size_runs_on_cards_that_hold_it(
+    tmp_path: Path, gpus: str, quantize: Quantization
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(GLM_4V_9B), encoding="utf-8")
+    height, width = size = (1120, 1120)
+    workload = Workload(
+        prompt_tokens=3584, new_tokens=512, quantize=quantize, images=1, image_size=size
+    )
+    plan = duoka.plan(config, gpus, workload, use_all=True)
+    assert len(plan.devices) == int(gpus[0])
+    report = duoka.check(config, plan, images=[(width, height)])
+    assert report.ok
+    assert report.fits
 
 
 def test_two_cards_compute_what_one_computes_after_the_repair() -> None:
