@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,15 @@ def test_damaged_settings(tmp_path: Path) -> None:
         (directory / name).unlink()
     with pytest.raises(CheckpointError, match="says nothing of how its images are processed"):
         prompts.prompt("What?", images=[OTHER])
+
+
+def test_a_template_in_a_file_of_its_own(tmp_path: Path) -> None:
+    """As transformers' processors wrote it once."""
+    directory = write_family("llava", tmp_path)
+    expected = reader(directory).prompt("What?", images=[OTHER])
+    template = directory / "chat_template.jinja"
+    (directory / "chat_template.json").write_text(
+        json.dumps({"chat_template": template.read_text()})
+    )
+    template.unlink()
+    assert reader(directory).prompt("What?", images=[OTHER]) == expected

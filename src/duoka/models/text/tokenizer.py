@@ -15,9 +15,12 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from duoka.checkpoint.headers import read_json
 from duoka.checkpoint.tokenizer_files import HINT, look_at_files, special_tokens
 from duoka.checkpoint.vocabulary import SentencePieceModel, encoding_of, read_vocabulary
 from duoka.errors import CheckpointError
+
+_MOST_TEMPLATE_BYTES = 2**20
 
 
 def load_tokenizer(
@@ -47,6 +50,10 @@ def load_tokenizer(
             f"no tokenizer could be loaded from {directory}: {_first_line(error)}",
             hint=HINT,
         ) from error
+    templates = directory / "chat_template.json"
+    if loaded.chat_template is None and templates.is_file():  # transformers' processors had it so
+        stated = read_json(templates, most_bytes=_MOST_TEMPLATE_BYTES).get("chat_template")
+        loaded.chat_template = stated if isinstance(stated, str) else None
     return loaded
 
 
