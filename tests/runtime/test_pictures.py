@@ -91,8 +91,12 @@ def test_a_conversation_about_pictures(glm4v: Path) -> None:
 
 
 def test_a_model_without_eyes(glm4v: Path, tiny: Path) -> None:
+    answering = generator(glm4v, images=0)
+    prompt = answering.prompt("What?", images=PICTURES)
+    with pytest.raises(UsageError, match="2 images in a prompt; the plan has memory for 0"):
+        answering.answer([prompt])
     with pytest.raises(UsageError, match="the plan has memory for 0"):
-        Conversation(generator(glm4v, images=0)).show(PICTURES[0])
+        Conversation(answering).show(PICTURES[0])
     reader = PromptReader.open(Checkpoint.open(tiny), Workload(images=1))
     with pytest.raises(UsageError, match="takes no images"):
         reader.check_images(PICTURES[:1])

@@ -16,7 +16,7 @@ from duoka.base.units import format_bytes
 from duoka.errors import UsageError
 
 from .groups import option
-from .options import PlanOptions, parse_pixels
+from .options import PlanOptions
 from .terminal import working
 
 if TYPE_CHECKING:
@@ -43,14 +43,16 @@ class ImageOptions:
 
 
 def with_images(options: PlanOptions, images: tuple[Image, ...]) -> PlanOptions:
-    """The options with room for pictures, unless a plan was made already."""
+    """The options with room for pictures, where nothing was said of it and no plan is there."""
     if not images or options.plan_file is not None:
         return options
-    sizes = [image.size for image in images]
-    stated = parse_pixels(options.image_size or "")
-    width, height = (max(sides) for sides in zip(*sizes, *[stated] if stated else [], strict=True))
-    number = max(len(images), options.images or 0)
-    return replace(options, images=number, image_size=f"{width}x{height}")
+    width = max(image.width for image in images)
+    height = max(image.height for image in images)
+    return replace(
+        options,
+        images=options.images or len(images),
+        image_size=options.image_size or f"{width}x{height}",
+    )
 
 
 def _read(source: str) -> Image:

@@ -113,8 +113,10 @@ class PromptReader:
         if not prompts or not all(map(len, prompts)):
             raise UsageError("there is nothing to answer: a prompt is empty")
         longest = max(map(len, prompts))
+        images = [prompt.num_images for prompt in prompts if isinstance(prompt, ImagePrompt)]
         for what, got, limit, option in (
             ("prompts", len(prompts), planned.batch, "--batch"),
+            ("images in a prompt", max(images, default=0), planned.images, "--images"),
             ("tokens of prompt", longest, planned.prompt_tokens, "--context"),
             ("new tokens", max_new_tokens or 0, planned.new_tokens, "--new-tokens"),
         ):
