@@ -86,6 +86,8 @@ def test_a_map_with_the_names_of_another_version_is_listed_and_completed(checkpo
     assert again.complete
     assert again.ok
     assert again.devices == ("cuda:0", "cuda:1")
+    with_empty = {**wrong.completed, "model.layers.0.mlp.activation_fn": "cuda:0"}
+    assert duoka.check(checkpoint, with_empty, workload=WORK).complete, "it holds nothing"
 
 
 def test_a_map_that_misses_one_parameter_is_refused(checkpoint: Path) -> None:

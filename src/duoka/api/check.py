@@ -327,7 +327,9 @@ def _of_checkpoint(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
         entries = placement.entries
     else:
         outline = _outline(checkpoint, workload, model, request)
-        entries, faults, is_whole = _judged(outline, model, DeviceMap.of(placement), request)
+        entries, faults, is_whole = _judged(
+            outline, model, _of_tensors(DeviceMap.of(placement), model), request
+        )
     subject = _placed(model, entries, faults, request, workload=workload, fleet=fleet)
     return replace(subject, is_dispatched=is_whole, name=checkpoint.source)
 
@@ -433,6 +435,16 @@ def _whole(workload: Workload) -> Workload:
     """The workload with its prompt in one step, unless a plan or a person said otherwise."""
     is_open = workload.prefill_chunk_tokens == "auto"
     return replace(workload, prefill_chunk_tokens=None) if is_open else workload
+
+
+def _of_tensors(device_map: DeviceMap, model: nn.Module) -> DeviceMap:
+    """A map without modules that hold nothing: accelerate's name some where they cut a layer."""
+    empty = {
+        name
+        for name, module in model.named_modules()
+        if name and next(tensor_names(module), None) is None
+    }
+    return DeviceMap(tuple(entry for entry in device_map.entries if entry[0] not in empty))
 
 
 def _judged(
