@@ -1,6 +1,8 @@
 """Made-up images in each family's format: the model's own code accepts them."""
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ from transformers import Glm4vConfig, LlamaConfig, PreTrainedModel
 
 import duoka
 from duoka import Constraints, Workload, models, virtual
+from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import ModelError, UsageError
+from duoka.models.from_checkpoint import build_model
 from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
 from duoka.runtime.image_inputs import _processor, image_inputs, prompts_for
@@ -198,6 +202,28 @@ def test_tiles_are_those_of_the_familys_processor() -> None:
     """InternVL's processor cuts images into tiles, which its image processor alone does not."""
     config = towers.configuration("internvl")
     config.vision_config.image_size = [towers.IMAGE_SIZE] * 2
-    processor = _processor(config)
+    processor = _processor(config, {})
     assert processor.crop_to_patches
     assert len(processor(images=[Image.new("RGB", (200, 100))])["pixel_values"]) == 9
+
+
+def test_images_are_as_large_as_the_checkpoint_says(tmp_path: Path) -> None:
+    """Published settings differ from a family's own: they decide how many tokens an image is."""
+    config = towers.build("qwen2_vl").config.to_dict()
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "architectures": ["Qwen2VLForConditionalGeneration"]})
+    )
+    workload = dataclasses.replace(PICTURED, image_size=(280, 280), dtype="float32")
+
+    def least_tokens() -> int:
+        model = build_model(Checkpoint.open(tmp_path), workload)
+        prompts = prompts_for(model, workload.conditions)
+        assert prompts is not None
+        return prompts.least_tokens
+
+    usual, fingerprint = least_tokens(), Checkpoint.open(tmp_path).fingerprint
+    (tmp_path / "preprocessor_config.json").write_text(
+        json.dumps({"max_pixels": 140 * 140, "image_processor_type": "Qwen2VLImageProcessor"})
+    )
+    assert usual - least_tokens() == 100 - 25
+    assert Checkpoint.open(tmp_path).fingerprint != fingerprint

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from .index import NO_WEIGHTS, Weights, find_weights, stamps_of
 
 _CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"
+_IMAGES_CONFIG, _PROCESSOR_CONFIG = "preprocessor_config.json", "processor_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _MAX_CODE_BYTES = 4 * 2**20
 _MAX_SMALL_BYTES = 256 * 2**20  # the largest published tokenizers have some 40 MB
@@ -63,6 +64,9 @@ class Checkpoint:
         What ``config.json`` holds.
     generation_config : dict or None
         What ``generation_config.json`` holds.
+    images_config : dict
+        What ``preprocessor_config.json``, or the part for images of ``processor_config.json``,
+        says of how images are processed; empty where nothing does.
     tensors : mapping of str to TensorInfo, or None
         By name. None when nothing says what there is: a config alone, or one ``.bin`` file.
     files : tuple of Path
@@ -91,6 +95,7 @@ class Checkpoint:
     files: tuple[Path, ...]
     format: Literal["safetensors", "bin", "none"]
     fingerprint: str
+    images_config: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
     code: tuple[CodeFile, ...] = ()
     untrusted_code: tuple[str, ...] = ()
@@ -167,6 +172,7 @@ class Checkpoint:
         is_run = trust_remote_code and (model_code or _tokenizer_class(folder, config))
         code = _read_code(folder) if is_run else ()
         generation = _GENERATION_CONFIG in names
+        images_config = _images_config(folder, names)
         return cls(
             path=folder.path,
             source=folder.source,
@@ -175,7 +181,8 @@ class Checkpoint:
             tensors=weights.tensors,
             files=tuple(folder.path / name for name in weights.sizes),
             format=weights.format,
-            fingerprint=_fingerprint(config, code, weights),
+            fingerprint=_fingerprint(config, code, weights, images_config),
+            images_config=images_config,
             trust_remote_code=trust_remote_code,
             code=code,
             untrusted_code=() if trust_remote_code else _brought_code(names, model_code),
@@ -325,6 +332,15 @@ def _read_config(folder: Folder, name: str) -> dict[str, Any]:
     return read_json(folder.fetch(name), most_bytes=configs.MAX_CONFIG_BYTES)
 
 
+def _images_config(folder: Folder, names: Container[str]) -> dict[str, Any]:
+    if _IMAGES_CONFIG in names:
+        return _read_config(folder, _IMAGES_CONFIG)
+    if _PROCESSOR_CONFIG in names:
+        part = _read_config(folder, _PROCESSOR_CONFIG).get("image_processor")
+        return part if isinstance(part, dict) else {}
+    return {}
+
+
 def _auto_map(config: Mapping[str, Any]) -> Mapping[str, Any]:
     auto_map = config.get("auto_map")
     return auto_map if isinstance(auto_map, dict) else {}
@@ -384,15 +400,25 @@ def differences(one: str, other: str) -> tuple[str, ...]:
     return tuple(part for part, (a, b) in zip(_PARTS, pairs, strict=True) if a != b)
 
 
-def _fingerprint(config: dict[str, Any], code: tuple[CodeFile, ...], weights: Weights) -> str:
+def _fingerprint(
+    config: dict[str, Any],
+    code: tuple[CodeFile, ...],
+    weights: Weights,
+    images_config: dict[str, Any] | None = None,
+) -> str:
     """One hash for each of `_PARTS`."""
+    configured = [config, images_config] if images_config else config
     tensors = [
         (name, tensor.dtype, tensor.shape, tensor.file and tensor.file.name)
         for name, tensor in sorted((weights.tensors or {}).items())
     ]
     # A pickle's contents aren't read; its size is all that is known.
     sizes = sorted(weights.sizes.items())
-    parts = (config, (weights.format, tensors, sizes), [(file.name, file.sha256) for file in code])
+    parts = (
+        configured,
+        (weights.format, tensors, sizes),
+        [(file.name, file.sha256) for file in code],
+    )
     return "-".join(
         hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:32] for part in parts
     )

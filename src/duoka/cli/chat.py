@@ -15,7 +15,7 @@ from duoka.errors import UsageError
 
 from . import errors, planning, signals
 from .groups import all_but, with_groups
-from .images import ImageOptions, with_images
+from .images import ImageOptions, is_address, with_images
 from .options import AnswerOptions, ModelOptions, PlanOptions, read_stdin, refuse_damaged
 from .terminal import answer, stderr, working
 
@@ -127,6 +127,11 @@ def _show(conversation: Conversation, name: str) -> None:
     try:
         if not name:
             raise UsageError(f"{_IMAGE} names no file", hint=f"write {_IMAGE} cat.jpg")
+        if is_address(name):
+            raise UsageError(
+                f"{_IMAGE} reads files, and {name!r} is an address",
+                hint="save the picture and give its file; --image on the command line fetches one",
+            )
         image = read_image(Path(name))
         conversation.show(image)
     except UsageError as error:

@@ -55,10 +55,15 @@ def with_images(options: PlanOptions, images: tuple[Image, ...]) -> PlanOptions:
     )
 
 
+def is_address(source: str) -> bool:
+    """Whether it is one on the web, and no file."""
+    return source.lower().startswith(_WEB)
+
+
 def _read(source: str) -> Image:
     from duoka.base.images import decode_image, read_image
 
-    if source.lower().startswith(_WEB):
+    if is_address(source):
         with working("fetching the picture"):
             content = _fetch(source)
         return decode_image(content, source)

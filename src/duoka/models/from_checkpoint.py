@@ -17,6 +17,9 @@ from duoka.forecast.workload import Workload
 from . import quantization
 from .text.tokenizer import load_tokenizer
 
+IMAGES_CONFIG = "_duoka_images_config"
+"""The attribute of a model that has its checkpoint's `images_config`."""
+
 
 def build_model(checkpoint: Checkpoint, workload: Workload) -> PreTrainedModel:
     """The model of a checkpoint, without data."""
@@ -25,6 +28,8 @@ def build_model(checkpoint: Checkpoint, workload: Workload) -> PreTrainedModel:
     config = checkpoint.config if method is None else without_quantization(checkpoint.config)
     code = _code_of(checkpoint) if checkpoint.builds_own_model else None
     model = models.build(config, dtype=dtype, code=code)
+    # For made-up images; transformers' models know nothing of how theirs are processed.
+    vars(model)[IMAGES_CONFIG] = checkpoint.images_config
     scheme = _scheme(workload)
     if method is not None:
         _hold_as_stored(model, method, checkpoint)

@@ -22,6 +22,7 @@ from transformers.models.auto import image_processing_auto, processing_auto
 from duoka import virtual
 from duoka.errors import ModelError
 from duoka.forecast.workload import Conditions
+from duoka.models.from_checkpoint import IMAGES_CONFIG
 from duoka.models.text.image_prompts import image_settings
 from duoka.planner.placement import Placement
 
@@ -160,7 +161,7 @@ class ImagePrompts:
 
 def _pictures(model: PreTrainedModel, sizes: Sequence[Sequence[Size]]) -> dict[str, Tensor]:
     """What the image processor makes of black images, one list of sizes for each prompt."""
-    processor = _processor(model.config)
+    processor = _processor(model.config, vars(model).get(IMAGES_CONFIG, {}))
     images = [[np.zeros((height, width, 3), np.uint8) for width, height in row] for row in sizes]
     try:
         batch = processor(images=images, return_tensors="pt")
@@ -179,20 +180,24 @@ def _pictures(model: PreTrainedModel, sizes: Sequence[Sequence[Size]]) -> dict[s
     return pictures
 
 
-def _processor(config: Any) -> Any:
-    """The family's image processor, with the settings that its configuration names."""
+def _processor(config: Any, stated: Mapping[str, Any]) -> Any:
+    """The family's image processor, with the settings that are stated or its configuration names.
+
+    `stated` is what a checkpoint says of it.
+    """
     processor_class = _processor_class(config)
     if processor_class is None:
         raise ModelError(
             f"transformers has no image processor for {config.model_type!r} that runs here",
             hint=f"install pillow, or torchvision built for this torch; or {_HINT}",
         )
-    processor = processor_class(**dict(_settings(processor_class(), config)))
+    stated = {name: value for name, value in stated.items() if name not in _NO_SETTINGS}
+    processor = processor_class(**{**dict(_settings(processor_class(), config)), **stated})
     if hasattr(processor, "apply_ocr"):  # reads words, which would need one more program
         processor.apply_ocr = False
     whole = getattr(transformers, _PROCESSORS.get(config.model_type, ""), None)
     for name, value in image_settings(whole).items():
-        if name in _OF_TILES:
+        if name in _OF_TILES and name not in stated:
             setattr(processor, name, value)
     return processor
 
@@ -253,6 +258,9 @@ def _settings(processor: Any, config: Any) -> Iterator[tuple[str, Any]]:
 
 
 _FROM_CONFIG = frozenset({"patch_size", "temporal_patch_size", "merge_size", "max_image_tiles"})
+_NO_SETTINGS = frozenset(
+    {"auto_map", "feature_extractor_type", "image_processor_type", "processor_class"}
+)
 _OF_TILES = frozenset({"crop_to_patches", "min_patches", "max_patches"})
 _RENAMED = {"merge_size": "spatial_merge_size", "max_image_tiles": "max_num_tiles"}
 _PIXEL_COUNT = 4096
