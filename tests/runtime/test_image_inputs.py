@@ -24,7 +24,7 @@ from duoka.runtime.image_inputs import _processor, image_inputs, prompts_for
 
 FAMILIES = (
     "glm4v", "glm46v", "glm4v_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next",
-    "llava_onevision", "gemma3", "paligemma", "mllama", "internvl", "idefics2", "smolvlm",
+    "llava_onevision", "gemma3", "paligemma", "mllama", "internvl",
     "mistral3", "aya_vision", "blip-2", "instructblip", "git", "kosmos-2", "florence2",
     "pix2struct", "got_ocr2", "ovis2", "video_llama_3",
 )  # fmt: skip
@@ -91,6 +91,11 @@ def test_a_family_that_is_not_known() -> None:
     with pytest.raises(ModelError, match="no image processor") as caught:
         image_inputs(model, [(10, 10)])
     assert "inputs yourself" in (caught.value.hint or "")
+
+
+def test_code_that_reads_pixels_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"how Idefics2\w+ takes images of 100x80"):
+        image_inputs(towers.build("idefics2"), [(100, 80)])
 
 
 def test_an_image_that_the_processor_refuses() -> None:

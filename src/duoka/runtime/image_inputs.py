@@ -31,7 +31,7 @@ from .dispatch.place_tensors import Snapshot, place
 Size = tuple[int, int]
 """Width and height in pixels."""
 
-_PIXELS = ("pixel_values", "flattened_patches", "image_patches", "images")
+_PIXELS = ("pixel_values", "flattened_patches", "images")
 _IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_index")
 _BEGIN = (
     "vision_start_token_id",
@@ -46,10 +46,6 @@ _PROCESSORS: dict[str, str] = processing_auto.PROCESSOR_MAPPING_NAMES  # type: i
 _IMAGE_PROCESSORS: dict[str, dict[str, str]] = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
 _TEXT_ID = 5
 _QUESTION_TOKENS = 8
-_READ_PIXELS = frozenset({"idefics2", "idefics3", "smolvlm"})
-"""Families whose code leaves out images that are black, so that it reads every pixel."""
-_BY_PROMPT = frozenset({"idefics", "instructblipvideo", *_READ_PIXELS})
-"""Families whose pixels are [prompts, images, channels, height, width]."""
 _UNFIT = (
     ArithmeticError,
     AttributeError,
@@ -58,6 +54,7 @@ _UNFIT = (
     RuntimeError,
     TypeError,
     ValueError,
+    virtual.UnknownValueError,  # of code that reads pixels
 )
 """What transformers' processors and a model's tower raise for settings that don't suit them."""
 _HINT = "pass inputs yourself: duoka.check or duoka.plan(model, …, inputs={...})"
@@ -167,17 +164,11 @@ def _pictures(model: PreTrainedModel, sizes: Sequence[Sequence[Size]]) -> dict[s
         batch = processor(images=images, return_tensors="pt")
     except (ValueError, TypeError, AttributeError):  # some take one flat list
         batch = processor(images=[image for row in images for image in row], return_tensors="pt")
-    if isinstance(batch, Tensor):
-        batch = {"pixel_values": batch}
-    pictures = {
+    return {
         key: value.to(model.dtype) if value.is_floating_point() else value
         for key, value in batch.items()
         if isinstance(value, Tensor)
     }
-    pixels = pictures.get("pixel_values")
-    if model.config.model_type in _BY_PROMPT and pixels is not None and pixels.dim() == 4:
-        pictures["pixel_values"] = pixels.reshape(len(sizes), -1, *pixels.shape[-3:])
-    return pictures
 
 
 def _processor(config: Any, stated: Mapping[str, Any]) -> Any:
@@ -193,8 +184,6 @@ def _processor(config: Any, stated: Mapping[str, Any]) -> Any:
         )
     stated = {name: value for name, value in stated.items() if name not in _NO_SETTINGS}
     processor = processor_class(**{**dict(_settings(processor_class(), config)), **stated})
-    if hasattr(processor, "apply_ocr"):  # reads words, which would need one more program
-        processor.apply_ocr = False
     whole = getattr(transformers, _PROCESSORS.get(config.model_type, ""), None)
     for name, value in image_settings(whole).items():
         if name in _OF_TILES and name not in stated:
@@ -251,10 +240,7 @@ def _settings(processor: Any, config: Any) -> Iterator[tuple[str, Any]]:
             yield name, stated
     side = _side(config)
     if side is not None:
-        yield from _sized(processor, side, ("size", "crop_size", "max_image_size"))
-    fine = _side(getattr(config, "high_res_vision_config", None))
-    if fine is not None:
-        yield from _sized(processor, fine, ("high_res_size",))
+        yield from _sized(processor, side)
 
 
 _FROM_CONFIG = frozenset({"patch_size", "temporal_patch_size", "merge_size", "max_image_tiles"})
@@ -274,8 +260,8 @@ def _side(config: Any) -> int | None:
     return stated if isinstance(stated, int) else None
 
 
-def _sized(processor: Any, side: int, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    for name in names:
+def _sized(processor: Any, side: int) -> Iterator[tuple[str, Any]]:
+    for name in ("size", "crop_size", "max_image_size"):
         default = getattr(processor, name, None)
         if default is None or isinstance(default, int):
             continue
@@ -298,8 +284,6 @@ def _num_tokens(model: PreTrainedModel, size: Size) -> int:
     if stated is not None:
         return int(stated)
     pictures = _pictures(model, [[size]])
-    if model.config.model_type in _READ_PIXELS:
-        return pictures["pixel_values"].shape[1] * _scaled_down(model.config)
     owner = _owner(model)
     if owner is None:
         marks = _first((model.config,), (*_IMAGE_TOKENS, *_BEGIN))
@@ -311,21 +295,10 @@ def _num_tokens(model: PreTrainedModel, size: Size) -> int:
     with virtual.unnamed_gpus([None], data="meta"), torch.no_grad():
         try:
             place(model, Placement(entries=(("", str(device)),)))
-            if "pixel_values_images" in pictures:
-                pictures["pixel_values"] = pictures["pixel_values_images"]
             inputs = {key: value.to(device) for key, value in pictures.items() if key in names}
             return sum(part.numel() // part.shape[-1] for part in _features(owner, inputs))
         finally:
             snapshot.restore()
-
-
-def _scaled_down(config: Any) -> int:
-    """The tokens of a part of an image in Idefics 2, 3 and SmolVLM, whose code reads pixels."""
-    vision = config.vision_config
-    perceiver = getattr(config, "perceiver_config", None)
-    if perceiver is not None:
-        return int(perceiver.resampler_n_latents)
-    return int((vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2)
 
 
 def _owner(model: PreTrainedModel) -> Any:
@@ -358,21 +331,18 @@ class _Prompt:
         """`input_ids` [batch, tokens], and what families want beside them."""
         ids, places = self._ids(prompt_tokens)
         ids, places = ids.repeat(batch, 1), places.repeat(batch, 1)
-        num_images = len(self.counts)
-        shape = (*ids.shape, num_images)
         arguments = {
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
             "mm_token_type_ids": places.int(),
             "token_type_ids": places.long(),
             "image_embeds_position_mask": places,
-            "image_attention_mask": torch.ones(shape, dtype=torch.long),
-            "qformer_input_ids": torch.full((batch * num_images, _QUESTION_TOKENS), _TEXT_ID),
-            "bbox": torch.zeros((*ids.shape, 4), dtype=torch.long),
+            "qformer_input_ids": torch.full((batch * len(self.counts), _QUESTION_TOKENS), _TEXT_ID),
         }
         if "aspect_ratio_mask" in self.pictures:
             num_tiles = self.pictures["aspect_ratio_mask"].shape[-1]
-            arguments["cross_attention_mask"] = torch.ones((*shape, num_tiles), dtype=torch.long)
+            shape = (*ids.shape, len(self.counts), num_tiles)
+            arguments["cross_attention_mask"] = torch.ones(shape, dtype=torch.long)
         if getattr(self.config, "is_encoder_decoder", False):
             arguments["decoder_input_ids"] = ids[:, :1].clone()
         return arguments
