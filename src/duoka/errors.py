@@ -90,8 +90,6 @@ class Faults:
         For an unknown name the real names that are like it, best first.
     completed : mapping of str to (int or str), optional
         A complete device map that keeps what could be kept, where one could be made.
-    imbalance : str
-        What is to be said of the completed map where it loads one GPU far beyond the others.
     """
 
     missing: tuple[str, ...] = ()
@@ -101,7 +99,6 @@ class Faults:
     misplaced: tuple[str, ...] = ()
     nearest: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     completed: Mapping[str, int | str] | None = None
-    imbalance: str = ""
 
     def __bool__(self) -> bool:
         return any((self.missing, self.unknown, self.doubled, self.split, self.misplaced))

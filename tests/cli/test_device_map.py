@@ -108,7 +108,7 @@ def test_json_tells_every_name(tiny: Path, program: Program, write: Write) -> No
     assert done.returncode == 6
     told = json.loads(done.stdout)
     assert set(told) == {
-        "missing", "unknown", "doubled", "split", "misplaced", "nearest", "completed", "imbalance",
+        "missing", "unknown", "doubled", "split", "misplaced", "nearest", "completed",
     }  # fmt: skip
     assert len(told["missing"]) == 3 + 3 * 7
     assert told["unknown"] == [name for name in FIRST if name != "lm_head"]

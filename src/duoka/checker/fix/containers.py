@@ -1,8 +1,7 @@
-"""Operands that come in a list, tuple or mapping: each of its tensors is moved."""
+"""Operands that come in a list or tuple: each of its tensors is moved."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,7 +15,6 @@ from .edits import (
     insert_before,
     move,
     move_each,
-    move_item,
     on_a_line,
     replace,
     statement_to_precede,
@@ -32,8 +30,6 @@ class Container:
     node: cst.BaseExpression
     element: cst.BaseExpression | None = None
     """What each of them is in a loop."""
-    key: str = ""
-    """It is a mapping, and this the text of the key of what moves."""
 
 
 def container_of(tree: Tree, node: cst.CSTNode, operand: Operand) -> Container | None:
@@ -51,9 +47,6 @@ def container_of(tree: Tree, node: cst.CSTNode, operand: Operand) -> Container |
         if element is None:
             return None
         return Container(element.value, element.value if type(element) is cst.Element else None)
-    key = re.fullmatch(r"\[(['\"]\w+['\"])\]", index)
-    if is_item and key is not None:
-        return Container(written, key=key[1])
     return Container(written) if written is not node or is_item else None
 
 
@@ -63,7 +56,7 @@ def move_contents(site: Site, container: Container) -> Iterator[tuple[Edit, ...]
     for device in target_devices(site, node):
         yield (_move_in(tree, container, device),)
     staying = _staying_index(site, container)
-    if staying is not None and container.element is not node and not container.key:
+    if staying is not None and container.element is not node:
         if container.element is None and is_plain(node):
             yield (move_each(tree, node, f"{tree.code(node)}[{staying}].device"),)
         elif not is_plain(node):
@@ -73,8 +66,6 @@ def move_contents(site: Site, container: Container) -> Iterator[tuple[Edit, ...]
 
 
 def _move_in(tree: Tree, container: Container, device: str) -> Edit:
-    if container.key:
-        return move_item(tree, container.node, container.key, device)
     if container.element is not None:
         return move(tree, container.element, device)
     return move_each(tree, container.node, device)

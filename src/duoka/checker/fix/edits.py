@@ -87,13 +87,6 @@ def move_each(tree: Tree, node: cst.BaseExpression, device: str) -> Edit:
     return Edit(tree, node, f"each to({device})", change)
 
 
-def move_item(tree: Tree, node: cst.BaseExpression, key: str, device: str) -> Edit:
-    """Put ``{**node, key: node[key].to(device)}`` in the place of a mapping."""
-    text = tree.code(node)
-    mapping = f"{{**{text}, {key}: {text}[{key}].to({device})}}"
-    return Edit(tree, node, mapping, lambda updated: cst.parse_expression(mapping))
-
-
 def insert_before(tree: Tree, statement: cst.BaseStatement, line: str) -> Edit:
     """Put a line of code before a statement; the comments above stay where they are."""
 

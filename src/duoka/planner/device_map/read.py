@@ -127,7 +127,6 @@ class Devices:
 
     def __init__(self, fleet: Fleet | None) -> None:
         self.names = () if fleet is None else fleet.names
-        self.budgets = {} if fleet is None else {d.name: d.budget_bytes for d in fleet.devices}
         self._any = fleet is None
         kinds = dict.fromkeys(name.partition(":")[0] for name in self.names if name != "cpu")
         self._kinds = tuple(kinds) or (("cuda",) if self._any else ())

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from duoka.base.text import is_within
-from duoka.base.units import format_bytes
 from duoka.errors import Faults, PlacementError
 from duoka.forecast.tensor_names import NamedTensor, Outline, OutlineBlock
 from duoka.hardware.fleet import Fleet
@@ -20,8 +19,6 @@ _HINT = (
     "`duoka plan --device-map … --save-device-map FILE` writes the completed map; in Python it is "
     "the error's `completed`"
 )
-
-_FAR_BEYOND = 2
 
 Placed = tuple[tuple[str, str], ...]
 
@@ -52,11 +49,6 @@ class _Part:
     @property
     def tensors(self) -> list[NamedTensor]:
         return [tensor for block in self.blocks for tensor in block.tensors]
-
-    @property
-    def num_bytes(self) -> int:
-        """What its tensors take, shared ones once."""
-        return sum(tensor.num_bytes for tensor in self.tensors)
 
     def devices(self) -> list[str]:
         """Devices that the map gives to these blocks without contradiction.
@@ -103,13 +95,8 @@ class _Judge:
         if not faults:
             notes = tuple(note for part in parts for note in self._followed(part))
             return Judgement(placed=tuple(self._placed(parts)), notes=notes)
-        completed, weights = self._corrected()._completed()
-        faults = replace(faults, completed=completed, imbalance=self._imbalance(weights))
-        raise PlacementError(
-            self._message(faults, parts),
-            hint=_HINT,
-            faults=faults,
-        )
+        faults = replace(faults, completed=self._corrected()._completed())
+        raise PlacementError(self._message(faults, parts), hint=_HINT, faults=faults)
 
     # ── judging ──
 
@@ -201,11 +188,8 @@ class _Judge:
         entries = ((name, meant.get(str(value), value)) for name, value in self.device_map.entries)
         return _Judge(DeviceMap(tuple(entries)), self.outline, self.devices)
 
-    def _completed(self) -> tuple[dict[str, int | str], Counter[str]]:
-        """What could be kept, what was meant, and for the rest the device of its neighbours.
-
-        With it the bytes that each device gets.
-        """
+    def _completed(self) -> dict[str, int | str]:
+        """What could be kept, what was meant, and for the rest the device of its neighbours."""
         usable = {name: device for name, device in self.entries.known.items() if device}
         parts = self._parts({**self.entries.meant, **usable})
         chosen = {part: part.heaviest() for part in parts}
@@ -217,26 +201,7 @@ class _Judge:
         for block, part in zip(blocks, order, strict=True):
             before = chosen[part] = chosen[part] or before
             completed |= dict.fromkeys(self._modules([block]), self._value(before))
-        weights: Counter[str] = Counter()
-        for part, device in chosen.items():
-            weights[device or before] += part.num_bytes
-        return completed, weights
-
-    def _imbalance(self, weights: Counter[str]) -> str:
-        """That one GPU gets far more than any other, for its size."""
-        budgets = self.devices.budgets or dict.fromkeys(weights, 1)
-        shares = {
-            device: weights[device] / budget
-            for device, budget in budgets.items()
-            if device != "cpu"
-        }
-        first, *rest = sorted(shares, key=shares.__getitem__, reverse=True) or [""]
-        if not rest or shares[first] < _FAR_BEYOND * shares[rest[0]]:
-            return ""
-        return (
-            f"completed, it puts {format_bytes(weights[first])} of weights on {first}, and on "
-            f"{rest[0]} {format_bytes(weights[rest[0]])}"
-        )
+        return completed
 
     def _value(self, device: str) -> int | str:
         """A device as the map's author writes them."""
@@ -254,8 +219,6 @@ class _Judge:
             ("names devices that can't be used", listed(self._no_devices(), "; ")),
         ]
         faulty = "\n".join(f"  it {what}: {names}" for what, names in lines if names)
-        if faults.imbalance:
-            faulty += f"\n  {faults.imbalance}"
         return f"the device map doesn't place {self.outline.model}:\n{faulty}"
 
     def _missing_modules(self, parts: Sequence[_Part]) -> Iterator[str]:

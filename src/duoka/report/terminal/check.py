@@ -143,8 +143,6 @@ def _incomplete(report: Report) -> Iterator[RenderableType]:
         lines.append(Text("The check ran it as it stands."))
     elif report.completeness.completed is not None:
         lines.append(Text(_COMPLETED))
-        if report.completeness.imbalance:
-            lines.append(Text(f"The map, {report.completeness.imbalance}."))
     yield Group(heading, Padding(Group(*lines), (0, 0, 0, 2)))
 
 
