@@ -27,7 +27,7 @@ from duoka.runtime.encode_images import (
 from duoka.runtime.image_inputs import ImagePrompts, prompts_for
 from duoka.runtime.steps import Stepper
 
-FAMILIES = ("llava", "qwen2_vl", "qwen3_vl", "glm4v", "glm4v_moe", "glm46v", "gemma3", "internvl")
+FAMILIES = ("llava", "glm4v", "qwen2_vl", "qwen3_vl", "glm4v_moe", "glm46v", "gemma3", "internvl")
 IMAGES, SIZE, TOKENS = 3, (112, 112), 800
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -85,7 +85,13 @@ def test_generate_takes_features(name: str) -> None:
         assert not arguments[FEATURES]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *FAMILIES[:2],
+        *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[2:]),
+    ],
+)
 @pytest.mark.parametrize("parts", [{}, {"vision_batch": 1}, {"vision_batch": 2, "chunk": 100}])
 def test_the_forecast_is_measured(name: str, parts: dict[str, int]) -> None:
     model = towers.build(name)
@@ -139,6 +145,7 @@ def peaks(plan: duoka.Plan, model: PreTrainedModel) -> list[tuple[int, int]]:
         ]
 
 
+@pytest.mark.slow
 def test_parts_are_chosen_where_the_whole_does_not_fit() -> None:
     """The largest passes that fit; the plan says so, and gives its reason."""
     model = towers.build("qwen2_vl")
