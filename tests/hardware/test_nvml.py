@@ -25,7 +25,6 @@ def test_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (third.name, third.pci_address) == ("NVIDIA GeForce RTX 3090", "00000000:3E:00.0")
     assert third.total_bytes == 24576 * MIB
     assert third.free_bytes == (24576 - 316 - 5000) * MIB
-    assert third.used_bytes == 5000 * MIB
     assert third.processes == (
         nvml.Process(pid=4242, name="python3", used_bytes=4990 * MIB, computes=True),
     )
@@ -42,7 +41,6 @@ def test_nvlinks_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         nvml.Peer(
             kind="gpu",
             pci_address="00000000:1B:00.0",
-            num_links=4,
             bytes_per_second=4 * 14.062e9,
         ),
     )
@@ -52,7 +50,9 @@ def test_nvlinks_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nvlinks_to_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     replay(monkeypatch, "hgx-h100")
     peers = nvml.read().gpus[0].peers
-    assert [(peer.kind, peer.num_links) for peer in peers] == [("switch", n) for n in (4, 5, 5, 4)]
+    assert {peer.kind for peer in peers} == {"switch"}
+    speeds = [peer.bytes_per_second for peer in peers]
+    assert speeds == pytest.approx([number * 26.562e9 for number in (4, 5, 5, 4)])
     assert sum(peer.bytes_per_second or 0 for peer in peers) == pytest.approx(18 * 26.562e9)
 
 
@@ -60,14 +60,12 @@ def test_an_old_driver_tells_less(monkeypatch: pytest.MonkeyPatch) -> None:
     replay(monkeypatch, "mesh-v100")
     machine = nvml.read()
     first = machine.gpus[0]
-    # The first version of the call counts what the driver reserves as used.
     assert (first.total_bytes, first.free_bytes) == (16160 * MIB, 16157 * MIB)
-    assert first.used_bytes == 3 * MIB
     # Neither the other ends' kinds nor speeds are told: NVLink 2.0 has 25 GB/s.
-    assert [(peer.kind, peer.num_links, peer.bytes_per_second) for peer in first.peers] == [
-        ("gpu", 1, 25e9),
-        ("gpu", 1, 25e9),
-        ("gpu", 2, 50e9),
+    assert [(peer.kind, peer.bytes_per_second) for peer in first.peers] == [
+        ("gpu", 25e9),
+        ("gpu", 25e9),
+        ("gpu", 50e9),
     ]
 
 
@@ -86,7 +84,7 @@ def test_links_that_sleep_or_lead_somewhere_unknown_count(monkeypatch: pytest.Mo
     assert nvml.read().gpus[0].peers == before
     for link, state in enumerate((0, 3)):  # inactive, and active with its traffic disabled
         recording.data["devices"][0]["nvlinks"][link]["nvmlDeviceGetNvLinkState"] = state
-    assert nvml.read().gpus[0].peers[0].num_links == 2
+    assert nvml.read().gpus[0].peers[0].bytes_per_second == 2 * 14.062e9
 
 
 def test_links_to_other_things_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

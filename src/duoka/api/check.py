@@ -31,7 +31,8 @@ from duoka.planner.constraints import Constraints, strategy_of
 from duoka.planner.device_map import DeviceMap, judge
 from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
-from duoka.planner.resolve import native_training, whole_prompt_note, workload_for
+from duoka.planner.precisions import learning
+from duoka.planner.resolve import native_training, workload_for
 from duoka.report.check_report import Report, Stop
 from duoka.runtime.dispatch.place_tensors import tensor_names
 from duoka.runtime.image_inputs import image_inputs
@@ -144,8 +145,6 @@ def check(
     subject = _with_images(_offloaded(subject, placement), images)
     say("running the model on virtual GPUs")
     report = check_subject(subject)
-    if subject.if_too_large and not report.fits:
-        report = replace(report, notes=(*report.notes, subject.if_too_large))
     if report.ok and request.refusals:
         # On these devices `plan` and `generate` take no such model: that isn't clean.
         report = replace(report, stop=_unplanned(request.refusals[0]))
@@ -190,8 +189,7 @@ def _subject(
         return Report(model=checkpoint.source, devices=(), stop=stop, train=is_trained)
     subject = _trainable(subject, request.training)
     if checkpoint.builds_own_model:
-        note = "" if subject.train else whole_prompt_note(checkpoint, subject.workload)
-        return replace(subject, hint=OTHER_VERSIONS, if_too_large=note)
+        return replace(subject, hint=OTHER_VERSIONS)
     return replace(subject, not_run=checkpoint.untrusted_code)
 
 
@@ -355,7 +353,7 @@ def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
     workload = request.workload
     if request.training and workload.training is None and workload.quantize == "none":
         try:
-            training_plan = planned(_learning(workload, request.training), suggest=False)
+            training_plan = planned(learning(workload, request.training), suggest=False)
             several = len(request.to_plan.devices) > 1
             if training_plan is None or len(training_plan.devices) > 1 or not several:
                 return training_plan
@@ -383,17 +381,6 @@ def _are_dealt(checkpoint: Checkpoint, request: _CheckRequest) -> bool:
             'device; they were dealt to the devices, as device_map="auto" does'
         )
     return layers is not None
-
-
-def _learning(workload: Workload, training: Training) -> Workload:
-    """Training on sequences as long as the workload's context."""
-    return Workload(
-        batch=workload.batch,
-        prompt_tokens=workload.context_tokens,
-        new_tokens=0,
-        dtype=workload.dtype,
-        training=training,
-    )
 
 
 def _planned(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
@@ -19,12 +19,11 @@ from pathlib import Path
 from duoka.base.files import cache_directory, read_text, write_whole
 from duoka.base.serialization import from_dict, parse_json_object, to_dict
 from duoka.base.units import MIB
-from duoka.errors import FleetError, FormatError
+from duoka.errors import FormatError
 
-from . import catalogue, nvml
 from .device import RESERVE_BYTES, Device, Link
 
-_VERSION = 3
+_VERSION = 4
 _MOST_BYTES = 2**22
 _LEAST_MARGIN_BYTES = 64 * MIB
 _MARGIN_SHARE = 8
@@ -70,12 +69,10 @@ class GpuFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkFigures:
-    """What was measured from one GPU to another, known by their UUIDs and products."""
+    """What was measured from one GPU to another, known by their UUIDs."""
 
     source: str
     target: str
-    source_product: str
-    target_product: str
     bytes_per_second: float
     latency_seconds: float
 
@@ -106,20 +103,6 @@ class Calibration:
         close = abs(nearest.memory_bytes - memory_bytes) * 16 < memory_bytes
         return nearest if close else None
 
-    def between(self, source: str, target: str) -> LinkFigures | None:
-        """What was measured from one GPU to another, by their UUIDs."""
-        links = (link for link in self.links if (link.source, link.target) == (source, target))
-        return next(links, None)
-
-    def between_products(self, source: str, target: str) -> LinkFigures | None:
-        """The slowest that was measured between GPUs of two kinds."""
-        links = [
-            link
-            for link in self.links
-            if (link.source_product, link.target_product) == (source, target)
-        ]
-        return min(links, key=lambda link: link.bytes_per_second, default=None)
-
     def joined(self, newer: Calibration) -> Calibration:
         """The same with what was measured later in the place of what it was measured again for."""
         again = {(figures.product, figures.memory_bytes) for figures in newer.gpus}
@@ -131,9 +114,6 @@ class Calibration:
             figures for figures in self.links if (figures.source, figures.target) not in linked
         )
         return replace(newer, gpus=(*gpus, *newer.gpus), links=(*links, *newer.links))
-
-
-NOTHING = Calibration(driver="", torch="")
 
 
 def torch_version() -> str:
@@ -173,31 +153,6 @@ def _directory() -> Path:
     return cache_directory() / "calibration"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class End:
-    """One end of a link: a device's name, and its GPU's UUID and product, empty where unknown."""
-
-    name: str
-    uuid: str = ""
-    product: str = ""
-
-
-def for_this_driver() -> Calibration:
-    """What was measured under this machine's driver; nothing where there is none."""
-    try:
-        return find(nvml.driver_version())
-    except FleetError:
-        return NOTHING
-
-
-def of_card(card: catalogue.Card, measured: Calibration) -> GpuFigures | None:
-    """What was measured on cards of one kind of the catalogue."""
-    for figures in measured.gpus:
-        if catalogue.of_product(figures.product, figures.memory_bytes) == card:
-            return figures
-    return None
-
-
 def reserve_bytes(figures: GpuFigures | None) -> int:
     """What is kept out of a budget."""
     return RESERVE_BYTES if figures is None else figures.reserve_bytes
@@ -222,28 +177,19 @@ def with_figures(device: Device, figures: GpuFigures | None) -> Device:
 
 
 def with_links(
-    links: Iterable[Link], ends: Sequence[End], measured: Calibration
+    links: Iterable[Link], uuids: Mapping[str, str], measured: Calibration
 ) -> tuple[Link, ...]:
-    """The links, those that were measured as fast as that was."""
+    """The links, those that were measured as fast as that was; with the UUIDs of the devices."""
     known = {(link.source, link.target): link for link in links}
-    for link in _measured(ends, measured):
-        known[link.source, link.target] = link
+    names = {uuid: name for name, uuid in uuids.items()}
+    for figures in measured.links:
+        source, target = names.get(figures.source), names.get(figures.target)
+        if source is not None and target is not None:
+            known[source, target] = Link(
+                source=source,
+                target=target,
+                bytes_per_second=figures.bytes_per_second,
+                latency_seconds=figures.latency_seconds,
+                measured=True,
+            )
     return tuple(known.values())
-
-
-def _measured(ends: Sequence[End], measured: Calibration) -> Iterator[Link]:
-    for source in ends if measured.links else ():
-        for target in ends:
-            figures = None
-            if source.uuid:
-                figures = measured.between(source.uuid, target.uuid)
-            elif source.product:
-                figures = measured.between_products(source.product, target.product)
-            if figures is not None and source != target:
-                yield Link(
-                    source=source.name,
-                    target=target.name,
-                    bytes_per_second=figures.bytes_per_second,
-                    latency_seconds=figures.latency_seconds,
-                    measured=True,
-                )

@@ -124,11 +124,11 @@ def detect(which: str | None = None) -> Found:
     view = _View()
     chosen = view.usable() if which is None else view.choose(which)
     names = [gpu.torch_name or "" for gpu in chosen]
-    ends = [calibration.End(name=n, uuid=g.part.uuid) for n, g in zip(names, chosen, strict=True)]
+    uuids = {name: gpu.part.uuid for name, gpu in zip(names, chosen, strict=True)}
     return Found(
         devices=tuple(map(_device, chosen)),
         links=calibration.with_links(
-            links_of(ways_between(zip(names, chosen, strict=True), _way)), ends, view.known
+            links_of(ways_between(zip(names, chosen, strict=True), _way)), uuids, view.known
         ),
     )
 

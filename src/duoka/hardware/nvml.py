@@ -102,13 +102,12 @@ class Instance:
 class Peer:
     """What a GPU's active NVLinks lead to: another GPU, or a switch.
 
-    `pci_address` is the other end's, empty when it isn't told; `bytes_per_second` is of all these
-    links together, in one direction.
+    `pci_address` is the other end's, empty when it isn't told; `bytes_per_second` is of all the
+    links to it together, in one direction.
     """
 
     kind: Literal["gpu", "switch"]
     pci_address: str
-    num_links: int
     bytes_per_second: float | None
 
 
@@ -117,10 +116,9 @@ class Gpu:
     """One GPU. None stands for what the card or the driver doesn't tell.
 
     `index` is the number that `nvidia-smi` shows. What isn't free is used or reserved by the
-    driver; `used_bytes` is by processes, this one among them; `processes` are the others that NVML
-    knows of. `compute_mode` is how many processes may compute on it at a time: any number, one or
-    none. If it `is_mig`, only its `instances` can compute. An idle card lowers `pcie_generation`;
-    the `max_` values are the card's in this machine.
+    driver; `processes` are those of others that NVML knows of. `compute_mode` is how many processes
+    may compute on it at a time: any number, one or none. If it `is_mig`, only its `instances` can
+    compute. An idle card lowers `pcie_generation`; the `max_` values are the card's here.
     """
 
     index: int
@@ -129,7 +127,6 @@ class Gpu:
     pci_address: str = ""
     total_bytes: int | None = None
     free_bytes: int | None = None
-    used_bytes: int | None = None
     processes: tuple[Process, ...] = ()
     compute_mode: Literal["shared", "exclusive", "prohibited"] | None = None
     is_mig: bool = False
@@ -180,12 +177,6 @@ def read() -> Machine:
         )
 
 
-def driver_version() -> str:
-    """The version of the driver alone; empty where it doesn't tell."""
-    with _session():
-        return _text(_ask(pynvml.nvmlSystemGetDriverVersion))
-
-
 def own_bytes(uuid: str) -> int | None:
     """What this process holds on a GPU; None where the driver doesn't tell, as in containers."""
     with _session():
@@ -234,7 +225,7 @@ def _ask(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 
 def _gpu(index: int, handle: Any) -> Gpu:
-    total, free, used = _memory(handle)
+    total, free = _memory(handle)
     mig = _ask(pynvml.nvmlDeviceGetMigMode, handle)
     is_mig = mig is not None and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE
     capability = _ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
@@ -246,7 +237,6 @@ def _gpu(index: int, handle: Any) -> Gpu:
         pci_address=_pci_address(_ask(pynvml.nvmlDeviceGetPciInfo, handle)),
         total_bytes=total,
         free_bytes=free,
-        used_bytes=used,
         processes=_processes(handle),
         compute_mode=_COMPUTE_MODES.get(_ask(pynvml.nvmlDeviceGetComputeMode, handle)),
         is_mig=is_mig,
@@ -260,18 +250,13 @@ def _gpu(index: int, handle: Any) -> Gpu:
     )
 
 
-def _memory(handle: Any) -> tuple[int | None, int | None, int | None]:
-    """Total, free, and used by processes.
-
-    "free" means the same in both versions of the call. "used" doesn't: the first counts what the
-    driver reserves, and so did the second in some drivers. Therefore it is computed.
-    """
+def _memory(handle: Any) -> tuple[int | None, int | None]:
+    """Total and free, which mean the same in both versions of the call."""
     memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle, version=pynvml.nvmlMemory_v2)
     memory = memory or _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
     if memory is None or not memory.total:
-        return None, None, None
-    used = memory.total - memory.free - getattr(memory, "reserved", 0)
-    return int(memory.total), int(memory.free), max(int(used), 0)
+        return None, None
+    return int(memory.total), int(memory.free)
 
 
 def _processes(handle: Any) -> tuple[Process, ...]:
@@ -298,7 +283,7 @@ def _instances(handle: Any) -> Iterator[Instance]:
         part = _ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
         uuid = None if part is None else _ask(pynvml.nvmlDeviceGetUUID, part)
         if uuid is not None:  # there may be fewer than could be
-            total, free, _ = _memory(part)
+            total, free = _memory(part)
             name = _text(_ask(pynvml.nvmlDeviceGetName, part))
             yield Instance(uuid=_text(uuid), name=name, total_bytes=total, free_bytes=free)
 
@@ -318,7 +303,7 @@ def _peers(handle: Any) -> tuple[Peer, ...]:
         speed = common or _LINK_BYTES_PER_SECOND.get(version)
         peers.setdefault((kind, address), []).append(speed)
     return tuple(
-        Peer(kind=kind, pci_address=address, num_links=len(speeds), bytes_per_second=_sum(speeds))
+        Peer(kind=kind, pci_address=address, bytes_per_second=_sum(speeds))
         for (kind, address), speeds in peers.items()
     )
 

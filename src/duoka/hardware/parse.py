@@ -19,8 +19,7 @@ from itertools import groupby
 from duoka.base.units import MIB, exact_bytes, format_bytes, parse_bytes, parse_memory
 from duoka.errors import FleetError, UsageError
 
-from . import calibration, catalogue, gpu_generation
-from .calibration import Calibration
+from . import catalogue, gpu_generation
 from .detect import detect, is_detected
 from .device import MAX_DEVICES, RESERVE_BYTES, Device, Found
 from .links import Way, by_nvlink, from_host, links_of, through_host, ways_between
@@ -50,14 +49,10 @@ _MAX_MEMORY_FORM = '{0: "10GiB", 1: "20GiB", "cpu": "30GiB"} is one'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """A device without a name yet, and its card, where it is one of the catalogue.
-
-    `measured_as` is what NVML called a card of its kind that was calibration.
-    """
+    """A device without a name yet, and its card, where it is one of the catalogue."""
 
     device: Device
     card: catalogue.Card | None = None
-    measured_as: str = ""
 
 
 def read(text: str) -> Found:
@@ -137,26 +132,20 @@ def _entries(body: str) -> Iterator[str]:
 
 def _declared(entries: list[str], kind: str, text: str) -> Found:
     declared: list[_Entry] = []
-    known = calibration.for_this_driver()
     for entry in entries:
         name, count = _counted(entry)
         if count > MAX_DEVICES - len(declared):
             raise FleetError(
                 f"{_short(text)} is more than {MAX_DEVICES} devices", hint="name fewer of them"
             )
-        declared += [_entry(name, text, known)] * count
+        declared += [_entry(name, text)] * count
     names = [f"{kind}:{index}" for index in range(len(declared))]
     cards = [item.card for item in declared]
-    links = links_of(ways_between(zip(names, cards, strict=True), _way))
-    ends = [
-        calibration.End(name=name, product=item.measured_as)
-        for name, item in zip(names, declared, strict=True)
-    ]
     return Found(
         devices=tuple(
             replace(item.device, name=name) for name, item in zip(names, declared, strict=True)
         ),
-        links=calibration.with_links(links, ends, known),
+        links=tuple(links_of(ways_between(zip(names, cards, strict=True), _way))),
     )
 
 
@@ -168,7 +157,7 @@ def _count(digits: str, entry: str) -> int:
     return count
 
 
-def _entry(entry: str, text: str, known: Calibration) -> _Entry:
+def _entry(entry: str, text: str) -> _Entry:
     if ":" in entry:
         return _Entry(device=_own_card(entry))
     # "3090 Ti" is a name, too: "Ti" could be tebibytes.
@@ -177,9 +166,8 @@ def _entry(entry: str, text: str, known: Calibration) -> _Entry:
         if budget >= _LEAST_BYTES or not _BYTES.fullmatch(entry):
             return _Entry(device=Device(name="cuda", budget_bytes=budget))
     card = catalogue.find(entry)
-    figures = calibration.of_card(card, known)
     device = replace(
-        _card(card.name, card.usable_bytes, calibration.reserve_bytes(figures)),
+        _card(card.name, card.usable_bytes),
         memory_bytes_per_second=card.memory_bytes_per_second,
         flops_per_second=card.flops_per_second,
         has_bfloat16=card.has_bfloat16,
@@ -189,11 +177,7 @@ def _entry(entry: str, text: str, known: Calibration) -> _Entry:
         else from_host(card.pcie.generation, card.pcie.lanes),
         float32_flops_per_second=card.float32_flops_per_second,
     )
-    return _Entry(
-        device=calibration.with_figures(device, figures),
-        card=card,
-        measured_as="" if figures is None else figures.product,
-    )
+    return _Entry(device=device, card=card)
 
 
 def _own_card(entry: str) -> Device:
@@ -243,19 +227,19 @@ def _figure(part: str, entry: str) -> tuple[str, float]:
     )
 
 
-def _card(product: str, memory_bytes: int, reserve_bytes: int = RESERVE_BYTES) -> Device:
-    if memory_bytes <= reserve_bytes:
+def _card(product: str, memory_bytes: int) -> Device:
+    if memory_bytes <= RESERVE_BYTES:
         raise FleetError(
-            f"{product} has {format_bytes(memory_bytes)}, and {format_bytes(reserve_bytes)} are "
+            f"{product} has {format_bytes(memory_bytes)}, and {format_bytes(RESERVE_BYTES)} are "
             "kept for CUDA",
             hint='a budget without a card is taken as it is: "512MiB"',
         )
     return Device(
         name="cuda",
-        budget_bytes=memory_bytes - reserve_bytes,
+        budget_bytes=memory_bytes - RESERVE_BYTES,
         product=product,
         memory_bytes=memory_bytes,
-        reserve_bytes=reserve_bytes,
+        reserve_bytes=RESERVE_BYTES,
     )
 
 

@@ -73,20 +73,24 @@ def _workloads(
     workload: Workload, half: Literal["float16", "bfloat16"]
 ) -> Iterator[tuple[str, Workload, float]]:
     """Each precision's name, its workload, and what it takes at least of the weights in 32 bit."""
-    shortened = replace(workload, dtype=half)
+    plain = replace(workload, dtype=half)
     yield "float32", replace(workload, dtype="float32"), 1
-    yield half, shortened, 1 / 2
-    yield "int8", replace(shortened, quantize="int8"), 1 / 4
-    yield "int4", replace(shortened, quantize="int4"), 1 / 8
-    yield "nf4", replace(shortened, quantize="nf4"), 1 / 8
-    learning = Workload(
+    yield half, plain, 1 / 2
+    yield "int8", replace(plain, quantize="int8"), 1 / 4
+    yield "int4", replace(plain, quantize="int4"), 1 / 8
+    yield "nf4", replace(plain, quantize="nf4"), 1 / 8
+    yield "training LoRA", learning(plain, Training(method="lora")), 1 / 2
+    # With a gradient and AdamW's two numbers for each weight.
+    yield "training all", learning(plain, Training(method="full")), 2
+
+
+def learning(workload: Workload, training: Training) -> Workload:
+    """Training on sequences as long as the workload's context."""
+    return Workload(
         batch=workload.batch,
         prompt_tokens=workload.context_tokens,
         new_tokens=0,
-        dtype=half,
+        dtype=workload.dtype,
         gpu_generation=workload.gpu_generation,
-        training=Training(method="lora"),
+        training=training,
     )
-    yield "training LoRA", learning, 1 / 2
-    # With a gradient and AdamW's two numbers for each weight.
-    yield "training all", replace(learning, training=Training(method="full")), 2

@@ -98,11 +98,6 @@ class Alternative:
         """What the tightest device has left; negative where it doesn't fit."""
         return min(share.free_bytes for share in self.shares)
 
-    @property
-    def missing_bytes(self) -> int:
-        """What is missing on all devices together."""
-        return sum(max(-share.free_bytes, 0) for share in self.shares)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:

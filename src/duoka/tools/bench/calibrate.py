@@ -196,8 +196,6 @@ def _links(fleet: Fleet, say: Progress) -> Iterator[LinkFigures]:
         yield LinkFigures(
             source=source.uuid or source.name,
             target=target.uuid or target.name,
-            source_product=source.product,
-            target_product=target.product,
             bytes_per_second=_rounded(rate),
             latency_seconds=_rounded(latency),
         )
