@@ -146,7 +146,7 @@ def test_at_any_moment(
         "plan": ["plan", str(tiny), *GPUS, *SIZES, "--save", str(tmp_path / "saved")],
         "check": ["check", str(tiny), *GPUS, *SIZES, "--sarif", str(tmp_path / "saved")],
         "generate": ["generate", str(tiny), *GPUS, "--new-tokens", "900", "-p", "hi"],
-        "demo": ["demo", "--keep", str(tmp_path / "kept"), "--json", str(tmp_path / "saved")],
+        "demo": ["demo", "--keep", str(tmp_path / "kept")],
     }[command]
     (tmp_path / "cache").mkdir()
     inside = {**environment, "DUOKA_CACHE": str(tmp_path / "cache")}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sentencepiece
@@ -17,9 +17,23 @@ from duoka.base.units import format_bytes
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.models.text.prompts import chat_format
 from duoka.models.text.tokenizer import load_tokenizer
+from duoka.tools.demo import Demo
 from duoka.tools.demo.training import load_pairs
 
-PROGRAM = (sys.executable, "-c", "from duoka.cli import main; main()")
+# The program, which also keeps what the demo did for the tests.
+CODE = """
+import pickle, sys
+from duoka.cli import main
+from duoka.tools import demo
+run, file = demo.run_demo, sys.argv.pop()
+def run_and_keep(*args, **options):
+    done = run(*args, **options)
+    with open(file, "wb") as kept:
+        pickle.dump(done, kept)
+    return done
+demo.run_demo = run_and_keep
+main()
+"""
 # Asserted word for word, apart from what questions.toml says.
 EXPECTED = {
     "What is a device map?": "A table that says on which device each module of a model lies.",
@@ -32,18 +46,23 @@ class Done:
     def __init__(self, folder: Path, process: subprocess.CompletedProcess[str]) -> None:
         self.checkpoint = folder / "model"
         self.process = process
-        self.told: dict[str, Any] = json.loads((folder / "demo.json").read_text("utf-8"))
+        self.demo: Demo = pickle.loads((folder / "demo").read_bytes())
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     folder = tmp_path_factory.mktemp("demo")
     process = subprocess.run(
-        [*PROGRAM, "demo", "--json", folder / "demo.json", "--keep", folder / "model"],
+        [sys.executable, "-c", CODE, "demo", "--keep", folder / "model", folder / "demo"],
         capture_output=True,
         text=True,
         encoding="utf-8",
-        env={**os.environ, "DUOKA_CACHE": str(folder / "cache"), "COLUMNS": "80"},
+        env={
+            **os.environ,
+            "DUOKA_CACHE": str(folder / "cache"),
+            "COLUMNS": "80",
+            "OMP_WAIT_POLICY": "PASSIVE",
+        },
         check=False,
     )
     assert process.returncode == 0, process.stderr
@@ -55,28 +74,29 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 def test_it_answers_three_questions_rightly(done: Done) -> None:
-    answers = {answer["question"]: answer["answer"] for answer in done.told["answers"]}
-    assert answers == EXPECTED
-    assert all(answer["correct"] for answer in done.told["answers"])
+    assert {answer.question: answer.answer for answer in done.demo.answers} == EXPECTED
+    assert done.demo.is_right
 
 
 def test_two_gpus_hold_what_neither_can(done: Done) -> None:
     weights = Checkpoint.open(done.checkpoint).weight_bytes
     assert weights is not None
-    assert len(done.told["devices"]) == 2
-    assert all(device["budget_bytes"] < weights for device in done.told["devices"])
-    assert "does not fit" in done.told["one_gpu"]
-    modules = [name for device in done.told["devices"] for name in device["modules"]]
+    plan = done.demo.plan
+    assert len(plan.devices) == 2
+    assert all(plan.fleet.device(name).budget_bytes < weights for name in plan.devices)
+    assert "does not fit" in done.demo.one_gpu
+    modules = [name for name, _ in plan.placement.entries]
     assert len(set(modules)) == len(modules)
     assert {"model.embed_tokens", "lm_head"} < set(modules)
 
 
 def test_the_forecast_is_the_measurement(done: Done) -> None:
-    for forecast, measured in zip(done.told["forecast"], done.told["measured"], strict=True):
-        assert forecast["device"] == measured["device"]
-        assert measured["allocated_bytes"] == pytest.approx(forecast["allocated_bytes"], rel=0.01)
-        assert measured["reserved_bytes"] == pytest.approx(forecast["reserved_bytes"], rel=0.03)
-        assert measured["reserved_bytes"] <= forecast["budget_bytes"]
+    forecasts = done.demo.plan.forecast.devices
+    for forecast, measured in zip(forecasts, done.demo.measured.devices, strict=True):
+        assert forecast.device == measured.device
+        assert measured.allocated_bytes == pytest.approx(forecast.allocated_bytes, rel=0.01)
+        assert measured.reserved_bytes == pytest.approx(forecast.reserved_bytes, rel=0.03)
+        assert measured.reserved_bytes <= forecast.budget_bytes
 
 
 def test_what_is_printed(done: Done) -> None:
@@ -84,9 +104,9 @@ def test_what_is_printed(done: Done) -> None:
     for question, answer in EXPECTED.items():
         assert question in out
         assert answer in out
-    for device in done.told["measured"]:
-        assert device["device"] in out
-        assert format_bytes(device["allocated_bytes"]) in out
+    for peaks in done.demo.measured.devices:
+        assert peaks.device in out
+        assert format_bytes(peaks.allocated_bytes) in out
     assert "\x1b" not in out + done.process.stderr
 
 

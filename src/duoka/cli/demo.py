@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 import os
 import tempfile
 from pathlib import Path
@@ -13,7 +12,7 @@ import typer
 from duoka.errors import DuokaError, UsageError
 
 from .groups import with_groups
-from .terminal import check_file, stderr, stdout, write_file
+from .terminal import check_file, stderr, stdout
 
 if TYPE_CHECKING:
     from duoka.tools.demo import Demo
@@ -21,14 +20,6 @@ if TYPE_CHECKING:
 
 @with_groups
 def demo(
-    json: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write answers, devices, forecast and measured memory to a file.",
-            show_default=False,
-        ),
-    ] = None,
     keep: Annotated[
         Path | None,
         typer.Option(
@@ -42,10 +33,9 @@ def demo(
 
     [bold]duoka demo[/]
 
-    [bold]duoka demo[/] --json demo.json --keep demo-model
+    [bold]duoka demo[/] --keep demo-model
     """
     _check_new(keep)
-    check_file(json, "the demo's JSON")
     # Beside its place, so that a directory that was half made is never taken for a checkpoint.
     with tempfile.TemporaryDirectory(
         prefix=".duoka-demo-", suffix=".partial", dir=None if keep is None else keep.parent
@@ -55,9 +45,6 @@ def demo(
         if keep is not None:
             checkpoint.rename(keep)
     _show(done)
-    if json is not None:
-        text = json_format.dumps(done.to_dict(), ensure_ascii=False, indent=1) + "\n"
-        write_file(json, text, "the demo's JSON")
     if not done.is_right:
         raise DuokaError("the model's answers are not those that it learnt")
 

@@ -127,7 +127,7 @@ def torch_version() -> str:
 def path_for(driver: str) -> Path:
     """Where what is measured under this driver and the installed torch is kept."""
     key = hashlib.sha256(json.dumps([_VERSION, driver, torch_version()]).encode()).hexdigest()
-    return _directory() / f"{key[:32]}.json"
+    return cache_directory() / "calibration" / f"{key[:32]}.json"
 
 
 def find(driver: str) -> Calibration:
@@ -147,10 +147,6 @@ def keep(measured: Calibration) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(to_dict(find(measured.driver).joined(measured))))
     return path
-
-
-def _directory() -> Path:
-    return cache_directory() / "calibration"
 
 
 def reserve_bytes(figures: GpuFigures | None) -> int:

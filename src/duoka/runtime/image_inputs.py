@@ -203,18 +203,15 @@ def _processor_class(config: Any) -> Any:
         kinds.append("clip")  # one square of the tower's size
     classes = (getattr(transformers, name, None) for kind in kinds for name in _named(kind))
     return next(
-        (candidate for candidate in classes if candidate is not None and _runs(candidate)), None
+        # Where its libraries aren't there, transformers leaves a stand-in.
+        (it for it in classes if it is not None and not getattr(it, "is_dummy", False)),
+        None,
     )
 
 
 def _named(model_type: str) -> list[str]:
     backends = _IMAGE_PROCESSORS.get(model_type) or {}
     return [backends[name] for name in ("pil", "torchvision") if backends.get(name)]
-
-
-def _runs(processor: Any) -> bool:
-    """Whether its libraries are there; transformers leaves a stand-in where they aren't."""
-    return not getattr(processor, "is_dummy", False)
 
 
 def _vision(config: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,26 +66,6 @@ class Demo:
     def is_right(self) -> bool:
         """Whether every answer is."""
         return all(answer.is_right for answer in self.answers)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The form for ``--json``."""
-        plan = self.plan
-        return {
-            "answers": [{**asdict(a), "correct": a.is_right} for a in self.answers],
-            "devices": [
-                {
-                    "device": device,
-                    "budget_bytes": plan.fleet.device(device).budget_bytes,
-                    "modules": [name for name, at in plan.placement.entries if at == device],
-                }
-                for device in plan.devices
-            ],
-            "forecast": [asdict(device) for device in plan.forecast.devices],
-            "measured": [asdict(peaks) for peaks in self.measured.devices],
-            "one_gpu": self.one_gpu,
-            "training_steps": self.training_steps,
-            "seconds": self.seconds,
-        }
 
 
 def run_demo(directory: Path, *, tell: Tell = lambda text: None) -> Demo:
