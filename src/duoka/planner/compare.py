@@ -130,12 +130,9 @@ def _fleet(plan: Plan) -> str:
 
 def _workloads(first: Plan, second: Plan) -> Iterator[tuple[str, str, str]]:
     for part in fields(first.workload):
-        one, other = (_text(getattr(plan.workload, part.name)) for plan in (first, second))
+        values = [getattr(plan.workload, part.name) for plan in (first, second)]
+        one, other = ("none" if value is None else str(value) for value in values)
         yield part.name.replace("_", " "), one, other
-
-
-def _text(value: object) -> str:
-    return "none" if value is None else str(value)
 
 
 def _devices(first: Plan, second: Plan) -> Iterator[DevicePair]:

@@ -67,7 +67,8 @@ class WaysOut:
         if self._problem.device_map is not None:
             yield from self._without_map()
         else:
-            yield from self._gpus()
+            for upgrade in upgrades(self._problem, self._conceivable, self._plan):
+                yield self._way("gpu", upgrade.text, upgrade.plan)
 
     # ── fewer tokens, smaller pieces ──
 
@@ -189,10 +190,6 @@ class WaysOut:
             f"over PCIe for each token{took}"
         )
         yield self._way("offload", text, plan, loses="speed")
-
-    def _gpus(self) -> Iterator[WayOut]:
-        for upgrade in upgrades(self._problem, self._conceivable, self._plan):
-            yield self._way("gpu", upgrade.text, upgrade.plan)
 
     def _without_map(self) -> Iterator[WayOut]:
         problem = replace(self._problem, device_map=None)

@@ -184,8 +184,7 @@ def _gpu_name(device: Device) -> str:
 
 def _table(plan: Plan) -> _Table:
     devices = plan.forecast.devices
-    largest = max(device.budget_bytes for device in devices)
-    unit, divisor = unit_for(largest)
+    unit, divisor = unit_for(max(device.budget_bytes for device in devices))
     kinds = [kind for kind, _ in kinds_of(devices[0])]
     used = [
         place

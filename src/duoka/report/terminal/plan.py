@@ -94,7 +94,7 @@ def _heading(plan: Plan) -> Text:
 
 
 def _table(plan: Plan) -> Table:
-    unit, divisor = _unit(plan)
+    unit, divisor = unit_for(max(device.budget_bytes for device in plan.forecast.devices))
     # With a column more, as training has, names would be broken at 80 columns but for the edges.
     wide = plan.workload.training is None
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=wide)
@@ -267,11 +267,6 @@ def _cache(plan: Plan) -> Iterator[Text]:
 
 def _modules(plan: Plan, device: str) -> str:
     return name_modules(modules_of(plan.placement.entries, device))
-
-
-def _unit(plan: Plan) -> tuple[str, int]:
-    largest = max(device.budget_bytes for device in plan.forecast.devices)
-    return unit_for(largest)
 
 
 def title(plan: Plan) -> tuple[str, str]:
