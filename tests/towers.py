@@ -98,8 +98,9 @@ UNSERVED = {
         "inkling_mm_model", "muse_spark", "nemotron_h_omni", "perception_lm", "pp_formulanet",
     ),
     "pictures that need torchvision, or come in a way of the family's own": (
-        "deepseek_ocr2", "deepseek_vl_hybrid", "fuyu", "gemma4_unified", "inkling2", "kimi_k25",
-        "lfm2_vl", "llama4", "minicpm_ocr", "molmo2", "muse_glimmer", "udop", "unlimited_ocr",
+        "deepseek_ocr2", "deepseek_vl_hybrid", "fuyu", "gemma4_unified", "idefics", "inkling2",
+        "instructblipvideo", "kimi_k25", "lfm2_vl", "llama4", "minicpm_ocr", "molmo2",
+        "muse_glimmer", "udop", "unlimited_ocr",
     ),
     "takes no pictures": ("diffusion_gemma", "evolla", "mistral4", "pi0"),
     "code that reads pixels, so that it can't be traced without them": (
