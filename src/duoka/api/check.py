@@ -32,7 +32,7 @@ from duoka.planner.device_map import DeviceMap, judge
 from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
 from duoka.planner.precisions import learning
-from duoka.planner.resolve import native_training, workload_for
+from duoka.planner.resolve import native_training, whole_prompt_note, workload_for
 from duoka.report.check_report import Report, Stop
 from duoka.runtime.dispatch.place_tensors import tensor_names
 from duoka.runtime.image_inputs import image_inputs
@@ -145,6 +145,8 @@ def check(
     subject = _with_images(_offloaded(subject, placement), images)
     say("running the model on virtual GPUs")
     report = check_subject(subject)
+    if subject.if_too_large and not report.fits:
+        report = replace(report, notes=(*report.notes, subject.if_too_large))
     if report.ok and request.refusals:
         # On these devices `plan` and `generate` take no such model: that isn't clean.
         report = replace(report, stop=_unplanned(request.refusals[0]))
@@ -189,7 +191,8 @@ def _subject(
         return Report(model=checkpoint.source, devices=(), stop=stop, train=is_trained)
     subject = _trainable(subject, request.training)
     if checkpoint.builds_own_model:
-        return replace(subject, hint=OTHER_VERSIONS)
+        note = "" if subject.train else whole_prompt_note(checkpoint, subject.workload)
+        return replace(subject, hint=OTHER_VERSIONS, if_too_large=note)
     return replace(subject, not_run=checkpoint.untrusted_code)
 
 

@@ -31,6 +31,8 @@ from .source_map import place_of
 
 Entries = tuple[tuple[str, str], ...]
 
+"""What to do where a checkpoint's own code can't run."""
+
 _PACKAGES = ("duoka", "torch", "transformers")
 _NEAREST = 3
 _DEVICE = re.compile(r"cpu|(?:cuda|vgpu):\d{1,3}")
@@ -63,6 +65,8 @@ class Subject:
     """Files with code that came with the checkpoint and isn't the model's."""
     hint: str = ""
     """What to do where the model's code stops for a reason of its own."""
+    if_too_large: str = ""
+    """What else there is where the memory isn't enough."""
     is_dispatched: bool = False
     """Arguments move where `duoka.dispatch` moves them, instead of to the modules that the entries
     name: a container of entries is entered where its first part is."""

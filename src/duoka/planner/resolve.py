@@ -12,7 +12,7 @@ from duoka.checkpoint.adapters import native_targets
 from duoka.checkpoint.architecture import refuse_images, refuse_unbuildable
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
-from duoka.errors import InfeasibleError, UsageError
+from duoka.errors import InfeasibleError, ModelError, UsageError
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Training, Workload, with_quantization
 
@@ -102,6 +102,20 @@ def joined_note(layers: str) -> str:
     )
 
 
+def whole_prompt_note(checkpoint: Checkpoint, workload: Workload) -> str:
+    """What a person should know where a checkpoint's own code needs more memory than another's."""
+    if not checkpoint.builds_own_model or workload.training is not None:
+        return ""
+    try:
+        refuse_unbuildable(checkpoint.config)
+    except ModelError:
+        return ""
+    return (
+        "the checkpoint's own code reads a prompt whole; duoka plan without --trust-remote-code "
+        "takes another class of this model, which reads it in chunks"
+    )
+
+
 def answer_checkpoint(
     checkpoint: Checkpoint, problem: PlanProblem, find: Find, *, suggest: bool = True
 ) -> Plan:
@@ -121,14 +135,18 @@ def answer_checkpoint(
         if attempt(first, candidate) or _attempt_in_parts(first, candidate, profile_for):
             chosen, tried = candidate, tried[:number]
             break
-    plan = answer(
-        find(chosen.workload),
-        chosen,
-        source=checkpoint.source,
-        profile_for=profile_for,
-        request=problem.request,
-        suggest=suggest,
-    )
+    try:
+        plan = answer(
+            find(chosen.workload),
+            chosen,
+            source=checkpoint.source,
+            profile_for=profile_for,
+            request=problem.request,
+            suggest=suggest,
+        )
+    except InfeasibleError as error:
+        note = whole_prompt_note(checkpoint, chosen.workload)
+        raise error.with_ways_out(error.ways_out, f"; {note}") if note else error from None
     reasons = quantization_reason(plan.workload, tried, is_offloaded=bool(plan.offloaded))
     return replace(plan, why=(*reasons, *plan.why))
 

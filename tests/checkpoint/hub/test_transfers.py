@@ -155,11 +155,14 @@ def test_killed_in_mid_file_and_run_again(hub: HubServer) -> None:
     over.set()
     assert process.returncode == -signal.SIGKILL
     assert open_it().missing == (SHARD,)
+    for abandoned in blobs.glob("*.incomplete"):
+        os.utime(abandoned, (1, 1))
     hub.next("storage", hub_server.break_off(100))
     again = start(hub)
     _, told = again.communicate(timeout=240)
     assert (again.returncode, told) == (0, "")
     assert is_right(open_it())
+    assert not list(blobs.glob("*.incomplete"))
 
 
 def test_two_at_once(hub: HubServer) -> None:

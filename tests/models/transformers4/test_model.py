@@ -167,6 +167,17 @@ def test_what_no_plan_spreads_is_not_clean(heron: MakeHeron) -> None:
     assert "does not fit" in report.stop.message
 
 
+def test_another_class_that_needs_less_is_named(heron: MakeHeron) -> None:
+    work, small = Workload(prompt_tokens=2000, dtype="float32"), "virtual:2x4MiB"
+    checkpoint = heron(model_type="llama", **LLAMA)
+    note = "duoka plan without --trust-remote-code takes another class"
+    placement = {"": "vgpu:0"}
+    report = duoka.check(checkpoint, placement, workload=work, fleet=small)
+    assert any(note in it for it in report.notes)
+    with pytest.raises(duoka.errors.InfeasibleError, match=note):
+        duoka.plan(checkpoint, small, work, suggest=False)
+
+
 def test_chunks_are_refused(heron: MakeHeron) -> None:
     with pytest.raises(duoka.errors.UsageError, match="in chunks of 8"):
         duoka.plan(heron(), TWO, Workload(prompt_tokens=24, prefill_chunk_tokens=8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -49,6 +50,8 @@ T = TypeVar("T")
 # Most headers are shorter than this; the rest costs one request more.
 _FIRST_BYTES = 2**16
 _HEADERS_AT_ONCE = 8
+# huggingface_hub's downloads write every few seconds, or give up.
+_ABANDONED_SECONDS = 3600
 
 
 def open_snapshot(name: HubName) -> Snapshot:
@@ -147,6 +150,8 @@ class Snapshot:
             if name in absent:
                 self._get(name, partial(_report, progress, done, total))
             self._verify(name)
+            if name in absent:
+                self._sweep(name)
             done += self.size(name)
             if progress is not None:
                 progress(done, total)
@@ -203,6 +208,14 @@ class Snapshot:
         for place in (path, self._blob(name), shared):
             with suppress(OSError):
                 place.unlink()
+
+    def _sweep(self, name: str) -> None:
+        """Remove what killed downloads of a file left, now that it is here."""
+        blob = self._blob(name)
+        for path in blob.parent.glob(f"{blob.name}*.incomplete"):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+                    path.unlink()
 
     def _remove_other_length(self, name: str) -> None:
         """Remove what is longer or shorter: never what another process has just put there."""
