@@ -24,6 +24,7 @@ FOR_CUDA_BYTES = 768 * MIB
 # Model, budgets, prompt tokens, new tokens, and what else there is.
 Pair = tuple[str, str, int, int, dict[str, Any]]
 PICTURE: dict[str, Any] = {"images": 1, "image_size": (448, 448)}
+FOUR: dict[str, Any] = {"images": 4, "image_size": (1120, 1120)}
 LORA: dict[str, Any] = {"gradient_checkpointing": True}
 PAIRS: list[Pair] = [
     # Short prompts, one sequence.
@@ -110,6 +111,9 @@ PAIRS: list[Pair] = [
     ("qwen2.5-vl-7b", "12GiB,12GiB", 2500, 6, {"pictures": PICTURE}),
     ("llava-1.5-7b", "12GiB,8GiB", 1500, 6, {"pictures": PICTURE}),
     ("gemma-3-4b-it", "8GiB,8GiB", 1500, 6, {"pictures": PICTURE}),
+    ("glm-4v-9b", "16GiB,16GiB", 7600, 6, {"pictures": FOUR}),
+    ("glm-4v-9b", "16GiB,16GiB", 7600, 6, {"pictures": {**FOUR, "vision_batch": 1}, "chunk": 1024}),
+    ("qwen2.5-vl-7b", "12GiB,12GiB", 8000, 6, {"pictures": FOUR, "chunk": 2048}),
 ]
 
 
