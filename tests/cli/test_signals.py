@@ -38,6 +38,17 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_one_in_a_finaliser_comes_again() -> None:
+    done = run(
+        "class Thing:\n"
+        "    def __del__(self): press(); time.sleep(0.3)\n"
+        "try:\n"
+        "    Thing(); time.sleep(30)\n"
+        "except KeyboardInterrupt: signals.taken(); say('again')\n"
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("again\n", "", 0)
+
+
 def test_a_second_one_leaves_the_clean_up_alone() -> None:
     done = run(
         "try:\n"

@@ -12,7 +12,12 @@ import torch
 from PIL.Image import Image
 from PIL.Image import new as new_image
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from duoka.base.units import format_count
@@ -205,7 +210,9 @@ class Generator(PromptReader):
         ids, mask = self._padded(prompts)
         clock = self.pace.start()
         images = self._images(prompts, ids.device)
-        criteria = [*([stop] if stop else []), clock, Forget(images)]
+        criteria: list[StoppingCriteria] = [*([stop] if stop else []), clock]
+        if images:  # without any, nothing more is done for each token
+            criteria.append(Forget(images))
         with _seeded(sampling.seed, self.model):
             generate: Any = self.model.generate
             output = generate(
