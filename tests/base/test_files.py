@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from duoka.base.files import read_text, write_whole
+from duoka.base.files import read_text, whole_directory, write_whole
 
 
 def test_text_survives_a_file(tmp_path: Path) -> None:
@@ -97,3 +97,43 @@ def test_a_directory_leaves_nothing_open(tmp_path: Path) -> None:
 def test_places_of_the_system_stay_as_they_are(name: str) -> None:
     with pytest.raises(OSError, match="a place of the system's own"):
         write_whole(Path(name), "text")
+
+
+def test_a_directory_is_there_when_it_is_filled(tmp_path: Path) -> None:
+    place = tmp_path / "new" / "place"
+    with whole_directory(place) as partial:
+        (partial / "inner").mkdir()
+        (partial / "inner" / "file").write_text("text")
+        assert not place.exists()
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == [
+        "new",
+        "new/place",
+        "new/place/inner",
+        "new/place/inner/file",
+    ]
+
+
+def test_a_directory_that_is_not_filled_is_not_there(tmp_path: Path) -> None:
+    def fill() -> None:
+        with whole_directory(tmp_path / "place") as partial:
+            (partial / "file").write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fill()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_directory_is_filled_and_another_is_left_alone(tmp_path: Path) -> None:
+    for name in ("empty", "full"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "full" / "file").write_text("theirs")
+    with whole_directory(tmp_path / "empty") as partial:
+        (partial / "file").write_text("ours")
+    with pytest.raises(OSError, match="not empty"), whole_directory(tmp_path / "full") as partial:
+        (partial / "file").write_text("ours")
+    assert [(tmp_path / name / "file").read_text() for name in ("empty", "full")] == [
+        "ours",
+        "theirs",
+    ]
+    assert len(list(tmp_path.iterdir())) == 2

@@ -1,4 +1,4 @@
-"""Files: read within a limit, written whole or not at all."""
+"""Files and directories: read within a limit, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import errno
 import os
 import re
 import secrets
+import shutil
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 _NOT_REGULAR = "it is not a regular file"
 _SYSTEM = re.compile(r"/(dev|proc|sys)(/(?!shm(/|$)).*)?$")
@@ -51,7 +54,7 @@ def cache_directory() -> Path:
         return Path(os.devnull) / "duoka"
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a file to read it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -103,6 +106,35 @@ def write_whole(path: Path, text: str) -> None:
         with suppress(OSError):
             partial.unlink()
         raise
+
+
+@contextmanager
+def whole_directory(path: Path) -> Iterator[Path]:
+    """Yield a directory to fill, which takes its place when all that is in it is on the disk.
+
+    At the place may be nothing or an empty directory. Where the filling fails, nothing is left of
+    it; where the process is killed, a directory ``.NAME.….partial``.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for entry in (*partial.rglob("*"), partial):
+            _sync(entry)
+        partial.replace(path)
+        _sync(path.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _sync(path: Path) -> None:
+    """See to it that a file or a directory is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _mode(path: Path) -> int | None:

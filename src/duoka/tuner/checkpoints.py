@@ -1,0 +1,429 @@
+"""Training checkpoints: what a run saves now and then, and is resumed from.
+
+Every process gives what it has of the model: the parameters that learn, and their optimizer's
+states. They are stored by the parameters' names, so that a run goes on with another number of
+GPUs, stages or replicas. Tensors are written by `torch.distributed.checkpoint` as safetensors,
+its own metadata would be a pickle; everything else is in a file of JSON, with a digest of each file
+of tensors. A directory gets its name when all of it is on the disk.
+
+What isn't known here: where a process has its tensors, and what else belongs to a run's state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+
+from duoka.base.files import open_regular, whole_directory, why, write_whole
+from duoka.base.serialization import from_dict, to_dict
+from duoka.checkpoint.headers import TensorInfo, is_plain_name, read_header, read_json, reading
+from duoka.errors import CheckpointError, DuokaError, FormatError, MachineError
+
+from .optimizer_states import make_states, optimizer_tensors, set_numbers
+
+T = TypeVar("T")
+_MANIFEST = "checkpoint.json"
+_VERSION = 1
+_NAME = re.compile(r"step-(\d{6,12})")
+_PARTIAL = ".step-*.partial"
+# Of a file of tensors: as much as this is in the host's memory twice while it is written.
+_FILE_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """What a run goes on from.
+
+    Parameters
+    ----------
+    path : Path
+        The training checkpoint.
+    step : int
+        The steps that it has behind it.
+    state : dict
+        What `TrainingCheckpoints.save` had as state.
+    refused : tuple of str
+        Why newer ones were passed over, newest first.
+    """
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    refused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """A file of tensors as it was written."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Manifest:
+    """What a training checkpoint says about itself, beside the run's own state."""
+
+    version: int
+    step: int
+    identity: Mapping[str, str]
+    files: Mapping[str, _File]
+
+
+class TrainingCheckpoints:
+    """The training checkpoints of one run in a directory.
+
+    Every process of the run makes one and calls its methods at the same time; without
+    `torch.distributed` there is one process. What fails in one of them is raised in all.
+
+    Parameters
+    ----------
+    directory : Path
+        On a disk that all processes share; it is made when the first one is saved.
+    identity : mapping of str to str
+        What has to be the same when the run is resumed, by what it is called: the fingerprint of
+        the model, that of the data, the method.
+    keep : int
+        How many of the newest are kept.
+    group : torch.distributed.ProcessGroup, optional
+        All processes of the run, on the CPU; by default the default group.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        identity: Mapping[str, str],
+        *,
+        keep: int = 2,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._directory = directory.resolve()
+        self._identity = dict(identity)
+        self._keep = keep
+        self._group = group
+        self._several = dist.is_available() and dist.is_initialized()
+        self._rank = dist.get_rank(group) if self._several else 0
+        self._size = dist.get_world_size(group) if self._several else 1
+        self._newest: int | None = None
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that there are checkpoints of, oldest first; whether they are whole is open."""
+        if not self._directory.is_dir():
+            return []
+        names = (_NAME.fullmatch(path.name) for path in self._directory.iterdir())
+        return sorted(int(name[1]) for name in names if name)
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step lies."""
+        return self._directory / f"step-{step:06d}"
+
+    # ── saving ──
+
+    def save(
+        self,
+        step: int,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: Optimizer | None,
+        state: Mapping[str, Any],
+    ) -> Path:
+        """Save a run; a crash at any moment leaves the checkpoint before as it is.
+
+        Older ones than are kept are removed, and those of later steps: the run has left them.
+
+        Parameters
+        ----------
+        step : int
+            The steps that the run has behind it.
+        parameters : mapping of str to Parameter
+            What learns in this process, by the names in the model. Replicas have the same.
+        optimizer : Optimizer or None
+            Its states for these parameters; None in a process without any.
+        state : mapping
+            Everything else that the run needs, as JSON; that of the first process counts.
+
+        Returns
+        -------
+        Path
+            The directory.
+
+        Raises
+        ------
+        MachineError
+            If it can't be written; nothing is left of it then.
+        """
+        path = self.path(step)
+        if step == self._newest:
+            return path
+        with _refusal_told(path), ExitStack() as directory:
+            partial = self._agree(lambda: self._begin(path, directory))[0]
+            assert partial is not None
+            self._write(partial, {**parameters, **optimizer_tensors(parameters, optimizer)})
+            files = self._digest(partial)
+
+            def finish() -> None:
+                if self._rank == 0:
+                    manifest = _Manifest(
+                        version=_VERSION, step=step, identity=self._identity, files=files
+                    )
+                    content = {**to_dict(manifest), "state": state}
+                    write_whole(partial / _MANIFEST, json.dumps(content, allow_nan=False, indent=1))
+                    shutil.rmtree(path, ignore_errors=True)  # one that was refused at the start
+                    directory.close()
+                    self._remove_others(step)
+
+            self._agree(finish)
+        self._newest = step
+        return path
+
+    def _begin(self, path: Path, directory: ExitStack) -> Path | None:
+        """In the first process, make the directory that the checkpoint is written to."""
+        if self._rank != 0:
+            return None
+        for leftover in self._directory.glob(_PARTIAL):
+            shutil.rmtree(leftover, ignore_errors=True)
+        return directory.enter_context(whole_directory(path))
+
+    def _write(self, partial: Path, tensors: Mapping[str, Tensor]) -> None:
+        sizes = self._join(lambda: {name: value.nbytes for name, value in tensors.items()})
+        ends = accumulate(sizes.values())
+        file_of = {name: 1 + end // _FILE_BYTES for name, end in zip(sizes, ends, strict=True)}
+        writer = HuggingFaceStorageWriter(
+            str(partial), fqn_to_index_mapping=file_of, save_distributed=True
+        )
+        # Copies ahead need streams, which virtual GPUs don't have.
+        writer.per_thread_copy_ahead = 0
+        with _words_left_out():
+            save(
+                dict(tensors),
+                storage_writer=writer,
+                process_group=self._group,
+                no_dist=not self._several,
+            )
+
+    def _remove_others(self, step: int) -> None:
+        steps = self.steps
+        current = [other for other in steps if other <= step][-self._keep :]
+        for other in set(steps) - set(current):
+            shutil.rmtree(self.path(other), ignore_errors=True)
+
+    # ── resuming ──
+
+    def resume(
+        self, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer | None
+    ) -> Resumed | None:
+        """Put the newest checkpoint that is whole into a run; None where there is none at all.
+
+        Nothing has changed when none is accepted.
+
+        Parameters
+        ----------
+        parameters : mapping of str to Parameter
+            What learns in this process, by the names in the model; however many processes there
+            are, together they have what was saved.
+        optimizer : Optimizer or None
+            A new one, for these parameters.
+
+        Raises
+        ------
+        CheckpointError
+            If there are some and each is damaged, or of another run.
+        """
+        refused: list[str] = []
+        for step in reversed(self._agree(lambda: self.steps)[0]):
+            try:
+                state, stored = self._accepted(step, parameters)
+            except CheckpointError as error:
+                refused.append(str(error))
+                continue
+            self._read(step, stored, parameters, optimizer)
+            self._newest = step
+            return Resumed(path=self.path(step), step=step, state=state, refused=tuple(refused))
+        if refused:
+            raise CheckpointError(
+                f"no training checkpoint in {self._directory} can be resumed from: "
+                f"{'; '.join(refused)}",
+                hint="start the run anew, in another directory, or with the model, data and "
+                "method that it was started with",
+            )
+        return None
+
+    def _accepted(
+        self, step: int, parameters: Mapping[str, nn.Parameter]
+    ) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+        """The state and the tensors of a checkpoint that is whole and of this run."""
+        path = self.path(step)
+        manifest, state = self._agree(lambda: _read_manifest(path))[0]
+        if manifest.step != step:
+            raise CheckpointError(f"{path} says that it is of step {manifest.step}")
+        names = manifest.identity.keys() | self._identity.keys()
+        other = [n for n in sorted(names) if manifest.identity.get(n) != self._identity.get(n)]
+        if other:
+            differences = (
+                f"its {name} is {manifest.identity.get(name)}, not {self._identity.get(name)}"
+                for name in other
+            )
+            raise CheckpointError(f"{path} is of another run: {', '.join(differences)}")
+        stored = self._join(lambda: self._verified(path, manifest))
+        self._refuse_others(path, parameters, {n: t for n, t in stored.items() if "/" not in n})
+        return state, stored
+
+    def _verified(self, path: Path, manifest: _Manifest) -> dict[str, TensorInfo]:
+        """The tensors of this process's share of the files, once those are as they were written."""
+        stored: dict[str, TensorInfo] = {}
+        for name in sorted(manifest.files)[self._rank :: self._size]:
+            file = path / name
+            with reading(file):
+                if file.stat().st_size != manifest.files[name].num_bytes:
+                    raise CheckpointError(f"{file} is not as long as when it was written")
+                if _digest_of(file) != manifest.files[name]:
+                    raise CheckpointError(f"{file} has changed since it was written")
+            stored |= read_header(file)
+        return stored
+
+    def _refuse_others(
+        self, path: Path, tensors: Mapping[str, Tensor], stored: Mapping[str, TensorInfo]
+    ) -> None:
+        """Refuse a checkpoint whose tensors aren't, together, those of the processes."""
+        forms = self._join(lambda: {name: _form(value) for name, value in tensors.items()})
+        problems = [
+            f"{name} is {_form(stored[name])}, not {form}"
+            for name, form in forms.items()
+            if name in stored and _form(stored[name]) != form
+        ]
+        problems += [f"{name} is not in it" for name in forms if name not in stored]
+        problems += [f"{name} has no place in the run" for name in stored if name not in forms]
+        if problems:
+            raise CheckpointError(
+                f"{path} holds other tensors than the run: {'; '.join(problems[:4])}"
+                + (f" and {len(problems) - 4} more" if len(problems) > 4 else "")
+            )
+
+    def _read(
+        self,
+        step: int,
+        stored: Mapping[str, TensorInfo],
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: Optimizer | None,
+    ) -> None:
+        path = self.path(step)
+        make_states(optimizer)
+        tensors = {**parameters, **optimizer_tensors(parameters, optimizer)}
+        self._refuse_others(path, tensors, stored)
+        reader = HuggingFaceStorageReader(str(path))
+        try:
+            with _words_left_out():
+                load(
+                    tensors,
+                    storage_reader=reader,
+                    process_group=self._group,
+                    no_dist=not self._several,
+                )
+        except CheckpointException as error:
+            reason = _first_failure(error)
+            raise CheckpointError(f"{path} can't be read: {reason}") from error
+        set_numbers(parameters, optimizer, tensors)
+
+    # ── what processes do together ──
+
+    def _agree(self, action: Callable[[], T]) -> list[T]:
+        """What an action returns in each process; what it raises in one is raised in all."""
+        outcome: T | Exception
+        try:
+            outcome = action()
+        except (DuokaError, OSError) as error:
+            outcome = error
+        outcomes: list[Any] = [outcome] * self._size
+        if self._several:
+            dist.all_gather_object(outcomes, outcome, group=self._group)
+        for value in outcomes:
+            if isinstance(value, Exception):
+                raise value
+        return outcomes
+
+    def _join(self, action: Callable[[], dict[str, T]]) -> dict[str, T]:
+        """What an action returns in each process, in one."""
+        return {key: value for part in self._agree(action) for key, value in part.items()}
+
+    def _digest(self, directory: Path) -> dict[str, _File]:
+        """Size and digest of each file of tensors; each process reads its share of them."""
+        lists = self._agree(lambda: sorted(path.name for path in directory.iterdir()))
+        if any(names != lists[0] for names in lists):
+            raise MachineError(
+                f"{self._directory} is not the same directory for all processes of the run",
+                hint="name one on a disk that all machines share",
+            )
+        share = lists[0][self._rank :: self._size]
+        return self._join(lambda: {name: _digest_of(directory / name) for name in share})
+
+
+def _read_manifest(path: Path) -> tuple[_Manifest, dict[str, Any]]:
+    """What a checkpoint says about itself, and the state of its run."""
+    file = path / _MANIFEST
+    content = read_json(file)
+    state = content.pop("state", None)
+    try:
+        manifest = from_dict(_Manifest, content)
+    except FormatError as error:
+        raise CheckpointError(f"{file} can't be read: {error}") from error
+    plain = all(is_plain_name(name) for name in manifest.files)
+    if manifest.version != _VERSION or not plain or not isinstance(state, dict):
+        raise CheckpointError(f"{file} is of another version of duoka, or damaged")
+    return manifest, state
+
+
+def _digest_of(file: Path) -> _File:
+    with open_regular(file) as stream:
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+        return _File(num_bytes=stream.tell(), sha256=sha256)
+
+
+def _form(tensor: Tensor | TensorInfo) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape or ())}"
+
+
+def _first_failure(error: CheckpointException) -> BaseException:
+    """What failed first, of what failed in several processes."""
+    return next(iter(error.failures.values()))[0]
+
+
+@contextmanager
+def _refusal_told(path: Path) -> Iterator[None]:
+    """Turn what writing raises into an error that names the checkpoint."""
+    try:
+        yield
+    except (OSError, CheckpointException) as error:
+        reason = _first_failure(error) if isinstance(error, CheckpointException) else error
+        if not isinstance(reason, OSError):
+            raise reason from error
+        raise MachineError(
+            f"the training checkpoint {path} can't be written: {why(reason)}",
+            hint="those before it are whole: make room or get the permission, and resume the run",
+        ) from error
+
+
+@contextmanager
+def _words_left_out() -> Iterator[None]:
+    """A scope in which torch doesn't warn that there is one process only."""
+    with warnings.catch_warnings(action="ignore"):
+        yield

@@ -1,0 +1,109 @@
+"""What several processes do with training checkpoints, for the tests of those."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from duoka.errors import CheckpointError, MachineError
+from duoka.tuner.checkpoints import TrainingCheckpoints
+
+IDENTITY = {"model": "3f2a", "data": "91c0", "method": "lora of rank 2"}
+NUM_LAYERS = 6
+
+
+class Part:
+    """Those layers of a model that a process has, after steps with gradients that layers fix."""
+
+    def __init__(self, layers: range, steps: int = 0) -> None:
+        self.parameters = {
+            f"layers.{layer}.weight": nn.Parameter(torch.full((4, 4), float(layer)))
+            for layer in layers
+        }
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=0.1)
+        self.train(steps)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            for name, parameter in self.parameters.items():
+                parameter.grad = torch.full((4, 4), 1.0 + int(name.split(".")[1]))
+            self.optimizer.step()
+
+    def values(self) -> dict[str, list[float]]:
+        """A number of each tensor that is saved."""
+        return {
+            name: [
+                parameter[0, 0].item(),
+                *(
+                    value.reshape(-1)[0].item()
+                    for value in self.optimizer.state[parameter].values()
+                ),
+            ]
+            for name, parameter in self.parameters.items()
+        }
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """A limit on the length of files: a disk that is full, to a program."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def save_and_resume(directory: Path) -> dict[str, Any]:
+    """Two stages with two replicas save, one fails to, three stages resume; what came of it."""
+    rank = dist.get_rank()
+    three = dist.new_group([0, 1, 2])
+    stage = Part(range(3) if rank % 2 == 0 else range(3, NUM_LAYERS), steps=1)
+    checkpoints = TrainingCheckpoints(directory, IDENTITY)
+    checkpoints.save(1, stage.parameters, stage.optimizer, {"rank": rank})
+    stage.train(1)
+    checkpoints.save(2, stage.parameters, stage.optimizer, {"rank": rank})
+    results: dict[str, Any] = {"values": stage.values()}
+    if rank < 3:
+        third = Part(range(2 * rank, 2 * rank + 2))
+        again = TrainingCheckpoints(directory, IDENTITY, group=three)
+        resumed = again.resume(third.parameters, third.optimizer)
+        results["three"] = (resumed, third.values())
+    dist.barrier()
+    results["failure"] = _fail_in_one(checkpoints, stage, rank)
+    if rank == 0:
+        file = next((directory / "step-000002").glob("*.safetensors"))
+        file.write_bytes(file.read_bytes()[:-1])
+    dist.barrier()
+    anew = Part(range(3) if rank < 2 else range(3, NUM_LAYERS))
+    results["before"] = TrainingCheckpoints(directory, IDENTITY).resume(
+        anew.parameters, anew.optimizer
+    )
+    results["other"] = _resume_other(directory, rank)
+    return results
+
+
+def _fail_in_one(checkpoints: TrainingCheckpoints, stage: Part, rank: int) -> str:
+    with files_of_at_most(100 if rank == 1 else 2**40):
+        try:
+            checkpoints.save(3, stage.parameters, stage.optimizer, {})
+        except MachineError as error:
+            return str(error)
+    return "nothing failed"
+
+
+def _resume_other(directory: Path, rank: int) -> str:
+    """Resume with one process that has a parameter too many."""
+    part = Part(range(NUM_LAYERS + (rank == 3)))
+    try:
+        TrainingCheckpoints(directory, IDENTITY).resume(part.parameters, part.optimizer)
+    except CheckpointError as error:
+        return str(error)
+    return "nothing failed"

@@ -1,0 +1,412 @@
+"""Training checkpoints: saved whole or not at all, found, believed, read into other processes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run_together
+from safetensors.torch import load_file
+from saving import IDENTITY, NUM_LAYERS, Part, files_of_at_most, save_and_resume
+from torch import Tensor, nn
+
+from duoka import virtual
+from duoka.errors import CheckpointError, MachineError
+from duoka.tuner.checkpoints import Resumed, TrainingCheckpoints
+
+
+class Run:
+    """Four layers that are trained, or some of them; random data that depends on the step alone."""
+
+    def __init__(self, directory: Path, seed: int = 0, keep: int = 2, device: str = "cpu") -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).to(device)
+        self.device = device
+        self.parameters = dict(self.model.named_parameters())
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.checkpoints = TrainingCheckpoints(directory, IDENTITY, keep=keep)
+        self.step = 0
+
+    def train(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            self.step += 1
+            inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(self.step))
+            loss = self.model(inputs.to(self.device)).pow(2).mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def save(self) -> Path:
+        state = {"step": self.step, "order": [3, 1, 2], "rate": 0.1}
+        return self.checkpoints.save(self.step, self.parameters, self.optimizer, state)
+
+    def resume(self) -> Resumed | None:
+        resumed = self.checkpoints.resume(self.parameters, self.optimizer)
+        self.step = 0 if resumed is None else resumed.step
+        return resumed
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_resumed_run_has_the_losses_of_one_without_a_stop(tmp_path: Path) -> None:
+    whole = Run(tmp_path / "whole").train(6)
+    first = Run(tmp_path / "run")
+    assert first.train(3) == whole[:3]
+    first.save()
+    second = Run(tmp_path / "run", seed=7)
+    second.model[0].weight.data.fill_(3)
+    resumed = second.resume()
+    assert resumed is not None
+    assert (resumed.step, resumed.refused) == (3, ())
+    assert resumed.state == {"step": 3, "order": [3, 1, 2], "rate": 0.1}
+    assert second.optimizer.param_groups[0]["lr"] == 0.01
+    assert second.train(3) == whole[3:]
+
+
+def test_there_may_be_none_to_resume_from(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    before = {name: value.clone() for name, value in run.parameters.items()}
+    assert run.resume() is None
+    assert not run.optimizer.state
+    assert all(torch.equal(value, before[name]) for name, value in run.parameters.items())
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_lies_there_is_safetensors_and_json(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(2)
+    path = run.save()
+    assert path == tmp_path / "step-000002"
+    assert names(path) == ["checkpoint.json", "shard-00001-model-00001-of-00001.safetensors"]
+    stored = load_file(path / names(path)[1])
+    assert set(run.parameters) < set(stored)
+    assert torch.equal(stored["2.weight"], run.parameters["2.weight"])
+    assert stored["2.weight/step"].item() == 2
+    assert json.loads((path / "checkpoint.json").read_text())["identity"] == IDENTITY
+
+
+def test_the_newest_are_kept_and_leftovers_go(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep=2)
+    leftover = tmp_path / ".step-000001.0123abcd.partial"
+    leftover.mkdir(parents=True)
+    (leftover / "half").write_text("x")
+    (tmp_path / "metrics.jsonl").write_text("")
+    for _ in range(4):
+        run.train(1)
+        run.save()
+    assert names(tmp_path) == ["metrics.jsonl", "step-000003", "step-000004"]
+
+
+def test_a_step_that_is_saved_is_not_saved_again(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(1)
+    before = (run.save() / "checkpoint.json").stat()
+    assert (run.save() / "checkpoint.json").stat() == before
+
+
+def cut_off(path: Path) -> None:
+    (file,) = path.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def flip_a_bit(path: Path) -> None:
+    (file,) = path.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1
+    file.write_bytes(content)
+
+
+def lose_a_file(path: Path) -> None:
+    next(path.glob("*.safetensors")).unlink()
+
+
+def lose_the_manifest(path: Path) -> None:
+    (path / "checkpoint.json").unlink()
+
+
+def half_the_manifest(path: Path) -> None:
+    file = path / "checkpoint.json"
+    file.write_text(file.read_text()[:60])
+
+
+def change_manifest(path: Path, **changes: Any) -> None:
+    file = path / "checkpoint.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def lead_elsewhere(path: Path) -> None:
+    files = json.loads((path / "checkpoint.json").read_text())["files"]
+    change_manifest(path, files={f"../step-000001/{name}": file for name, file in files.items()})
+
+
+def be_another_step(path: Path) -> None:
+    shutil.copytree(path.with_name("step-000001"), path, dirs_exist_ok=True)
+
+
+def be_of_other_data(path: Path) -> None:
+    change_manifest(path, identity={**IDENTITY, "data": "77aa"})
+
+
+def be_of_another_version(path: Path) -> None:
+    change_manifest(path, version=9)
+
+
+def have_no_state(path: Path) -> None:
+    change_manifest(path, state=None)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (cut_off, "not as long as"),
+        (flip_a_bit, "has changed since"),
+        (lose_a_file, "can't be read: No such file"),
+        (lose_the_manifest, "can't be read: No such file"),
+        (half_the_manifest, "not valid JSON"),
+        (lead_elsewhere, "another version of duoka, or damaged"),
+        (be_another_step, "of step 1"),
+        (be_of_other_data, "its data is 77aa, not 91c0"),
+        (be_of_another_version, "another version"),
+        (have_no_state, "another version of duoka, or damaged"),
+    ],
+)
+def test_a_damaged_one_is_told_of_and_the_one_before_is_taken(
+    tmp_path: Path, damage: Callable[[Path], None], reason: str
+) -> None:
+    run = Run(tmp_path)
+    run.train(1)
+    run.save()
+    expected = {name: value.detach().clone() for name, value in run.parameters.items()}
+    run.train(1)
+    damage(run.save())
+    again = Run(tmp_path, seed=5)
+    resumed = again.resume()
+    assert resumed is not None
+    assert resumed.step == 1
+    (refused,) = resumed.refused
+    assert "step-000002" in refused
+    assert reason in refused
+    assert all(torch.equal(value, expected[name]) for name, value in again.parameters.items())
+    again.train(1)
+    again.save()  # in the place of the damaged one
+    assert again.checkpoints.steps == [1, 2]
+    last = Run(tmp_path, seed=6).resume()
+    assert last is not None
+    assert (last.step, last.refused) == (2, ())
+
+
+def test_one_that_was_refused_is_never_kept_instead_of_a_newer(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep=1)
+    for _ in range(3):
+        run.train(1)
+        run.save()
+    run.train(2)
+    shutil.copytree(tmp_path / "step-000003", tmp_path / "step-000005")
+    again = Run(tmp_path, keep=1)
+    assert again.resume() is not None
+    again.train(1)
+    again.save()
+    assert names(tmp_path) == ["step-000004"]
+
+
+def test_with_nothing_to_resume_from_every_reason_is_told(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for damage in (cut_off, flip_a_bit):
+        run.train(1)
+        damage(run.save())
+    again = Run(tmp_path, seed=5)
+    before = {name: value.clone() for name, value in again.parameters.items()}
+    with pytest.raises(
+        CheckpointError, match=r"no training checkpoint .*has changed.*not as long"
+    ) as raised:
+        again.resume()
+    assert "another directory" in str(raised.value.hint)
+    assert all(torch.equal(value, before[name]) for name, value in again.parameters.items())
+
+
+def test_a_run_with_other_parameters_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(1)
+    run.save()
+    other = Run(tmp_path)
+    other.parameters = {"9.weight": nn.Parameter(torch.zeros(8)), **other.parameters}
+    other.parameters["0.weight"] = nn.Parameter(torch.zeros(8, 2))
+    other.parameters["1.weight"] = nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
+    del other.parameters["3.bias"]
+    with pytest.raises(CheckpointError) as raised:
+        other.resume()
+    for told in (
+        "0.weight is float32 [8, 8], not float32 [8, 2]",
+        "1.weight is float32 [8, 8], not bfloat16 [8, 8]",
+        "9.weight is not in it",
+        "3.bias has no place in the run",
+    ):
+        assert told in str(raised.value)
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(1)
+    run.save()
+    other = Run(tmp_path)
+    other.optimizer = torch.optim.SGD(other.model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(CheckpointError, match="momentum_buffer is not in it"):
+        other.resume()
+
+
+@pytest.mark.parametrize("num_bytes", [100, 4000])
+def test_a_full_disk_is_told_of_and_the_one_before_stays(tmp_path: Path, num_bytes: int) -> None:
+    run = Run(tmp_path)
+    run.train(1)
+    run.save()
+    run.train(1)
+    with (
+        files_of_at_most(num_bytes),
+        pytest.raises(MachineError, match="step-000002 can't be written: File too large") as raised,
+    ):
+        run.save()
+    assert "make room" in str(raised.value.hint)
+    assert names(tmp_path) == ["step-000001"]
+    run.save()
+    assert run.checkpoints.steps == [1, 2]
+
+
+def test_a_place_that_is_no_directory_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    run = Run(tmp_path / "file")
+    assert run.resume() is None
+    with pytest.raises(MachineError, match=r"can't be written: (Not a directory|File exists)"):
+        run.save()
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_args: Any, **_options: Any) -> None:
+        raise KeyboardInterrupt
+
+    run = Run(tmp_path)
+    monkeypatch.setattr("safetensors.torch.save", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.save()
+    assert names(tmp_path) == []
+
+
+def test_tensors_are_saved_from_virtual_gpus_and_read_into_others(tmp_path: Path) -> None:
+    whole = Run(tmp_path / "whole").train(4)
+    with virtual.gpus([2**26, 2**26]):
+        first = Run(tmp_path, device="vgpu:1")
+        first.train(2)
+        first.save()
+        second = Run(tmp_path, seed=3, device="vgpu:0")
+        second.resume()
+        assert second.train(2) == pytest.approx(whole[2:], rel=1e-6)
+    third = Run(tmp_path, seed=3)
+    third.resume()
+    assert third.train(2) == pytest.approx(whole[2:], rel=1e-6)
+
+
+class Coarse(torch.optim.Optimizer):
+    """One with states of every form: a tensor made of tensors, a number, nothing."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        from torchao.optim.subclass_8bit import OptimState8bit
+
+        for parameter in self.param_groups[0]["params"]:
+            states = self.state[parameter]
+            if not states:
+                zeros = OptimState8bit.zeros(parameter.shape, signed=True, block_size=8)
+                states.update(average=zeros, count=0, row=None)
+            states["count"] += 1
+            mean = states["average"].dequantize() * 0.9 + parameter.grad
+            states["average"].copy_(mean)
+            parameter -= self.param_groups[0]["lr"] * states["average"].dequantize()
+
+
+def test_states_of_every_form_come_back(tmp_path: Path) -> None:
+    def coarse(directory: Path, seed: int) -> Run:
+        run = Run(directory, seed=seed)
+        run.optimizer = Coarse(run.model.parameters())
+        return run
+
+    whole = coarse(tmp_path / "whole", 0).train(5)
+    first = coarse(tmp_path / "run", 0)
+    first.train(3)
+    path = first.save()
+    stored = load_file(next(path.glob("*.safetensors")))
+    assert stored["0.weight/average.codes"].dtype == torch.uint8
+    second = coarse(tmp_path / "run", 4)
+    second.resume()
+    assert second.optimizer.state[second.parameters["0.weight"]]["count"] == 3
+    assert second.train(2) == whole[3:]
+
+
+def test_files_stay_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("duoka.tuner.checkpoints._FILE_BYTES", 1000)
+    whole = Run(tmp_path / "whole").train(3)
+    run = Run(tmp_path / "run")
+    run.train(2)
+    sizes = [file.stat().st_size for file in run.save().glob("*.safetensors")]
+    assert len(sizes) == 4
+    again = Run(tmp_path / "run", seed=2)
+    again.resume()
+    assert again.train(1) == whole[2:]
+
+
+def test_a_process_may_have_nothing_that_learns(tmp_path: Path) -> None:
+    tensors: dict[str, Tensor] = {}
+    checkpoints = TrainingCheckpoints(tmp_path, IDENTITY)
+    checkpoints.save(1, tensors, None, {})
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_several_processes_save_and_others_resume(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    results = run_together(4, save_and_resume, tmp_path / "store", directory)
+    expected = Part(range(NUM_LAYERS), steps=2).values()
+    assert results[0]["values"] | results[1]["values"] == expected
+    # Replicas share the writing, and nothing is written twice.
+    stored = [
+        load_file(file).keys() for file in sorted((directory / "step-000001").glob("*.safetensors"))
+    ]
+    assert len(stored) == 4
+    assert sum(map(len, stored)) == len(set().union(*stored)) == 4 * NUM_LAYERS
+
+    for rank in range(3):  # three stages
+        resumed, values = results[rank]["three"]
+        assert (resumed.step, resumed.state, resumed.refused) == (2, {"rank": 0}, ())
+        assert values == {
+            f"layers.{n}.weight": expected[f"layers.{n}.weight"]
+            for n in range(2 * rank, 2 * rank + 2)
+        }
+
+    # The disk was full for one process, and all of them know it.
+    failures = {result["failure"] for result in results}
+    assert len(failures) == 1
+    assert "step-000003 can't be written: File too large" in failures.pop()
+
+    # One file was damaged, and all take the checkpoint before.
+    assert [result["before"].step for result in results] == [1] * 4
+    assert len({result["before"].refused for result in results}) == 1
+    assert "not as long as" in results[0]["before"].refused[0]
+    assert {result["other"] for result in results} == {results[0]["other"]}
+    assert "layers.6.weight is not in it" in results[0]["other"]
+
+    assert names(directory) == ["step-000001", "step-000002"]
+    alone = Part(range(NUM_LAYERS))
+    resumed = TrainingCheckpoints(directory, IDENTITY).resume(alone.parameters, alone.optimizer)
+    assert resumed is not None
+    assert alone.values() == Part(range(NUM_LAYERS), steps=1).values()
