@@ -251,8 +251,8 @@ def first_device(model: Any, split: Mapping[str, Any], given: Mapping[str, Any])
 
 def own_maps(model: Any, inputs: dict[str, Any]) -> Iterator[tuple[int, int, Placement]]:
     """Stages of duoka's blocks, as a plan has them."""
+    from duoka.runtime.dispatch.dispatch import without_data
     from duoka.tracing import TraceSpec, trace_call
-    from duoka.tracing.get_profile import without_data
 
     spec = TraceSpec(fingerprint="benchmark")
     try:

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from duoka import Placement, Workload
 from duoka.api.check import check
+from duoka.runtime.dispatch.dispatch import without_data
 from duoka.runtime.image_inputs import image_inputs
 from duoka.tracing import TraceSpec, trace_call
-from duoka.tracing.get_profile import without_data
 
 FAST = (
     "llama", "glm", "glm4", "gpt2", "bloom", "bart", "gemma2", "mixtral", "qwen3_next",

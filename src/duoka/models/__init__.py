@@ -17,13 +17,14 @@ They know nothing of planning or hardware. Nothing is registered with transforme
 from .build import build, resolve
 from .quantized_checkpoint import hold_as_stored
 from .remote_code import RemoteCode
-from .trainable import base_name, make_trainable
+from .trainable import base_name, initialize_adapters, make_trainable
 
 __all__ = [
     "RemoteCode",
     "base_name",
     "build",
     "hold_as_stored",
+    "initialize_adapters",
     "make_trainable",
     "resolve",
 ]

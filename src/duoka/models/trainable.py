@@ -8,8 +8,9 @@ each with its layer.
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -38,6 +39,31 @@ def make_trainable(model: nn.Module, training: Training, dtype: torch.dtype) -> 
     if training.gradient_checkpointing:
         _checkpoint(model)
     model.train()
+
+
+def initialize_adapters(model: nn.Module, seed: int) -> None:
+    """Give the adapters of layers that have data their first values, each beside its layer.
+
+    They are peft's own, drawn by the seed and the layer's name: the same however many processes
+    share the model, and whichever has the layer.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        device = next(iter(layer.get_base_layer().parameters())).device
+        if device.type == "meta":
+            continue
+        parts = [getattr(layer, part) for part in layer.adapter_layer_names]
+        for part in parts:
+            part.to_empty(device="cpu")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed ^ zlib.crc32(name.encode()))
+            for adapter in layer.r:
+                cast(Any, layer).reset_lora_parameters(adapter, init_lora_weights=True)
+        for part in parts:
+            part.to(device)
 
 
 def base_name(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -10,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from duoka import virtual
@@ -24,7 +22,7 @@ from duoka.models.from_checkpoint import build_model, notes_of
 from duoka.planner.planner import with_chunks
 from duoka.planner.resolve import joined_note, workload_for
 from duoka.runtime import load as loader
-from duoka.runtime.dispatch.dispatch import undispatch
+from duoka.runtime.dispatch.dispatch import without_data
 from duoka.runtime.dispatch.place_tensors import parameter_bytes
 from duoka.tracing import Irregular, TraceSpec, profile_training, trace, trace_call, trace_workload
 
@@ -104,22 +102,3 @@ def fingerprint_module(model: nn.Module) -> str:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
     return digest.hexdigest()
-
-
-def without_data(model: nn.Module) -> nn.Module:
-    """A copy of a model, not spread, whose parameters have no data; buffers keep theirs."""
-    memo: dict[int, Any] = {
-        id(buffer): buffer.cpu()
-        for buffer in model.buffers()
-        if buffer.device.type not in ("cpu", "meta")
-    }
-    memo |= {
-        id(parameter): nn.Parameter(
-            torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
-        )
-        for parameter in model.parameters()
-    }
-    with torch.no_grad():
-        copied = copy.deepcopy(model, memo)
-    undispatch(copied)
-    return copied

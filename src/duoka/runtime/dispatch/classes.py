@@ -22,7 +22,7 @@ from duoka.errors import PlacementError
 
 MOVER = "_duoka_mover"
 ROOT = "_duoka_root"
-STREAMED = "_duoka_streamed"
+AROUND = "_duoka_around"
 
 
 class _Dispatched:
@@ -53,16 +53,19 @@ class _Dispatched:
 
 
 class _Moving(_Dispatched):
-    """Put before the class of a block: brings the arguments of a call to the block's device."""
+    """Put before the class of a block: brings the arguments of a call to the block's device.
+
+    What goes `AROUND` a call decides how it runs: streamed weights, or a stage that isn't here.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mover = self.__dict__.get(MOVER)
         if mover is not None:
             args, kwargs = mover.bring(args, kwargs)
         inherited: Any = super()  # the module's own class
-        streamed = self.__dict__.get(STREAMED)
-        if streamed is not None:
-            return streamed(inherited.__call__, args, kwargs)
+        around = self.__dict__.get(AROUND)
+        if around is not None:
+            return around(inherited.__call__, args, kwargs)
         return inherited.__call__(*args, **kwargs)
 
 
@@ -114,7 +117,7 @@ def update_class(module: nn.Module) -> None:
     """Give a module the class for what dispatch has put on it: its own where that is nothing."""
     attributes = module.__dict__
     kinds: list[type[_Dispatched]] = [_Spread] if ROOT in attributes else []
-    if MOVER in attributes or STREAMED in attributes:
+    if MOVER in attributes or AROUND in attributes:
         kinds.append(_Moving)
     module.__class__ = _class_of(plain_class(module), tuple(kinds))
 

@@ -12,8 +12,9 @@ This module doesn't know how a placement is found, nor how weights are read.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -88,6 +89,25 @@ def undispatch(model: nn.Module) -> None:
         module.__dict__.pop("_hf_hook", None)
     for name in ("hf_device_map", _AUTO_COMPILE):
         model.__dict__.pop(name, None)
+
+
+def without_data(model: nn.Module) -> nn.Module:
+    """A copy of a model, not spread, whose parameters have no data; buffers keep theirs."""
+    memo: dict[int, Any] = {
+        id(buffer): buffer.cpu()
+        for buffer in model.buffers()
+        if buffer.device.type not in ("cpu", "meta")
+    }
+    memo |= {
+        id(parameter): nn.Parameter(
+            torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+        )
+        for parameter in model.parameters()
+    }
+    with torch.no_grad():
+        copied = copy.deepcopy(model, memo)
+    undispatch(copied)
+    return copied
 
 
 class _State(NamedTuple):

@@ -30,7 +30,7 @@ from duoka.forecast.allocator import rounded_bytes
 from duoka.forecast.profile import NUM_BUFFERS, buffer_bytes
 
 from .arguments import mapped
-from .classes import STREAMED, update_class
+from .classes import AROUND, update_class
 
 Version = tuple[int, int, int]
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
@@ -77,13 +77,13 @@ class Streamer:
     def install(self) -> None:
         """Let the modules' weights come when they are called."""
         for index, unit in enumerate(self._units):
-            unit.module.__dict__[STREAMED] = partial(self.run, index)
+            unit.module.__dict__[AROUND] = partial(self.run, index)
             update_class(unit.module)
 
     def remove(self) -> None:
         """Make the modules what they were; their weights stay on the host."""
         for unit in self._units:
-            del unit.module.__dict__[STREAMED]
+            del unit.module.__dict__[AROUND]
             update_class(unit.module)
         if self._lane is not None:
             self._pinned.release()

@@ -1,0 +1,104 @@
+"""How tensors reach other stages: within a process, or by torch.distributed.
+
+Between processes a tensor goes by way of the host's memory, and gloo: that works between any two
+GPUs, takes none of their memory, and a micro-batch's hidden states are few bytes beside what a
+stage computes on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Message(NamedTuple):
+    """What a tensor is: a transfer's from source to target, or its gradient on the way back."""
+
+    source: int
+    target: int
+    transfer: int
+    micro_batch: int
+    is_gradient: bool
+
+    @property
+    def sender(self) -> int:
+        """The stage that it comes from."""
+        return self.target if self.is_gradient else self.source
+
+    @property
+    def receiver(self) -> int:
+        """The stage that it goes to."""
+        return self.source if self.is_gradient else self.target
+
+
+class Channel(Protocol):
+    """Brings tensors from one stage to another."""
+
+    def send(self, message: Message, tensor: Tensor) -> None:
+        """Send a tensor; nobody waits until it has come."""
+
+    def receive(self, message: Message, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Wait for a tensor, and return it on the receiver's device."""
+
+
+class LocalChannel:
+    """Between stages of one process, each on its device."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+        self._messages: dict[Message, Tensor] = {}
+
+    def send(self, message: Message, tensor: Tensor) -> None:
+        """See `Channel`. A copy, since either side may write to its own."""
+        device = self._devices[message.receiver]
+        self._messages[message] = tensor.to(device) if tensor.device != device else tensor.clone()
+
+    def receive(self, message: Message, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """See `Channel`."""
+        return self._messages.pop(message)
+
+
+class ProcessChannel:
+    """Between processes: `ranks` says for each stage which one has it, `device` is this one's."""
+
+    def __init__(self, ranks: Sequence[int], num_transfers: int, device: torch.device) -> None:
+        self._ranks = ranks
+        self._num_transfers = num_transfers
+        self._device = device
+        self._local = LocalChannel([device] * len(ranks))
+        self._pending: list[tuple[Any, Tensor]] = []
+
+    def send(self, message: Message, tensor: Tensor) -> None:
+        """See `Channel`."""
+        rank = self._ranks[message.receiver]
+        if rank == dist.get_rank():
+            self._local.send(message, tensor)
+            return
+        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        host.copy_(tensor)
+        self._pending = [entry for entry in self._pending if not entry[0].is_completed()]
+        self._pending.append((dist.isend(host, rank, tag=self._tag(message)), host))
+
+    def receive(self, message: Message, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """See `Channel`."""
+        rank = self._ranks[message.sender]
+        if rank == dist.get_rank():
+            return self._local.receive(message, sizes, dtype)
+        host = torch.empty(sizes, dtype=dtype)
+        dist.recv(host, rank, tag=self._tag(message))
+        return host.to(self._device)
+
+    def flush(self) -> None:
+        """Wait until all that was sent has come."""
+        for work, _ in self._pending:
+            work.wait()
+        self._pending.clear()
+
+    def _tag(self, message: Message) -> int:
+        """A number that no other message of a step has."""
+        place = message.micro_batch * self._num_transfers + message.transfer
+        return 2 * place + message.is_gradient

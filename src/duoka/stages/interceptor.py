@@ -1,0 +1,84 @@
+"""The calls of a model's blocks, and of what contains them, handed to who decides what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from torch import nn
+
+from duoka.base.text import containing
+from duoka.planner.placement import Placement
+from duoka.runtime.dispatch.arguments import caches_of
+from duoka.runtime.dispatch.classes import AROUND, update_class
+from duoka.runtime.dispatch.install_movers import moving_modules
+from duoka.runtime.dispatch.place_tensors import devices_by_name
+
+
+class Block(NamedTuple):
+    """A module that is called on one device; a container holds several, its first one's device."""
+
+    name: str
+    device: str
+    is_container: bool
+    caches: frozenset[int | str]
+
+
+class Decider(Protocol):
+    """Who decides what a call of a block does."""
+
+    def call(
+        self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Run the call, or not, and return what it returns."""
+
+
+class Interceptor:
+    """Hands the calls of a model's blocks to a decider, while there is one.
+
+    Without one, and in what backward computes again, blocks run as ever.
+    """
+
+    def __init__(self, model: nn.Module, placement: Placement) -> None:
+        self._decider: Decider | None = None
+        devices = devices_by_name(model, placement)
+        containers = {owner for entry, _ in placement.entries for owner in containing(entry)}
+        names = {module: name for name, module in model.named_modules()}
+        for module, device in moving_modules(model, placement, devices).items():
+            name = names[module]
+            is_container = name in containers
+            caches = caches_of(module) if is_container else frozenset[int | str]()
+            block = Block(name, str(device), is_container, caches)
+            module.__dict__[AROUND] = partial(self._call, block)
+            update_class(module)
+
+    @contextmanager
+    def deciding(self, decider: Decider) -> Iterator[None]:
+        """Let a decider have the calls, inside the scope."""
+        assert self._decider is None, "one pass at a time"
+        self._decider = decider
+        try:
+            yield
+        finally:
+            self._decider = None
+
+    def _call(
+        self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        decider = self._decider
+        if decider is None:
+            return forward(*args, **kwargs)
+        if block.is_container:
+            return decider.call(block, forward, args, kwargs)
+
+        def alone(*args: Any, **kwargs: Any) -> Any:
+            # What a block calls inside is its own affair.
+            self._decider = None
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._decider = decider
+
+        return decider.call(block, alone, args, kwargs)

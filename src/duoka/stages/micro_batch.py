@@ -1,0 +1,185 @@
+"""One micro-batch in one stage: its part of `forward`, and of backward.
+
+What comes from other stages are leaves of this stage's graph: their gradients go back to where they
+came from. What went to other stages is where this stage's backward begins, with the gradients that
+come back. Of what was sent only its place in the graph is kept, not the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from duoka.errors import ModelError
+from duoka.runtime.dispatch.arguments import mapped, mapped_call, tensors_in
+
+from .channels import Channel, Message
+from .interceptor import Block, Interceptor
+from .placeholder import AroundBlocks, Placeholder, is_elsewhere
+from .route import Route, Shape
+
+
+class MicroBatch:
+    """A micro-batch in one stage of a route, on the device of that stage."""
+
+    def __init__(
+        self,
+        route: Route,
+        stage: int,
+        number: int,
+        channel: Channel,
+        device: torch.device,
+        *,
+        learns: bool = True,
+    ) -> None:
+        self._route = route
+        self._stage = stage
+        self._number = number
+        self._channel = channel
+        self._device = device
+        self._learns = learns
+        self._last_call = route.last_calls()[stage]
+        self._next_call = 0
+        # By transfer: what has come, where the gradients of what was sent arrive in the graph, and
+        # the gradients of what has come.
+        self._received: dict[int, Tensor] = {}
+        self._sent: dict[int, GradientEdge | None] = {}
+        self._gradients: dict[int, Tensor] = {}
+        self._around = AroundBlocks()
+
+    def forward(self, interceptor: Interceptor, run: Callable[[], Tensor]) -> Tensor | None:
+        """Run this stage's part; the last stage returns what the model does."""
+        try:
+            with interceptor.deciding(self), self._around:
+                result = run()
+        except _Left:
+            return None
+        finally:
+            self._received.clear()
+        return result if self._stage == self._route.num_stages - 1 else None
+
+    def backward(self, loss: Tensor | None = None) -> None:
+        """Run this stage's part of backward, and send gradients to where they belong."""
+        route = self._route
+        roots: list[Any] = []
+        gradients: list[Tensor | None] = []
+        for number, edge in self._sent.items():
+            if edge is not None:
+                roots.append(edge)
+                gradients.append(self._receive(number, is_gradient=True))
+        if loss is not None:
+            roots.append(loss)
+            gradients.append(None)
+        self._sent.clear()
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        for number, transfer in enumerate(route.transfers):
+            if transfer.target == self._stage and transfer.requires_grad:
+                gradient = self._gradients.pop(number, None)
+                if gradient is None:  # nothing that was computed from it reached the loss
+                    shape = transfer.shape
+                    gradient = torch.zeros(shape.sizes, dtype=shape.dtype, device=self._device)
+                self._channel.send(self._message(number, is_gradient=True), gradient)
+
+    def call(
+        self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """See `interceptor.Decider`."""
+        index = self._next_call
+        self._next_call += 1
+        calls = self._route.calls
+        if index >= len(calls) or calls[index].block != block.name:
+            raise ModelError(
+                f"the model called {block.name}, and not as it did when its stages were planned",
+                hint="its code must not depend on the values of a batch",
+            )
+        call = calls[index]
+        arrivals = iter(call.arrivals)
+        args, kwargs = mapped_call(
+            args, kwargs, lambda tensor: self._passed(next(arrivals), tensor), block.caches
+        )
+        if index == self._last_call and call.stage != self._stage:
+            raise _Left
+        if block.is_container:
+            return forward(*args, **kwargs)
+        if call.stage == self._stage:
+            return self._run(block, forward, args, kwargs)
+        return mapped(call.outputs, _itself, self._placeholder)
+
+    def _run(
+        self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        if any(map(is_elsewhere, tensors_in((args, kwargs)))):
+            raise ModelError(
+                f"{block.name} is called with a tensor of another stage that wasn't sent",
+                hint="this model can't run in stages; put it on one GPU",
+            )
+        with self._around.paused():
+            return forward(*args, **kwargs)
+
+    def _passed(self, number: int | None, tensor: Tensor) -> Tensor:
+        """An argument as a call gets it, which may come from here and go elsewhere."""
+        if number is None:
+            return tensor
+        transfer = self._route.transfers[number]
+        if transfer.source == self._stage and number not in self._sent:
+            keeps = transfer.requires_grad and tensor.requires_grad
+            self._sent[number] = get_gradient_edge(tensor) if keeps else None
+            self._channel.send(self._message(number), tensor.detach())
+        if transfer.target != self._stage:
+            return tensor
+        if number not in self._received:
+            self._received[number] = self._arrived(number)
+        return self._received[number]
+
+    def _arrived(self, number: int) -> Tensor:
+        """What comes by a transfer, with its place in this stage's graph."""
+        if not (self._learns and self._route.transfers[number].requires_grad):
+            return self._receive(number)
+
+        with torch.enable_grad():
+            anchor = torch.empty(0, device=self._device, requires_grad=True)
+            arrived: Tensor = _Arrival.apply(anchor, self, number)  # type: ignore[no-untyped-call]
+        return arrived
+
+    def _receive(self, number: int, *, is_gradient: bool = False) -> Tensor:
+        shape = self._route.transfers[number].shape
+        return self._channel.receive(
+            self._message(number, is_gradient=is_gradient), shape.sizes, shape.dtype
+        )
+
+    def _message(self, number: int, *, is_gradient: bool = False) -> Message:
+        transfer = self._route.transfers[number]
+        return Message(transfer.source, transfer.target, number, self._number, is_gradient)
+
+    def _placeholder(self, value: Any) -> Any:
+        if not isinstance(value, Shape):
+            return value
+        bare = torch.empty(value.sizes, dtype=value.dtype, device="meta")
+        return Placeholder.of(bare, self._device)
+
+
+class _Arrival(torch.autograd.Function):
+    """A leaf whose tensor comes from another stage, and that its code may write to."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, micro_batch: MicroBatch, number: int) -> Tensor:
+        ctx.micro_batch, ctx.number = micro_batch, number
+        return micro_batch._receive(number)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        ctx.micro_batch._gradients[ctx.number] = gradients[0]
+        return None, None, None
+
+
+class _Left(BaseException):  # model code must not catch it
+    """All that this stage has to do is done."""
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,127 @@
+"""Placeholders: tensors that another stage has, of which a process knows shape, type and device.
+
+Whatever is computed from one is one: code around the blocks of other stages runs as if they were
+here, and computes nothing. Parameters of other stages, which are on the meta device, are taken
+alike. A placeholder says that it is on the process's own device, so that what code makes there "as
+this one" (masks, positions) is real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from duoka.errors import ModelError
+
+
+class Placeholder(Tensor):
+    """A tensor of another stage; `shape_only` is on the meta device."""
+
+    shape_only: Tensor
+
+    # Everything happens below autograd.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def of(shape_only: Tensor, device: torch.device) -> Placeholder:
+        """A placeholder that says that it is on a device."""
+        wrapped: Placeholder = Tensor._make_wrapper_subclass(
+            Placeholder,
+            shape_only.shape,
+            strides=shape_only.stride(),
+            storage_offset=shape_only.storage_offset(),
+            dtype=shape_only.dtype,
+            device=device,
+        )
+        wrapped.shape_only = shape_only
+        return wrapped
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _without_values(func, args, kwargs or {})
+
+    def tolist(self) -> Any:
+        """Refuse: nobody here knows the values."""
+        raise _unknown("tolist")
+
+
+class AroundBlocks(TorchDispatchMode):
+    """The mode in which code around blocks runs: tensors on meta count as placeholders."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(map(is_elsewhere, tree_flatten((args, kwargs))[0])):
+            return _without_values(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the mode for a block, whose operations shouldn't pay for it."""
+        mode: Any = self
+        mode.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            mode.__enter__()
+
+
+def is_elsewhere(value: object) -> bool:
+    """Whether it is a tensor whose values another process has."""
+    return isinstance(value, Tensor) and (isinstance(value, Placeholder) or value.is_meta)
+
+
+def _without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on the meta device."""
+    operands = tree_flatten((args, kwargs))[0]
+    devices = (value.device for value in operands if isinstance(value, Placeholder))
+    device = torch.device(kwargs.get("device") or next(devices, "meta"))
+    if func is torch.ops.aten._local_scalar_dense.default:
+        raise _unknown("item")
+    try:
+        result = func(*tree_map(_bare, args), **tree_map(_bare, kwargs))
+    except NotImplementedError as error:  # what depends on values
+        raise _unknown(str(func)) from error
+    if not func._schema.is_mutable:
+        return tree_map(partial(_wrapped, device), result)
+    written = kwargs.get("out", args[0])
+    if not isinstance(written, Placeholder):  # its values were known, and aren't any more
+        raise _unknown(str(func))
+    return written
+
+
+def _bare(value: Any) -> Any:
+    """An operand on the meta device."""
+    if isinstance(value, Placeholder):
+        return value.shape_only
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    # A number mixes with every device.
+    if isinstance(value, Tensor) and not value.is_meta and value.dim() > 0:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return value
+
+
+def _wrapped(device: torch.device, value: Any) -> Any:
+    is_bare = isinstance(value, Tensor) and not isinstance(value, Placeholder)
+    return Placeholder.of(value, device) if is_bare else value
+
+
+def _unknown(what: str) -> ModelError:
+    return ModelError(
+        f"the model's code between its blocks reads values of another stage ({what})",
+        hint="this model can't run in stages; put it on one GPU",
+    )

@@ -1,0 +1,244 @@
+"""The route of a call: its stages, and which tensors cross between them.
+
+It is found in one run of the model without data on one virtual GPU: what a block returns belongs to
+its stage, and so does what is computed from that. Where a block of a later stage is called with
+such a tensor, the tensor crosses. What is computed from the inputs alone belongs to nobody: every
+process computes it for itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from duoka import virtual
+from duoka.base.model_code import where_raised
+from duoka.errors import ModelError
+from duoka.planner.placement import Placement
+from duoka.runtime.dispatch.arguments import mapped, mapped_call, tensors_in
+from duoka.runtime.dispatch.dispatch import without_data
+from duoka.runtime.dispatch.place_tensors import (
+    invent_values,
+    parameter_bytes,
+    place,
+    tensor_names,
+)
+
+from .interceptor import Block, Interceptor
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A tensor without its data."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """A tensor that one stage makes and another one needs."""
+
+    source: int
+    target: int
+    shape: Shape
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call of a block or container.
+
+    `arrivals` has for each tensor among the arguments, in the order of `mapped_call`, the number of
+    the transfer that it comes by, or None where it is at home. `outputs` are what a block returns,
+    with a `Shape` for each tensor.
+    """
+
+    block: str
+    stage: int
+    arrivals: tuple[int | None, ...]
+    outputs: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """The calls of one run of a model in order, its stages' devices, and what crosses."""
+
+    calls: tuple[Call, ...]
+    devices: tuple[str, ...]
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self.devices)
+
+    def last_calls(self) -> list[int]:
+        """For each stage the last call that it runs or sends something to."""
+        last = [0] * self.num_stages
+        for index, call in enumerate(self.calls):
+            last[call.stage] = index
+            for arrival in call.arrivals:
+                if arrival is not None:
+                    last[self.transfers[arrival].source] = index
+        return last
+
+
+def find_route(
+    model: nn.Module, placement: Placement, run: Callable[[nn.Module, torch.device], object]
+) -> Route:
+    """Run a copy of a model without data, by `run(model, device)`, and see what crosses.
+
+    ModelError is raised where code around the blocks combines what several stages made.
+    """
+    bare = without_data(model)
+
+    def trace(data: str) -> Route:
+        copied = copy.deepcopy(bare)
+        with virtual.unnamed_gpus([None], data=data):
+            device = virtual.virtual_device(0)
+            interceptor = Interceptor(copied, placement)
+            place(copied, Placement(entries=(("", str(device)),)))
+            if data == "cpu":
+                invent_values(copied)
+            finder = _Finder(copied, placement)
+            try:
+                with virtual.observe(finder), interceptor.deciding(finder):
+                    run(copied, device)
+            except _Combined as error:
+                raise ModelError(
+                    f"code between the model's blocks combines what stages {error} made"
+                    f"{where_raised(error)}",
+                    hint="this model can't run in stages; put it on one GPU",
+                ) from error
+            return finder.route()
+
+    return virtual.with_values(trace, partial(parameter_bytes, model))
+
+
+class _Combined(Exception):
+    """An operation around the blocks has operands of several stages."""
+
+
+class _Finder:
+    """Listens to a run, and knows of every tensor which stage it belongs to."""
+
+    def __init__(self, model: nn.Module, placement: Placement) -> None:
+        self.calls: list[Call | None] = []
+        self.devices: list[str] = []
+        self.transfers: list[Transfer] = []
+        self._in_block = False
+        # By storage: the stage that has made what is in it.
+        self._stages: dict[int, int] = {}
+        # Parameters that code around the blocks uses: the device that has them.
+        self._homes = {
+            tensor.storage_id: placement.device_of(name) or ""
+            for name, tensor in tensor_names(model)
+            if isinstance(tensor, virtual.VirtualTensor)
+        }
+        # What has crossed, by the tensor and its stage: the copy there, and the transfer.
+        self._crossed: dict[tuple[int, int], tuple[Tensor, Tensor, int]] = {}
+
+    def route(self) -> Route:
+        """What was found."""
+        calls = tuple(call for call in self.calls if call is not None)
+        return Route(calls=calls, devices=tuple(self.devices), transfers=tuple(self.transfers))
+
+    def call(
+        self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """See `interceptor.Decider`."""
+        if not self.devices or self.devices[-1] != block.device:
+            self.devices.append(block.device)
+        stage = len(self.devices) - 1
+        arrivals: list[int | None] = []
+        args, kwargs = mapped_call(
+            args, kwargs, partial(self._brought, stage, arrivals), block.caches
+        )
+        index = len(self.calls)
+        self.calls.append(None)
+        outputs = None
+        if block.is_container:
+            result = forward(*args, **kwargs)
+        else:
+            self._in_block = True
+            try:
+                result = forward(*args, **kwargs)
+            finally:
+                self._in_block = False
+            for tensor in tensors_in(result):
+                if isinstance(tensor, virtual.VirtualTensor):
+                    self._stages[tensor.storage_id] = stage
+            outputs = mapped(result, _shape_of)
+        self.calls[index] = Call(
+            block=block.name, stage=stage, arrivals=tuple(arrivals), outputs=outputs
+        )
+        return result
+
+    def _brought(self, stage: int, arrivals: list[int | None], tensor: Tensor) -> Tensor:
+        """A tensor as a call in a stage gets it."""
+        source = self._stage_of(tensor)
+        if source is None or source == stage:
+            arrivals.append(None)
+            return tensor
+        key = (id(tensor), stage)
+        if key not in self._crossed:
+            transfer = Transfer(
+                source=source,
+                target=stage,
+                shape=Shape(tuple(tensor.shape), tensor.dtype),
+                requires_grad=tensor.requires_grad,
+            )
+            copied = tensor.clone()
+            self._stages[copied.storage_id] = stage  # type: ignore[attr-defined]
+            self._crossed[key] = tensor, copied, len(self.transfers)
+            self.transfers.append(transfer)
+        _, copied, number = self._crossed[key]
+        arrivals.append(number)
+        return copied
+
+    def _stage_of(self, tensor: Any) -> int | None:
+        if not isinstance(tensor, virtual.VirtualTensor):
+            return None
+        home = self._homes.get(tensor.storage_id)
+        if home is None:
+            return self._stages.get(tensor.storage_id)
+        # Of the stages on that device the last one so far has it.
+        before = (at for at in reversed(range(len(self.devices))) if self.devices[at] == home)
+        return next(before, None)
+
+    def allocated(self, gpu: object, storage_id: int, num_bytes: int) -> None:
+        """Nothing to do."""
+
+    def freed(self, gpu: object, storage_id: int) -> None:
+        """Nothing to do: numbers of storages aren't used again."""
+
+    def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Let what is computed belong to the stage of what it is computed from."""
+        if self._in_block:
+            return
+        owners = (self._stage_of(tensor) for tensor in _operands(args, kwargs))
+        stages = {owner for owner in owners if owner is not None}
+        if not stages:
+            return
+        if len(stages) > 1:
+            raise _Combined(" and ".join(map(str, sorted(stages))))
+        stage = stages.pop()
+        for tensor in tensors_in(result if isinstance(result, (tuple, list)) else [result]):
+            if isinstance(tensor, virtual.VirtualTensor) and tensor.storage_id not in self._homes:
+                self._stages[tensor.storage_id] = stage
+
+
+def _operands(args: Any, kwargs: Any) -> Iterator[Tensor]:
+    yield from tensors_in(args)
+    yield from tensors_in(list(kwargs.values()))
+
+
+def _shape_of(tensor: Tensor) -> Any:
+    return Shape(tuple(tensor.shape), tensor.dtype)

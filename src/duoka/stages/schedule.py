@@ -1,0 +1,113 @@
+"""Schedules: in which order each device takes forward and backward passes of micro-batches.
+
+- sequential: one micro-batch after another
+- GPipe: all forward passes, then all backward passes (Huang et al., 2019)
+- 1F1B: a backward pass as soon as there is one; before that, as many micro-batches forward as there
+  are devices from here to the end (PipeDream-Flush; Narayanan et al., 2021)
+
+The order is found by playing a step with the stages' times: a device takes what can begin first.
+The same order serves for stages of unequal length, and for devices that have several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from duoka.forecast.replay_training import in_flight
+from duoka.forecast.workload import Training
+
+# Backward computes two products for each of forward's.
+_BACKWARD = 2.0
+
+
+class Pass(NamedTuple):
+    """A micro-batch forward or backward through one stage."""
+
+    stage: int
+    micro_batch: int
+    is_backward: bool
+
+
+class Timed(NamedTuple):
+    """A pass with its begin and end, in the unit of the stages' times."""
+
+    begin: float
+    end: float
+    step: Pass
+
+
+def order_passes(
+    devices: Sequence[str], training: Training, forward_times: Sequence[float] | None = None
+) -> list[Timed]:
+    """The passes of a step by their begin; `devices` has the device of each stage.
+
+    Examples
+    --------
+    >>> training = Training(micro_batches=2, schedule="1f1b")
+    >>> [timed.step[:2] for timed in order_passes(["a", "b"], training)]
+    [(0, 0), (0, 1), (1, 0), (1, 0), (0, 0), (1, 1), (1, 1), (0, 1)]
+    """
+    return list(_Play(devices, training, forward_times or [1.0] * len(devices)).run())
+
+
+def busy_shares(devices: Sequence[str], passes: Sequence[Timed]) -> dict[str, float]:
+    """The share of a step in which each device computes; the rest is the pipeline's bubble."""
+    total = max(timed.end for timed in passes)
+    busy = dict.fromkeys(devices, 0.0)
+    for timed in passes:
+        busy[devices[timed.step.stage]] += timed.end - timed.begin
+    return {device: seconds / total for device, seconds in busy.items()}
+
+
+class _Play:
+    """A step of training, played."""
+
+    def __init__(
+        self, devices: Sequence[str], training: Training, forward_times: Sequence[float]
+    ) -> None:
+        self._devices = devices
+        self._times = forward_times
+        self._number = training.micro_batches
+        self._is_gpipe = training.schedule == "gpipe"
+        order = list(dict.fromkeys(devices))
+        self._limits = [in_flight(training, len(order) - order.index(at)) for at in devices]
+        self._free_at = dict.fromkeys(devices, 0.0)
+        self._ended: dict[Pass, float] = {}
+        # Of each stage how many passes forward and backward have begun.
+        self._forward = [0] * len(devices)
+        self._backward = [0] * len(devices)
+
+    def run(self) -> Iterator[Timed]:
+        for _ in range(2 * self._number * len(self._devices)):
+            begin, _, step = min(
+                candidate for stage in range(len(self._devices)) for candidate in self._next(stage)
+            )
+            seconds = self._times[step.stage] * (_BACKWARD if step.is_backward else 1.0)
+            self._ended[step] = self._free_at[self._devices[step.stage]] = begin + seconds
+            (self._backward if step.is_backward else self._forward)[step.stage] += 1
+            yield Timed(begin, begin + seconds, step)
+
+    def _next(self, stage: int) -> Iterator[tuple[float, tuple[bool, int], Pass]]:
+        """What a stage can do next: when, by which rank among equals, and what."""
+        free_at = self._free_at[self._devices[stage]]
+        forward = Pass(stage, self._forward[stage], False)
+        if forward.micro_batch < self._number and not self._is_full(stage):
+            before = Pass(stage - 1, forward.micro_batch, False)
+            if stage == 0 or before in self._ended:
+                ready = self._ended.get(before, 0.0)
+                yield max(free_at, ready), (not self._is_gpipe, forward.micro_batch), forward
+        backward = Pass(stage, self._backward[stage], True)
+        if backward.micro_batch < self._forward[stage]:
+            is_last = stage == len(self._devices) - 1
+            after = backward._replace(stage=stage + 1, is_backward=not is_last)
+            after = Pass(stage, backward.micro_batch, False) if is_last else after
+            if after in self._ended:
+                begin = max(free_at, self._ended[after])
+                yield begin, (self._is_gpipe, backward.micro_batch), backward
+
+    def _is_full(self, stage: int) -> bool:
+        """Whether a stage may hold no more, or a later one must have it first."""
+        if self._is_gpipe:
+            return False
+        return self._forward[stage] - self._backward[stage] >= self._limits[stage]
