@@ -11,6 +11,7 @@ import tiny
 import torch
 
 from duoka import Placement, Workload, models, virtual
+from duoka.forecast.optimizer_memory import TrainedTensor
 from duoka.forecast.profile import (
     TRAINING_MONOMIALS,
     TRAINING_PHASES,
@@ -109,7 +110,7 @@ def _kind(layer: Layer, given: int, *, is_first: bool, is_last: bool) -> Kind:
     return Kind(
         weight_bytes=(layer.weight,),
         tapes=(forward, backward, accumulate) * 2,
-        trained_bytes=(layer.weight,),
+        trained=(TrainedTensor(shape=(1, layer.weight), item_bytes=1),),
     )
 
 

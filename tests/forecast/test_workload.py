@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,9 @@ def test_training_has_sequences_and_generates_nothing() -> None:
         ({"method": "some"}, "method 'some' is unknown"),
         ({"optimizer": "lion"}, "optimizer 'lion' is unknown"),
         ({"schedule": "none"}, "schedule 'none' is unknown"),
+        ({"lora_alpha": 0}, "lora_alpha is 0; it must be at least 1"),
+        ({"lora_dropout": 1}, "lora_dropout is 1; it must be a number from 0 to below 1"),
+        ({"lora_dropout": "much"}, "lora_dropout is 'much'"),
     ],
 )
 def test_a_training_that_makes_no_sense_is_refused(wrong: dict[str, Any], told: str) -> None:
@@ -133,11 +137,13 @@ def test_a_training_that_makes_no_sense_is_refused(wrong: dict[str, Any], told: 
 
 
 def test_conditions_leave_out_what_changes_sizes_only() -> None:
-    training = Training(optimizer="sgd", micro_batches=4, schedule="gpipe")
+    training = Training(optimizer="sgd", micro_batches=4, schedule="gpipe", lora_alpha=3)
     one = Workload(prompt_tokens=64, new_tokens=0, training=training)
     other = Workload(prompt_tokens=9, new_tokens=0, batch=3, training=Training())
     assert one.conditions == other.conditions
     assert one.conditions != Workload().conditions
+    dropped = [replace(one, training=replace(training, lora_dropout=part)) for part in (0.1, 0.2)]
+    assert dropped[0].conditions == dropped[1].conditions != one.conditions
     assert Workload(image_size=(1, 1)).conditions == Workload().conditions
     assert Workload(image_size=(1, 1), images=1).conditions != Workload(images=1).conditions
 

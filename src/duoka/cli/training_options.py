@@ -43,12 +43,22 @@ class TrainingOptions:
     )
     optimizer: str | None = _train(
         "NAME",
-        "adamw (the default) or sgd, torch's own.",
+        "adamw (the default), adamw8bit (states in 8 bit, bitsandbytes'), adafactor (a row and a "
+        "column instead of states) or sgd.",
     )
     lora_rank: int | None = _train(
         "N",
         "Rank of the adapters. By default 8.",
         min=1,
+    )
+    lora_alpha: int | None = _train(
+        "N",
+        "What adapters add is multiplied by N / rank. By default twice the rank.",
+        min=1,
+    )
+    lora_dropout: float | None = _train(
+        "P",
+        "How much of what comes to an adapter is dropped. By default 0.",
     )
     lora_target: list[str] | None = _train(
         "NAME",
@@ -90,7 +100,7 @@ class TrainingOptions:
             return None
         if self.train == "full":
             hint = "leave it out, or say --train lora"
-            adapters = given_options(self, "lora_rank", "lora_target")
+            adapters = given_options(self, "lora_rank", "lora_alpha", "lora_dropout", "lora_target")
             refuse_beside(adapters, "--train full, which has no adapters", hint)
         values = {name: getattr(self, name) for name in names if option_name(name) in options}
         targets = tuple(values.pop("lora_target", ()))

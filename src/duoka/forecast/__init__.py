@@ -4,6 +4,7 @@
 - `profile`, `profile_cache`, `tensor_names`: what a model allocates and computes, block by block
 - `flash_splits`: what flash attention takes for a moment over few queries
 - `alloc_events`, `alloc_program`: the allocations of one workload; those of a stage, compiled
+- `optimizer_memory`: what optimizers hold beside what they train
 - `allocator`, `device_memory`: CUDA's caching allocator; a device's memory, in Python and in C
 - `replay`, `replay_training`: a stage's steps, run through that memory
 - `stage_bytes`: what comes of it

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from math import inf
 from typing import Literal
 
 import numpy as np
@@ -19,17 +20,10 @@ from duoka.hardware.device import Device
 from .alloc_events import Step
 from .allocator import rounded_bytes
 from .latency import LatencyModel
+from .optimizer_memory import MOST_TEMPORARIES, state_bytes
 from .profile import Kind, Profile, Ref, evaluate
 from .replay import Replay
-from .replay_training import (
-    ACCUMULATE,
-    BACKWARD,
-    FORWARD,
-    STATES,
-    TEMPORARIES,
-    TrainingReplay,
-    in_flight,
-)
+from .replay_training import ACCUMULATE, BACKWARD, FORWARD, TrainingReplay, in_flight
 from .stage_bytes import StageBytes
 from .stages import Chain, between, lower_bounds
 from .workload import Training, Workload
@@ -341,27 +335,33 @@ class _TrainingBounds:
         """[start, stop]."""
         places = [self.costs.blocks_of(place, place + 1) for place in range(self.num)]
         weights = self._tensor_sums(places, lambda kind: kind.weight_bytes)
-        trained = self._tensor_sums(places, lambda kind: kind.trained_bytes)
+        optimizer, number = self.training.optimizer, self.training.micro_batches
+        trained, matrices, states = (
+            self._tensor_sums(places, lambda kind: [t.num_bytes for t in kind.trained]),
+            self._tensor_sums(places, lambda kind: [t.num_bytes for t in kind.trained if t.decays]),
+            self._tensor_sums(
+                places, lambda kind: [n for t in kind.trained for n in state_bytes(optimizer, t)]
+            ),
+        )
         saved = np.array([self._saved_bytes(blocks[0]) for blocks in places], np.int64)
         forward, backward, accumulate = (
             self._most(saved, np.array([self._peak(blocks, step) for blocks in places], np.int64))
             for step in (FORWARD, BACKWARD, ACCUMULATE)
         )
-        optimizer, number = self.training.optimizer, self.training.micro_batches
         flying = between(saved)
         # While one micro-batch passes, so many others are saved; while gradients are there, fewer
         # where all of them fly at first.
         others_saved = (self.flying - 1) * flying
         fewer = others_saved if number > self.flying else (self.flying - 2) * flying
         phases = [
-            (1 + TEMPORARIES[optimizer]) * trained,
+            trained + (matrices if MOST_TEMPORARIES[optimizer] == inf else 0),
             others_saved + np.maximum(forward, backward),
         ]
         if number > 1:
             phases.append(trained + fewer + accumulate)
         if number > self.flying:
             phases.append(trained + others_saved + forward)
-        needed = weights + STATES[optimizer] * trained + np.maximum.reduce(phases)
+        needed = weights + states + np.maximum.reduce(phases)
         return np.triu(needed, 1)
 
     def _tensor_sums(

@@ -30,9 +30,10 @@ from duoka.hardware.device import Device, Link
 from duoka.hardware.fleet import Fleet
 
 from .alloc_events import Step
+from .optimizer_memory import state_bytes
 from .profile import TRAINING_PHASES, Profile, Rule
 from .replay import Replay
-from .replay_training import STATES, TrainingReplay
+from .replay_training import TrainingReplay
 
 Floats: TypeAlias = NDArray[np.float64]
 Item = TypeVar("Item")
@@ -209,14 +210,16 @@ class LatencyModel:
         if training is None:
             return np.zeros(len(self._places))
         assert moved is not None, "`seconds_on` knows this device"
-        seconds_per_byte = (3 + 2 * STATES[training.optimizer]) / moved
         kinds, blocks = self._profile.kinds, self._profile.blocks
-        return seconds_per_byte * np.array(
-            [
-                sum(sum(kinds[blocks[block].kind].trained_bytes) for block in place)
-                for place in self._places
-            ]
-        )
+        num_bytes = [
+            sum(
+                3 * tensor.num_bytes + 2 * sum(state_bytes(training.optimizer, tensor))
+                for tensor in kind.trained
+            )
+            for kind in kinds
+        ]
+        by_place = [sum(num_bytes[blocks[block].kind] for block in place) for place in self._places]
+        return np.array(by_place) / moved
 
     def seconds_of(self, stages: Sequence[tuple[str, int, int]], fleet: Fleet) -> Seconds | None:
         """What a placement takes; None where a device's speeds are unknown."""

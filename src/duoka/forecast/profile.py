@@ -22,6 +22,7 @@ from duoka.errors import ModelError, UsageError
 
 from .allocator import END_OF_ADDRESSES, rounded_bytes
 from .flash_splits import FlashShape
+from .optimizer_memory import TrainedTensor
 from .tensor_names import Outline, OutlineBlock, TensorNames
 from .workload import Conditions
 
@@ -198,14 +199,14 @@ class Kind:
     `weight_bytes` has each parameter and buffer, in the model's order; tied ones only where they
     are met first. There is one tape for each of the profile's regimes. `streamed_bytes` is what
     the weights take on a device for the time of a call, where they stay on the host otherwise
-    (`Profile.offloading`); `weight_bytes` is empty then. In training, `trained_bytes` has each
+    (`Profile.offloading`); `weight_bytes` is empty then. In training, `trained` has each
     parameter that gets a gradient.
     """
 
     weight_bytes: tuple[int, ...]
     tapes: tuple[Tape, ...]
     streamed_bytes: int = 0
-    trained_bytes: tuple[int, ...] = ()
+    trained: tuple[TrainedTensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,8 @@
 """Replay of training: its steps, run through the allocator's model stage by stage.
 
 One step is some micro-batches, each a forward pass over a stage's blocks and a backward pass over
-them in reverse, then the optimizer, which is torch's with default arguments: on a GPU it works on
-lists of tensors, and AdamW makes two states for every trained parameter in its first step and a
-temporary one in every step. Gradients are set to None at the end of a step.
+them in reverse, then the optimizer, which makes its states in its first step. Gradients are set to
+None at the end of a step.
 
 It knows nothing of how long anything takes, nor of copies that reach a block by way of a third
 device: a placement that isn't contiguous is replayed as if they came straight.
@@ -18,6 +17,7 @@ from .alloc_events import Step
 from .alloc_program import StageCompiler, StageProgram
 from .allocator import rounded_bytes
 from .device_memory import Held
+from .optimizer_memory import MOST_TEMPORARIES, shared_bytes, state_bytes, update_groups
 from .profile import TRAINING_PHASES, Key, Profile, training_monomials
 from .replay import Replay, StageRun
 from .workload import Training, Workload
@@ -29,8 +29,6 @@ FORWARD, BACKWARD, ACCUMULATE = range(3)
 # for all. The optimizer's states are made in the first step, and are there from the second one on.
 _MOST_STEPS = 6
 _MOST_ROUNDS = 64
-STATES = {"adamw": 2, "sgd": 0}
-TEMPORARIES = {"adamw": 1, "sgd": 0}
 
 
 class TrainingReplay(Replay):
@@ -110,7 +108,7 @@ class _TrainingRun(StageRun):
         # Block by block, and how many of each.
         self.gradients: list[Held] = []
         self.num_gradients = (0,) * len(self.blocks)
-        self.trained = [size for kind in self.kinds for size in kind.trained_bytes]
+        self.trained = [tensor for kind in self.kinds for tensor in kind.trained]
         self._programs: dict[tuple[bool, int, tuple[int, ...]], StageProgram] = {}
         # Of the threads of forward and backward passes those that have no workspace yet.
         self._to_begin = {FORWARD, BACKWARD}
@@ -207,18 +205,30 @@ class _TrainingRun(StageRun):
 
     def _update(self, *, is_first: bool) -> None:
         """What the optimizer does, and gradients set to None."""
-        optimizer, memory = self.replay.training.optimizer, self.memory
+        optimizer = self.replay.training.optimizer
         if is_first:
-            for size in self.trained:
-                for _ in range(STATES[optimizer]):
+            for size in shared_bytes(optimizer, self.trained):
+                self._hold_aside(size)
+        for group in update_groups(self.trained):
+            if is_first:
+                for size in [size for tensor in group for size in state_bytes(optimizer, tensor)]:
                     self._hold_aside(size)
-        before = memory.aside
-        for temporary in [self._hold_aside(size) for size in self.trained * TEMPORARIES[optimizer]]:
-            memory.release(temporary)
-        memory.aside = before
+            if MOST_TEMPORARIES[optimizer]:
+                self._compute([tensor.num_bytes for tensor in group], MOST_TEMPORARIES[optimizer])
         for gradient in self.gradients:
-            memory.release(gradient, cached=True)
+            self.memory.release(gradient, cached=True)
         self.gradients, self.num_gradients = [], (0,) * len(self.blocks)
+
+    def _compute(self, sizes: Sequence[int], most: float) -> None:
+        """What is there for the time of an update, so many at a time."""
+        before, temporaries = self.memory.aside, list[Held]()
+        for size in sizes:
+            temporaries.append(self._hold_aside(size))
+            if len(temporaries) == most:
+                self.memory.release(temporaries.pop(0))
+        for temporary in temporaries:
+            self.memory.release(temporary)
+        self.memory.aside = before
 
     def _hold_aside(self, size: int) -> Held:
         memory = self.memory

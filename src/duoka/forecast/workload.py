@@ -20,11 +20,12 @@ AUTO_QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
 """What "auto" stands for: the first that fits."""
 Logits = Literal["last", "all"]
 Method = Literal["lora", "full"]
-Optimizer = Literal["adamw", "sgd"]
+Optimizer = Literal["adamw", "adamw8bit", "adafactor", "sgd"]
 Schedule = Literal["sequential", "gpipe", "1f1b"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 CACHES: tuple[Cache, ...] = get_args(Cache)
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
+OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 METHODS: tuple[Method, ...] = get_args(Method)
 QUANTIZED: tuple[Quantization, ...] = ("int8", "int4", "nf4")
 """What weights can become."""
@@ -46,9 +47,13 @@ class Training:
     ----------
     method : {"lora", "full"}
         Low-rank adapters beside frozen weights (peft), or every parameter.
-    optimizer : {"adamw", "sgd"}
-        torch's, with its default arguments.
+    optimizer : {"adamw", "adamw8bit", "adafactor", "sgd"}
+        torch's, and AdamW with states in 8 bit, bitsandbytes'.
     lora_rank : int
+    lora_alpha : int, optional
+        What adapters add is multiplied by this and divided by the rank; None is twice the rank.
+    lora_dropout : float
+        How much of what comes to an adapter is dropped, from 0 to below 1.
     lora_targets : tuple of str
         Names of the modules that get adapters, as peft's ``target_modules``; empty for every
         linear layer but the head ("all-linear").
@@ -66,12 +71,14 @@ class Training:
     Raises
     ------
     UsageError
-        If a number isn't positive and whole or a name is unknown.
+        If a number isn't positive and whole, is out of range, or a name is unknown.
     """
 
     method: Method = "lora"
     optimizer: Optimizer = "adamw"
     lora_rank: int = 8
+    lora_alpha: int | None = None
+    lora_dropout: float = 0.0
     lora_targets: tuple[str, ...] = ()
     gradient_checkpointing: bool = False
     master_weights: bool = False
@@ -79,15 +86,21 @@ class Training:
     schedule: Schedule = "sequential"
 
     def __post_init__(self) -> None:
-        for name in ("lora_rank", "micro_batches"):
-            _make_whole(self, name, 1)
+        for name in ("lora_rank", "micro_batches", "lora_alpha"):
+            if getattr(self, name) is not None:
+                _make_whole(self, name, 1)
+        if not isinstance(self.lora_dropout, (int, float)) or not 0 <= self.lora_dropout < 1:
+            raise UsageError(
+                f"lora_dropout is {self.lora_dropout!r}; it must be a number from 0 to below 1",
+                hint="0.05 and 0.1 are usual",
+            )
         if isinstance(self.lora_targets, str):
             raise UsageError(
                 f"lora_targets is {self.lora_targets!r}; it must be several names",
                 hint=f"write ({self.lora_targets!r},)",
             )
         choose("method", self.method, METHODS)
-        choose("optimizer", self.optimizer, get_args(Optimizer))
+        choose("optimizer", self.optimizer, OPTIMIZERS)
         choose("schedule", self.schedule, get_args(Schedule))
 
 
@@ -270,7 +283,16 @@ class Workload:
         """What a profile must have been made for, to answer this workload."""
         training = self.training
         if training is not None:
-            training = replace(training, optimizer="adamw", micro_batches=1, schedule="sequential")
+            # Whatever is dropped, there is a mask; nothing depends on how much it is.
+            dropout = 0.5 if training.lora_dropout else 0.0
+            training = replace(
+                training,
+                optimizer="adamw",
+                micro_batches=1,
+                schedule="sequential",
+                lora_alpha=None,
+                lora_dropout=dropout,
+            )
         return Conditions(
             cache=self.cache,
             quantize=self.quantize,

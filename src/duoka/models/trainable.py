@@ -81,6 +81,8 @@ def _adapt(model: nn.Module, training: Training, dtype: torch.dtype) -> None:
         ) from error
     config = peft.LoraConfig(
         r=training.lora_rank,
+        lora_alpha=2 * training.lora_rank if training.lora_alpha is None else training.lora_alpha,
+        lora_dropout=training.lora_dropout,
         target_modules=_known(model, training.lora_targets) or _ALL_LINEAR,
     )
     before = {id(parameter) for parameter in model.parameters()}

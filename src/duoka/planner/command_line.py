@@ -103,6 +103,8 @@ def _training(training: Training | None) -> Iterator[tuple[str, ...]]:
     yield from _unusual(
         ("--optimizer", training.optimizer, _TRAINING.optimizer),
         ("--lora-rank", training.lora_rank, _TRAINING.lora_rank),
+        ("--lora-alpha", training.lora_alpha, _TRAINING.lora_alpha),
+        ("--lora-dropout", training.lora_dropout, _TRAINING.lora_dropout),
         ("--micro-batches", training.micro_batches, _TRAINING.micro_batches),
         ("--schedule", training.schedule, _TRAINING.schedule),
     )

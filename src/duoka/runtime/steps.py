@@ -30,6 +30,7 @@ from duoka.models.kv_cache import CACHE_NAMES, cache_name, lengthen, longer, new
 
 from .encode_images import ImageReader, encodes_apart, refuse_parts
 from .image_inputs import ImagePrompts
+from .optimizers import make_optimizer, update
 
 _PLAIN = Conditions()
 _ENCODED = "encoder_"
@@ -325,10 +326,8 @@ class Learner:
     def update(self) -> None:
         """Let the optimizer make its step, and drop the gradients."""
         if self._optimizer is None:
-            learning = [p for p in self.model.parameters() if p.requires_grad]
-            kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-            self._optimizer = kinds[self.training.optimizer](learning)
-        self._optimizer.step()
+            self._optimizer = make_optimizer(self.model, self.training.optimizer)
+        update(self._optimizer)
         self.drop_gradients()
 
     def drop_gradients(self) -> None:

@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from duoka.base.text import choose
 from duoka.forecast.flash_splits import FlashShape
+from duoka.forecast.optimizer_memory import TrainedTensor
 from duoka.forecast.profile import ALIGNED_TOKENS, TRAINING_PHASES, Kind, Profile, Regime
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.forecast.workload import DTYPES, Dtype, Training, Workload
@@ -104,7 +105,7 @@ class _Tracer:
         self.training: Training = training
         self.dtype = dtype
         self.groups: list[Group] = []
-        self.trained: dict[str, list[int]] = {}
+        self.trained: dict[str, list[TrainedTensor]] = {}
         self.shapes: list[FlashShape] = []
         self.needs_movers = False
 
@@ -204,8 +205,8 @@ class _Tracer:
         kinds: dict[Kind, int] = {}
         blocks = []
         for block, group in zip(profile.blocks, groups, strict=True):
-            trained = [size for owner in group.owners for size in self.trained.get(owner, ())]
-            kind = replace(profile.kinds[block.kind], trained_bytes=tuple(trained))
+            trained = [item for owner in group.owners for item in self.trained.get(owner, ())]
+            kind = replace(profile.kinds[block.kind], trained=tuple(trained))
             # A backward pass needs weights again that would have streamed away by then.
             number = kinds.setdefault(kind, len(kinds))
             blocks.append(replace(block, kind=number, streams=False))
@@ -234,7 +235,11 @@ class _Tracer:
         for name, module in self.model.named_modules():
             parameters = [p for p in module.parameters(recurse=False) if id(p) not in met]
             met |= {id(parameter) for parameter in parameters}
-            self.trained[name] = [p.nbytes for p in parameters if p.grad is not None]
+            self.trained[name] = [
+                TrainedTensor(shape=tuple(p.shape), item_bytes=p.itemsize)
+                for p in parameters
+                if p.grad is not None
+            ]
         for block, first in enumerate(like):
             pairs = zip(self.groups[block].owners, self.groups[first].owners, strict=True)
             self.trained |= {owner: self.trained[model] for owner, model in pairs}

@@ -18,7 +18,7 @@ from .apart import apart
 from .backend import gpus, register, set_gpus, unnamed_gpus
 from .cublas import is_product
 from .faults import MixedDevicesError
-from .known_values import REAL_BYTES, UnknownValueError, with_values
+from .known_values import REAL_BYTES, UnknownValueError, unknown_numbers_as, with_values
 from .naming import device_type, is_virtual, spoken, virtual_device
 from .tensor import VirtualTensor
 from .world import Gpu, Listener, World, active_world, carry_over, observe, settled_by
@@ -43,6 +43,7 @@ __all__ = [
     "set_gpus",
     "settled_by",
     "spoken",
+    "unknown_numbers_as",
     "unnamed_gpus",
     "virtual_device",
     "with_values",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +18,8 @@ import torch
 
 from duoka.base.model_code import is_model_code
 from duoka.errors import VirtualDeviceError
+
+from .world import thread
 
 if TYPE_CHECKING:
     from .tensor import VirtualTensor
@@ -184,6 +186,16 @@ def with_values(run: Callable[[str], T], num_bytes: Callable[[], int]) -> T:
         if num_bytes() > REAL_BYTES:
             raise
     return run("cpu")
+
+
+@contextmanager
+def unknown_numbers_as(number: float) -> Iterator[None]:
+    """Let code that reads a floating-point number which nobody knows have this one."""
+    before, thread.unknown_number = thread.unknown_number, number
+    try:
+        yield
+    finally:
+        thread.unknown_number = before
 
 
 def count(args: list[Any], kwargs: dict[str, Any]) -> tuple[int, int]:

@@ -66,6 +66,7 @@ class _ThreadState(threading.local):
     world: World | None = None
     listener: Listener | None = None
     arbiter: Arbiter | None = None
+    unknown_number: float | None = None  # what is read where nobody knows, see `known_values`
     failure: Exception | None = None  # of an operation in backward, see `operators`
     current_index: int = 0
 

@@ -1,0 +1,70 @@
+"""What optimizers hold: states for each trained parameter, and temporaries in an update.
+
+They are torch's AdamW, SGD and Adafactor, and bitsandbytes' AdamW in 8 bit, as they work on a GPU.
+Matrices are updated first, with weight decay; vectors after them, without. It knows nothing of
+where the bytes lie.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .workload import Optimizer
+
+MOST_TEMPORARIES = {"adamw": math.inf, "adamw8bit": 0, "adafactor": 2, "sgd": 0}
+"""How many tensors as large as their parameters are there at a time while these are updated."""
+_LEAST_8BIT_ELEMENTS = 4096  # bitsandbytes keeps the states of smaller tensors in float32
+_8BIT_BLOCK = 256
+_TABLE_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedTensor:
+    """A parameter that gets a gradient, of its own type."""
+
+    shape: tuple[int, ...]
+    item_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes, and its gradient as well."""
+        return math.prod(self.shape) * self.item_bytes
+
+    @property
+    def decays(self) -> bool:
+        """Whether it is a matrix; norms and biases are none."""
+        return len(self.shape) > 1
+
+
+def state_bytes(optimizer: Optimizer, tensor: TrainedTensor) -> tuple[int, ...]:
+    """The sizes of a parameter's states, in the order in which they are made."""
+    num_elements = math.prod(tensor.shape)
+    if optimizer == "sgd":
+        return ()
+    if optimizer == "adamw":
+        return (tensor.num_bytes,) * 2
+    if optimizer == "adafactor":
+        if not tensor.decays:
+            return (tensor.num_bytes,)
+        rows, columns = num_elements // tensor.shape[-1], num_elements // tensor.shape[-2]
+        return rows * tensor.item_bytes, columns * tensor.item_bytes
+    if num_elements < _LEAST_8BIT_ELEMENTS:
+        return (4 * num_elements,) * 2
+    scale_bytes = 4 * math.ceil(num_elements / _8BIT_BLOCK)
+    return num_elements, num_elements, scale_bytes, scale_bytes
+
+
+def shared_bytes(optimizer: Optimizer, tensors: Iterable[TrainedTensor]) -> tuple[int, ...]:
+    """The sizes of what states of several parameters share: what 8-bit numbers stand for."""
+    is_needed = optimizer == "adamw8bit" and any(
+        math.prod(tensor.shape) >= _LEAST_8BIT_ELEMENTS for tensor in tensors
+    )
+    return (_TABLE_BYTES,) * 2 if is_needed else ()
+
+
+def update_groups(tensors: Iterable[TrainedTensor]) -> list[list[TrainedTensor]]:
+    """Those that are updated together, in order."""
+    known = list(tensors)
+    return [[tensor for tensor in known if tensor.decays == decays] for decays in (True, False)]

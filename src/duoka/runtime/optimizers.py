@@ -1,0 +1,85 @@
+"""Optimizers: the one place that makes them, for the forecast's steps, the proof and training.
+
+AdamW in 8 bit is bitsandbytes': its update is one operator, which takes nothing beside the states
+and runs on CUDA, the CPU and virtual GPUs alike; torchao's is compiled for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from duoka import virtual
+from duoka.base.quiet import quiet_libraries
+from duoka.errors import UsageError
+from duoka.forecast.workload import Optimizer
+
+
+def make_optimizer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    lr: float = 1e-4,
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_decay: float = 0.0,
+) -> torch.optim.Optimizer:
+    """Make the optimizer of what a model has here to be trained.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Trained is what requires gradients; what is on the meta device is another process's.
+    optimizer : {"adamw", "adamw8bit", "adafactor", "sgd"}
+    lr : float
+        The learning rate; of Adafactor the most that a step changes a weight of size 1.
+    betas : tuple of float
+        AdamW's, in 32 and in 8 bit.
+    weight_decay : float
+        For matrices; vectors (norms and biases) aren't decayed.
+
+    Raises
+    ------
+    UsageError
+        If bitsandbytes isn't installed and its optimizer is wanted, or if SGD is to decay weights.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    if optimizer == "sgd" and weight_decay:
+        raise UsageError(
+            f"weight_decay is {weight_decay}, and duoka's SGD has none",
+            hint="leave it out, or take adamw",
+        )
+    make: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
+        "adamw": partial(torch.optim.AdamW, betas=betas),
+        "adamw8bit": partial(_adamw_8bit, betas=betas),
+        "adafactor": torch.optim.Adafactor,
+        "sgd": torch.optim.SGD,
+    }
+    return make[optimizer](groups, lr=lr)
+
+
+def update(optimizer: torch.optim.Optimizer) -> None:
+    """Take an optimizer's step, also on virtual GPUs without data."""
+    with virtual.unknown_numbers_as(1.0):  # Adafactor reads the sizes of weights and updates
+        optimizer.step()
+
+
+def _adamw_8bit(groups: list[dict[str, Any]], **arguments: Any) -> torch.optim.Optimizer:
+    if find_spec("bitsandbytes") is None:
+        raise UsageError(
+            "the optimizer adamw8bit needs bitsandbytes, which isn't installed",
+            hint='pip install "duoka[bnb]"',
+        )
+    with quiet_libraries():
+        package: Any = import_module("bitsandbytes.optim")
+    optimizer: torch.optim.Optimizer = package.AdamW8bit(groups, **arguments)
+    return optimizer
