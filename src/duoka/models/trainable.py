@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from duoka.base.quiet import quiet_libraries
@@ -25,6 +26,7 @@ _ADAPTED = ".base_layer"
 """Where peft keeps the layer that it adapts, below the name that the layer had."""
 _ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, Conv1D)
 _ALL_LINEAR = "all-linear"
+WITHOUT_CHECKPOINTING = "train it without gradient_checkpointing (--gradient-checkpointing)"
 
 
 def make_trainable(model: nn.Module, training: Training, dtype: torch.dtype) -> None:
@@ -118,8 +120,15 @@ def _checkpoint(model: Any) -> None:
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise ModelError(
             f"{type(model).__name__} has no gradient checkpointing",
-            hint="train it without gradient_checkpointing (--gradient-checkpointing)",
+            hint=WITHOUT_CHECKPOINTING,
         )
-    # The newer name; the older one warns where both are there.
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    (model.gradient_checkpointing_enable if enable is None else enable)()
+    # A model's own switch may do nothing, as in GLM-4's published code: then the base class's.
+    base: Any = PreTrainedModel.gradient_checkpointing_enable  # without types there
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        if type(model).gradient_checkpointing_enable is not base:
+            model.gradient_checkpointing_enable()
+            switches = [part for part in model.modules() if hasattr(part, "gradient_checkpointing")]
+            if not switches or any(part.gradient_checkpointing for part in switches):
+                return
+        base(model)

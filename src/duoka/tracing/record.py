@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -238,6 +238,7 @@ class Recorder:
     def _patch(self, module: nn.Module, block: int) -> None:
         forward = module.forward
 
+        @wraps(forward)  # whose signature says what it takes
         def recorded(*args: Any, **kwargs: Any) -> Any:
             if not self._begin(block):
                 return forward(*args, **kwargs)

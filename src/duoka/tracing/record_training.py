@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from duoka import virtual
 from duoka.runtime.dispatch.arguments import tensors_in
@@ -50,12 +51,22 @@ class TrainingRecorder(Recorder):
             for parameter in module.parameters(recurse=False):
                 self._block_of.setdefault(id(parameter), owners[name])
         self._is_backward = False
+        # Whether some module was called again in the backward pass.
+        self.computes_again = False
         self._first_numbers: list[int] = [0] * len(groups)
         # The numbers of autograd's nodes from which on a block's begin, and these blocks.
         self._begins: list[int] = []
         self._blocks: list[int] = []
         # Of each block's arguments the numbers of their gradients, by position.
         self._gradients: dict[tuple[int, int], int] = {}
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._handles.append(register_module_forward_pre_hook(self._call))
+        return self
+
+    def _call(self, module: nn.Module, args: Any) -> None:
+        self.computes_again |= self._is_backward
 
     def record_training(self, forward: Callable[[], torch.Tensor]) -> MicroBatch:
         """Run one micro-batch: a forward pass, whose loss is returned, and the backward pass."""

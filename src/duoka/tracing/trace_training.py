@@ -16,12 +16,14 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from duoka.base.text import choose
+from duoka.errors import ModelError
 from duoka.forecast.flash_splits import FlashShape
 from duoka.forecast.optimizer_memory import TrainedTensor
 from duoka.forecast.profile import ALIGNED_TOKENS, TRAINING_PHASES, Kind, Profile, Regime
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.forecast.workload import DTYPES, Dtype, Training, Workload
 from duoka.models import base_name, make_trainable
+from duoka.models.trainable import WITHOUT_CHECKPOINTING
 from duoka.runtime.steps import Learner
 
 from .assemble import (
@@ -184,6 +186,12 @@ class _Tracer:
                 first = recorder.record_training(learner.forward)
                 if samples and not _is_like(first.forward, samples[0].recorded):
                     raise Unlike("the model's code loops over the tokens")
+                if self.training.gradient_checkpointing and not recorder.computes_again:
+                    raise ModelError(
+                        f"{type(self.model).__name__} computes nothing again in its backward pass, "
+                        "though its gradient checkpointing is on",
+                        hint=WITHOUT_CHECKPOINTING,
+                    )
                 again = recorder.record_training(learner.forward)
                 recorded = (first.forward, first.backward, again.backward)
                 samples += [
@@ -257,10 +265,13 @@ def _joined(model: nn.Module, groups: Sequence[Group]) -> list[Group]:
     Where it does so on two devices, what is moved between them is moved again, and kept until
     all of it has been computed: no tape says that.
     """
+    # Older code checkpoints its layers from outside of them.
+    kinds = {*(getattr(model, "_no_split_modules", None) or ())}
     layers = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
+        if (isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing)
+        or type(module).__name__ in kinds
     ]
     # A layer that shares a block with what is around it stays as it is.
     whole_ones = [

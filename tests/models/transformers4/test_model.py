@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import duoka
-from duoka import Checkpoint, Workload
+from duoka import Checkpoint, Fleet, Workload
+from duoka.checker.prove import prove
+from duoka.errors import ModelError
+from duoka.models.from_checkpoint import build_model
+from duoka.planner.planner import solve
+from duoka.planner.request import PlanProblem
 from duoka.report.terminal import render_report
 from duoka.report.terminal.check import plain
+from duoka.tracing import TraceSpec
+from duoka.tracing.trace_training import trace_training_workload
 
 from .conftest import MakeHeron
 
@@ -195,3 +203,31 @@ def test_after_its_prompt_it_is_called_with_single_tokens(heron: MakeHeron) -> N
     work = Workload(prompt_tokens=24, new_tokens=40, dtype="float32")
     trusted = Checkpoint.open(checkpoint.path, trust_remote_code=True)
     assert duoka.check(trusted, fleet=TWO, workload=work).ok
+
+
+def test_gradient_checkpointing_takes_less_memory(heron: MakeHeron) -> None:
+    """Its own switch does nothing, as that of GLM-4's published code."""
+    checkpoint = heron()
+    peaks = []
+    for checkpoints in (False, True):
+        training = duoka.Training(gradient_checkpointing=checkpoints)
+        load = replace(WORK, prompt_tokens=200, new_tokens=0, training=training)
+        spec = TraceSpec(fingerprint="heron", conditions=load.conditions)
+        profile = trace_training_workload(build_model(checkpoint, load), spec, load)
+        plan = solve(profile, PlanProblem(fleet=Fleet.parse("virtual:64MiB"), workload=load))
+        [measured] = prove(plan, build_model(checkpoint, load))
+        [told] = plan.forecast.devices
+        assert told.allocated_bytes == pytest.approx(measured.allocated_bytes, rel=0.002)
+        peaks.append(measured.allocated_bytes)
+    assert peaks[1] < 0.7 * peaks[0]
+
+
+def test_gradient_checkpointing_that_its_layers_never_ask_for_is_refused(heron: MakeHeron) -> None:
+    checkpoint = heron()
+    file = checkpoint.path / "modeling_heron.py"
+    asked = "self.gradient_checkpointing and self.training"
+    file.write_text(file.read_text().replace(asked, "False"))
+    checkpoint = Checkpoint.open(checkpoint.path, trust_remote_code=True)
+    load = Workload(new_tokens=0, training=duoka.Training(gradient_checkpointing=True))
+    with pytest.raises(ModelError, match="computes nothing again in its backward pass"):
+        duoka.plan(checkpoint, TWO, load)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import transformers
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import LogitsProcessor
 from transformers.utils import generic
 
@@ -41,6 +42,14 @@ def _initialised(module_cls: type[nn.Module], *args: Any, **kwargs: Any) -> Any:
     return module_cls(*args, **kwargs)
 
 
+def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Compute again in the backward pass; where code doesn't say how, as torch recommends.
+
+    What it did once stops gradients where no argument has one, as below adapters.
+    """
+    return checkpoint(function, *args, **{"use_reentrant": False, **kwargs})
+
+
 def _never() -> bool:
     return False
 
@@ -60,6 +69,8 @@ _TORCH: dict[str, dict[str, Any]] = {
     "torch.jit": {"script": _uncompiled},
     "torch.nn": {},
     "torch.nn.utils": {"skip_init": _initialised},
+    "torch.utils": {},
+    "torch.utils.checkpoint": {"checkpoint": _checkpoint},
 }
 # Where transformers has most of what was elsewhere in 4.x.
 _PLACES = ("", ".utils", ".pytorch_utils", ".generation", ".integrations")

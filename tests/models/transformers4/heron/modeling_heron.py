@@ -4,6 +4,7 @@ import sys
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn.utils import skip_init
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -88,12 +89,18 @@ class Encoder(nn.Module):
         self.num_layers = config.num_layers
         self.layers = nn.ModuleList([Block(config, device) for _ in range(self.num_layers)])
         self.final_norm = Scale(config.hidden_size, device=device)
+        self.gradient_checkpointing = False
 
     def forward(self, x, angles, mask=None, kv_caches=None, use_cache=True):
         presents = ()
         for index in range(self.num_layers):
             past = None if kv_caches is None else kv_caches[index]
-            x, cache = self.layers[index](x, angles, mask, past, use_cache)
+            if self.gradient_checkpointing and self.training:
+                x, cache = torch.utils.checkpoint.checkpoint(
+                    self.layers[index], x, angles, mask, past, use_cache
+                )
+            else:
+                x, cache = self.layers[index](x, angles, mask, past, use_cache)
             if not use_cache:
                 continue
             if type(cache) is not torch.Tensor:
@@ -109,6 +116,11 @@ class HeronPreTrainedModel(PreTrainedModel):
     config_class = HeronConfig
     base_model_prefix = "transformer"
     _no_split_modules = ["Block"]
+    supports_gradient_checkpointing = True
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs=None):
+        if not self.supports_gradient_checkpointing:
+            raise ValueError(f"{type(self).__name__} has no gradient checkpointing")
 
     def _init_weights(self, module):
         return
