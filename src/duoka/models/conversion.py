@@ -67,6 +67,15 @@ class Recipe:
     ignored: tuple[str, ...] = ()
     mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
 
+    def limited(self, names: Collection[str]) -> Recipe:
+        """What of it fills some tensors of the model alone."""
+        return replace(
+            self,
+            pieces=tuple(piece for piece in self.pieces if piece.target in names),
+            customs=tuple(c for c in self.customs if not set(c.targets).isdisjoint(names)),
+            derived=tuple(name for name in self.derived if name in names),
+        )
+
 
 def published_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the model's state in the names and layout in which ``save_pretrained`` writes it.

@@ -151,6 +151,20 @@ def test_tensors_that_are_read_in_parts(
     assert_equal_to_transformers(load(path), path)
 
 
+@pytest.mark.parametrize("family", CONFIGS)
+def test_what_lies_on_one_device_alone(family: str, tmp_path: Path) -> None:
+    path, calls = write(family, tmp_path, max_shard_size="20KB"), []
+    whole, device = dict(tensor_names(load(path))), torch.device("vgpu:1")
+    part = load(path, only=device, progress=lambda done, total: calls.append((done, total)))
+    tensors = dict(tensor_names(part))
+    assert {tensor.device.type for tensor in tensors.values()} == {"vgpu", "meta"}
+    for name, tensor in tensors.items():
+        assert tensor.is_meta == (whole[name].device != device), name
+        assert tensor.is_meta or torch.equal(tensor.cpu(), whole[name].cpu())
+    bytes_there = sum(p.nbytes for p in part.parameters() if not p.is_meta)
+    assert calls[-1] == (bytes_there, bytes_there)
+
+
 def test_ties_hold(tmp_path: Path) -> None:
     model = load(write("gpt2", tmp_path))
     assert model.lm_head.weight is model.transformer.wte.weight

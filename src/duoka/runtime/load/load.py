@@ -23,6 +23,8 @@ from ..dispatch.place_tensors import Snapshot, devices_by_name, move_tensors, on
 from .fill import Filler, Progress
 from .sources import Source, list_sources
 
+_NOWHERE = torch.device("meta")
+
 
 def load_weights(
     model: nn.Module,
@@ -31,16 +33,20 @@ def load_weights(
     *,
     progress: Progress | None = None,
     offloaded: Sequence[str] = (),
+    only: torch.device | None = None,
 ) -> None:
     """Fill a model that was built without weights, each tensor on its device.
 
     Memory is taken once for every parameter, in the order of the placement; then every tensor is
     read once from its file and copied into its place. When anything fails, and when the user
-    interrupts, the model is as it was before and no memory on the devices is held.
+    interrupts, the model is as it was before and no memory on the devices is held. With `only` a
+    device, what isn't on it is neither read nor allocated.
     """
     _refuse_loaded(model)
     devices = devices_by_name(model, placement)
     devices |= on_host(model, devices, offloaded)
+    if only is not None:
+        devices = {name: at if at == only else _NOWHERE for name, at in devices.items()}
     generation = _generation_config(checkpoint)
     sources, recipe = _matched(model, checkpoint)
     with nothing_left(devices.values(), Snapshot(model).restore):
@@ -148,6 +154,7 @@ def _fill(
     progress: Progress | None,
 ) -> None:
     move_tensors(model, devices)
+    recipe = recipe.limited({name for name, at in devices.items() if at != _NOWHERE})
     filler = Filler(dict(tensor_names(model)), sources, progress)
     with torch.no_grad():
         filler.fill(recipe)
@@ -163,7 +170,8 @@ def _expected(model: nn.Module, recipe: Recipe) -> dict[str, Tensor]:
     targets = {piece.target for piece in recipe.pieces}
     targets |= {name for custom in recipe.customs for name in custom.targets}
     computed = {name for name in buffers if name not in targets} | set(recipe.derived)
-    return {n: value for n, value in {**parameters, **buffers}.items() if n not in computed}
+    expected = {n: value for n, value in {**parameters, **buffers}.items() if n not in computed}
+    return {name: value for name, value in expected.items() if not value.is_meta}
 
 
 @contextmanager
