@@ -24,7 +24,8 @@ import duoka
 from duoka import models
 from duoka.checker.prove import prove
 from duoka.forecast.profile import Profile
-from duoka.forecast.workload import Conditions, Training
+from duoka.forecast.workload import Conditions, Quantization, Training
+from duoka.models.quantization import quantize_model
 from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
 from duoka.tracing import TraceSpec, profile_training
@@ -39,6 +40,7 @@ class Pair:
     batch: int
     tokens: int
     training: Training
+    quantize: Quantization = "none"
 
     @property
     def workload(self) -> duoka.Workload:
@@ -48,12 +50,14 @@ class Pair:
             new_tokens=0,
             dtype="bfloat16",
             prefill_chunk_tokens=None,
+            quantize=self.quantize,
             training=self.training,
         )
 
     def __str__(self) -> str:
         training = self.training
         said = [training.method, training.optimizer]
+        said += [] if self.quantize == "none" else [f"on {self.quantize}"]
         said += ["checkpointing"] if training.gradient_checkpointing else []
         said += ["master weights"] if training.master_weights else []
         if training.micro_batches > 1:
@@ -61,8 +65,10 @@ class Pair:
         return f"{self.model} on {self.gpus}, {self.batch} x {self.tokens}: {', '.join(said)}"
 
 
-def pair(model: str, gpus: str, batch: int, tokens: int, **training: Any) -> Pair:
-    return Pair(model, f"virtual:{gpus}", batch, tokens, Training(**training))
+def pair(
+    model: str, gpus: str, batch: int, tokens: int, quantize: Any = "none", **training: Any
+) -> Pair:
+    return Pair(model, f"virtual:{gpus}", batch, tokens, Training(**training), quantize)
 
 
 FULL: dict[str, Any] = {"method": "full"}
@@ -93,11 +99,23 @@ PAIRS = [
     pair("qwen2.5-7b", "4x80GiB", 1, 1024, **FULL, micro_batches=4, schedule="1f1b"),
     pair("bloom-7b1", "2x80GiB", 1, 512),
     pair("bloom-7b1", "4x80GiB", 1, 700, **FULL, micro_batches=4, schedule="1f1b"),
+    pair("glm-4-9b", "4x48GiB", 1, 512, **FULL, **CHECKPOINTED, optimizer="adamw8bit"),
+    pair("glm-4-9b", "3x24GiB", 1, 512, **FULL, **CHECKPOINTED, optimizer="adafactor"),
+    pair("qwen3-0.6b", "2x16GiB", 2, 777, **FULL, optimizer="adamw8bit", micro_batches=3),
+    pair("qwen3-0.6b", "2x16GiB", 2, 777, **FULL, optimizer="adafactor", micro_batches=3),
+    pair("glm-4-9b", "12GiB", 1, 2048, "nf4", **CHECKPOINTED, master_weights=True),
+    pair("glm-4-9b", "2x24GiB", 1, 1024, "nf4", lora_dropout=0.1),
+    pair("glm-4-9b", "2x16GiB", 2, 700, "int8", **CHECKPOINTED),
+    pair("llama-3-8b", "2x8GiB", 1, 1024, "nf4", **CHECKPOINTED, optimizer="adamw8bit"),
+    pair("mixtral-8x7b", "3x80GiB", 1, 512, "nf4"),
 ]
 
 
-def build(name: str) -> Any:
-    return models.build(SIZES[name], dtype=torch.bfloat16)
+def build(one: Pair) -> Any:
+    model = models.build(SIZES[one.model], dtype=torch.bfloat16)
+    if one.quantize in ("int8", "nf4"):
+        quantize_model(model, one.quantize)
+    return model
 
 
 def profile_of(known: dict[tuple[str, Conditions], Profile], one: Pair) -> Profile:
@@ -105,7 +123,7 @@ def profile_of(known: dict[tuple[str, Conditions], Profile], one: Pair) -> Profi
     key = one.model, workload.conditions
     if key not in known:
         spec = TraceSpec(fingerprint=one.model, conditions=workload.conditions)
-        known[key] = profile_training(lambda: build(one.model), spec, workload)[0]
+        known[key] = profile_training(lambda: build(one), spec, workload)[0]
     return known[key]
 
 
@@ -116,7 +134,7 @@ def compare(known: dict[Any, Profile], one: Pair) -> Iterator[tuple[float, float
     fleet = duoka.Fleet.parse(one.gpus)
     plan = solve(profile, PlanProblem(fleet=fleet, workload=one.workload, use_all=True))
     planned = time.perf_counter()
-    measured = prove(plan, build(one.model))
+    measured = prove(plan, build(one))
     proved = time.perf_counter()
     times = traced - start, planned - traced, proved - planned
     print(f"{one}  (trace {times[0]:.1f} s, plan {times[1]:.1f} s, run {times[2]:.1f} s)")

@@ -9,6 +9,7 @@ from typing import Any
 
 import tiny
 import torch
+from transformers import PreTrainedModel
 
 from duoka import Placement, Workload, models, virtual
 from duoka.forecast.optimizer_memory import TrainedTensor
@@ -27,7 +28,8 @@ from duoka.forecast.profile import (
 from duoka.forecast.replay_training import in_flight, replay_of
 from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.tensor_names import NamedTensor, TensorNames
-from duoka.forecast.workload import Conditions, Training
+from duoka.forecast.workload import Conditions, Quantization, Training
+from duoka.models.quantization import quantize_model
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.steps import Learner
 from duoka.tracing import TraceSpec, profile_training
@@ -114,11 +116,24 @@ def _kind(layer: Layer, given: int, *, is_first: bool, is_last: bool) -> Kind:
     )
 
 
+def build_model(name: str, quantize: Quantization = "none", **changes: Any) -> PreTrainedModel:
+    """A small model without data."""
+    model = models.build({**tiny.CONFIGS[name], **changes}, dtype=torch.bfloat16)
+    if quantize in ("int8", "int4", "nf4"):
+        quantize_model(model, quantize)
+    return model
+
+
 @functools.cache
 def traced(name: str, conditions: Conditions) -> Profile:
     """The profile of a small model in training; it holds for every size."""
-    workload = Workload(new_tokens=0, dtype="bfloat16", training=conditions.training)
-    build = functools.partial(models.build, tiny.CONFIGS[name], dtype=torch.bfloat16)
+    workload = Workload(
+        new_tokens=0,
+        dtype="bfloat16",
+        quantize=conditions.quantize,
+        training=conditions.training,
+    )
+    build = functools.partial(build_model, name, conditions.quantize)
     profile, is_regular = profile_training(
         build, TraceSpec(fingerprint=name, conditions=conditions), workload
     )
@@ -164,7 +179,7 @@ def measure(
         for module in profile.blocks[block].modules
     )
     for limit in sorted(set(flying)):
-        model = models.build(tiny.CONFIGS[name], dtype=torch.bfloat16)
+        model = build_model(name, workload.quantize)
         models.make_trainable(model, training, torch.bfloat16)
         with virtual.gpus([None] * len(stages), data="meta") as world:
             dispatch(model, Placement(entries=entries), empty=True)

@@ -99,6 +99,29 @@ def test_training(training: Training) -> None:
     check(small("tied", ONE, prompt=300, training=training), over=0.001, segments=2)
 
 
+@pytest.mark.cuda_rig(gpus=ONE)
+def test_states_in_8_bit() -> None:
+    training = Training(method="full", optimizer="adamw8bit")
+    check(small("tied", ONE, prompt=64, training=training), over=0.001, segments=2)
+
+
+@pytest.mark.slow
+@pytest.mark.cuda_rig(gpus="24GiB")
+def test_adafactor() -> None:
+    """Of small matrices CUDA's sums over rows take more for a moment than is forecast."""
+    training = Training(method="full", optimizer="adafactor")
+    check(large("qwen3-0.6b", "24GiB", prompt=64, training=training), over=0.001, segments=2)
+
+
+@pytest.mark.cuda_rig(gpus=ONE)
+@pytest.mark.parametrize("quantize", ["int8", "nf4"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_adapters_beside_quantized_weights(quantize: Any, dropout: float) -> None:
+    training = Training(lora_dropout=dropout)
+    case = small("llama", ONE, prompt=300, quantize=quantize, training=training)
+    check(case, over=0.001, segments=2)
+
+
 @pytest.mark.cuda_rig(gpus=TWO)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_training_on_two_gpus(checkpointing: bool) -> None:

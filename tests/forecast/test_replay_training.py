@@ -61,6 +61,17 @@ def test_what_a_block_leaves_unsplit_of_a_state_is_the_optimizers(weight: int) -
     assert found.optimizer_bytes > 9 * rounded_bytes(weight)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "adafactor"])
+def test_optimizers_of_few_states(optimizer: Any) -> None:
+    """Of a row of 64 Ki numbers, each of one byte."""
+    weight = 64 * KIB
+    states = {"adamw8bit": 3 * (2 * weight + 2 * KIB) + 2 * KIB, "adafactor": 3 * (weight + 512)}
+    temporary = {"adamw8bit": 0, "adafactor": 2 * weight}[optimizer]
+    found = peaks(load(1, method="full", optimizer=optimizer), [0, 1, 2])
+    assert found.optimizer_bytes == states[optimizer] + temporary
+    assert found.gradient_bytes == 3 * weight
+
+
 def test_sgd_has_no_states() -> None:
     found = peaks(load(1, method="full", optimizer="sgd"), [0, 1, 2])
     assert found.optimizer_bytes == 0

@@ -18,6 +18,7 @@ from duoka.forecast.workload import (
     Training,
     Workload,
     read_quantization,
+    with_quantization,
 )
 
 
@@ -163,3 +164,13 @@ def test_words_of_others_are_understood() -> None:
         Workload(quantize="3bit")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="quantize 'none' is unknown"):
         read_quantization("none", QUANTIZED)
+
+
+def test_adapters_may_lie_beside_quantized_weights() -> None:
+    work = Workload(prompt_tokens=9, new_tokens=0, quantize="auto", training=Training())
+    assert [each.quantize for each in with_quantization(work)] == ["none", "int8", "nf4"]
+    for form in ("auto", "int8", "nf4"):
+        with pytest.raises(UsageError, match="quantized weights can't be trained"):
+            replace(work, quantize=form, training=Training(method="full"))
+    with pytest.raises(UsageError, match="gradients can't pass its kernels"):
+        replace(work, quantize="int4")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tiny
 from tiny import MIB
 
 from duoka import Checkpoint, Workload
-from duoka.errors import InfeasibleError
+from duoka.errors import InfeasibleError, UsageError
 from duoka.forecast.profile import Profile
+from duoka.forecast.workload import Training
 from duoka.planner.constraints import Constraints
 from duoka.planner.request import PlanProblem
-from duoka.planner.resolve import answer_checkpoint
+from duoka.planner.resolve import answer_checkpoint, workload_for
 
 WORK = Workload(prompt_tokens=700, new_tokens=40, quantize="auto", prefill_chunk_tokens=None)
 SHARES = {"none": 1.0, "int8": 0.5, "int4": 0.25}
@@ -77,3 +79,14 @@ def test_weights_are_offloaded_where_four_bits_do_not_fit(checkpoint: Checkpoint
     assert plan.why[0].text == (
         "Some weights leave the GPUs: unquantized or in int8 or in int4 they don't fit."
     )
+
+
+def test_a_checkpoint_that_is_quantized_already_is_no_base_for_training(tmp_path: Path) -> None:
+    config = {**tiny.CONFIGS["llama"], "dtype": "bfloat16"}
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    checkpoint = Checkpoint.open(tmp_path / "config.json")
+    workload = Workload(prompt_tokens=9, new_tokens=0, training=Training())
+    with pytest.raises(UsageError, match="is quantized already") as refused:
+        workload_for(checkpoint, workload)
+    assert "take the 16-bit checkpoint, with --quantize nf4" in (refused.value.hint or "")

@@ -14,7 +14,7 @@ import tiny
 import torch
 from torch import nn
 
-from duoka import Workload, models
+from duoka import Workload
 from duoka.errors import ModelError
 from duoka.forecast.allocator import SEGMENT_ROUND_BYTES
 from duoka.forecast.costs import costs_of
@@ -98,6 +98,13 @@ def test_adapters_checkpoints_and_master_weights() -> None:
     hold("tied", workload, [2, 4], by_rules=False)
 
 
+@pytest.mark.parametrize("quantize", ["int8", "nf4"])
+@pytest.mark.parametrize("training", [{}, LEAN])
+def test_adapters_beside_quantized_weights(quantize: Any, training: dict[str, Any]) -> None:
+    workload = replace(rehearsing.load(70, batch=2, lora_rank=4, **training), quantize=quantize)
+    hold("llama", workload, [2], by_rules=False)
+
+
 def test_what_is_computed_again_together_is_one_block() -> None:
     workload = rehearsing.load(300, batch=2, gradient_checkpointing=True, **FULL)
     profile = trace_alone("bloom", workload)
@@ -163,7 +170,7 @@ def test_what_a_left_out_block_keeps_for_its_backward_pass_is_counted() -> None:
 
 
 def trace_alone(name: str, workload: Any, **changes: Any) -> Profile:
-    model = models.build({**tiny.CONFIGS[name], **changes}, dtype=torch.bfloat16)
+    model = rehearsing.build_model(name, workload.quantize, **changes)
     spec = TraceSpec(fingerprint=name, conditions=workload.conditions)
     return tracing.trace_training_workload(model, spec, workload)
 

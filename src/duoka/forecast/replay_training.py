@@ -221,14 +221,13 @@ class _TrainingRun(StageRun):
 
     def _compute(self, sizes: Sequence[int], most: float) -> None:
         """What is there for the time of an update, so many at a time."""
-        before, temporaries = self.memory.aside, list[Held]()
+        temporaries: list[Held] = []
         for size in sizes:
             temporaries.append(self._hold_aside(size))
             if len(temporaries) == most:
-                self.memory.release(temporaries.pop(0))
+                self._release_aside(temporaries.pop(0))
         for temporary in temporaries:
-            self.memory.release(temporary)
-        self.memory.aside = before
+            self._release_aside(temporary)
 
     def _hold_aside(self, size: int) -> Held:
         memory = self.memory
@@ -241,3 +240,7 @@ class _TrainingRun(StageRun):
             memory.aside += num_bytes - requested
             block = memory.hold(size)
         return block
+
+    def _release_aside(self, block: Held) -> None:
+        self.memory.aside -= block[1]
+        self.memory.release(block)

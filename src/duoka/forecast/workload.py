@@ -18,6 +18,8 @@ Cache = Literal["dynamic", "static", "int8"]
 Quantization = Literal["none", "int8", "int4", "nf4", "auto"]
 AUTO_QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
 """What "auto" stands for: the first that fits."""
+TRAINED_QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "nf4")
+"""The same of frozen weights beside adapters."""
 Logits = Literal["last", "all"]
 Method = Literal["lora", "full"]
 Optimizer = Literal["adamw", "adamw8bit", "adafactor", "sgd"]
@@ -242,7 +244,6 @@ class Workload:
     def _refuse_in_training(self) -> None:
         for name, got, plain in (
             ("cache", self.cache, "dynamic"),
-            ("quantize", self.quantize, "none"),
             ("images", self.images, 0),
         ):
             if got != plain:
@@ -250,6 +251,16 @@ class Workload:
                     f"{name} is {got!r}, and duoka doesn't forecast training with it",
                     hint=f"leave {name} out, or generate instead of training",
                 )
+        if self.quantize == "int4":
+            raise UsageError(
+                "quantize is 'int4', and gradients can't pass its kernels",
+                hint="nf4 takes as few bits: quantize='nf4' (--quantize nf4)",
+            )
+        if self.quantize != "none" and self.training is not None and self.training.method == "full":
+            raise UsageError(
+                f"quantize is {self.quantize!r}, and quantized weights can't be trained",
+                hint="train adapters beside them: method='lora' (--train lora)",
+            )
         if isinstance(self.prefill_chunk_tokens, int):
             raise UsageError(
                 f"sequences can't be learnt from in chunks of {self.prefill_chunk_tokens} tokens",
@@ -374,7 +385,8 @@ def with_quantization(workload: Workload) -> tuple[Workload, ...]:
     """The workload with its quantization resolved: what to try, in this order."""
     if workload.quantize != "auto":
         return (workload,)
-    return tuple(replace(workload, quantize=form) for form in AUTO_QUANTIZATIONS)
+    forms = AUTO_QUANTIZATIONS if workload.training is None else TRAINED_QUANTIZATIONS
+    return tuple(replace(workload, quantize=form) for form in forms)
 
 
 def _make_whole(data: Workload | Training, name: str, least: int) -> None:

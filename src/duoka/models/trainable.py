@@ -22,6 +22,8 @@ from duoka.checkpoint.adapters import unknown_target
 from duoka.errors import ModelError, UsageError
 from duoka.forecast.workload import Training
 
+from .quantization import freeze_quantized
+
 _ADAPTED = ".base_layer"
 """Where peft keeps the layer that it adapts, below the name that the layer had."""
 _ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, Conv1D)
@@ -31,6 +33,7 @@ WITHOUT_CHECKPOINTING = "train it without gradient_checkpointing (--gradient-che
 
 def make_trainable(model: nn.Module, training: Training, dtype: torch.dtype) -> None:
     """Change a model in place so that a step of training can be run."""
+    freeze_quantized(model)
     if training.method == "lora":
         _adapt(model, training, torch.float32 if training.master_weights else dtype)
     else:
@@ -92,6 +95,8 @@ def _adapt(model: nn.Module, training: Training, dtype: torch.dtype) -> None:
         with warnings.catch_warnings():
             # Layers that keep their weight transposed are told to be so, and handled.
             warnings.filterwarnings("ignore", ".*fan_in_fan_out.*")
+            # torchao's weights can't be merged with adapters: duoka merges with the checkpoint's.
+            warnings.filterwarnings("ignore", ".*get_apply_tensor_subclass.*")
             peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     except ValueError as error:
         raise UsageError(f"peft can't adapt {type(model).__name__}: {error}") from error

@@ -194,6 +194,12 @@ def _unquantized(checkpoint: Checkpoint, workload: Workload) -> Workload:
     method = method_of(checkpoint.config)
     if method is None:
         return workload
+    if workload.training is not None:
+        raise UsageError(
+            f"{checkpoint.name} is quantized already ({method.name}); duoka trains beside weights "
+            "that it has quantized itself",
+            hint="take the 16-bit checkpoint, with --quantize nf4 or int8",
+        )
     if workload.quantize not in ("none", "auto"):
         raise UsageError(
             f"{checkpoint.name} is quantized already ({method.name}); it can't become "

@@ -3,11 +3,13 @@
 - `choose`: which weights, and why others stay
 - `weights`: int8, int4 and nf4, as torchao and bitsandbytes make and multiply them
 - `composed`: tensors that consist of several; weights of which only the bytes are known
+- `frozen`: layers that gradients pass
 - `rows`: filling a weight some rows at a time
 """
 
 from .choose import notes, quantize_model
 from .composed import StoredWeight, is_composed, num_bytes, parts
+from .frozen import freeze_quantized
 from .rows import fill_rows, takes_rows
 from .weights import Scheme, computes_in, empty_weight, moved, quantize
 
@@ -17,6 +19,7 @@ __all__ = [
     "computes_in",
     "empty_weight",
     "fill_rows",
+    "freeze_quantized",
     "is_composed",
     "moved",
     "notes",

@@ -170,6 +170,12 @@ class Nf4Weight(Composed):
         packed, absmax = operators.quantize_4bit(weight.contiguous(), BLOCK, "nf4", torch.uint8)
         return Nf4Weight({"packed": packed, "absmax": absmax}, weight.shape, weight.dtype)
 
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """The numbers that it stands for."""
+        dequantize = torch.ops.bitsandbytes.dequantize_4bit
+        weight: Tensor = dequantize(self.packed, self.absmax, BLOCK, "nf4", list(self.shape), dtype)
+        return weight
+
     @classmethod
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Multiply by the kernel for one token, or unpack."""
@@ -177,17 +183,12 @@ class Nf4Weight(Composed):
 
 
 def _linear(inputs: Tensor, weight: Nf4Weight, bias: Tensor | None = None) -> Tensor:
-    operators = torch.ops.bitsandbytes
-    shape = list(weight.shape)
     if inputs.numel() == inputs.shape[-1]:
-        product: Tensor = operators.gemm_4bit(
-            inputs, weight.packed, shape, weight.absmax, BLOCK, "nf4", bias
+        product: Tensor = torch.ops.bitsandbytes.gemm_4bit(
+            inputs, weight.packed, list(weight.shape), weight.absmax, BLOCK, "nf4", bias
         )
         return product
-    unpacked: Tensor = operators.dequantize_4bit(
-        weight.packed, weight.absmax, BLOCK, "nf4", shape, inputs.dtype
-    )
-    return F.linear(inputs, unpacked, bias)
+    return F.linear(inputs, weight.unpacked(inputs.dtype), bias)
 
 
 def require(scheme: Scheme) -> None:

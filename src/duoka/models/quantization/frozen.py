@@ -1,0 +1,71 @@
+"""Quantized weights in a model that is trained: they stay as they are, and gradients pass them.
+
+Neither torchao's products nor those that unpack a weight give its copy up before the backward pass:
+it would keep the whole model unquantized. Here the weight is unpacked a second time instead, for
+the time of the backward product, as bitsandbytes' own layers do it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from duoka.errors import ModelError
+
+from .composed import is_composed
+from .weights import Nf4Weight
+
+_PASSABLE = ("Int8Tensor", "Nf4Weight")
+
+
+def freeze_quantized(model: nn.Module) -> None:
+    """Let gradients pass the quantized layers of a model, in place.
+
+    Raises
+    ------
+    ModelError
+        If a quantized layer computes in a way of its own.
+    """
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and is_composed(weight):
+            if type(module) is not nn.Linear or type(weight).__name__ not in _PASSABLE:
+                raise ModelError(
+                    f"gradients can't pass {name}: {type(module).__name__} with a weight that is "
+                    f"{type(weight).__name__}",
+                    hint="train the model without --quantize",
+                )
+            module.__class__ = FrozenLinear
+
+
+class FrozenLinear(nn.Linear):
+    """A linear layer with a quantized weight, of which nothing is kept for the backward pass."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Multiply; in the type of autocast, where that is on."""
+        device_type = inputs.device.type
+        if torch.is_autocast_enabled(device_type):
+            inputs = inputs.to(torch.get_autocast_dtype(device_type))
+        product: Any = _Product
+        result: Tensor = product.apply(inputs, self.weight, self.bias)
+        return result
+
+
+class _Product(torch.autograd.Function):
+    """A product whose only gradient is that of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.weight = weight  # which a hook on saved tensors has no need to see
+        return F.linear(inputs, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, None, None]:
+        (gradient,), weight = gradients, ctx.weight
+        if isinstance(weight, Nf4Weight):
+            return gradient @ weight.unpacked(gradient.dtype), None, None
+        scaled = gradient * weight.scale.to(gradient.dtype).flatten()
+        return scaled @ weight.qdata.to(gradient.dtype), None, None

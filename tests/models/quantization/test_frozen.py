@@ -1,0 +1,113 @@
+"""Gradients that pass quantized weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from duoka import virtual
+from duoka.errors import ModelError
+from duoka.forecast.workload import Training
+from duoka.models import initialize_adapters, make_trainable
+from duoka.models.quantization import (
+    Scheme,
+    freeze_quantized,
+    is_composed,
+    quantize,
+    quantize_model,
+)
+from duoka.models.quantization.weights import Nf4Weight
+
+SCHEMES: tuple[Scheme, ...] = ("int8", "nf4")
+LORA = Training(lora_rank=4)
+
+
+def unpacked(weight: Any) -> Tensor:
+    if isinstance(weight, Nf4Weight):
+        return weight.unpacked(weight.dtype)
+    numbers: Tensor = weight.dequantize()
+    return numbers
+
+
+def quantized(scheme: Scheme) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 32}
+    model = LlamaForCausalLM(
+        LlamaConfig(num_hidden_layers=2, num_attention_heads=4, attention_bias=True, **sizes)
+    )
+    quantize_model(model, scheme)
+    return model
+
+
+def gradients(model: Any, device: str, training: Training = LORA) -> dict[str, Tensor]:
+    make_trainable(model, training, torch.float32)
+    initialize_adapters(model, 1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.ones_(parameter)
+    model.to(device)
+    ids = torch.arange(20).reshape(2, 10).to(device)
+    model(input_ids=ids, labels=ids).loss.backward()
+    return {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("training", [LORA, Training(lora_rank=4, gradient_checkpointing=True)])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_gradients_are_those_of_the_unpacked_weights(scheme: Scheme, training: Training) -> None:
+    model = quantized(scheme)
+    plain = copy.deepcopy(model)
+    for module in plain.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and is_composed(weight):
+            module.weight = nn.Parameter(unpacked(weight))
+    expected = gradients(plain, "cpu")
+    assert len(expected) == 2 * 7 * 2  # nothing but adapters
+    with virtual.gpus([None], data="cpu"):
+        found = {
+            device: gradients(copy.deepcopy(model), device, training)
+            for device in ("cpu", "vgpu:0")
+        }
+    for one in found.values():
+        assert one.keys() == expected.keys()
+        for name, gradient in one.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_nothing_unpacked_is_kept_for_the_backward_pass(scheme: Scheme, autocast: bool) -> None:
+    dtype = torch.bfloat16
+    with virtual.gpus([None], data="meta") as world:
+        layer = nn.Linear(1024, 512, bias=False, dtype=dtype, device="vgpu:0")
+        layer.weight = nn.Parameter(quantize(layer.weight.detach(), scheme), requires_grad=False)
+        freeze_quantized(layer)
+        given = torch.ones(2, 8, 1024, device="vgpu:0", dtype=torch.float32 if autocast else dtype)
+        given.requires_grad_()
+        before = world.memory_allocated(0)
+        with torch.autocast("vgpu", dtype=dtype, enabled=autocast):
+            result = layer(given)
+        assert result.dtype == dtype
+        assert world.memory_allocated(0) - before < 2**16
+        result.sum().backward()
+        assert given.grad is not None
+        assert given.grad.dtype == given.dtype
+
+
+def test_layers_that_gradients_cannot_pass_are_named() -> None:
+    model = nn.Sequential(nn.Linear(64, 32, bias=False))
+    model[0].weight = nn.Parameter(quantize(model[0].weight.detach(), "int4"), requires_grad=False)
+    with pytest.raises(
+        ModelError, match="gradients can't pass 0: Linear with a weight that is Int4"
+    ):
+        freeze_quantized(model)
+    attention = nn.MultiheadAttention(64, 4)
+    attention.out_proj.weight = nn.Parameter(
+        quantize(attention.out_proj.weight.detach(), "nf4"), requires_grad=False
+    )
+    with pytest.raises(ModelError, match="gradients can't pass out_proj: NonDyn"):
+        freeze_quantized(attention)
