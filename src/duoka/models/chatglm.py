@@ -265,6 +265,19 @@ class SplitQueryKeyValue(ConversionOps):
         return Concatenate(dim=0)
 
 
+RENAMED = {
+    "transformer.embedding.word_embeddings": "model.embed_tokens",
+    "transformer.output_layer": "lm_head",
+    "transformer.encoder.final_layernorm": "model.norm",
+    "transformer.encoder.layers": "model.layers",
+    "transformer.vision": "model.vision",
+    "self_attention.dense": "self_attn.o_proj",
+    "mlp.dense_h_to_4h": "mlp.gate_up_proj",
+    "mlp.dense_4h_to_h": "mlp.down_proj",
+}
+"""Parts of published names, and what they are in `GlmForCausalLM`; the fused projection apart."""
+
+
 def conversions() -> list[WeightRenaming | WeightConverter]:
     """Return how published names and layouts become those of `GlmForCausalLM`.
 
@@ -272,22 +285,12 @@ def conversions() -> list[WeightRenaming | WeightConverter]:
     ``gate_up_proj`` does; the rotary pairs are interleaved in both. So only names change, apart
     from the fused query, key and value.
     """
-    renamed = {
-        "transformer.embedding.word_embeddings": "model.embed_tokens",
-        "transformer.output_layer": "lm_head",
-        "transformer.encoder.final_layernorm": "model.norm",
-        "transformer.encoder.layers": "model.layers",
-        "transformer.vision": "model.vision",
-        "self_attention.dense": "self_attn.o_proj",
-        "mlp.dense_h_to_4h": "mlp.gate_up_proj",
-        "mlp.dense_4h_to_h": "mlp.down_proj",
-    }
     fused = WeightConverter(
         "self_attention.query_key_value",
         ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
         [SplitQueryKeyValue()],
     )
-    return [*(WeightRenaming(old, new) for old, new in renamed.items()), fused]
+    return [*(WeightRenaming(old, new) for old, new in RENAMED.items()), fused]
 
 
 def register() -> None:

@@ -76,7 +76,8 @@ def base_name(name: str) -> str:
     return name.replace(_ADAPTED, "")
 
 
-def _adapt(model: nn.Module, training: Training, dtype: torch.dtype) -> None:
+def inject(model: nn.Module, **settings: Any) -> None:
+    """Put peft's adapters into a model in place, without data; settings are `LoraConfig`'s."""
     try:
         with quiet_libraries():  # peft imports bitsandbytes
             import peft
@@ -84,22 +85,27 @@ def _adapt(model: nn.Module, training: Training, dtype: torch.dtype) -> None:
         raise UsageError(
             "adapters need peft, which isn't installed", hint='pip install "duoka[train]"'
         ) from error
-    config = peft.LoraConfig(
-        r=training.lora_rank,
-        lora_alpha=2 * training.lora_rank if training.lora_alpha is None else training.lora_alpha,
-        lora_dropout=training.lora_dropout,
-        target_modules=_known(model, training.lora_targets) or _ALL_LINEAR,
-    )
-    before = {id(parameter) for parameter in model.parameters()}
     try:
         with warnings.catch_warnings():
             # Layers that keep their weight transposed are told to be so, and handled.
             warnings.filterwarnings("ignore", ".*fan_in_fan_out.*")
             # torchao's weights can't be merged with adapters: duoka merges with the checkpoint's.
             warnings.filterwarnings("ignore", ".*get_apply_tensor_subclass.*")
+            config = peft.LoraConfig(**settings)
             peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     except ValueError as error:
         raise UsageError(f"peft can't adapt {type(model).__name__}: {error}") from error
+
+
+def _adapt(model: nn.Module, training: Training, dtype: torch.dtype) -> None:
+    before = {id(parameter) for parameter in model.parameters()}
+    inject(
+        model,
+        r=training.lora_rank,
+        lora_alpha=2 * training.lora_rank if training.lora_alpha is None else training.lora_alpha,
+        lora_dropout=training.lora_dropout,
+        target_modules=_known(model, training.lora_targets) or _ALL_LINEAR,
+    )
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in before and parameter.dtype != dtype:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
@@ -375,6 +376,35 @@ class TrainingCheckpoints:
             )
         share = lists[0][self._rank :: self._size]
         return self._join(lambda: {name: _digest_of(directory / name) for name in share})
+
+
+class SavedParameters(Mapping[str, Tensor]):
+    """The parameters in a training checkpoint, read when they are asked for.
+
+    Parameters
+    ----------
+    path : Path
+        As `TrainingCheckpoints.save` returns it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._files = {
+            name: file
+            for file in sorted(path.glob("*.safetensors"))
+            for name in read_header(file)
+            if "/" not in name
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._files[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
 
 
 def _read_manifest(path: Path) -> tuple[_Manifest, dict[str, Any]]:

@@ -4,6 +4,7 @@
 - `sources`, `pickles`: the tensors of files; a pickle that holds anything else is refused
 - `read_ahead`, `fill`: files read in stretches; their pieces copied, or quantized, into the model
 - `quantized`: checkpoints that were published quantized, loaded by transformers
+- `adapter`: LoRA adapters in peft's files
 """
 
 from .fill import Progress

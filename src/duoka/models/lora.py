@@ -1,0 +1,305 @@
+"""LoRA adapters: what is added to which module, in a model's own names or as it was published.
+
+duoka builds the ChatGLM family with a query, a key and a value projection, where the published code
+has one fused matrix, `query_key_value`; other modules have other names. Both forms of an adapter
+say the same: of a fused one the three parts share what goes down to the rank, and split the rows of
+what goes up; three separate ones are a fused one of the sum of their ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from duoka.checkpoint.architecture import CHATGLM
+from duoka.errors import LoadError
+
+from .build import resolve
+from .chatglm import RENAMED
+from .trainable import inject
+
+_FUSED = "self_attention.query_key_value"
+_PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_KEYS = ("lora_A.weight", "lora_B.weight")
+_ADAPTER = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRank:
+    """What is added to the weight of one module: `scaling` times `up` @ `down`.
+
+    Parameters
+    ----------
+    down, up : Tensor
+        peft's A, [rank, inputs], and B, [outputs, rank].
+    scaling : float
+    is_embedding : bool
+        Whether the module is an embedding; its weight, [tokens, size], is the transposed product.
+    """
+
+    down: Tensor
+    up: Tensor
+    scaling: float
+    is_embedding: bool = False
+
+    @property
+    def rank(self) -> int:
+        """The rank."""
+        return len(self.down)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """`down` and `up` by their names in peft's files, after the module's."""
+        if self.is_embedding:
+            return {"lora_embedding_A": self.down, "lora_embedding_B": self.up}
+        return {"lora_A.weight": self.down, "lora_B.weight": self.up}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """A LoRA adapter.
+
+    Parameters
+    ----------
+    layers : mapping of str to LowRank
+        By the name of the module.
+    base : str
+        The model that it is for, as peft names it.
+    dropout : float
+        Of what goes into it, in training.
+    """
+
+    layers: Mapping[str, LowRank]
+    base: str = ""
+    dropout: float = 0.0
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """What the modules are called, without what is around them."""
+        return tuple(sorted({name.rpartition(".")[2] for name in self.layers}))
+
+    @property
+    def common(self) -> tuple[int, float]:
+        """The rank and the scaling that most layers have."""
+        pairs = Counter((layer.rank, layer.scaling) for layer in self.layers.values())
+        return pairs.most_common(1)[0][0]
+
+
+# ── names and layouts ──
+
+
+def native_form(adapter: Adapter, config: Mapping[str, Any]) -> Adapter:
+    """The same adapter in the names of the class that duoka builds of a configuration."""
+    if config.get("model_type") != CHATGLM:
+        return adapter
+    layers: dict[str, LowRank] = {}
+    for name, layer in adapter.layers.items():
+        if name.endswith(_FUSED):
+            rows = _rows(config)
+            if len(layer.up) != sum(rows):
+                raise LoadError(
+                    f"the adapter isn't for this model: {name} has {len(layer.up)} rows, and "
+                    f"{sum(rows)} are needed"
+                )
+            around = _native_name(name.removesuffix(_FUSED))
+            for part, up in zip(_PARTS, layer.up.split(rows), strict=True):
+                layers[f"{around}{part}"] = replace(layer, up=up)
+        else:
+            layers[_native_name(name)] = layer
+    return replace(adapter, layers=layers)
+
+
+def published_form(adapter: Adapter, config: Mapping[str, Any]) -> Adapter:
+    """The same adapter in the names of the code that a configuration was published with."""
+    if config.get("model_type") != CHATGLM:
+        return adapter
+    layers: dict[str, LowRank] = {}
+    for name, layer in adapter.layers.items():
+        part = next((part for part in _PARTS if name.endswith(f".{part}")), None)
+        if part is None:
+            layers[_published_name(name)] = layer
+            continue
+        around = name.removesuffix(part)
+        fused = f"{_published_name(around)}{_FUSED}"
+        if fused not in layers:
+            parts = [adapter.layers.get(f"{around}{end}") for end in _PARTS]
+            layers[fused] = _fuse(parts, _rows(config))
+    return replace(adapter, layers=layers)
+
+
+def _native_name(name: str) -> str:
+    for published, native in RENAMED.items():
+        name = name.replace(published, native)
+    return name
+
+
+def _published_name(name: str) -> str:
+    for published, native in RENAMED.items():
+        name = name.replace(native, published)
+    return name
+
+
+def _rows(config: Mapping[str, Any]) -> list[int]:
+    """How many rows of the fused matrix are the query's, the key's and the value's."""
+    parsed = cast(Any, resolve(config)[0])
+    heads, groups = parsed.num_attention_heads, parsed.num_key_value_heads
+    return [count * parsed.head_dim for count in (heads, groups, groups)]
+
+
+def _fuse(parts: list[LowRank | None], rows: list[int]) -> LowRank:
+    """One adapter of the fused matrix; where a part has none there are rows of zeros."""
+    there = [part for part in parts if part is not None]
+    scaling = there[0].scaling
+    down = torch.cat([part.down for part in there])
+    up = there[0].up.new_zeros(sum(rows), len(down))
+    row = column = 0
+    for part, num_rows in zip(parts, rows, strict=True):
+        if part is not None:
+            block = up[row : row + num_rows, column : column + part.rank]
+            block.copy_(part.up * (part.scaling / scaling))
+            column += part.rank
+        row += num_rows
+    return LowRank(down=down, up=up, scaling=scaling)
+
+
+# ── in a model ──
+
+
+def put_adapter(model: nn.Module, adapter: Adapter) -> None:
+    """Put an adapter in native form into a model, frozen, beside the weights where these are.
+
+    Raises
+    ------
+    LoadError
+        If it isn't for this model; then nothing has changed.
+    """
+    _refuse_other_model(model, adapter)
+    rank, scaling = adapter.common
+    inject(
+        model,
+        r=rank,
+        lora_alpha=rank * scaling,
+        target_modules=list(adapter.layers),
+        rank_pattern={name: layer.rank for name, layer in adapter.layers.items()},
+    )
+    for name, layer in adapter.layers.items():
+        module = cast(Any, model.get_submodule(name))
+        module.scaling[_ADAPTER] = layer.scaling
+        weight = module.get_base_layer().weight
+        device = "cpu" if weight.is_meta else weight.device
+        for key, value in layer.tensors.items():
+            owner, _, leaf = _in_model(key).rpartition(".")
+            parameter = nn.Parameter(value.to(device), requires_grad=False)
+            setattr(module.get_submodule(owner), leaf, parameter)
+
+
+def fill_adapter(model: nn.Module, adapter: Adapter) -> None:
+    """Give a model's adapters, as far as they have data, the values of another in native form.
+
+    Raises
+    ------
+    LoadError
+        If the model has adapters on other modules, or of other ranks.
+    """
+    adapted = dict(_adapted(model))
+    unlike = sorted(adapted.keys() ^ adapter.layers.keys())
+    if unlike:
+        raise LoadError(
+            f"the run has adapters on {len(adapted)} modules, and the adapter to start from on "
+            f"{len(adapter.layers)}; not on both is {unlike[0]}",
+            hint=f"give the run the same targets: {', '.join(adapter.targets)}",
+        )
+    for name, module in adapted.items():
+        if module.r[_ADAPTER] != adapter.layers[name].rank:
+            raise LoadError(
+                f"the run has an adapter of rank {module.r[_ADAPTER]} on {name}, and the one to "
+                f"start from has rank {adapter.layers[name].rank}",
+                hint="give the run the same rank",
+            )
+    for name, module in adapted.items():
+        module.scaling[_ADAPTER] = adapter.layers[name].scaling
+        for key, value in adapter.layers[name].tensors.items():
+            parameter = module.get_parameter(_in_model(key))
+            if not parameter.is_meta:
+                with torch.no_grad():
+                    parameter.copy_(value)
+
+
+def adapter_of(model: nn.Module, tensors: Mapping[str, Tensor], *, base: str = "") -> Adapter:
+    """The adapter that is in a model, with values from tensors by their names there.
+
+    Raises
+    ------
+    LoadError
+        If tensors are missing.
+    """
+    layers: dict[str, LowRank] = {}
+    dropout = 0.0
+    for name, module in _adapted(model):
+        is_embedding = _ADAPTER in module.lora_embedding_A
+        keys = ("lora_embedding_A", "lora_embedding_B") if is_embedding else _KEYS
+        names = [f"{name}.{_in_model(key)}" for key in keys]
+        missing = [tensor for tensor in names if tensor not in tensors]
+        if missing:
+            raise LoadError(f"the adapter has no {missing[0]}: it wasn't saved with all its parts")
+        layers[name] = LowRank(
+            down=tensors[names[0]],
+            up=tensors[names[1]],
+            scaling=module.scaling[_ADAPTER],
+            is_embedding=is_embedding,
+        )
+        dropout = getattr(module.lora_dropout[_ADAPTER], "p", 0.0)
+    return Adapter(layers=layers, base=base, dropout=dropout)
+
+
+def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules of a model that have an adapter, by name."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            yield name, module
+
+
+def _in_model(key: str) -> str:
+    """A tensor's name in an adapted module, by that in a file."""
+    kind, dot, weight = key.partition(".")
+    return f"{kind}.{_ADAPTER}{dot}{weight}"
+
+
+def _refuse_other_model(model: nn.Module, adapter: Adapter) -> None:
+    modules = dict(model.named_modules())
+    for name, layer in adapter.layers.items():
+        sizes = _sizes(modules.get(name))
+        if sizes is None:
+            raise LoadError(
+                f"the adapter isn't for this model: nothing in it is called {name}, or can have an "
+                "adapter",
+                hint=f"the adapter was made for {adapter.base or 'an unnamed model'}",
+            )
+        if (layer.down.shape[1], len(layer.up)) != sizes:
+            raise LoadError(
+                f"the adapter isn't for this model: it goes from {layer.down.shape[1]} to "
+                f"{len(layer.up)} at {name}, and the model from {sizes[0]} to {sizes[1]}",
+                hint=f"the adapter was made for {adapter.base or 'an unnamed model'}",
+            )
+
+
+def _sizes(module: Any) -> tuple[int, int] | None:
+    """What goes into a module and comes out of it; None where it can't have an adapter."""
+    match module:
+        case nn.Linear():
+            return module.in_features, module.out_features
+        case nn.Embedding():
+            return module.num_embeddings, module.embedding_dim
+        case nn.Conv1d() | nn.Conv2d():
+            return module.in_channels, module.out_channels
+        case Conv1D():
+            return module.nx, module.nf
+    return None

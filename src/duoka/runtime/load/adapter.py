@@ -1,0 +1,141 @@
+"""Adapters in files, as peft writes them: read as if an attacker wrote them.
+
+Which modules an adapter is on, and of which rank, its tensors tell; of its configuration counts
+what scales them. What isn't plain LoRA is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from duoka.checkpoint.headers import read_header, read_json, reading
+from duoka.errors import CheckpointError
+from duoka.models.lora import Adapter, LowRank
+
+from .pickles import load_pickle
+from .sources import damage_told
+
+_CONFIG = "adapter_config.json"
+_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+_TENSOR = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>[\w.]+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])"
+    r"(?:\.default)?(?:\.weight)?",
+    re.ASCII,
+)
+_MODULE = re.compile(r"\^?[\w.]+", re.ASCII)
+# What changes the arithmetic, or the base, and what of it is none of these.
+_PLAIN: dict[str, tuple[object, ...]] = {
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+}
+_OTHER_KINDS = (
+    *("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters"),
+    *("lora_bias", "alora_invocation_tokens", "layer_replication"),
+)
+
+
+def read_adapter(directory: Path) -> Adapter:
+    """Read a LoRA adapter, in the names of its files.
+
+    Raises
+    ------
+    CheckpointError
+        If there is none, it is damaged, or of another kind than LoRA.
+    """
+    path = next((directory / name for name in _FILES if (directory / name).is_file()), None)
+    if path is None or not (directory / _CONFIG).is_file():
+        raise CheckpointError(
+            f"{directory} holds no adapter",
+            hint=f"give the directory that holds {_CONFIG} and {_FILES[0]}",
+        )
+    config = read_json(directory / _CONFIG)
+    _refuse_other_kinds(directory, config)
+    parts: dict[str, dict[str, Tensor]] = {}
+    embeddings = set()
+    for name, tensor in _read_tensors(path).items():
+        match = _TENSOR.fullmatch(name)
+        if match is None or tensor.ndim < 2 or not tensor.is_floating_point():
+            raise _of_another_kind(directory, f"it holds {name[:80]!r}")
+        parts.setdefault(match["module"], {})[match["side"]] = tensor
+        if match["embedding"]:
+            embeddings.add(match["module"])
+    layers = {
+        name: _layer(path, name, sides, config, is_embedding=name in embeddings)
+        for name, sides in parts.items()
+    }
+    if not layers:
+        raise CheckpointError(f"{path} holds no tensors")
+    base = config.get("base_model_name_or_path")
+    return Adapter(layers=layers, base=base if isinstance(base, str) else "")
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".bin":
+        with damage_told(path):
+            return load_pickle(path, map_location="cpu")
+    read_header(path)
+    with reading(path):
+        return load_file(path)
+
+
+def _refuse_other_kinds(directory: Path, config: Mapping[str, Any]) -> None:
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise _of_another_kind(directory, f"peft_type is {str(kind)[:40]!r}")
+    strange = [key for key in _OTHER_KINDS if config.get(key)]
+    strange += [key for key, plain in _PLAIN.items() if config.get(key, plain[0]) not in plain]
+    if strange:
+        raise _of_another_kind(directory, f"{strange[0]} is {str(config[strange[0]])[:40]!r}")
+
+
+def _of_another_kind(directory: Path, fact: str) -> CheckpointError:
+    return CheckpointError(
+        f"{directory} holds an adapter that isn't plain LoRA: {fact}",
+        hint="merge it into its model with the tool that made it, and take that model",
+    )
+
+
+def _layer(
+    path: Path,
+    name: str,
+    sides: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    *,
+    is_embedding: bool,
+) -> LowRank:
+    """One module's part of an adapter."""
+    if len(sides) < 2:
+        raise CheckpointError(f"{path} has only one of lora_A and lora_B for {name}")
+    down, up = sides["A"], sides["B"]
+    rank = _setting(path, config, "r", "rank_pattern", name)
+    if not len(down) == up.shape[1] == rank:
+        raise CheckpointError(
+            f"{path} has lora_A {list(down.shape)} and lora_B {list(up.shape)} for {name}, and its "
+            f"rank is {rank:g}"
+        )
+    alpha = _setting(path, config, "lora_alpha", "alpha_pattern", name)
+    scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return LowRank(down=down, up=up, scaling=scaling, is_embedding=is_embedding)
+
+
+def _setting(path: Path, config: Mapping[str, Any], key: str, pattern: str, name: str) -> float:
+    """A number of the configuration, or that which is for some modules."""
+    value: Any = config.get(key)
+    patterns = config.get(pattern) or {}
+    for end in patterns if isinstance(patterns, dict) else ():
+        # As peft takes them these are regular expressions, and one can be made to run for ever.
+        if not _MODULE.fullmatch(end):
+            raise CheckpointError(f"{pattern} of {path.parent / _CONFIG} has {end[:80]!r} in it")
+        if name == end.removeprefix("^") or name.endswith(f".{end}"):
+            value = patterns[end]
+            break
+    if type(value) not in (int, float) or not 0 < value < 2**31:
+        raise CheckpointError(f"{path.parent / _CONFIG} says that {key} is {str(value)[:40]!r}")
+    return float(value)

@@ -1,0 +1,356 @@
+"""What training leaves: an adapter as peft writes them, or a checkpoint as models are published.
+
+Neither needs the model in memory: what was trained is read from the run's last training checkpoint,
+everything else from the published files, one file's worth of tensors at a time. A directory gets
+its name when all of it is on the disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import GlmConfig
+
+from duoka.base.files import whole_directory, why, write_whole
+from duoka.base.text import choose
+from duoka.checkpoint.architecture import CHATGLM
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.checkpoint.quantized import method_of
+from duoka.errors import LoadError, MachineError, UsageError
+from duoka.forecast.workload import Workload
+from duoka.models.boxes import Piece
+from duoka.models.build import resolve
+from duoka.models.conversion import Recipe, plan_tensors
+from duoka.models.from_checkpoint import build_model, tokenizer_of
+from duoka.models.lora import Adapter, published_form, put_adapter
+from duoka.runtime.load.sources import Reader, Source, list_sources
+
+Names = Literal["original", "native"]
+_NAMES = ("original", "native")
+_METADATA = {"format": "pt"}
+_SHARD_BYTES = 5 * 10**9
+_WEIGHTS = (".safetensors", ".bin", ".index.json")
+
+
+def claim_directory(directory: Path) -> Path:
+    """Where a result will be written, once it is certain that it can be.
+
+    Raises
+    ------
+    UsageError
+        If something lies there already.
+    MachineError
+        If nothing can be written there.
+    """
+    directory = directory.resolve()
+    with _refusal_told(directory):
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise UsageError(
+                f"{directory} is not an empty directory, and nothing in it will be overwritten",
+                hint="name a new directory",
+            )
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        # Both is needed to rename a directory into another one.
+        if not os.access(directory.parent, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    return directory
+
+
+def write_adapter(
+    directory: Path, adapter: Adapter, base: Checkpoint, *, names: Names = "native"
+) -> None:
+    """Write an adapter that peft loads.
+
+    Parameters
+    ----------
+    directory : Path
+        A new one, or an empty one.
+    adapter : Adapter
+        In native form.
+    base : Checkpoint
+        The model that it was trained on.
+    names : {"native", "original"}
+        Of the modules: those of transformers' class, or those of the code that the ChatGLM family
+        was published with, which vLLM has too. They differ for this family only.
+
+    Raises
+    ------
+    MachineError
+        If it can't be written; nothing is left of it then.
+    """
+    choose("names", names, _NAMES)
+    if names == "original":
+        adapter = published_form(adapter, base.config)
+    tensors = {
+        f"base_model.model.{name}.{key}": value.contiguous().clone()
+        for name, layer in adapter.layers.items()
+        for key, value in layer.tensors.items()
+    }
+    with _refusal_told(directory), whole_directory(claim_directory(directory)) as place:
+        save_file(tensors, place / "adapter_model.safetensors", _METADATA)
+        _peft_config(adapter, base).save_pretrained(place)
+
+
+def _peft_config(adapter: Adapter, base: Checkpoint) -> Any:
+    """What peft has to know of an adapter."""
+    from peft import LoraConfig
+
+    rank, scaling = adapter.common
+    rare = {n: x for n, x in adapter.layers.items() if (x.rank, x.scaling) != (rank, scaling)}
+    # A tower's modules may be called as layers of text are: then ends of names say too little.
+    has_tower = bool(base.config.get("vision_config"))
+    return LoraConfig(
+        task_type="SEQ_2_SEQ_LM" if base.config.get("is_encoder_decoder") else "CAUSAL_LM",
+        inference_mode=True,
+        base_model_name_or_path=adapter.base or base.name,
+        r=rank,
+        lora_alpha=_whole(rank * scaling),
+        lora_dropout=adapter.dropout,
+        target_modules=sorted(adapter.layers) if has_tower else list(adapter.targets),
+        rank_pattern={name: layer.rank for name, layer in rare.items()},
+        alpha_pattern={name: _whole(x.rank * x.scaling) for name, x in rare.items()},
+    )
+
+
+def _whole(number: float) -> Any:
+    """The same number, whole where it is that but for rounding: peft is declared to take these."""
+    nearest = round(number)
+    return nearest if abs(number - nearest) < 1e-9 * abs(number) else number
+
+
+# ── merged ──
+
+
+class _Output(NamedTuple):
+    """A tensor of a new checkpoint: its bytes, and how to make it."""
+
+    num_bytes: int
+    make: Callable[[], Tensor]
+
+
+def write_merged(
+    directory: Path,
+    base: Checkpoint,
+    *,
+    adapter: Adapter | None = None,
+    parameters: Mapping[str, Tensor] | None = None,
+    names: Names = "original",
+) -> None:
+    """Write a whole checkpoint: the published one, with what was trained in it.
+
+    Parameters
+    ----------
+    directory : Path
+        A new one, or an empty one.
+    base : Checkpoint
+        The published one, with its weights on this machine.
+    adapter : Adapter, optional
+        In native form; it is added to the weights, in float32, and rounded to the type they have.
+    parameters : mapping of str to Tensor, optional
+        What takes the place of parameters, by their names in the model.
+    names : {"original", "native"}
+        Of tensors and settings: as published, with every other file of the checkpoint; or, for the
+        ChatGLM family, those of transformers' own `GlmForCausalLM`, which needs no code then.
+
+    Raises
+    ------
+    UsageError
+        If the checkpoint can't be written so.
+    LoadError
+        If what was trained isn't of this model.
+    MachineError
+        If it can't be written; nothing is left of it then.
+    """
+    choose("names", names, _NAMES)
+    if method_of(base.config) is not None:
+        raise UsageError(
+            f"{base.name} was published quantized, and nothing can be merged into such weights",
+            hint="load it with the adapter beside it, or merge into the model in 16 bit",
+        )
+    is_native = names == "native" and base.config.get("model_type") == CHATGLM
+    model = build_model(base, Workload(dtype="float32"))
+    sources = list_sources(base)
+    recipe = plan_tensors(model, {name: source.shape for name, source in sources.items()})
+    changes = _Changes(model, adapter, parameters or {})
+    changes.refuse_unplaced(recipe)
+    with (
+        _refusal_told(directory),
+        whole_directory(claim_directory(directory)) as place,
+        Reader() as reader,
+        torch.no_grad(),
+    ):
+        (_write_native_frame if is_native else _copy_frame)(place, base)
+        outputs = _native_outputs if is_native else _published_outputs
+        _write_shards(place, outputs(recipe, sources, changes, reader))
+
+
+class _Changes:
+    """What training has made of a model's parameters, by their names."""
+
+    def __init__(
+        self, model: nn.Module, adapter: Adapter | None, parameters: Mapping[str, Tensor]
+    ) -> None:
+        self._parameters = parameters
+        self._modules: dict[str, Any] = {}
+        self._last: tuple[str, Tensor] | None = None
+        if adapter is not None:
+            _refuse_tied(model, adapter)
+            put_adapter(model, adapter)
+            for name in adapter.layers:
+                self._modules[f"{name}.weight"] = model.get_submodule(name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parameters or name in self._modules
+
+    def refuse_unplaced(self, recipe: Recipe) -> None:
+        """Refuse what has no place in the files, or is stored there in another way."""
+        targets = {piece.target for piece in recipe.pieces}
+        unplaced = sorted({*self._parameters, *self._modules} - targets)
+        if unplaced:
+            raise LoadError(
+                f"{len(unplaced)} of the trained parameters aren't tensors of the checkpoint, or "
+                f"parts of these: {', '.join(unplaced[:4])}"
+            )
+
+    def apply(self, piece: Piece, values: Tensor) -> None:
+        """Change what the files have of a piece, in place."""
+        if piece.target in self._parameters:
+            values.copy_(piece.place(self._parameters[piece.target]))
+        else:
+            values.copy_(values.float() + piece.place(self._delta(piece.target)))
+
+    def _delta(self, name: str) -> Tensor:
+        """What the adapter adds to a weight; the last one is kept, others read boxes of it too."""
+        if self._last is None or self._last[0] != name:
+            self._last = name, self._modules[name].get_delta_weight("default").float()
+        return self._last[1]
+
+
+def _refuse_tied(model: nn.Module, adapter: Adapter) -> None:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for tied in (group for group in names.values() if len(group) > 1):
+        for name in tied:
+            if name.removesuffix(".weight") in adapter.layers:
+                raise UsageError(
+                    f"the adapter on {name} can't be merged: {' and '.join(tied)} are one tensor, "
+                    "and it is added to one of them",
+                    hint="keep the adapter beside its model, or train without that module",
+                )
+
+
+def _published_outputs(
+    recipe: Recipe, sources: Mapping[str, Source], changes: _Changes, reader: Reader
+) -> dict[str, _Output]:
+    """The tensors of the published files, changed where they were trained."""
+    pieces: dict[str, list[Piece]] = {}
+    for piece in (*recipe.pieces, *recipe.duplicates):
+        if piece.target in changes:
+            pieces.setdefault(piece.source, []).append(piece)
+
+    def make(name: str) -> Tensor:
+        tensor = reader.read(sources[name])
+        if name in pieces:
+            tensor = tensor.clone()
+        for piece in pieces.get(name, ()):
+            changes.apply(piece, piece.orient(tensor[piece.source_slices]))
+        return tensor
+
+    return {
+        name: _Output(source.num_bytes, partial(make, name)) for name, source in sources.items()
+    }
+
+
+def _native_outputs(
+    recipe: Recipe, sources: Mapping[str, Source], changes: _Changes, reader: Reader
+) -> dict[str, _Output]:
+    """The parameters of a ChatGLM model, each of which is a part of one tensor in the files."""
+
+    def make(piece: Piece) -> Tensor:
+        tensor = piece.orient(reader.read(sources[piece.source])[piece.source_slices]).clone()
+        if piece.target in changes:
+            changes.apply(piece, tensor)
+        return tensor
+
+    outputs = {}
+    for piece in recipe.pieces:
+        size = prod(stop - start for start, stop in piece.target_box)
+        num_bytes = size * sources[piece.source].dtype.itemsize
+        outputs[piece.target] = _Output(num_bytes, partial(make, piece))
+    return outputs
+
+
+# ── files ──
+
+
+def _copy_frame(directory: Path, base: Checkpoint) -> None:
+    """Copy every file of a checkpoint but its weights."""
+    assert base.folder is not None, "it has weights"
+    for name in base.folder.names():
+        if not name.endswith(_WEIGHTS):
+            target = directory / name
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(base.folder.fetch(name), target)
+
+
+def _write_native_frame(directory: Path, base: Checkpoint) -> None:
+    """Write a ChatGLM's settings and tokenizer as transformers has them for `GlmForCausalLM`."""
+    assert base.folder is not None, "it has weights"
+    parsed: Any = resolve(base.config)[0]
+    if getattr(parsed, "vision_config", None) or parsed.query_length_scaling:
+        raise UsageError(
+            f"{base.name} has no native form: transformers' GlmForCausalLM lacks its "
+            + ("vision tower" if getattr(parsed, "vision_config", None) else "query scaling"),
+            hint="write it with its original names",
+        )
+    settings = {field.name: getattr(parsed, field.name) for field in fields(GlmConfig)}
+    GlmConfig(**settings | {"architectures": ["GlmForCausalLM"]}).save_pretrained(directory)
+    if base.generation_config is not None:
+        name = "generation_config.json"
+        shutil.copyfile(base.folder.fetch(name), directory / name)
+    if any(name.startswith("tokenizer") for name in base.folder.names()):
+        tokenizer_of(base).save_pretrained(directory)
+
+
+def _write_shards(directory: Path, outputs: Mapping[str, _Output]) -> None:
+    """Write tensors into files of limited size, and the index of several ones."""
+    split = split_state_dict_into_shards_factory(
+        dict(outputs),
+        get_storage_size=lambda output: output.num_bytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=_SHARD_BYTES,
+    )
+    for file, names in split.filename_to_tensors.items():
+        save_file({name: outputs[name].make() for name in names}, directory / file, _METADATA)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        write_whole(directory / "model.safetensors.index.json", json.dumps(index, indent=2))
+
+
+@contextmanager
+def _refusal_told(directory: Path) -> Iterator[None]:
+    """Turn what writing raises into an error that names the directory."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = why(error) if isinstance(error, OSError) else str(error)
+        raise MachineError(
+            f"{directory} can't be written: {reason}",
+            hint="make room or get the permission, or name another directory",
+        ) from error

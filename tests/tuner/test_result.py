@@ -1,0 +1,386 @@
+"""What training leaves: loaded by peft, transformers and duoka, and equal to what was trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from closeness import close
+from safetensors.torch import load_file
+from saving import files_of_at_most
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GlmForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3Config,
+)
+
+from duoka import Checkpoint, models
+from duoka.errors import LoadError, MachineError, UsageError
+from duoka.models import chatglm
+from duoka.models.lora import Adapter, LowRank, native_form, put_adapter
+from duoka.planner.placement import Placement
+from duoka.runtime.load import load_weights
+from duoka.runtime.load.adapter import read_adapter
+from duoka.tuner.result import claim_directory, write_adapter, write_merged
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaConfig(**SIZES),
+    "tied": lambda: Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
+    "gpt2": lambda: GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32),
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4),
+}
+TARGETS = {
+    "chatglm": ("q_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "llama": ("q_proj", "down_proj"),
+    "tied": ("q_proj", "down_proj"),
+    "gpt2": ("c_attn", "c_proj"),
+    "mixtral": ("q_proj", "o_proj"),
+}
+
+
+@pytest.fixture
+def tiny(published_data: Path) -> Path:
+    return published_data / "reference" / "chatglm3-6b-tiny"
+
+
+@pytest.fixture(params=["chatglm", *CONFIGS])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def base(family: str, tiny: Path, tmp_path: Path) -> Checkpoint:
+    if family == "chatglm":
+        return Checkpoint.open(tiny)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family]())
+    model.save_pretrained(tmp_path / "base")
+    return Checkpoint.open(tmp_path / "base")
+
+
+def load(directory: Path) -> nn.Module:
+    """As duoka loads it, on the processor."""
+    checkpoint = Checkpoint.open(directory)
+    model = models.build(checkpoint.config, dtype=torch.float32)
+    load_weights(model, checkpoint, Placement(entries=(("", "cpu"),)))
+    return model
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        output: Tensor = model.eval()(torch.arange(3, 13)[None]).logits
+    return output
+
+
+def trained_adapter(base: Checkpoint, targets: tuple[str, ...]) -> Adapter:
+    """An adapter with random numbers, on every module that is called so."""
+    model = models.build(base.config)
+    torch.manual_seed(5)
+    layers = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if name.rpartition(".")[2] in targets and weight is not None:
+            # GPT-2 keeps its weights transposed.
+            rows, columns = weight.shape if isinstance(module, nn.Linear) else weight.shape[::-1]
+            down, up = torch.randn(3, columns), torch.randn(rows, 3)
+            layers[name] = LowRank(down=down, up=up, scaling=0.125)
+    assert layers
+    return Adapter(layers=layers)
+
+
+def beside(base: Checkpoint, adapter: Adapter) -> Tensor:
+    """The logits of the published model with the adapter beside its weights."""
+    model = load(base.path)
+    before = logits(model)
+    put_adapter(model, adapter)
+    after = logits(model)
+    assert not close(after, before, 0.01)
+    return after
+
+
+# ── adapters ──
+
+
+@pytest.mark.filterwarnings("ignore:.*fan_in_fan_out", "ignore:.*is_gradient_checkpointing")
+def test_peft_loads_an_adapter_over_transformers_own_model(
+    family: str, base: Checkpoint, tmp_path: Path
+) -> None:
+    adapter = trained_adapter(base, TARGETS[family])
+    write_adapter(tmp_path / "adapter", adapter, base)
+    chatglm.register()
+    plain = AutoModelForCausalLM.from_pretrained(base.path, dtype=torch.float32)
+    loaded = peft.PeftModel.from_pretrained(plain, str(tmp_path / "adapter"))
+    assert isinstance(loaded, peft.PeftModelForCausalLM)
+    assert close(logits(loaded), beside(base, adapter))
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert sorted(config["target_modules"]) == sorted(TARGETS[family])
+    assert (config["r"], config["lora_alpha"]) == (3, 0.375)
+    assert config["base_model_name_or_path"] == base.name
+
+
+def test_an_adapter_has_the_published_names_where_they_are_asked_for(
+    tiny: Path, tmp_path: Path
+) -> None:
+    base = Checkpoint.open(tiny)
+    adapter = trained_adapter(base, TARGETS["chatglm"])
+    write_adapter(tmp_path / "adapter", adapter, base, names="original")
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    modules = {name.partition(".lora_")[0] for name in stored}
+    prefix = "base_model.model.transformer.encoder.layers"
+    leaves = (
+        *("self_attention.query_key_value", "self_attention.dense"),
+        *("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+    )
+    numbers = {int(name.split(".")[5]) for name in stored}
+    assert modules == {f"{prefix}.{number}.{leaf}" for number in numbers for leaf in leaves}
+    assert {f"{name.removeprefix('base_model.model.')}.weight" for name in modules} <= set(
+        base.tensors or ()
+    )
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    names = {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}
+    assert set(config["target_modules"]) == names
+    assert set(config["rank_pattern"].values()) == {6}  # of q_proj and v_proj together
+    # Read again it is the same one.
+    model = load(tiny)
+    put_adapter(model, native_form(read_adapter(tmp_path / "adapter"), base.config))
+    assert close(logits(model), beside(base, adapter))
+
+
+def test_peft_takes_the_published_names_for_the_published_modules(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """The published code doesn't run any more; its fused matrix alone stands for it."""
+    base = Checkpoint.open(tiny)
+    adapter = trained_adapter(base, ("q_proj", "v_proj"))
+    write_adapter(tmp_path / "adapter", adapter, base, names="original")
+    root: Any = nn.Module()
+    name = "transformer.encoder.layers.1.self_attention.query_key_value"
+    stored = load_file(tiny / "model.safetensors")[f"{name}.weight"]
+    for number in range(base.config["num_layers"]):
+        around = name.replace("1", str(number)).rpartition(".")[0]
+        inner = root
+        for part in around.split("."):
+            if not hasattr(inner, part):
+                inner.add_module(part, nn.Module())
+            inner = getattr(inner, part)
+        inner.query_key_value = nn.Linear(stored.shape[1], stored.shape[0])
+    settings = peft.PeftConfig.from_pretrained(str(tmp_path / "adapter"))
+    settings.task_type = None
+    loaded = peft.PeftModel.from_pretrained(root, str(tmp_path / "adapter"), config=settings)
+    delta = loaded.get_submodule(f"base_model.model.{name}").get_delta_weight("default")
+    query = adapter.layers["model.layers.1.self_attn.q_proj"]
+    value = adapter.layers["model.layers.1.self_attn.v_proj"]
+    products = [layer.scaling * layer.up @ layer.down for layer in (query, value)]
+    assert close(delta[: len(products[0])], products[0])
+    assert close(delta[-len(products[1]) :], products[1])
+    assert not delta[len(products[0]) : -len(products[1])].any()
+
+
+# ── merged ──
+
+
+def test_a_merged_checkpoint_computes_what_base_and_adapter_do(
+    family: str, base: Checkpoint, tmp_path: Path
+) -> None:
+    adapter = trained_adapter(base, TARGETS[family])
+    expected = beside(base, adapter)
+    write_merged(tmp_path / "merged", base, adapter=adapter)
+    merged = Checkpoint.open(tmp_path / "merged")
+    assert set(merged.tensors or ()) == set(base.tensors or ())
+    assert merged.config == base.config
+    assert close(logits(load(merged.path)), expected)
+    chatglm.register()
+    plain = AutoModelForCausalLM.from_pretrained(merged.path, dtype=torch.float32)
+    assert close(logits(plain), expected)
+
+
+def test_trained_parameters_take_the_place_of_the_published(
+    family: str, base: Checkpoint, tmp_path: Path
+) -> None:
+    model = load(base.path)
+    torch.manual_seed(3)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    write_merged(tmp_path / "merged", base, parameters=dict(model.named_parameters()))
+    stored = load_file(tmp_path / "merged" / "model.safetensors")
+    original = load_file(base.path / "model.safetensors")
+    assert {name: (value.shape, value.dtype) for name, value in stored.items()} == {
+        name: (value.shape, value.dtype) for name, value in original.items()
+    }
+    again = load(tmp_path / "merged")
+    assert all(
+        torch.equal(value, again.get_parameter(name)) for name, value in model.named_parameters()
+    )
+
+
+def test_everything_else_is_copied(tiny: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(tiny, base)
+    (base / "generation_config.json").write_text('{"eos_token_id": 2}')
+    (base / "modeling_chatglm.py").write_text("# theirs\n")
+    (base / "model.safetensors.index.json").write_text('{"weight_map": {"x": "gone.safetensors"}}')
+    (base / "notes.md").write_text("not of the checkpoint")
+    checkpoint = Checkpoint.open(base)
+    adapter = trained_adapter(checkpoint, ("down_proj",))
+    write_merged(tmp_path / "merged", checkpoint, adapter=adapter)
+    copied = {"config.json", "generation_config.json", "modeling_chatglm.py", "reference.json"}
+    names = {path.name for path in (tmp_path / "merged").iterdir()}
+    assert names == {*copied, "model.safetensors"}
+    for name in copied:
+        assert (tmp_path / "merged" / name).read_bytes() == (base / name).read_bytes()
+    before, after = (load_file(path / "model.safetensors") for path in (base, tmp_path / "merged"))
+    changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if "dense_4h_to_h" in name}
+
+
+def test_the_native_form_needs_no_code_of_duoka(tiny: Path, tmp_path: Path) -> None:
+    base = Checkpoint.open(tiny)
+    adapter = trained_adapter(base, TARGETS["chatglm"])
+    write_merged(tmp_path / "merged", base, adapter=adapter, names="native")
+    stored = load_file(tmp_path / "merged" / "model.safetensors")
+    plain, info = GlmForCausalLM.from_pretrained(
+        tmp_path / "merged", dtype=torch.float32, output_loading_info=True
+    )
+    assert set(stored) == set(plain.state_dict())
+    assert not any(info.values())
+    assert close(logits(plain), beside(base, adapter))
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")) is GlmForCausalLM
+    assert close(logits(load(tmp_path / "merged")), beside(base, adapter))
+
+
+def test_the_native_form_has_a_tokenizer(tiny: Path, shared_data: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny, tmp_path / "base")
+    for file in (shared_data / "tokenizers" / "chatglm3-6b").iterdir():
+        shutil.copy(file, tmp_path / "base")
+    base = Checkpoint.open(tmp_path / "base")
+    write_merged(tmp_path / "merged", base, names="native")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    assert tokenizer.decode(tokenizer("多卡 works")["input_ids"], skip_special_tokens=True) == (
+        "多卡 works"
+    )
+
+
+def test_what_has_no_native_form_is_refused(published_data: Path, tmp_path: Path) -> None:
+    base = Checkpoint.open(published_data / "reference" / "chatglm3-6b-128k-tiny")
+    with pytest.raises(UsageError, match=r"no native form: .* lacks its query scaling"):
+        write_merged(tmp_path / "merged", base, names="native")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_large_checkpoints_are_sharded(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("duoka.tuner.result._SHARD_BYTES", 200_000)
+    base = Checkpoint.open(tiny)
+    adapter = trained_adapter(base, TARGETS["chatglm"])
+    write_merged(tmp_path / "merged", base, adapter=adapter)
+    merged = Checkpoint.open(tmp_path / "merged")
+    assert len(merged.files) > 2
+    assert set(merged.tensors or ()) == set(base.tensors or ())
+    index = json.loads((tmp_path / "merged" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == base.weight_bytes
+    assert close(logits(load(merged.path)), beside(base, adapter))
+
+
+def test_published_pickles_become_safetensors(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    shutil.copy(tiny / "config.json", tmp_path / "base")
+    weights = load_file(tiny / "model.safetensors")
+    torch.save(
+        {name: value.half() for name, value in weights.items()},
+        tmp_path / "base" / "pytorch_model.bin",
+    )
+    base = Checkpoint.open(tmp_path / "base")
+    write_merged(tmp_path / "merged", base, adapter=trained_adapter(base, ("o_proj",)))
+    stored = load_file(tmp_path / "merged" / "model.safetensors")
+    assert stored.keys() == weights.keys()
+    assert {value.dtype for value in stored.values()} == {torch.float16}
+
+
+# ── what is refused ──
+
+
+def test_an_adapter_on_a_tied_tensor_cannot_be_merged(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(CONFIGS["tied"]()).save_pretrained(tmp_path / "base")
+    base = Checkpoint.open(tmp_path / "base")
+    layer = LowRank(down=torch.ones(1, 64), up=torch.ones(32, 1), scaling=1, is_embedding=True)
+    with pytest.raises(UsageError, match=r"can't be merged: .* are one tensor"):
+        write_merged(
+            tmp_path / "merged", base, adapter=Adapter(layers={"model.embed_tokens": layer})
+        )
+
+
+def test_what_is_no_tensor_of_the_checkpoint_is_refused(tiny: Path, tmp_path: Path) -> None:
+    base = Checkpoint.open(tiny)
+    with pytest.raises(LoadError, match=r"1 of the trained parameters .*: model.none.weight"):
+        write_merged(tmp_path / "m", base, parameters={"model.none.weight": torch.ones(2)})
+    layer = LowRank(down=torch.ones(1, 7), up=torch.ones(5, 1), scaling=1)
+    other = Adapter(layers={"model.layers.0.mlp.down_proj": layer}, base="other")
+    with pytest.raises(LoadError, match="isn't for this model"):
+        write_merged(tmp_path / "m", base, adapter=other)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_quantized_checkpoint_is_refused(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    config = json.loads((tiny / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="published quantized"):
+        write_merged(tmp_path / "merged", Checkpoint.open(tmp_path / "base"))
+
+
+def test_other_names_are_refused(tiny: Path, tmp_path: Path) -> None:
+    base = Checkpoint.open(tiny)
+    adapter = trained_adapter(base, ("o_proj",))
+    for write in (write_adapter, write_merged):
+        with pytest.raises(UsageError, match="names 'publish' is unknown"):
+            write(
+                tmp_path / "x",
+                *((adapter, base) if write is write_adapter else (base,)),
+                names="publish",
+            )  # type: ignore[operator]
+
+
+def test_a_place_that_is_taken_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "theirs").write_text("")
+    (tmp_path / "file").write_text("")
+    for name in ("full", "file"):
+        with pytest.raises(UsageError, match=f"{name} is not an empty directory"):
+            claim_directory(tmp_path / name)
+    with pytest.raises(MachineError, match=r"can't be written: (Not a directory|File exists)"):
+        claim_directory(tmp_path / "file" / "inner")
+    (tmp_path / "empty").mkdir()
+    assert claim_directory(tmp_path / "empty") == tmp_path / "empty"
+    assert claim_directory(tmp_path / "new" / "place") == tmp_path / "new" / "place"
+    assert (tmp_path / "full" / "theirs").exists()
+
+
+def test_a_full_disk_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
+    base = Checkpoint.open(tiny)
+    adapter = trained_adapter(base, ("o_proj",))
+    with files_of_at_most(2000), pytest.raises(MachineError, match="can't be written"):
+        write_adapter(tmp_path / "adapter", adapter, base)
+    with files_of_at_most(30_000), pytest.raises(MachineError, match="can't be written"):
+        write_merged(tmp_path / "merged", base, adapter=adapter)
+    assert list(tmp_path.iterdir()) == []
