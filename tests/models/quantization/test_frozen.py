@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from duoka import virtual
+from duoka import Checkpoint, Placement, Workload, virtual
 from duoka.errors import ModelError
 from duoka.forecast.workload import Training
 from duoka.models import initialize_adapters, make_trainable
+from duoka.models.from_checkpoint import build_model
 from duoka.models.quantization import (
     Scheme,
     freeze_quantized,
@@ -22,6 +24,9 @@ from duoka.models.quantization import (
     quantize_model,
 )
 from duoka.models.quantization.weights import Nf4Weight
+from duoka.runtime.dispatch.dispatch import dispatch
+from duoka.runtime.load import load_weights
+from duoka.runtime.optimizers import make_optimizer
 
 SCHEMES: tuple[Scheme, ...] = ("int8", "nf4")
 LORA = Training(lora_rank=4)
@@ -111,3 +116,38 @@ def test_layers_that_gradients_cannot_pass_are_named() -> None:
     )
     with pytest.raises(ModelError, match="gradients can't pass out_proj: NonDyn"):
         freeze_quantized(attention)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_checkpoint_trained_over_two_gpus(scheme: Scheme, tmp_path: Path) -> None:
+    """Loaded, quantized on the way, made trainable: in this order each stage does it by itself."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 32}
+    config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, dtype="float32", **sizes)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    workload = Workload(
+        prompt_tokens=8, new_tokens=0, dtype="float32", quantize=scheme, training=LORA
+    )
+    first = ("model.embed_tokens", "model.rotary_emb", "model.layers.0")
+    names = (*first, "model.layers.1", "model.norm", "lm_head")
+    found = []
+    for gpus in ((0, 0), (0, 1)):
+        with virtual.gpus([None, None], data="cpu"):
+            entries = tuple((name, f"vgpu:{gpus[name not in first]}") for name in names)
+            model = build_model(checkpoint, workload)
+            load_weights(model, checkpoint, Placement(entries=entries))
+            make_trainable(model, LORA, torch.float32)
+            initialize_adapters(model, 0)
+            dispatch(model, Placement(entries=entries))
+            optimizer = make_optimizer(model, "adamw8bit", lr=0.01)
+            losses = []
+            for _ in range(3):
+                ids = torch.arange(20, device="vgpu:0").reshape(2, 10)
+                loss = model(input_ids=ids, labels=ids).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            found.append(losses)
+    assert found[0][-1] < found[0][0]
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
