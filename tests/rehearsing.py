@@ -112,7 +112,7 @@ def _kind(layer: Layer, given: int, *, is_first: bool, is_last: bool) -> Kind:
     return Kind(
         weight_bytes=(layer.weight,),
         tapes=(forward, backward, accumulate) * 2,
-        trained=(TrainedTensor(shape=(1, layer.weight), item_bytes=1),),
+        trained=(TrainedTensor(shape=(1, layer.weight // 2), item_bytes=2),),
     )
 
 

@@ -137,7 +137,7 @@ class WayOut:
     ----------
     kind : str
         What changes: "context", "chunk", "batch", "cache", "int8", "int4", "offload", "gpu",
-        "checkpointing", "lora", or "map" (leave the device map out).
+        "checkpointing", "optimizer", "rank", "lora", "nf4", or "map" (leave the device map out).
     text : str
         The same for people.
     loses : str

@@ -18,6 +18,7 @@ from duoka import Checkpoint, Plan, Workload
 from duoka.cli.main import run
 from duoka.cli.suggestions import command_line, format_suggestions
 from duoka.errors import InfeasibleError, WayOut
+from duoka.forecast.optimizer_memory import TrainedTensor
 from duoka.forecast.profile import Profile
 from duoka.forecast.profile_cache import keep_profile
 from duoka.forecast.workload import Training
@@ -77,7 +78,7 @@ def test_lines_are_as_narrow_as_the_terminal_and_commands_whole() -> None:
 
 
 WEIGHTS = [60 * MIB, *[40 * MIB] * 6, 60 * MIB]
-SHARES = {"none": 1.0, "int8": 0.5, "int4": 0.25}
+SHARES = {"none": 1.0, "int8": 0.5, "int4": 0.25, "nf4": 0.25}
 
 
 def answering(workload: Workload) -> Profile:
@@ -92,13 +93,21 @@ def learning(workload: Workload) -> Profile:
     training = workload.training
     assert training is not None
     saved = 2_000 if training.gradient_checkpointing else 30_000
-    share = 64 if training.method == "lora" else 1
+    share = 512 // training.lora_rank if training.method == "lora" else 1
     layers = [rehearsing.Layer(size // share, 4_000, saved) for size in WEIGHTS]
     profile = rehearsing.made_up(layers)
-    kinds = zip(profile.kinds, WEIGHTS, strict=True)
-    return replace(
-        profile, kinds=tuple(replace(kind, weight_bytes=(size,)) for kind, size in kinds)
-    )
+    weights = [int(size * SHARES[workload.quantize]) for size in WEIGHTS]
+    kinds = []
+    for kind, size, layer in zip(profile.kinds, weights, layers, strict=True):
+        matrix = TrainedTensor(shape=(512, layer.weight // 1024), item_bytes=2)
+        kinds.append(replace(kind, weight_bytes=(size,), trained=(matrix,)))
+    return replace(profile, kinds=tuple(kinds))
+
+
+TRAININGS: list[tuple[Any, dict[str, Any]]] = [
+    ("none", {"method": "full"}),
+    *((form, {"lora_rank": rank}) for form in ("none", "int8", "nf4") for rank in (8, 256)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +124,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for quantize in ("none", "int8", "int4")
     ]
     kinds += [
-        replace(work, new_tokens=0, training=Training(method=method, gradient_checkpointing=again))
-        for method in ("lora", "full")
+        replace(
+            work,
+            new_tokens=0,
+            quantize=quantize,
+            training=Training(gradient_checkpointing=again, **training),
+        )
+        for quantize, training in TRAININGS
         for again in (False, True)
     ]
     with pytest.MonkeyPatch.context() as patch:
@@ -146,8 +160,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         ("--gpus 60MiB --quantize auto --context 2K", "gpu"),
         (
             "--gpus 2GiB --train full --batch 8 --context 512",
-            "checkpointing batch lora context",
+            "batch checkpointing optimizer lora context",
         ),
+        ("--gpus 1500MiB --train full --context 512", "optimizer lora gpu"),
+        ("--gpus 1000MiB --train full --context 512", "optimizer lora gpu"),
+        ("--gpus 300MiB --train full --context 512", "int8 nf4 gpu"),
+        ("--gpus 280MiB --train lora --context 512", "int8 nf4 gpu"),
+        ("--gpus 950MiB --train lora --lora-rank 256 --context 512", "optimizer rank int8 gpu"),
         ("--gpus 800MiB --train lora --batch 8 --context 2K", "batch context gpu"),
     ],
 )

@@ -63,9 +63,9 @@ def test_what_a_block_leaves_unsplit_of_a_state_is_the_optimizers(weight: int) -
 
 @pytest.mark.parametrize("optimizer", ["adamw8bit", "adafactor"])
 def test_optimizers_of_few_states(optimizer: Any) -> None:
-    """Of a row of 64 Ki numbers, each of one byte."""
+    """Of a row of 32 Ki numbers, each of two bytes."""
     weight = 64 * KIB
-    states = {"adamw8bit": 3 * (2 * weight + 2 * KIB) + 2 * KIB, "adafactor": 3 * (weight + 512)}
+    states = {"adamw8bit": 3 * (weight + KIB) + 2 * KIB, "adafactor": 3 * (weight + 512)}
     temporary = {"adamw8bit": 0, "adafactor": 2 * weight}[optimizer]
     found = peaks(load(1, method="full", optimizer=optimizer), [0, 1, 2])
     assert found.optimizer_bytes == states[optimizer] + temporary

@@ -20,7 +20,8 @@ from duoka.planner.request import PlanProblem
 from duoka.tools.demo.checkpoint import CONFIG
 
 LOAD = Workload(prompt_tokens=100, new_tokens=20)
-NAMES = ["float32", "bfloat16", "int8", "int4", "nf4", "training LoRA", "training all"]
+NAMES = ["float32", "bfloat16", "int8", "int4", "nf4"]
+NAMES += ["training LoRA", "training LoRA on nf4", "training all"]
 SIZES = {"float32": 16, "bfloat16": 8, "int8": 4, "int4": 2, "nf4": 3}
 TRAINED = rehearsing.made_up([rehearsing.Layer(weight=8 * MIB, result=MIB, saved=MIB)] * 6)
 

@@ -79,7 +79,9 @@ def _workloads(
     yield "int8", replace(plain, quantize="int8"), 1 / 4
     yield "int4", replace(plain, quantize="int4"), 1 / 8
     yield "nf4", replace(plain, quantize="nf4"), 1 / 8
-    yield "training LoRA", learning(plain, Training(method="lora")), 1 / 2
+    lora = learning(plain, Training(method="lora"))
+    yield "training LoRA", lora, 1 / 2
+    yield "training LoRA on nf4", replace(lora, quantize="nf4"), 1 / 8
     # With a gradient and AdamW's two numbers for each weight.
     yield "training all", learning(plain, Training(method="full")), 2
 

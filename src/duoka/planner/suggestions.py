@@ -15,7 +15,7 @@ from typing import Literal
 from duoka.base.units import format_bytes
 from duoka.errors import DuokaError, WayOut
 from duoka.forecast.profile import Profile
-from duoka.forecast.workload import DTYPE_BYTES, Training, Workload
+from duoka.forecast.workload import DTYPE_BYTES, Optimizer, Training, Workload
 
 from .command_line import change
 from .gpu_upgrades import upgrades
@@ -29,6 +29,7 @@ ProfileFor = Callable[[Workload], Profile | None]
 
 _CACHE = " --cache int8"
 _BITS = {"int8": 8, "int4": 4, "nf4": 4}
+_USUAL_RANK = Training().lora_rank
 _QUALITY = "some accuracy: `duoka bench --quality FILE{}` measures it on your text"
 
 
@@ -129,7 +130,7 @@ class WaysOut:
         if cache:
             more += ", and the KV cache in 8 bit"
         text = (
-            f"weights in {scheme.removeprefix('int')} bit ({scheme}): {format_bytes(weights)} "
+            f"weights in {_BITS[scheme]} bit ({scheme}): {format_bytes(weights)} "
             f"instead of {format_bytes(self._profile.weight_bytes)}{more}{self._pieces(plan)}"
         )
         return self._way(scheme, text, plan, loses=_QUALITY.format(f" --quantize {scheme}{cache}"))
@@ -140,32 +141,66 @@ class WaysOut:
         training = self._workload.training
         assert training is not None
         again = replace(training, gradient_checkpointing=True)
-        ways: list[WayOut] = []
+        ways = list(self._batch("a micro-batch", self._workload))
         if again != training:
             text = "activations that are computed again in the backward pass"
-            ways += self._learning("checkpointing", text, [again], "about a third of the speed")
-        ways += self._batch("a micro-batch", self._workload)
+            ways += self._learning("checkpointing", text, again, "about a third of the speed")
         if not ways and again != training:
             workload = replace(self._workload, training=again)
             ways += self._batch("activations computed again, and a micro-batch", workload)
         yield from ways
+        yield from self._trained_with_less(training, alone=bool(ways))
+        if training.method == "lora":
+            yield from self._beside_quantized(training, alone=bool(ways))
+            return
         lora = replace(training, method="lora", master_weights=False)
-        if training.method == "full":
-            text = "low-rank adapters (LoRA) instead of all weights"
-            tried = [lora, replace(lora, gradient_checkpointing=True)]
-            yield from self._learning("lora", text, tried, "what adapters can't learn")
+        text = "low-rank adapters (LoRA) instead of all weights"
+        adapted = list(self._learning("lora", text, lora, "what adapters can't learn"))
+        yield from adapted or self._beside_quantized(lora, alone=False)
+
+    def _trained_with_less(self, training: Training, *, alone: bool) -> Iterator[WayOut]:
+        """Smaller states of the optimizer, and smaller adapters."""
+        if training.optimizer == "adamw":
+            less: tuple[tuple[Optimizer, str, str], ...] = (
+                ("adamw8bit", "AdamW with states in 8 bit", "a little of what AdamW remembers"),
+                ("adafactor", "Adafactor instead of AdamW", "some of what AdamW learns"),
+            )
+            for name, text, loses in less:
+                other = replace(training, optimizer=name)
+                if ways := list(self._learning("optimizer", text, other, loses, alone=alone)):
+                    yield from ways
+                    break
+        if training.method == "lora" and training.lora_rank > _USUAL_RANK:
+            smaller = replace(training, lora_rank=_USUAL_RANK)
+            text = f"adapters of rank {_USUAL_RANK} instead of {training.lora_rank}"
+            yield from self._learning("rank", text, smaller, "what larger ones learn", alone=alone)
 
     def _learning(
-        self, kind: str, text: str, tried: list[Training], loses: str
+        self, kind: str, text: str, training: Training, loses: str, *, alone: bool = False
     ) -> Iterator[WayOut]:
-        """The first way to train that fits."""
-        for training in dict.fromkeys(tried):
-            plan = self._plan(self._of(replace(self._workload, training=training)))
+        """Training in another way; where that won't do, and unless `alone`, checkpointed too."""
+        plan, more = self._plan_or_again(replace(self._workload, training=training), alone=alone)
+        if plan is not None:
+            yield self._way(kind, text + more, plan, loses=loses)
+
+    def _beside_quantized(self, lora: Training, *, alone: bool) -> Iterator[WayOut]:
+        adapters = (
+            "" if lora == self._workload.training else ", with low-rank adapters (LoRA) to train"
+        )
+        for scheme in _smaller(self._workload):
+            workload = replace(self._workload, training=lora, quantize=scheme)
+            plan, more = self._plan_or_again(workload, alone=alone)
             if plan is not None:
-                again = training != tried[0] and training.gradient_checkpointing
-                more = ", and activations that are computed again" if again else ""
-                yield self._way(kind, text + more, plan, loses=loses)
-                return
+                yield self._quantized(scheme, plan, adapters + more)
+
+    def _plan_or_again(self, workload: Workload, *, alone: bool) -> tuple[Plan | None, str]:
+        """The plan; unless `alone`, one with activations computed again, which the text says."""
+        training, plan = workload.training, self._plan(self._of(workload))
+        if plan is not None or alone or training is None or training.gradient_checkpointing:
+            return plan, ""
+        training = replace(training, gradient_checkpointing=True)
+        plan = self._plan(self._of(replace(workload, training=training)))
+        return plan, ", and activations that are computed again"
 
     # ── other memory ──
 
@@ -249,7 +284,10 @@ class WaysOut:
         scheme. It saves the trace of a model that can't fit anyway.
         """
         workload = problem.workload
-        if workload.training or problem.constraints.offload or problem.device_map is not None:
+        trained = self._workload.training
+        if trained is not None and trained.master_weights and trained.method == "full":
+            return False  # its weights are in 32 bit, and others needn't be
+        if problem.constraints.offload or problem.device_map is not None:
             return False
         bits = _BITS.get(self._workload.quantize, 8 * DTYPE_BYTES.get(self._profile.dtype, 8))
         least_bits = min(bits, _BITS.get(workload.quantize, bits))
@@ -300,11 +338,12 @@ class WaysOut:
         return replace(changed, workload=workload, trust_remote_code=original.trust_remote_code)
 
 
-def _smaller(workload: Workload) -> tuple[Literal["int8", "int4"], ...]:
+def _smaller(workload: Workload) -> tuple[Literal["int8", "int4", "nf4"], ...]:
     """What weights may still become, the most bits first."""
+    least: Literal["int4", "nf4"] = "int4" if workload.training is None else "nf4"
     if workload.quantize == "none":
-        return ("int8", "int4")
-    return ("int4",) if workload.quantize == "int8" else ()
+        return ("int8", least)
+    return (least,) if workload.quantize == "int8" else ()
 
 
 def _size(plan: Plan, largest: str) -> str:
