@@ -17,6 +17,7 @@ from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import CheckpointError, ModelError, UsageError
 from duoka.hardware.host import refuse_more
+from duoka.models.chunked_loss import chunk_loss
 from duoka.models.from_checkpoint import build_model, tokenizer_of
 from duoka.models.text.chatglm_tokenizer import ChatGLMTokenizer
 from duoka.planner.placement import Placement
@@ -197,6 +198,8 @@ def dispatch(
     """
     outputs_stay = _stay(outputs)
     if isinstance(placement, Plan):
+        if placement.workload.training is not None:
+            chunk_loss(model)
         devices.materialise(placement.fleet)
         refuse_more(placement.forecast.host_bytes)
         return _spread(model, placement, outputs_stay)

@@ -24,7 +24,7 @@ from .allocator import END_OF_ADDRESSES, rounded_bytes
 from .flash_splits import FlashShape
 from .optimizer_memory import TrainedTensor
 from .tensor_names import Outline, OutlineBlock, TensorNames
-from .workload import Conditions
+from .workload import LOSS_CHUNK_TOKENS, Conditions
 
 Phase = Literal[
     "encode", "prefill", "extend", "decode", "release", "forward", "backward", "accumulate"
@@ -46,9 +46,11 @@ NUM_BUFFERS = 2
 _OF_KEYS = ("1", "q", "k", "qk", "qq", "b", "bq", "bk", "bqk", "bqq", "p", "qp", "bp", "bqp")
 MONOMIALS = (*_OF_KEYS, "c", "qc", "bc", "bqc", "r", "qr", "br", "bqr")
 # The same in training: sequence length q, p as above, and q rounded up to the rows that fused
-# attention keeps (r), to the blocks (s) and to the tiles (t) that it adds gradients up in.
+# attention keeps (r), to the blocks (s) and to the tiles (t) that it adds gradients up in; and of
+# all sequences together the tokens of which the loss is computed at once (c), and how often (n).
 _OF_SEQUENCE = ("1", "q", "qq", "p", "qp", "r", "s", "t")
 TRAINING_MONOMIALS = (*_OF_SEQUENCE, *("b" + name.replace("1", "") for name in _OF_SEQUENCE))
+TRAINING_MONOMIALS += ("c", "n")
 _ATTENTION_ROWS = (32, 64, 128)
 Rule = tuple[float, ...]
 """Coefficients of `MONOMIALS` (or, in training, of `TRAINING_MONOMIALS`), in bytes or FLOPs;
@@ -72,7 +74,8 @@ def training_monomials(batch: int, tokens: int) -> tuple[int, ...]:
     padded = _aligned(tokens)
     rows = tuple(_aligned(tokens, multiple) for multiple in _ATTENTION_ROWS)
     alone = (1, tokens, tokens * tokens, padded, tokens * padded, *rows)
-    return (*alone, *(batch * value for value in alone))
+    chunk = min(batch * tokens, LOSS_CHUNK_TOKENS)
+    return (*alone, *(batch * value for value in alone), chunk, -(-batch * tokens // chunk))
 
 
 def _aligned(tokens: int, multiple: int = ALIGNED_TOKENS) -> int:

@@ -39,6 +39,9 @@ _QUANTIZATION_WORDS = {"8bit": "int8", "4bit": "nf4"}
 MOST_BATCH = 2**16
 MOST_TOKENS = 2**24
 MOST_BATCH_TOKENS = 2**30
+# Of so many tokens at once training computes logits and loss. Matrix products of fewer rows are
+# slower; of more, what they take grows: 2 GB for 151,552 columns.
+LOSS_CHUNK_TOKENS = 2**10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

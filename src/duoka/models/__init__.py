@@ -9,7 +9,8 @@ They know nothing of planning or hardware. Nothing is registered with transforme
 - `glm4v`, `eva_clip`, `image_tokens`: GLM-4V, its vision tower, and pictures in its prompts
 - `from_checkpoint`, `quantized_checkpoint`: a checkpoint → its model, in the form of its weights
 - `conversion`, `boxes`: which part of which tensor of a checkpoint fills what of the model
-- `quantization`: weights in fewer bits; `trainable`: what of a model learns; `lora`: adapters
+- `quantization`: weights in fewer bits; `lora`: adapters
+- `trainable`, `chunked_loss`: what of a model learns, and its loss, some tokens at a time
 - `kv_cache`: the cache, by the kind that a workload names
 - `text`: tokenizers, prompts, messages and chat templates
 """

@@ -22,6 +22,7 @@ from duoka.checkpoint.adapters import unknown_target
 from duoka.errors import ModelError, UsageError
 from duoka.forecast.workload import Training
 
+from .chunked_loss import chunk_loss
 from .quantization import freeze_quantized
 
 _ADAPTED = ".base_layer"
@@ -43,6 +44,7 @@ def make_trainable(model: nn.Module, training: Training, dtype: torch.dtype) -> 
             parameter.requires_grad_(parameter.is_floating_point())
     if training.gradient_checkpointing:
         _checkpoint(model)
+    chunk_loss(model)
     model.train()
 
 

@@ -28,6 +28,7 @@ from duoka.forecast.profile import (
 )
 
 from .record import Home, Pass, RawTape, homes_in
+from .record_training import ChunkBytes
 
 
 class Unlike(Exception):
@@ -172,7 +173,7 @@ _BASES: dict[Phase, tuple[tuple[str, ...], ...]] = {
     "decode": (("1", "k"), ("1", "p")),
     **dict.fromkeys(
         TRAINING_PHASES,
-        (("1", "q", "qq"), ("1", "p", "qp"), ("1", "r"), ("1", "s"), ("1", "t")),
+        (("1", "q", "qq"), ("1", "p", "qp"), ("1", "r"), ("1", "s"), ("1", "t"), ("1", "q", "n")),
     ),
 }
 # The same with a static cache, whose keys and masks are as long as its context c.
@@ -193,6 +194,7 @@ class _Solver:
     """Rules that meet what one phase's samples say, exactly."""
 
     def __init__(self, samples: Sequence[Sample], shapes: list[FlashShape] | None) -> None:
+        self._of_chunks: _Basis | None = None
         self._known: dict[tuple[int, ...], Rule | None] = {}
         self._samples, self._shapes = samples, [] if shapes is None else shapes
         if len(samples) == 1:
@@ -203,11 +205,12 @@ class _Solver:
         trains = samples[0].phase in TRAINING_PHASES
         names = TRAINING_MONOMIALS if trains else MONOMIALS
         values = [sample.monomials for sample in samples]
+        if trains:
+            self._of_chunks = _basis(("1", "c"), names, values)
         self._bases = []
         for alone in (_STATIC_BASES if samples[0].context else _BASES)[samples[0].phase]:
             together = ["b" if name == "1" else f"b{name}" for name in alone] if many else []
-            places = [names.index(name) for name in (*alone, *together)]
-            basis = _Basis(places, [[row[place] for place in places] for row in values])
+            basis = _basis((*alone, *together), names, values)
             if basis.is_checked:
                 self._bases.append(basis)
         assert self._bases, "nothing is left to check a rule with"
@@ -216,7 +219,9 @@ class _Solver:
         """The rule that gives these values at the samples."""
         if isinstance(values[0], PartBytes) and len(values) > 1:
             return self._part_rule(values[0], values)
-        rule = self._exact(tuple(values))
+        rule = self._chunk_rule(values) if isinstance(values[0], ChunkBytes) else None
+        if rule is None:
+            rule = self._exact(tuple(values))
         if rule is None:
             raise Unlike("a size is no polynomial of the step's sizes")
         return rule
@@ -233,6 +238,11 @@ class _Solver:
         if shape not in self._shapes:
             self._shapes.append(shape)
         return (*(0.0,) * (len(MONOMIALS) + self._shapes.index(shape)), float(row_bytes))
+
+    def _chunk_rule(self, values: Sequence[int]) -> Rule | None:
+        """The rule of a chunk's size; where all chunks are full it is a constant as any other."""
+        basis = self._of_chunks
+        return basis.solve(tuple(values)) if basis is not None and basis.is_checked else None
 
     def estimate(self, values: Sequence[int]) -> Rule:
         """The rule that gives these values, or nearly: a sum over masks of several lengths."""
@@ -292,6 +302,12 @@ class _Basis:
         while rule and not rule[-1]:
             rule.pop()
         return tuple(rule)
+
+
+def _basis(chosen: Sequence[str], names: Sequence[str], values: Sequence[Sequence[int]]) -> _Basis:
+    """A basis of those of the names that there are, with the values of all at the samples."""
+    places = [names.index(name) for name in chosen if name in names]
+    return _Basis(places, [[row[place] for place in places] for row in values])
 
 
 def _independent(rows: list[list[int]]) -> list[int]:

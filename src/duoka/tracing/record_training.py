@@ -25,10 +25,15 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from duoka import virtual
+from duoka.models.chunked_loss import chunked_head
 from duoka.runtime.dispatch.arguments import tensors_in
 
 from .blocks import Group
 from .record import Home, Pass, Recorder, Skipper, device_of, picture_made
+
+
+class ChunkBytes(int):
+    """Bytes for a chunk of the loss, which never has more than so many tokens."""
 
 
 class MicroBatch(NamedTuple):
@@ -51,6 +56,8 @@ class TrainingRecorder(Recorder):
             for parameter in module.parameters(recurse=False):
                 self._block_of.setdefault(id(parameter), owners[name])
         self._is_backward = False
+        # The number of the chunk of the loss that runs. All allocate what the first one does.
+        self._chunk: int | None = None
         # Whether some module was called again in the backward pass.
         self.computes_again = False
         self._first_numbers: list[int] = [0] * len(groups)
@@ -61,9 +68,20 @@ class TrainingRecorder(Recorder):
         self._gradients: dict[tuple[int, int], int] = {}
 
     def __enter__(self) -> Self:
+        self._chunked = chunked_head(self._model)
+        if self._chunked is not None:
+            self._chunked.chunk_begins = self._begin_chunk
         super().__enter__()
         self._handles.append(register_module_forward_pre_hook(self._call))
         return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if self._chunked is not None:
+            self._chunked.chunk_begins = None
+
+    def _begin_chunk(self, number: int | None) -> None:
+        self._chunk = number
 
     def _call(self, module: nn.Module, args: Any) -> None:
         self.computes_again |= self._is_backward
@@ -94,6 +112,10 @@ class TrainingRecorder(Recorder):
 
     def allocated(self, gpu: object, storage_id: int, num_bytes: int) -> None:
         """Put an allocation on the tape of the block that runs."""
+        if self._chunk:
+            return
+        if self._chunk == 0:
+            num_bytes = ChunkBytes(num_bytes)
         self._locate()
         tape, block = self._tapes[self._current], self._current
         number = self._first_numbers[block] + len(tape.sizes)

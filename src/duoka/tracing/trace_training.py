@@ -23,6 +23,7 @@ from duoka.forecast.profile import ALIGNED_TOKENS, TRAINING_PHASES, Kind, Profil
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.forecast.workload import DTYPES, Dtype, Training, Workload
 from duoka.models import base_name, make_trainable
+from duoka.models.chunked_loss import whole_logits
 from duoka.models.trainable import WITHOUT_CHECKPOINTING
 from duoka.runtime.steps import Learner
 
@@ -116,8 +117,9 @@ class _Tracer:
         self.device = device
         self.model.eval()
         learner = self._learner(1, 8)
-        self.groups = find_groups(self.model, learner.look)
-        joined = find_groups(self.model, learner.forward, hears_moves=True)
+        with whole_logits(self.model):
+            self.groups = find_groups(self.model, learner.look)
+            joined = find_groups(self.model, learner.forward, hears_moves=True)
         _, ties = weights_and_ties(self.model, self.groups)
         if len(joined) == 1 and len(self.groups) - 1 not in ties:
             self.groups = joined  # the loss meets labels that nobody brings to the logits
