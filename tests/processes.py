@@ -16,7 +16,10 @@ _SECONDS = 120
 
 
 def run_together(number: int, work: Callable[..., Any], store: Path, *arguments: Any) -> list[Any]:
-    """What a function of an importable module returns in each process; `store` is a new file."""
+    """What a function of an importable module returns in each process; `store` is a new file.
+
+    One process alone has no process group.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     results = context.SimpleQueue()
@@ -48,9 +51,12 @@ def _enter(
 ) -> None:
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=number)
+        if number > 1:
+            place = f"file://{store}"
+            dist.init_process_group("gloo", init_method=place, rank=rank, world_size=number)
         results.put((rank, work(*arguments)))
-        dist.barrier()
-        dist.destroy_process_group()
+        if number > 1:
+            dist.barrier()
+            dist.destroy_process_group()
     except BaseException:
         results.put((rank, _Failure(traceback.format_exc())))

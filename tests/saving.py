@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import resource
+import shutil
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,3 +112,46 @@ def _resume_other(directory: Path, rank: int) -> str:
     except CheckpointError as error:
         return str(error)
     return "nothing failed"
+
+
+def die_at_every_moment(directory: Path) -> int:
+    """Save step 2 in processes, each of which is killed at a later moment; how many were."""
+    part = Part(range(2), steps=2)
+    for moment in itertools.count():
+        child = os.fork()
+        if child == 0:
+            _kill_at(directory, moment)
+            TrainingCheckpoints(directory, IDENTITY, keep=1).save(
+                2, part.parameters, part.optimizer, {}
+            )
+            os._exit(0)
+        if os.waitpid(child, 0)[1] == 0:
+            return moment
+        before = Part(range(2))
+        resumed = TrainingCheckpoints(directory, IDENTITY).resume(
+            before.parameters, before.optimizer
+        )
+        assert resumed is not None, moment
+        assert not resumed.refused, moment
+        assert before.values() == Part(range(2), steps=resumed.step).values(), moment
+        if resumed.step == 2:  # killed after that: as it was for the next one
+            shutil.rmtree(directory / "step-000002")
+            TrainingCheckpoints(directory, IDENTITY).save(
+                1, *vars(Part(range(2), steps=1)).values(), {}
+            )
+    raise AssertionError
+
+
+def _kill_at(directory: Path, moment: int) -> None:
+    """Kill this process when it changes something in a directory for the nth time."""
+    count = itertools.count()
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        # A directory's entries are removed by names that are relative to it.
+        changes = event in ("os.remove", "os.rmdir") or (
+            event in ("os.mkdir", "os.rename", "open") and str(directory) in str(arguments[0])
+        )
+        if changes and next(count) == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)

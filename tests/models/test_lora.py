@@ -12,7 +12,7 @@ import torch
 from closeness import close
 from torch import Tensor, nn
 
-from duoka import models
+from duoka import Placement, models, virtual
 from duoka.errors import LoadError
 from duoka.forecast.workload import Training
 from duoka.models import initialize_adapters, make_trainable
@@ -25,6 +25,7 @@ from duoka.models.lora import (
     published_form,
     put_adapter,
 )
+from duoka.runtime.dispatch.dispatch import dispatch
 
 CHATGLM: dict[str, Any] = {
     **chatglm_files.config("chatglm3-6b"),
@@ -170,6 +171,28 @@ def test_an_adapter_of_another_model_is_refused(layers: Mapping[str, LowRank], r
     assert list(model.state_dict()) == before
 
 
+def test_it_lies_beside_the_weights_on_their_devices() -> None:
+    layers = {
+        f"model.layers.{number}.self_attn.{part}": low_rank(32, rows)
+        for number in range(2)
+        for part, rows in ROWS.items()
+    }
+    alone, spread = small_model(), small_model()
+    with virtual.gpus([2**26, 2**26]):
+        entries = (("", "vgpu:1"), ("model.embed_tokens", "vgpu:0"), ("model.layers.0", "vgpu:0"))
+        dispatch(spread, Placement(entries=entries))
+        for model in (alone, spread):
+            put_adapter(model, Adapter(layers=layers))
+        places = {
+            str(parameter.device)
+            for name, parameter in spread.named_parameters()
+            if "layers.1" in name and "lora" in name
+        }
+        assert places == {"vgpu:1"}
+        assert close(logits(spread), logits(alone))
+        assert not close(logits(alone), logits(small_model()))
+
+
 def adapted(rank: int = 2) -> nn.Module:
     model = small_model()
     training = Training(lora_rank=rank, lora_alpha=4, lora_targets=("o_proj", "down_proj"))
@@ -184,7 +207,7 @@ def test_training_starts_from_an_adapter() -> None:
         if "lora_B" in name:
             nn.init.normal_(parameter)
     adapter = adapter_of(first, dict(first.named_parameters()))
-    assert (adapter.targets, adapter.common) == (("down_proj", "o_proj"), (2, 2.0))
+    assert adapter.common == (2, 2.0)
     second = adapted()
     assert not close(logits(second), logits(first))
     elsewhere = second.model.layers[1].to("meta")
@@ -203,7 +226,7 @@ def test_an_adapter_that_does_not_fit_the_run_is_refused() -> None:
     fewer = replace(adapter, layers=dict(list(adapter.layers.items())[1:]))
     with pytest.raises(LoadError, match=r"on 4 modules, and .* on 3; not on both is") as raised:
         fill_adapter(adapted(), fewer)
-    assert "down_proj, o_proj" in str(raised.value.hint)
+    assert "targets: down_proj, o_proj" in str(raised.value.hint)
 
 
 def test_missing_tensors_are_told_of() -> None:

@@ -12,12 +12,19 @@ import pytest
 import torch
 from processes import run_together
 from safetensors.torch import load_file
-from saving import IDENTITY, NUM_LAYERS, Part, files_of_at_most, save_and_resume
+from saving import (
+    IDENTITY,
+    NUM_LAYERS,
+    Part,
+    die_at_every_moment,
+    files_of_at_most,
+    save_and_resume,
+)
 from torch import Tensor, nn
 
 from duoka import virtual
 from duoka.errors import CheckpointError, MachineError
-from duoka.tuner.checkpoints import Resumed, TrainingCheckpoints
+from duoka.tuner.checkpoints import Resumed, SavedParameters, TrainingCheckpoints
 
 
 class Run:
@@ -410,3 +417,24 @@ def test_several_processes_save_and_others_resume(tmp_path: Path) -> None:
     resumed = TrainingCheckpoints(directory, IDENTITY).resume(alone.parameters, alone.optimizer)
     assert resumed is not None
     assert alone.values() == Part(range(NUM_LAYERS), steps=1).values()
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    part = Part(range(2), steps=1)
+    TrainingCheckpoints(directory, IDENTITY).save(1, part.parameters, part.optimizer, {})
+    (moments,) = run_together(1, die_at_every_moment, tmp_path / "store", directory)
+    assert moments > 10
+    assert names(directory) == ["step-000002"]
+
+
+def test_parameters_are_read_out_of_a_checkpoint(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(1)
+    saved = SavedParameters(run.save())
+    assert len(saved) == len(list(saved)) == 8
+    assert all(torch.equal(saved[name], value) for name, value in run.parameters.items())
+    assert "0.weight/step" not in saved
+    assert "0.weight" in saved

@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 from closeness import close
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from saving import files_of_at_most
 from torch import Tensor, nn
 from transformers import (
@@ -27,11 +27,13 @@ from transformers import (
 
 from duoka import Checkpoint, models
 from duoka.errors import LoadError, MachineError, UsageError
-from duoka.models import chatglm
-from duoka.models.lora import Adapter, LowRank, native_form, put_adapter
+from duoka.forecast.workload import Training
+from duoka.models import chatglm, initialize_adapters, make_trainable
+from duoka.models.lora import Adapter, LowRank, adapter_of, native_form, put_adapter
 from duoka.planner.placement import Placement
 from duoka.runtime.load import load_weights
 from duoka.runtime.load.adapter import read_adapter
+from duoka.tuner.checkpoints import SavedParameters, TrainingCheckpoints
 from duoka.tuner.result import claim_directory, write_adapter, write_merged
 
 SIZES: dict[str, Any] = {
@@ -195,6 +197,33 @@ def test_peft_takes_the_published_names_for_the_published_modules(
     assert not delta[len(products[0]) : -len(products[1])].any()
 
 
+@pytest.mark.filterwarnings("ignore:.*fan_in_fan_out", "ignore:.*is_gradient_checkpointing")
+@pytest.mark.filterwarnings("ignore:.*_pattern keys did not match")
+def test_what_a_run_has_saved_is_its_result(family: str, base: Checkpoint, tmp_path: Path) -> None:
+    """All layers that adapters are for by default, for mixtral experts and routers too."""
+    training = Training(lora_alpha=4)
+    model: Any = load(base.path)
+    make_trainable(model, training, torch.float32)
+    initialize_adapters(model, seed=0)
+    learning = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    for name, value in learning.items():
+        if "lora_B" in name:
+            nn.init.normal_(value, std=0.2)
+    path = TrainingCheckpoints(tmp_path / "run", {}).save(1, learning, None, {})
+
+    without_data = models.build(base.config)
+    make_trainable(without_data, training, torch.float32)
+    adapter = adapter_of(without_data, SavedParameters(path), base="org/base")
+    write_adapter(tmp_path / "adapter", adapter, base)
+    chatglm.register()
+    plain = AutoModelForCausalLM.from_pretrained(base.path, dtype=torch.float32)
+    loaded = peft.PeftModel.from_pretrained(plain, str(tmp_path / "adapter"))
+    assert close(logits(loaded), logits(model))
+    assert loaded.peft_config["default"].base_model_name_or_path == "org/base"
+    write_merged(tmp_path / "merged", base, adapter=adapter)
+    assert close(logits(load(tmp_path / "merged")), logits(model))
+
+
 # ── merged ──
 
 
@@ -230,6 +259,20 @@ def test_trained_parameters_take_the_place_of_the_published(
     assert all(
         torch.equal(value, again.get_parameter(name)) for name, value in model.named_parameters()
     )
+
+
+def test_both_copies_of_a_tied_tensor_are_written(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(CONFIGS["tied"]()).save_pretrained(tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    stored = load_file(file)
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    save_file(stored, file, {"format": "pt"})
+    base = Checkpoint.open(tmp_path / "base")
+    value = torch.randn(64, 32)
+    write_merged(tmp_path / "merged", base, parameters={"model.embed_tokens.weight": value})
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert torch.equal(merged["lm_head.weight"], value)
+    assert torch.equal(merged["model.embed_tokens.weight"], value)
 
 
 def test_everything_else_is_copied(tiny: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from duoka.errors import LoadError
 
 from .build import resolve
 from .chatglm import RENAMED
-from .trainable import inject
+from .trainable import base_name, inject
 
 _FUSED = "self_attention.query_key_value"
 _PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -41,17 +41,24 @@ class LowRank:
     scaling : float
     is_embedding : bool
         Whether the module is an embedding; its weight, [tokens, size], is the transposed product.
+    parameter : str or None
+        What is adapted where that is no weight of a layer: a parameter of any other module, which
+        may be a stack of experts.
+    num_experts : int
+        In the stack; each has its own rank.
     """
 
     down: Tensor
     up: Tensor
     scaling: float
     is_embedding: bool = False
+    parameter: str | None = None
+    num_experts: int = 1
 
     @property
     def rank(self) -> int:
         """The rank."""
-        return len(self.down)
+        return len(self.down) // self.num_experts
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -68,7 +75,8 @@ class Adapter:
     Parameters
     ----------
     layers : mapping of str to LowRank
-        By the name of the module.
+        By the name of the module, as peft has it: of two parameters of one module that are adapted
+        one is in its `base_layer`.
     base : str
         The model that it is for, as peft names it.
     dropout : float
@@ -80,9 +88,12 @@ class Adapter:
     dropout: float = 0.0
 
     @property
-    def targets(self) -> tuple[str, ...]:
-        """What the modules are called, without what is around them."""
-        return tuple(sorted({name.rpartition(".")[2] for name in self.layers}))
+    def targets(self) -> dict[str, str]:
+        """What is adapted, by peft's name of the module: module or parameter."""
+        return {
+            name: name if layer.parameter is None else f"{base_name(name)}.{layer.parameter}"
+            for name, layer in self.layers.items()
+        }
 
     @property
     def common(self) -> tuple[int, float]:
@@ -180,18 +191,23 @@ def put_adapter(model: nn.Module, adapter: Adapter) -> None:
         If it isn't for this model; then nothing has changed.
     """
     _refuse_other_model(model, adapter)
-    rank, scaling = adapter.common
+    parts = {name for name, layer in adapter.layers.items() if layer.parameter is not None}
+    rank, _ = adapter.common
     inject(
         model,
         r=rank,
-        lora_alpha=rank * scaling,
-        target_modules=list(adapter.layers),
-        rank_pattern={name: layer.rank for name, layer in adapter.layers.items()},
+        target_modules=[name for name in adapter.layers if name not in parts],
+        target_parameters=[adapter.targets[name] for name in sorted(parts)],
+        rank_pattern={
+            adapter.targets[name]: layer.rank
+            for name, layer in adapter.layers.items()
+            if layer.rank != rank
+        },
     )
     for name, layer in adapter.layers.items():
         module = cast(Any, model.get_submodule(name))
         module.scaling[_ADAPTER] = layer.scaling
-        weight = module.get_base_layer().weight
+        weight = next(iter(module.get_base_layer().parameters()))
         device = "cpu" if weight.is_meta else weight.device
         for key, value in layer.tensors.items():
             owner, _, leaf = _in_model(key).rpartition(".")
@@ -213,7 +229,8 @@ def fill_adapter(model: nn.Module, adapter: Adapter) -> None:
         raise LoadError(
             f"the run has adapters on {len(adapted)} modules, and the adapter to start from on "
             f"{len(adapter.layers)}; not on both is {unlike[0]}",
-            hint=f"give the run the same targets: {', '.join(adapter.targets)}",
+            hint="give the run the same targets: "
+            + ", ".join(sorted({name.rpartition(".")[2] for name in adapter.targets.values()})),
         )
     for name, module in adapted.items():
         if module.r[_ADAPTER] != adapter.layers[name].rank:
@@ -253,6 +270,8 @@ def adapter_of(model: nn.Module, tensors: Mapping[str, Tensor], *, base: str = "
             up=tensors[names[1]],
             scaling=module.scaling[_ADAPTER],
             is_embedding=is_embedding,
+            parameter=getattr(module, "parameter_name", None),
+            num_experts=getattr(module, "num_experts", 1),
         )
         dropout = getattr(module.lora_dropout[_ADAPTER], "p", 0.0)
     return Adapter(layers=layers, base=base, dropout=dropout)
@@ -274,16 +293,22 @@ def _in_model(key: str) -> str:
 
 
 def _refuse_other_model(model: nn.Module, adapter: Adapter) -> None:
-    modules = dict(model.named_modules())
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     for name, layer in adapter.layers.items():
-        sizes = _sizes(modules.get(name))
+        if layer.parameter is None:
+            sizes = _sizes(modules.get(name))
+        else:
+            stack = parameters.get(adapter.targets[name])
+            sizes = None if stack is None else tuple(stack.shape[-2:])
         if sizes is None:
             raise LoadError(
-                f"the adapter isn't for this model: nothing in it is called {name}, or can have an "
-                "adapter",
+                f"the adapter isn't for this model: nothing in it is called "
+                f"{adapter.targets[name]}, or can have an adapter",
                 hint=f"the adapter was made for {adapter.base or 'an unnamed model'}",
             )
-        if (layer.down.shape[1], len(layer.up)) != sizes:
+        # A stack has the two in either order.
+        ends = (layer.down.shape[1], len(layer.up))
+        if ends != sizes and (layer.parameter is None or ends != sizes[::-1]):
             raise LoadError(
                 f"the adapter isn't for this model: it goes from {layer.down.shape[1]} to "
                 f"{len(layer.up)} at {name}, and the model from {sizes[0]} to {sizes[1]}",
@@ -291,7 +316,7 @@ def _refuse_other_model(model: nn.Module, adapter: Adapter) -> None:
             )
 
 
-def _sizes(module: Any) -> tuple[int, int] | None:
+def _sizes(module: Any) -> tuple[int, ...] | None:
     """What goes into a module and comes out of it; None where it can't have an adapter."""
     match module:
         case nn.Linear():

@@ -93,6 +93,8 @@ def inject(model: nn.Module, **settings: Any) -> None:
             warnings.filterwarnings("ignore", ".*fan_in_fan_out.*")
             # torchao's weights can't be merged with adapters: duoka merges with the checkpoint's.
             warnings.filterwarnings("ignore", ".*get_apply_tensor_subclass.*")
+            # peft looks for the patterns of experts, which it has made itself, among layers only.
+            warnings.filterwarnings("ignore", ".*_pattern keys did not match.*")
             config = peft.LoraConfig(**settings)
             peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     except ValueError as error:

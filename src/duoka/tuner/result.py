@@ -111,9 +111,16 @@ def _peft_config(adapter: Adapter, base: Checkpoint) -> Any:
     from peft import LoraConfig
 
     rank, scaling = adapter.common
-    rare = {n: x for n, x in adapter.layers.items() if (x.rank, x.scaling) != (rank, scaling)}
+    targets = adapter.targets
+    rare = {
+        targets[name]: layer
+        for name, layer in adapter.layers.items()
+        if (layer.rank, layer.scaling) != (rank, scaling)
+    }
+    modules = {targets[name] for name, x in adapter.layers.items() if x.parameter is None}
     # A tower's modules may be called as layers of text are: then ends of names say too little.
-    has_tower = bool(base.config.get("vision_config"))
+    if not base.config.get("vision_config"):
+        modules = {name.rpartition(".")[2] for name in modules}
     return LoraConfig(
         task_type="SEQ_2_SEQ_LM" if base.config.get("is_encoder_decoder") else "CAUSAL_LM",
         inference_mode=True,
@@ -121,7 +128,8 @@ def _peft_config(adapter: Adapter, base: Checkpoint) -> Any:
         r=rank,
         lora_alpha=_whole(rank * scaling),
         lora_dropout=adapter.dropout,
-        target_modules=sorted(adapter.layers) if has_tower else list(adapter.targets),
+        target_modules=sorted(modules),
+        target_parameters=sorted(set(targets.values()) - set(targets)) or None,
         rank_pattern={name: layer.rank for name, layer in rare.items()},
         alpha_pattern={name: _whole(x.rank * x.scaling) for name, x in rare.items()},
     )
@@ -211,8 +219,12 @@ class _Changes:
         if adapter is not None:
             _refuse_tied(model, adapter)
             put_adapter(model, adapter)
-            for name in adapter.layers:
-                self._modules[f"{name}.weight"] = model.get_submodule(name)
+            for name, target in adapter.targets.items():
+                module: Any = model.get_submodule(name)
+                if adapter.layers[name].parameter is None:
+                    self._modules[f"{target}.weight"] = module
+                else:
+                    self._modules[target] = module
 
     def __contains__(self, name: str) -> bool:
         return name in self._parameters or name in self._modules
@@ -237,7 +249,13 @@ class _Changes:
     def _delta(self, name: str) -> Tensor:
         """What the adapter adds to a weight; the last one is kept, others read boxes of it too."""
         if self._last is None or self._last[0] != name:
-            self._last = name, self._modules[name].get_delta_weight("default").float()
+            module = self._modules[name]
+            if hasattr(module, "parameter_name"):
+                # What is added comes to where the parameter is: memory that is never touched.
+                shape = module.get_param().shape
+                place = nn.Parameter(torch.empty(shape, dtype=torch.float32))
+                setattr(module.get_base_layer(), module.parameter_name, place)
+            self._last = name, module.get_delta_weight("default").float()
         return self._last[1]
 
 
