@@ -90,10 +90,13 @@ def test_a_prompt_in_chunks() -> None:
     [
         Training(),
         Training(gradient_checkpointing=True, micro_batches=3),
+        Training(gradient_checkpointing=True, master_weights=True, lora_rank=64),
         Training(method="full"),
         Training(method="full", gradient_checkpointing=True, micro_batches=3),
     ],
-    ids=lambda training: f"{training.method}-{training.gradient_checkpointing}",
+    ids=lambda training: (
+        f"{training.method}-{training.lora_rank}-{training.gradient_checkpointing}"
+    ),
 )
 def test_training(training: Training) -> None:
     check(small("tied", ONE, prompt=300, training=training), over=0.001, segments=2)

@@ -24,18 +24,29 @@ from torch import Tensor, nn
 
 from duoka import virtual
 from duoka.errors import CheckpointError, MachineError
+from duoka.forecast.workload import OPTIMIZERS, Optimizer
+from duoka.runtime.optimizers import make_optimizer
 from duoka.tuner.checkpoints import Resumed, SavedParameters, TrainingCheckpoints
 
 
 class Run:
     """Four layers that are trained, or some of them; random data that depends on the step alone."""
 
-    def __init__(self, directory: Path, seed: int = 0, keep: int = 2, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        seed: int = 0,
+        keep: int = 2,
+        device: str = "cpu",
+        width: int = 8,
+        optimizer: Optimizer = "adamw",
+    ) -> None:
         torch.manual_seed(seed)
-        self.model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).to(device)
+        self.width = width
+        self.model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4))).to(device)
         self.device = device
         self.parameters = dict(self.model.named_parameters())
-        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.optimizer = make_optimizer(self.model, optimizer, lr=0.01)
         self.checkpoints = TrainingCheckpoints(directory, IDENTITY, keep=keep)
         self.step = 0
 
@@ -43,7 +54,7 @@ class Run:
         losses = []
         for _ in range(steps):
             self.step += 1
-            inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(self.step))
+            inputs = torch.randn(4, self.width, generator=torch.Generator().manual_seed(self.step))
             loss = self.model(inputs.to(self.device)).pow(2).mean()
             loss.backward()
             self.optimizer.step()
@@ -77,6 +88,17 @@ def test_a_resumed_run_has_the_losses_of_one_without_a_stop(tmp_path: Path) -> N
     assert (resumed.step, resumed.refused) == (3, ())
     assert resumed.state == {"step": 3, "order": [3, 1, 2], "rate": 0.1}
     assert second.optimizer.param_groups[0]["lr"] == 0.01
+    assert second.train(3) == whole[3:]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_goes_on_where_it_was(tmp_path: Path, optimizer: Optimizer) -> None:
+    whole = Run(tmp_path / "whole", width=64, optimizer=optimizer).train(6)
+    first = Run(tmp_path / "run", width=64, optimizer=optimizer)
+    first.train(3)
+    first.save()
+    second = Run(tmp_path / "run", seed=7, width=64, optimizer=optimizer)
+    assert second.resume() is not None
     assert second.train(3) == whole[3:]
 
 

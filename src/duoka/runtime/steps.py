@@ -287,6 +287,17 @@ _STEPS = 2
 """Optimizer's states are made in the first step, and are there from the second one on."""
 
 
+def autocast_for(workload: Workload, device: torch.device) -> AbstractContextManager[Any]:
+    """What forward passes of training run in: autocast, where master weights are in float32.
+
+    What is cast isn't cached: with the cache CUDA would keep a copy of all that is trained.
+    """
+    dtype = getattr(torch, workload.dtype)
+    if workload.training is None or not workload.training.master_weights or dtype == torch.float32:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
+
+
 class Learner:
     """Training steps on a model that `models.make_trainable` has made ready.
 
@@ -348,12 +359,7 @@ class Learner:
             self.update()
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if not self.training.master_weights:
-            return nullcontext()
-        dtype = getattr(torch, self.workload.dtype)
-        if dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=dtype)
+        return autocast_for(self.workload, self.device)
 
     def _inputs(self) -> dict[str, Any]:
         shape = (self.workload.batch, self.workload.prompt_tokens)

@@ -16,6 +16,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from duoka.virtual.tensor import VirtualTensor
 
+_TABLES = ("qmap1", "qmap2")
+"""What 8-bit numbers of bitsandbytes stand for: made anew, and the same for all parameters."""
+
 
 def optimizer_tensors(
     parameters: Mapping[str, nn.Parameter], optimizer: Optimizer | None
@@ -66,7 +69,7 @@ def _states(
     for name, parameter in parameters.items():
         states = {} if optimizer is None else optimizer.state.get(parameter, {})
         for key, value in states.items():
-            if value is not None:
+            if value is not None and key not in _TABLES:
                 yield f"{name}/{key}", states, key
 
 
