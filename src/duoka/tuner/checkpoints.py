@@ -180,20 +180,10 @@ class TrainingCheckpoints:
             partial = self._agree(lambda: self._begin(path, directory))[0]
             assert partial is not None
             self._write(partial, {**parameters, **optimizer_tensors(parameters, optimizer)})
-            files = self._digest(partial)
-
-            def finish() -> None:
-                if self._rank == 0:
-                    manifest = _Manifest(
-                        version=_VERSION, step=step, identity=self._identity, files=files
-                    )
-                    content = {**to_dict(manifest), "state": state}
-                    write_whole(partial / _MANIFEST, json.dumps(content, allow_nan=False, indent=1))
-                    shutil.rmtree(path, ignore_errors=True)  # one that was refused at the start
-                    directory.close()
-                    self._remove_others(step)
-
-            self._agree(finish)
+            files = self._join(lambda: self._digests(partial))
+            manifest = _Manifest(version=_VERSION, step=step, identity=self._identity, files=files)
+            text = json.dumps({**to_dict(manifest), "state": state}, allow_nan=False, indent=1)
+            self._agree(lambda: self._finish(manifest, text, partial, directory))
         self._newest = step
         return path
 
@@ -221,6 +211,28 @@ class TrainingCheckpoints:
                 process_group=self._group,
                 no_dist=not self._several,
             )
+
+    def _digests(self, partial: Path) -> dict[str, _File]:
+        """Each file of tensors that this process has written."""
+        paths = partial.glob(f"shard-{self._rank + 1:05}-*")
+        return {path.name: _digest_of(path) for path in paths}
+
+    def _finish(self, manifest: _Manifest, text: str, partial: Path, directory: ExitStack) -> None:
+        """In the first process, write the manifest and give the directory its name."""
+        if self._rank != 0:
+            return
+        absent = [name for name in manifest.files if not (partial / name).is_file()]
+        if absent:
+            raise MachineError(
+                f"{self._directory} isn't the same directory for all processes of the run: "
+                f"{absent[0]} is not in it",
+                hint="name one on a disk that all machines share",
+            )
+        write_whole(partial / _MANIFEST, text)
+        # One that was refused at the start may be there.
+        shutil.rmtree(self.path(manifest.step), ignore_errors=True)
+        directory.close()
+        self._remove_others(manifest.step)
 
     def _remove_others(self, step: int) -> None:
         steps = self.steps
@@ -365,17 +377,6 @@ class TrainingCheckpoints:
     def _join(self, action: Callable[[], dict[str, T]]) -> dict[str, T]:
         """What an action returns in each process, in one."""
         return {key: value for part in self._agree(action) for key, value in part.items()}
-
-    def _digest(self, directory: Path) -> dict[str, _File]:
-        """Size and digest of each file of tensors; each process reads its share of them."""
-        lists = self._agree(lambda: sorted(path.name for path in directory.iterdir()))
-        if any(names != lists[0] for names in lists):
-            raise MachineError(
-                f"{self._directory} is not the same directory for all processes of the run",
-                hint="name one on a disk that all machines share",
-            )
-        share = lists[0][self._rank :: self._size]
-        return self._join(lambda: {name: _digest_of(directory / name) for name in share})
 
 
 class SavedParameters(Mapping[str, Tensor]):

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import GlmConfig
 
 from duoka.base.files import whole_directory, why, write_whole
+from duoka.base.progress import say
 from duoka.base.text import choose
 from duoka.checkpoint.architecture import CHATGLM
 from duoka.checkpoint.checkpoint import Checkpoint
@@ -355,6 +356,7 @@ def _write_shards(directory: Path, outputs: Mapping[str, _Output]) -> None:
         max_shard_size=_SHARD_BYTES,
     )
     for file, names in split.filename_to_tensors.items():
+        say(f"writing {file}")
         save_file({name: outputs[name].make() for name in names}, directory / file, _METADATA)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
