@@ -11,7 +11,9 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
@@ -25,6 +27,7 @@ from .tokenizer import special_id
 MOST_TEMPLATE_CHARACTERS = 1 << 18  # the longest published ones have some ten thousand
 _MOST_CHARACTERS = 1 << 24  # a million tokens of text are a quarter of it
 _MOST_WHY_CHARACTERS = 500
+_GENERATION = re.compile(r"\{%-?\s*generation\b")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -35,22 +38,115 @@ def encode_template(
     images: PromptImages | None = None,
 ) -> list[int]:
     """Return the ids of a prompt by the tokenizer's chat template."""
+    return _encode(tokenizer, messages, tools, images=images).ids
+
+
+def encode_answer(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] | None,
+    stop_ids: Sequence[int],
+) -> tuple[list[int], list[bool]]:
+    """Return the ids of a chat up to the end of its last answer, and which are the answer's.
+
+    What the model is asked with must begin what is written with the answer. Of the rest, up to
+    the first token that stops the model, all is the answer's, or what the template itself marks by
+    ``{% generation %}``, and the stop. Where the template writes no stop, one is added.
+    """
+    question = _encode(tokenizer, messages[:-1], tools)
+    whole = _encode(tokenizer, messages, tools, is_prompt=False)
+    answer = whole.text.removeprefix(question.text)
+    is_changed = answer == whole.text or _solid(messages[-1].content) not in _solid(answer)
+    if is_changed:
+        raise UsageError(
+            "the model's chat template writes this answer otherwise than it asks for one, or "
+            "leaves a part of it out",
+            hint="give the checkpoint a template that writes answers as they were said",
+        )
+    ids, start = whole.ids, common_length(question.ids, whole.ids)
+    says = _marked_by_template(tokenizer, messages, tools, ids) or [True] * len(ids)
+    stop = next((at for at in range(start, len(ids)) if ids[at] in stop_ids), len(ids))
+    if stop == len(ids):
+        ids, says = [*ids, _end_id(tokenizer, stop_ids)], [*says, True]
+    says[stop] = True
+    return ids[: stop + 1], [False] * start + says[start : stop + 1]
+
+
+def _solid(text: str) -> str:
+    """A text without white space, of which templates take some away."""
+    return "".join(text.split())
+
+
+def _end_id(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> int:
+    for number in (tokenizer.eos_token_id, *stop_ids):
+        if isinstance(number, int):
+            return number
+    raise CheckpointError("the tokenizer has no token that ends a text")
+
+
+def common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    pairs = zip(first, second, strict=False)
+    return next((at for at, (one, other) in enumerate(pairs) if one != other), len(first))
+
+
+def _marked_by_template(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] | None,
+    ids: Sequence[int],
+) -> list[bool] | None:
+    """Which tokens the template says to be the assistant's; None where it says nothing."""
+    template = _template(tokenizer, has_tools=bool(tools))
+    if not _GENERATION.search(template):
+        return None
+    contents = [message.content for message in messages]
+    apply: Any = tokenizer.apply_chat_template
+    encoded = apply(
+        _conversation(messages, contents),
+        tools=[dict(tool) for tool in tools] if tools else None,
+        chat_template=template,
+        return_assistant_tokens_mask=True,
+        return_dict=True,
+    )
+    if list(encoded["input_ids"]) != list(ids):
+        raise _unsafe()
+    return [bool(mark) for mark in encoded["assistant_masks"]]
+
+
+class _Encoded(NamedTuple):
+    text: str
+    ids: list[int]
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] | None,
+    *,
+    images: PromptImages | None = None,
+    is_prompt: bool = True,
+) -> _Encoded:
+    """Render messages and encode them, so that the model answers, or as what was said."""
     special = _Special(tokenizer)
     special.refuse_in_tools(tools or ())
+    special.refuse_in_calls(messages)
     contents = [message.content for message in messages]
     marks = _Marks(len(contents))
     shown = images_of(messages)
-    text, marked = _render(tokenizer, messages, (contents, marks.texts), tools)
-    if shown or marks.texts[-1] not in marked:  # some templates know contents in parts alone
-        text, marked = _render(tokenizer, messages, (contents, marks.texts), tools, in_parts=True)
+    render = partial(_render, tokenizer, messages, (contents, marks.texts), tools)
+    text, marked = render(is_prompt=is_prompt)
+    # Some templates know contents in parts alone.
+    if shown or (contents[-1] and marks.texts[-1] not in marked):
+        text, marked = render(is_prompt=is_prompt, in_parts=True)
     is_imitated = special.is_imitated(contents, text, marked)
     if shown:
         assert images is not None, "a format without it refuses images"
         if is_imitated or any(map(images.is_imitated, contents)):
             raise _unsafe()
-        return images.prompt(text, shown)
+        return _Encoded(text, images.prompt(text, shown))
     if not is_imitated:
-        return _ids(tokenizer, text)
+        return _Encoded(text, _ids(tokenizer, text))
     for chosen in (contents, [content.strip() for content in contents]):
         if marks.fill(marked, chosen) == text:
             break
@@ -62,7 +158,7 @@ def encode_template(
         tokenizer, marks.fill(marked, harmless)
     ):
         raise _unsafe()
-    return special.ids_in_parts(marked, marks, chosen)
+    return _Encoded(text, special.ids_in_parts(marked, marks, chosen))
 
 
 class _Marks:
@@ -91,11 +187,19 @@ class _Special:
         """Raise UsageError for a special token in a tool: templates write tools in many ways."""
         for tool in tools:
             tool_function(tool)  # refuses what is none
-        for text in _texts(list(tools)):
+        self._refuse(list(tools), "a tool's description")
+
+    def refuse_in_calls(self, messages: Sequence[Message]) -> None:
+        """Raise UsageError for a special token in a call of a tool."""
+        calls = [message.tool_call for message in messages if message.tool_call is not None]
+        self._refuse([[call.name, call.arguments] for call in calls], "a tool call")
+
+    def _refuse(self, value: object, what: str) -> None:
+        for text in _texts(value):
             match = self._pattern.search(text)
             if match is not None:
                 raise UsageError(
-                    f"a tool's description contains the text of a special token: {match[0]}",
+                    f"{what} contains the text of a special token: {match[0]}",
                     hint="leave it out, or put a space into it",
                 )
 
@@ -159,21 +263,17 @@ def _render(
     contents_of: Sequence[Sequence[str]],
     tools: Sequence[Tool] | None,
     *,
+    is_prompt: bool,
     in_parts: bool = False,
 ) -> list[str]:
     """Render in Jinja's sandbox, as transformers does, once for each list of contents."""
-    if any(message.tool_call is not None for message in messages):
-        raise UsageError("how this model writes its tool calls is not known")
     conversations = [
-        [
-            {
-                "role": "tool" if message.role == "observation" else message.role,
-                "content": _parts(message, content) if in_parts else content,
-            }
-            for message, content in zip(messages, contents, strict=True)
-        ]
-        for contents in contents_of
+        _conversation(messages, contents, in_parts=in_parts) for contents in contents_of
     ]
+    calls = any(message.tool_call is not None for message in messages)
+    if calls:
+        uncalled = [replace(message, tool_call=None) for message in messages]
+        conversations.append(_conversation(uncalled, contents_of[0], in_parts=in_parts))
     render: Any = tokenizer.apply_chat_template
     template = _template(tokenizer, has_tools=bool(tools))
     try:
@@ -181,7 +281,7 @@ def _render(
             conversations,
             tools=[dict(tool) for tool in tools] if tools else None,
             chat_template=template,
-            add_generation_prompt=True,
+            add_generation_prompt=is_prompt,
             tokenize=False,
         )
     except (TemplateSyntaxError, SyntaxError, MemoryError, RecursionError) as error:
@@ -197,7 +297,26 @@ def _render(
         )
     if any(_LONE_SURROGATE.search(text) for text in texts):
         raise CheckpointError("the model's chat template is damaged: it is no valid text")
+    if calls and texts.pop() == texts[0]:
+        raise UsageError("the model's chat template leaves tool calls out")
     return texts
+
+
+def _conversation(
+    messages: Sequence[Message], contents: Sequence[str], *, in_parts: bool = False
+) -> list[dict[str, Any]]:
+    """Messages as transformers takes them, with other contents."""
+    conversation = []
+    for message, content in zip(messages, contents, strict=True):
+        said: dict[str, Any] = {
+            "role": "tool" if message.role == "observation" else message.role,
+            "content": _parts(message, content) if in_parts else content,
+        }
+        if message.tool_call is not None:
+            call = {"name": message.tool_call.name, "arguments": dict(message.tool_call.arguments)}
+            said["tool_calls"] = [{"type": "function", "function": call}]
+        conversation.append(said)
+    return conversation
 
 
 def _parts(message: Message, content: str) -> list[dict[str, str]]:

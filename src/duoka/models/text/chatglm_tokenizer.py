@@ -6,7 +6,6 @@ does this, by the formats of `prompts`, and nobody gets a role by typing it here
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,12 +14,11 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from duoka.errors import UsageError
 
-from .messages import Message, Tool, ToolCall
+from .messages import Tool, read_message
 from .prompts import ChatGLM2Format, ChatGLM3Format, GLM4Format, chat_format
 
 Chat = Sequence[Mapping[str, Any]]
 Described = Mapping[str, Any] | Callable[..., Any]
-_SHOWN = 80
 _OPTIONS = frozenset({"padding", "truncation", "max_length", "return_tensors"})
 
 
@@ -72,45 +70,10 @@ class ChatGLMTokenizer(PreTrainedTokenizerFast):
     def _chat_ids(self, chat: Chat, tools: Sequence[Described] | None, is_open: bool) -> list[int]:
         form = chat_format(self, {"model_type": "chatglm"})
         assert isinstance(form, ChatGLM2Format | ChatGLM3Format | GLM4Format)
-        messages = [_message(said) for said in chat]
+        messages = [read_message(said) for said in chat]
         described: list[Tool] = [
             tool if isinstance(tool, Mapping) else get_json_schema(tool) for tool in tools or ()
         ]
         if is_open:
             return form.prompt(messages, described or None)
         return form.written(messages, described or None)
-
-
-def _message(said: Any) -> Message:
-    """A message as transformers and OpenAI write it."""
-    if not isinstance(said, Mapping):
-        raise UsageError(
-            f"a message is a mapping, not {type(said).__name__}",
-            hint='write a chat as [{"role": "user", "content": "Hello"}]',
-        )
-    role: Any = "observation" if said.get("role") == "tool" else said.get("role")
-    calls = said.get("tool_calls") or ()
-    if len(calls) > 1:
-        raise UsageError(
-            f"a message calls {len(calls)} tools; these models call one at a time",
-            hint="write a message for each",
-        )
-    call = _tool_call(calls[0]) if calls else None
-    metadata: Any = said.get("metadata") or ""
-    content: Any = said.get("content")
-    if content is None and call is not None:
-        content = ""
-    return Message(role=role, content=content, metadata=metadata, tool_call=call)
-
-
-def _tool_call(wrapped: Mapping[str, Any]) -> ToolCall:
-    function = wrapped.get("function", wrapped)
-    try:
-        name, arguments = function["name"], function["arguments"]
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (KeyError, ValueError) as error:
-        raise UsageError(
-            f"a tool call has no name, or no arguments in JSON: {str(function)[:_SHOWN]}",
-            hint='as {"name": "weather", "arguments": {"city": "Beijing"}}',
-        ) from error
-    return ToolCall(name=name, arguments=arguments)

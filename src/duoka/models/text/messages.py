@@ -25,6 +25,7 @@ Role = Literal["system", "user", "assistant", "observation"]
 Tool = Mapping[str, Any]
 """A function as JSON schema: name, description, parameters; bare or as OpenAI wraps it."""
 _MAX_CHARACTERS = 1 << 16
+_SHOWN = 80
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}", re.ASCII)
 _FENCED = re.compile(r"\s*```[a-z]*\n(?P<code>.*?)\n?```\s*", re.DOTALL)
 
@@ -60,13 +61,67 @@ class Message:
         for name, text in (("content", self.content), ("metadata", self.metadata)):
             if not isinstance(text, str):
                 raise UsageError(f"a message's {name} is a text, not {type(text).__name__}")
-            if _LONE_SURROGATE.search(text):
-                raise UsageError(
-                    f"a message's {name} is no valid text: it has half of a surrogate pair",
-                    hint="read it as UTF-8",
-                )
+            refuse_half_pairs(text, f"a message's {name}")
         if "\n" in self.metadata:
             raise UsageError("metadata is one line", hint="the content may have several")
+
+
+def refuse_half_pairs(text: str, what: str) -> None:
+    """Raise UsageError for half of a surrogate pair: no tokenizer takes it."""
+    if _LONE_SURROGATE.search(text):
+        raise UsageError(
+            f"{what} is no valid text: it has half of a surrogate pair", hint="read it as UTF-8"
+        )
+
+
+def read_message(said: object) -> Message:
+    """Read a message as transformers and OpenAI write it; a tool's is an observation."""
+    if not isinstance(said, Mapping):
+        raise UsageError(
+            f"a message is a mapping, not {type(said).__name__}",
+            hint='write a chat as [{"role": "user", "content": "Hello"}]',
+        )
+    role: Any = "observation" if said.get("role") == "tool" else said.get("role")
+    calls: Any = said.get("tool_calls") or []
+    calls = calls if isinstance(calls, list | tuple) else [calls]
+    if len(calls) > 1:
+        raise UsageError(
+            f"a message calls {len(calls)} tools; it can call one", hint="write a message for each"
+        )
+    content: Any = said.get("content")
+    if content is None and calls:
+        content = ""
+    return Message(
+        role=role,
+        content=_joined_texts(content) if isinstance(content, list) else content,
+        metadata=said.get("metadata") or "",
+        tool_call=read_tool_call(calls[0]) if calls else None,
+    )
+
+
+def _joined_texts(parts: Sequence[Any]) -> str:
+    """The text of a content that comes in parts."""
+    for part in parts:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            raise UsageError("a message has a part that is no text", hint="leave images out")
+    return "".join(part["text"] for part in parts)
+
+
+def read_tool_call(call: Any) -> ToolCall:
+    """Read a call as OpenAI writes it, or its function alone; arguments may be JSON in a text."""
+    try:
+        function = call.get("function", call)
+        name, arguments = function["name"], function["arguments"]
+        if isinstance(arguments, str):
+            arguments = parse_json_object(arguments, "the call")
+        if not isinstance(name, str) or not isinstance(arguments, Mapping):
+            raise TypeError
+    except (AttributeError, KeyError, TypeError, FormatError) as error:
+        raise UsageError(
+            f"a tool call has no name, or no arguments in JSON: {str(call)[:_SHOWN]}",
+            hint='as {"name": "weather", "arguments": {"city": "Beijing"}}',
+        ) from error
+    return ToolCall(name=name, arguments=arguments)
 
 
 def last_is_answerable(messages: Sequence[Message], *, takes_images: bool = False) -> None:

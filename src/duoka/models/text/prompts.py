@@ -12,16 +12,17 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from duoka.errors import CheckpointError, UsageError
 
-from .chat_template import encode_template
+from .chat_template import encode_answer, encode_template
 from .image_prompts import ImageFormat, ImagePrompt, PromptImages, SquareImages, images_of
 from .messages import (
     Message,
+    Role,
     Tool,
     ToolCall,
     last_is_answerable,
@@ -34,8 +35,19 @@ from .messages import (
 from .tokenizer import special_id
 
 
+class Sample(NamedTuple):
+    """What a model is trained on: token ids, and which of them it is to learn to say."""
+
+    ids: list[int]
+    is_trained: list[bool]
+
+
 class ChatFormat(Protocol):
     """How one model is talked to."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of what is said."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -47,6 +59,15 @@ class ChatFormat(Protocol):
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[int]:
         """Return the ids after which the model answers; with images an `ImagePrompt`."""
+
+    def sample(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None, next_role: Role
+    ) -> Sample:
+        """Return the ids of messages of which the last one is an answer that is to be trained.
+
+        They end in the token that ends the answer, which with some models is the role that speaks
+        next.
+        """
 
     def parse(self, text: str, tools: Sequence[Tool] | None = None) -> Message:
         """Return what an answer says; with a tool call if it is one, to one of `tools` if given."""
@@ -124,6 +145,15 @@ class _TokenFormat:
             ids += self.images.ids * len(message.images) if self.images else []
             ids += _encode(self.tokenizer, message.content)
         return ids
+
+    def sample(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None, next_role: Role
+    ) -> Sample:
+        """See `ChatFormat.sample`. The roles that end an answer are those that `stops` has."""
+        context = len(self.written(messages[:-1], tools)) + 1
+        stop = special_id(self.tokenizer, f"<|{next_role}|>")
+        ids = [*self.written(messages, tools), stop]
+        return Sample(ids, [False] * context + [True] * (len(ids) - context))
 
     def parse(self, text: str, tools: Sequence[Tool] | None = None) -> Message:
         """See `ChatFormat.parse`. What was said before a call is the message's content."""
@@ -255,6 +285,15 @@ class ChatGLM2Format:
         prefix = [special_id(self.tokenizer, name) for name in ("[gMASK]", "sop")]
         return [*prefix, *_encode(self.tokenizer, text + (end if before == "user" else ""))]
 
+    def sample(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None, next_role: Role
+    ) -> Sample:
+        """See `ChatFormat.sample`. An answer is encoded by itself, and the end of text ends it."""
+        self.written(messages, tools)  # refuses answers that no question is before
+        context = self.prompt(messages[:-1], tools)
+        answer = [*_encode(self.tokenizer, messages[-1].content), *self.stop_ids]
+        return Sample([*context, *answer], [False] * len(context) + [True] * len(answer))
+
     def parse(self, text: str, tools: Sequence[Tool] | None = None) -> Message:
         """See `ChatFormat.parse`."""
         return Message(role="assistant", content=text.strip())
@@ -300,6 +339,18 @@ class TemplateFormat:
         text = "\n".join(message.content for message in messages)
         with self._lock:
             return _encode(self.tokenizer, text, add_special_tokens=True)
+
+    def sample(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None, next_role: Role
+    ) -> Sample:
+        """See `ChatFormat.sample`, and `encode_answer`."""
+        if self.tokenizer.chat_template is None:
+            raise CheckpointError(
+                "this model has no chat template, so it can't be trained on chats",
+                hint="train it on texts, or on prompts and completions; or take its chat model",
+            )
+        with self._lock:
+            return Sample(*encode_answer(self.tokenizer, messages, tools, self.stop_ids))
 
     def parse(self, text: str, tools: Sequence[Tool] | None = None) -> Message:
         """See `ChatFormat.parse`. Only the ChatGLM family's forms of tool calls are read."""

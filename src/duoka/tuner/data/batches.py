@@ -1,0 +1,184 @@
+"""Samples → steps and micro-batches: the same ones whatever trains them, from any step on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from duoka.errors import UsageError
+
+from .dataset import Dataset
+from .packing import pack
+
+IGNORED = -100
+"""The label of a token that isn't trained, as transformers' losses have it."""
+_MULTIPLE = 8  # of rows' lengths: what matrix units like
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """Rows of samples that run at once: one sample each, or several that are packed."""
+
+    dataset: Dataset
+    rows: tuple[tuple[int, ...], ...]
+    packing: bool
+
+    @property
+    def trained_tokens(self) -> int:
+        """What its mean loss is to be weighted by."""
+        return sum(int(self.dataset.trained_tokens[list(row)].sum()) for row in self.rows)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens its samples have."""
+        return sum(int(self.dataset.lengths[list(row)].sum()) for row in self.rows)
+
+    @property
+    def places(self) -> list[str]:
+        """File and line of each sample."""
+        return [self.dataset.place(sample) for row in self.rows for sample in row]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Arguments of a model's ``forward``, on the CPU.
+
+        Returns
+        -------
+        dict of str to Tensor
+            ``input_ids`` and ``labels``, [rows, tokens], int64: labels are the ids where they are
+            trained and -100 elsewhere, not shifted. Rows are padded on the right, to the longest
+            one rounded up to a multiple of 8, but not above the dataset's ``seq_length``. Where
+            there is padding, ``attention_mask``. With packing there is none, but
+            ``position_ids``, which begin again with each sample, and with the padding; the model
+            must then run with ``use_cache=False``.
+        """
+        dataset = self.dataset
+        lengths = [int(dataset.lengths[list(row)].sum()) for row in self.rows]
+        longest = min(-(-max(lengths) // _MULTIPLE) * _MULTIPLE, dataset.seq_length)
+        shape = (len(self.rows), longest)
+        ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        labels, mask = np.full(shape, IGNORED), np.zeros(shape, np.int64)
+        for number, row in enumerate(self.rows):
+            start = 0
+            for sample in row:
+                tokens, is_trained = dataset.tokens(sample)
+                span = slice(start, start := start + len(tokens))
+                ids[number, span] = tokens
+                labels[number, span] = np.where(is_trained, tokens, IGNORED)
+                positions[number, span] = np.arange(len(tokens))
+            positions[number, start:] = np.arange(longest - start)
+            mask[number, :start] = 1
+        arrays = {"input_ids": ids, "labels": labels}
+        if self.packing:
+            arrays["position_ids"] = positions
+        elif not mask.all():
+            arrays["attention_mask"] = mask
+        return {name: torch.from_numpy(values) for name, values in arrays.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """What the optimizer makes one step of."""
+
+    epoch: int
+    micro_batches: tuple[MicroBatch, ...]
+
+    @property
+    def trained_tokens(self) -> int:
+        """What the sum of all its micro-batches' weighted gradients is to be divided by."""
+        return sum(micro_batch.trained_tokens for micro_batch in self.micro_batches)
+
+    def of_replica(self, replica: int, replicas: int) -> tuple[MicroBatch, ...]:
+        """The micro-batches of one replica; the last step of an epoch may have none for some."""
+        return self.micro_batches[replica::replicas]
+
+
+class Batches:
+    """The steps of one epoch after another, without end; each can be had by its number.
+
+    Order and packs follow from the dataset and the seed alone. A step has `batch` rows, the last
+    one of an epoch what is left. How many replicas share it changes nothing of it.
+
+    Parameters
+    ----------
+    dataset : Dataset
+    batch : int
+        Rows of a step: samples, or with packing rows of up to ``dataset.seq_length`` tokens.
+    micro_batch : int
+        Rows that run at once; `batch` is a multiple of it.
+    packing : bool
+        Put several samples into a row; see `refuse_packing`.
+    shuffle : bool
+        Take samples in another order in each epoch; in that of the files otherwise.
+    seed : int
+        Of the order.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        batch: int,
+        micro_batch: int = 1,
+        packing: bool = False,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        if micro_batch < 1 or batch < 1 or batch % micro_batch:
+            raise UsageError(
+                f"a batch of {batch} can't be cut into micro-batches of {micro_batch}",
+                hint=f"take a multiple of {max(micro_batch, 1)}",
+            )
+        self.dataset = dataset
+        self.batch = batch
+        self.micro_batch = micro_batch
+        self.packing = packing
+        self._seed = seed if shuffle else None
+        self._rows: list[list[int]] | None = None
+        if packing:
+            order = self._order(len(dataset), -1)
+            self._rows = pack(dataset.lengths, order, dataset.seq_length)
+        self._cached: tuple[int, Sequence[tuple[int, ...]]] = (-1, ())
+
+    @property
+    def num_rows(self) -> int:
+        """Samples, or rows of packed ones."""
+        return len(self.dataset) if self._rows is None else len(self._rows)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in which every row comes once."""
+        return math.ceil(self.num_rows / self.batch)
+
+    def __getitem__(self, number: int) -> Step:
+        """The step of a number, counted from 0."""
+        epoch, place = divmod(number, self.steps_per_epoch)
+        rows = self._epoch(epoch)[place * self.batch : (place + 1) * self.batch]
+        return Step(
+            epoch=epoch,
+            micro_batches=tuple(
+                MicroBatch(self.dataset, tuple(rows[at : at + self.micro_batch]), self.packing)
+                for at in range(0, len(rows), self.micro_batch)
+            ),
+        )
+
+    def _epoch(self, epoch: int) -> Sequence[tuple[int, ...]]:
+        """The rows of an epoch, in their order there."""
+        if self._cached[0] != epoch:
+            order = self._order(self.num_rows, epoch)
+            rows = self._rows
+            self._cached = epoch, [(at,) if rows is None else tuple(rows[at]) for at in order]
+        return self._cached[1]
+
+    def _order(self, number: int, epoch: int) -> list[int]:
+        """So many numbers as they come in an epoch."""
+        if self._seed is None:
+            return list(range(number))
+        # Of two numbers, so that no seed's epoch is another seed's.
+        generator = np.random.default_rng([self._seed, epoch + 1])
+        order: list[int] = generator.permutation(number).tolist()
+        return order

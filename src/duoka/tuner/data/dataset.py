@@ -1,0 +1,273 @@
+"""All samples of some files, in arrays, and every row of them that can't be used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import from_numpy
+
+from duoka.base.files import why
+from duoka.base.progress import say
+from duoka.errors import UsageError
+from duoka.models.text.prompts import ChatFormat, Sample
+
+from .files import Row, data_files, read_rows
+from .rows import Chat, Document, read_row
+from .samples import TrainOn, row_samples
+
+_MOST_SHOWN = 10
+_MOST_ROLES = 16
+_LEAST_TOKENS = 2
+_SKIP = "mend them, or leave them out with --skip-bad (skip_bad=True)"
+_ARRAYS = ("ids", "is_trained", "ends", "file_numbers", "lines")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadRow:
+    """A row that can't be used, and why."""
+
+    file: str
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Dataset:
+    """Samples of at most `seq_length` tokens, one behind the other.
+
+    Parameters
+    ----------
+    ids : ndarray of int32, [tokens]
+        The tokens of all samples.
+    is_trained : ndarray of bool, [tokens]
+        Which of them the model is to learn to say. The first of a sample never is: nothing is
+        before it.
+    ends : ndarray of int64, [samples]
+        Where each sample ends.
+    file_numbers, lines : ndarray of int32 and int64, [samples]
+        From which of `files`, and which line of it (of a table: which row), a sample is.
+    files : tuple of str
+    seq_length : int
+    roles : tuple of tuple of str
+        Who speaks in the first samples; nobody in texts.
+    num_truncated : int
+        Samples whose end was cut off.
+    bad_rows : tuple of BadRow
+        What was left out.
+    """
+
+    ids: npt.NDArray[np.int32]
+    is_trained: npt.NDArray[np.bool_]
+    ends: npt.NDArray[np.int64]
+    file_numbers: npt.NDArray[np.int32]
+    lines: npt.NDArray[np.int64]
+    files: tuple[str, ...]
+    seq_length: int
+    roles: tuple[tuple[str, ...], ...] = ()
+    num_truncated: int = 0
+    bad_rows: tuple[BadRow, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @cached_property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """How many tokens each sample has."""
+        return np.diff(self.ends, prepend=0)
+
+    @cached_property
+    def trained_tokens(self) -> npt.NDArray[np.int64]:
+        """How many of them are trained."""
+        starts = self.ends - self.lengths
+        return np.add.reduceat(self.is_trained, starts, dtype=np.int64)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the samples: a run that goes on must go on with the same ones."""
+        digest = hashlib.sha256()
+        for name in ("ids", "is_trained", "ends"):
+            digest.update(np.ascontiguousarray(getattr(self, name)).data)
+        return digest.hexdigest()
+
+    def tokens(self, sample: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+        """A sample's ids, and which of them are trained."""
+        span = slice(int(self.ends[sample] - self.lengths[sample]), int(self.ends[sample]))
+        return self.ids[span], self.is_trained[span]
+
+    def place(self, sample: int) -> str:
+        """File and line of a sample."""
+        return f"{self.files[self.file_numbers[sample]]}:{self.lines[sample]}"
+
+    def save(self, path: Path) -> None:
+        """Write the samples into a file, for processes that share them; bad rows aren't in it."""
+        about = {"files": self.files, "seq_length": self.seq_length, "roles": self.roles}
+        save_file(
+            {name: from_numpy(getattr(self, name)) for name in _ARRAYS},
+            path,
+            {"about": json.dumps({**about, "num_truncated": self.num_truncated})},
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> Dataset:
+        """Map a file of `save` into memory: however many processes do, its pages are there once."""
+        with safe_open(path, "pt") as file:
+            arrays: dict[str, Any] = {name: file.get_tensor(name).numpy() for name in _ARRAYS}
+            about = json.loads(file.metadata()["about"])
+        return cls(
+            **arrays,
+            files=tuple(about["files"]),
+            seq_length=about["seq_length"],
+            roles=tuple(map(tuple, about["roles"])),
+            num_truncated=about["num_truncated"],
+        )
+
+
+def read_dataset(
+    paths: Sequence[str | Path],
+    chat: ChatFormat,
+    *,
+    seq_length: int,
+    train_on: TrainOn = "all",
+    skip_bad: bool = False,
+    truncate: bool = False,
+) -> Dataset:
+    """Read files, or all files of directories, and write their samples.
+
+    Parameters
+    ----------
+    paths : sequence of str or Path
+        JSON lines, JSON lists, CSV, Parquet, or texts.
+    chat : ChatFormat
+        How the model is talked to, with its tokenizer.
+    seq_length : int
+        The most tokens of a sample. Documents are cut to it.
+    train_on : {"all", "last"}
+        Every answer of a chat, or the last one.
+    skip_bad : bool
+        Leave rows out that can't be used, instead of refusing all.
+    truncate : bool
+        Cut the end off samples that are too long, instead of counting their rows as bad.
+
+    Raises
+    ------
+    UsageError
+        If a file can't be read, a row can't be used, or no sample is left.
+    CheckpointError
+        If the model has no chat template, or a damaged one, and a row is a chat.
+    """
+    if seq_length < _LEAST_TOKENS:
+        raise UsageError(f"seq_length is {seq_length}; at least {_LEAST_TOKENS} tokens are trained")
+    files = data_files(paths)
+    collector = _Collector(chat, seq_length, train_on, truncate=truncate)
+    for number, file in enumerate(files):
+        say(f"reading {file}")
+        for row in read_rows(file):
+            collector.take(row, number, str(file))
+    bad = collector.bad_rows
+    if bad and not skip_bad:
+        raise UsageError(_refusal(bad, collector.num_rows), hint=_SKIP)
+    if not len(collector.ends):
+        why_none = f": {_refusal(bad, collector.num_rows)}" if bad else ""
+        raise UsageError(f"there is no sample in {', '.join(map(str, paths))}{why_none}")
+    return collector.dataset(tuple(map(str, files)))
+
+
+def _refusal(bad: Sequence[BadRow], num_rows: int) -> str:
+    """How many rows can't be used, and the first of them."""
+    shown = "".join(f"\n  {row}" for row in bad[:_MOST_SHOWN])
+    more = f"\n  … and {len(bad) - _MOST_SHOWN} more" if len(bad) > _MOST_SHOWN else ""
+    return f"{len(bad)} of {num_rows} rows can't be used{shown}{more}"
+
+
+class _Collector:
+    """Takes rows in; what is kept of each are a few numbers, and its tokens."""
+
+    def __init__(
+        self, chat: ChatFormat, seq_length: int, train_on: TrainOn, *, truncate: bool
+    ) -> None:
+        self.num_rows = self.num_truncated = 0
+        self.bad_rows: list[BadRow] = []
+        self.ends = array("q")
+        self._chat = chat
+        self._seq_length = seq_length
+        self._train_on = train_on
+        self._truncate = truncate
+        self._ids, self._is_trained = array("i"), array("b")
+        self._file_numbers, self._lines = array("i"), array("q")
+        self._roles: list[tuple[str, ...]] = []
+
+    def take(self, row: Row, file_number: int, file: str) -> None:
+        """Add a row's samples, all or none."""
+        self.num_rows += 1
+        before = len(self.ends), len(self._ids), self.num_truncated
+        reason = row.problem
+        try:
+            for sample, roles in () if reason else self._samples(row):
+                self._add(sample, roles)
+                self._file_numbers.append(file_number)
+                self._lines.append(row.line)
+            if not reason and len(self.ends) == before[0]:
+                reason = "nothing in it is to be trained"
+        except (UsageError, RecursionError) as error:
+            reason = str(error)
+        except (OSError, UnicodeDecodeError) as error:  # a text is read only now
+            reason = why(error)
+        if reason:
+            self.bad_rows.append(BadRow(file=file, line=row.line, reason=reason))
+            del self.ends[before[0] :], self._file_numbers[before[0] :], self._lines[before[0] :]
+            del self._ids[before[1] :], self._is_trained[before[1] :], self._roles[before[0] :]
+            self.num_truncated = before[2]
+
+    def _samples(self, row: Row) -> Iterator[tuple[Sample, tuple[str, ...]]]:
+        said = row.value if isinstance(row.value, Document) else read_row(row.value)
+        roles: tuple[str, ...] = ()
+        if isinstance(said, Chat):
+            roles = tuple(message.role for message in said.messages)
+        for sample in row_samples(said, self._chat, self._seq_length, self._train_on):
+            yield sample, roles
+
+    def _add(self, sample: Sample, roles: tuple[str, ...]) -> None:
+        ids, is_trained = sample
+        if len(ids) > self._seq_length:
+            if not self._truncate:
+                raise UsageError(
+                    f"it has {len(ids)} tokens; the sequence length is {self._seq_length}"
+                )
+            ids, is_trained = ids[: self._seq_length], is_trained[: self._seq_length]
+            self.num_truncated += 1
+        if not any(is_trained[1:]):
+            raise UsageError("nothing in it is to be trained")
+        self._ids.extend(ids)
+        self._is_trained.extend([False, *is_trained[1:]])
+        self.ends.append(len(self._ids))
+        if len(self._roles) < _MOST_ROLES:
+            self._roles.append(roles)
+
+    def dataset(self, files: tuple[str, ...]) -> Dataset:
+        """The samples; the arrays are handed over, not copied."""
+        return Dataset(
+            ids=np.frombuffer(self._ids, np.int32),
+            is_trained=np.frombuffer(self._is_trained, np.bool_),
+            ends=np.frombuffer(self.ends, np.int64),
+            file_numbers=np.frombuffer(self._file_numbers, np.int32),
+            lines=np.frombuffer(self._lines, np.int64),
+            files=files,
+            seq_length=self._seq_length,
+            roles=tuple(self._roles),
+            num_truncated=self.num_truncated,
+            bad_rows=tuple(self.bad_rows),
+        )

@@ -1,0 +1,176 @@
+"""Files of training data → their rows, one at a time; what a row means is `rows`' own."""
+
+from __future__ import annotations
+
+import glob
+import io
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from duoka.base.files import open_regular, read_text, why
+from duoka.base.progress import say_import
+from duoka.base.serialization import parse_json_object
+from duoka.errors import FormatError, UsageError
+
+from .rows import Document
+
+_LINES = (".jsonl", ".json")
+_TABLES = {".csv": "csv", ".parquet": "parquet"}
+_TEXTS = (".txt", ".md")
+_SUFFIXES = (*_LINES, *_TABLES, *_TEXTS)
+_HINT = f"files end in {', '.join(_SUFFIXES)}"
+_MOST_LINE_BYTES = 1 << 26
+_MOST_LIST_BYTES = 1 << 30
+_PIECE_CHARACTERS = 1 << 20
+_BETWEEN = re.compile(r"[\s,]*")
+
+
+class Row(NamedTuple):
+    """What stands in one place of a file; with a problem where it can't be read."""
+
+    line: int
+    value: Mapping[str, Any] | Document
+    problem: str = ""
+
+
+def data_files(paths: Sequence[str | Path]) -> list[Path]:
+    """Return the files that are named, those of a directory in the order of their names.
+
+    Raises
+    ------
+    UsageError
+        If there is no such file, or one of a kind that isn't read.
+    """
+    files: list[Path] = []
+    for path in map(Path, paths):
+        try:
+            inside = _files_inside(path) if path.is_dir() else [path] if path.exists() else []
+        except OSError as error:
+            raise UsageError(f"{path} can't be read: {why(error)}", hint=_HINT) from error
+        if not inside:
+            raise UsageError(f"there is no training data at {path}", hint=_HINT)
+        if path.suffix not in _SUFFIXES and inside == [path]:
+            raise UsageError(f"{path} is no file of training data by its name", hint=_HINT)
+        files += inside
+    return files
+
+
+def _files_inside(directory: Path) -> list[Path]:
+    """The files of rows in a directory; texts only where it has no others: most are a README."""
+    files = [file for file in sorted(directory.rglob("*")) if file.is_file()]
+    rows = [file for file in files if file.suffix in (*_LINES, *_TABLES)]
+    return rows or [file for file in files if file.suffix in _TEXTS]
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Read a file's rows, with the line that each begins in, or of a table its number.
+
+    Raises
+    ------
+    UsageError
+        If the file can't be read, or the library for its kind isn't installed.
+    """
+    try:
+        if path.suffix in _TABLES:
+            yield from _table_rows(path)
+        elif path.suffix in _TEXTS:
+            yield Row(1, Document(_pieces(path)))
+        elif path.suffix == ".json" and _is_list(path):
+            yield from _list_rows(path)
+        else:
+            yield from _line_rows(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} can't be read: {why(error)}") from error
+
+
+def _line_rows(path: Path) -> Iterator[Row]:
+    """Read one JSON object a line; empty lines are none."""
+    with open_regular(path) as file:
+        number = 0
+        while line := file.readline(_MOST_LINE_BYTES):
+            number += 1
+            if len(line) == _MOST_LINE_BYTES and not line.endswith(b"\n"):
+                while (more := file.readline(_MOST_LINE_BYTES)) and not more.endswith(b"\n"):
+                    pass
+                yield Row(number, {}, f"the line has more than {_MOST_LINE_BYTES} bytes")
+                continue
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            except UnicodeDecodeError as error:
+                yield Row(number, {}, why(error))
+                continue
+            if text:
+                yield _parsed(number, text, "the line")
+
+
+def _parsed(line: int, text: str, source: str) -> Row:
+    try:
+        return Row(line, parse_json_object(text, source))
+    except FormatError as error:
+        return Row(line, {}, str(error))
+
+
+def _is_list(path: Path) -> bool:
+    with open_regular(path) as file:
+        return file.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+
+
+def _list_rows(path: Path) -> Iterator[Row]:
+    """Read a JSON list item by item, of which only the text is held as a whole."""
+    text = read_text(path, most_bytes=_MOST_LIST_BYTES)
+    decoder = json.JSONDecoder()
+    line, counted, at = 1, 0, text.index("[") + 1
+    while True:
+        between = _BETWEEN.match(text, at)
+        assert between is not None, "it matches nothing as well"
+        at = between.end()
+        line, counted = line + text.count("\n", counted, at), at
+        if text.startswith("]", at):
+            return
+        try:
+            _, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            yield Row(line, {}, f"from here on the list is not valid JSON: {error}")
+            return
+        yield _parsed(line, text[at:end], "the item")
+        at = end
+
+
+def _pieces(path: Path) -> Iterator[str]:
+    """Read a text in pieces that end where a line does."""
+    with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig") as file:
+        while piece := file.read(_PIECE_CHARACTERS):
+            yield piece + file.readline(_PIECE_CHARACTERS)
+
+
+def _table_rows(path: Path) -> Iterator[Row]:
+    say_import("datasets")
+    try:
+        import datasets
+    except ImportError as error:
+        raise UsageError(
+            f"{path} needs the library datasets, which isn't installed",
+            hint='pip install "duoka[train]"',
+        ) from error
+    # Without this, "1" and "NA" in a CSV file would be a number and nothing.
+    options = {"dtype": str, "keep_default_na": False} if path.suffix == ".csv" else {}
+    number = 0
+    with tempfile.TemporaryDirectory() as cache:
+        try:
+            table = datasets.load_dataset(
+                _TABLES[path.suffix],
+                data_files=glob.escape(str(path.absolute())),
+                split="train",
+                streaming=True,
+                cache_dir=cache,
+                **options,
+            )
+            for number, value in enumerate(table, start=1):
+                yield Row(number, value)
+        except Exception as error:  # of several libraries, with no class in common
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            yield Row(number + 1, {}, f"from here on the table can't be read: {reason}")

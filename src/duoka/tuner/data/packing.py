@@ -1,0 +1,71 @@
+"""Several samples in a row of tokens, and which models keep them apart.
+
+transformers tells packed samples from one another where no attention mask is passed, no cache is
+used, and the position ids begin again; but only where a model's code hands those to its masks, and
+nothing but attention reaches back. Which do so is known from computing: a test packs samples in
+every family that transformers has.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PretrainedConfig
+
+from duoka.errors import UsageError
+
+FAMILIES: frozenset[str] = frozenset({
+    "apertus", "arcee", "aria_text", "bitnet", "chatglm", "codegen", "cohere", "cohere2",
+    "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe",
+    "exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
+    "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "granite",
+    "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "internlm3",
+    "jais2", "llama", "llama4_text", "minimax_m2", "ministral", "ministral3", "mistral",
+    "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi",
+    "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
+    "stablelm", "starcoder2", "vaultgemma", "youtu",
+})  # fmt: skip
+"""Their attention, and nothing else, reaches back, and not into the sample before."""
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+def refuse_packing(config: PretrainedConfig) -> None:
+    """Raise UsageError unless a model is known to keep packed samples apart."""
+    kinds = getattr(config, "layer_types", None) or ()
+    if config.model_type not in FAMILIES or not set(kinds) <= set(_ATTENTION):
+        raise UsageError(
+            f"{config.model_type} isn't known to keep packed samples apart: tokens of one would "
+            "be seen from the next",
+            hint="train it without packing",
+        )
+
+
+def pack(lengths: npt.NDArray[np.int64], order: Sequence[int], most_tokens: int) -> list[list[int]]:
+    """Put samples together, the longest first, each where it leaves the least space.
+
+    This is best fit decreasing, which needs at most 11/9 of the fewest rows that are possible
+    (Johnson, 1974). Among samples of one length those come first that do in `order`.
+    """
+    packs: list[list[int]] = []
+    by_space: dict[int, list[int]] = {}  # how much is left → of which packs
+    spaces: list[int] = []  # the keys, in order
+    for sample in sorted(order, key=lambda sample: -lengths[sample]):
+        length = int(lengths[sample])
+        at = bisect_left(spaces, length)
+        if at == len(spaces):
+            space, chosen = most_tokens, len(packs)
+            packs.append([])
+        else:
+            space = spaces[at]
+            chosen = by_space[space].pop()
+            if not by_space[space]:
+                del spaces[at]
+        packs[chosen].append(sample)
+        left = space - length
+        if not by_space.setdefault(left, []):
+            insort(spaces, left)
+        by_space[left].append(chosen)
+    return packs

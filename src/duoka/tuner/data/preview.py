@@ -1,0 +1,72 @@
+"""The first samples, for people to look at before anything is learnt from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from duoka.base.text import printable
+from duoka.base.units import format_count
+
+from .dataset import Dataset
+
+_MOST_TOKENS = 200
+_MOST_BAD_ROWS = 5
+# What is trained is between these marks too: colour alone says nothing in a file, or to everyone.
+_MARKS = ("⟦", "⟧")
+
+
+def render_preview(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, number: int = 3
+) -> RenderableType:
+    """Show what there is to learn from, and the first samples as the model will see them.
+
+    Parameters
+    ----------
+    dataset : Dataset
+    tokenizer : transformers.PreTrainedTokenizerBase
+        Of the model.
+    number : int
+        How many samples are shown.
+    """
+    samples = (_sample(dataset, tokenizer, at) for at in range(min(number, len(dataset))))
+    return Group(*_summary(dataset), *samples)
+
+
+def _summary(dataset: Dataset) -> Iterator[Text]:
+    trained = int(dataset.trained_tokens.sum())
+    share = trained / len(dataset.ids)
+    yield Text(
+        f"{format_count(len(dataset), 'sample')}, {len(dataset.ids):,} tokens, of which "
+        f"{trained:,} ({share:.0%}) are trained; the longest has {int(dataset.lengths.max()):,}"
+    )
+    if dataset.num_truncated:
+        yield Text(f"{format_count(dataset.num_truncated, 'sample')} cut to the sequence length")
+    bad = dataset.bad_rows
+    if bad:
+        yield Text(f"{format_count(len(bad), 'row')} left out:")
+        yield from (Text(f"  {row}") for row in bad[:_MOST_BAD_ROWS])
+        if len(bad) > _MOST_BAD_ROWS:
+            yield Text(f"  … and {len(bad) - _MOST_BAD_ROWS} more")
+
+
+def _sample(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, at: int) -> Text:
+    """A sample's tokens as text, those that are trained between marks."""
+    ids, is_trained = dataset.tokens(at)
+    roles = " · ".join(dataset.roles[at]) if at < len(dataset.roles) else ""
+    heading = f"{dataset.place(at)}  {len(ids)} tokens, {int(is_trained.sum())} trained"
+    text = Text(f"\n{heading}" + (f"  ({roles})" if roles else "") + "\n", style="bold")
+    pairs = list(zip(ids.tolist(), is_trained.tolist(), strict=True))
+    for trained, run in groupby(pairs[:_MOST_TOKENS], lambda pair: pair[1]):
+        piece = printable(str(tokenizer.decode([number for number, _ in run])))
+        opening, closing = _MARKS
+        text.append(
+            f"{opening}{piece}{closing}" if trained else piece, "green" if trained else "dim"
+        )
+    if len(pairs) > _MOST_TOKENS:
+        text.append(" …", "dim")
+    return text

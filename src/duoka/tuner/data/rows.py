@@ -1,0 +1,205 @@
+"""A row of training data → what was said in it, recognised by its keys.
+
+=================================  ===========================================================
+keys                               what it is
+=================================  ===========================================================
+``messages``                       a chat as OpenAI writes it, perhaps with ``tools``
+``conversations``                  the same of ChatGLM3 (``role``) or ShareGPT (``from``)
+``instruction``, ``output``        Alpaca, perhaps with ``input``, ``system``, ``history``
+``prompt``, ``completion``         texts of which the second continues the first
+``text``                           a document
+=================================  ===========================================================
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from duoka.errors import UsageError
+from duoka.models.text.messages import (
+    Message,
+    Tool,
+    read_message,
+    read_tool_call,
+    refuse_half_pairs,
+)
+
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "function_response": "observation",
+}
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_KEYS = "messages, conversations, instruction and output, prompt and completion, or text"
+_MOST_SHOWN_KEYS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """Messages in turn, and the tools that the assistant may call.
+
+    The messages at `unweighted` aren't to be learnt: OpenAI's ``weight`` of 0.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    unweighted: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A text, and how it goes on, which is to be learnt."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text all of which is to be learnt; a long one comes in pieces."""
+
+    pieces: Iterable[str]
+
+
+def read_row(row: Mapping[str, Any]) -> Chat | Completion | Document:
+    """Recognise a row.
+
+    Raises
+    ------
+    UsageError
+        With the reason, if it is none of the known kinds, or a damaged one.
+    """
+    for key in ("messages", "conversations"):
+        if row.get(key) is not None:
+            return _chat(_list_of(row[key], key), row)
+    if row.get("instruction") is not None and "output" in row:
+        return _checked(list(_alpaca(row)), row)
+    if row.get("prompt") is not None and "completion" in row:
+        if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
+            return _chat([*row["prompt"], *row["completion"]], row)
+        return Completion(_text(row, "prompt"), _said(row, "completion"))
+    if row.get("text") is not None:
+        return Document([_said(row, "text")])
+    shown = ", ".join(list(row)[:_MOST_SHOWN_KEYS]) or "none"
+    raise UsageError(f"its keys are {shown}; known are {_KEYS}")
+
+
+def _chat(said: Sequence[Any], row: Mapping[str, Any]) -> Chat:
+    messages: list[Message] = []
+    unweighted = set()
+    if row.get("system"):
+        messages.append(Message(role="system", content=_text(row, "system")))
+    for number, message in enumerate(said, start=1):
+        try:
+            if isinstance(message, Mapping) and message.get("weight") in (0, False):
+                unweighted.add(len(messages))
+            messages += _messages(message)
+        except UsageError as error:
+            raise UsageError(f"message {number}: {error}") from error
+    return _checked(messages, row, frozenset(unweighted))
+
+
+def _messages(said: Any) -> Iterator[Message]:
+    """Read one message, of ShareGPT, ChatGLM3's demo of fine-tuning, or OpenAI."""
+    if not isinstance(said, Mapping):
+        raise UsageError("it is no object")
+    for key in _REASONING:
+        if said.get(key):
+            raise UsageError(
+                f"{key!r} isn't read; write it into the content, as the model is to say it"
+            )
+    if "from" in said and "role" not in said:
+        speaker, content = said["from"], said.get("value")
+        if speaker == "function_call":
+            yield Message(role="assistant", content="", tool_call=read_tool_call(_json(content)))
+        else:
+            role = _SHAREGPT_ROLES.get(str(speaker), speaker)
+            yield read_message({"role": role, "content": content})
+    elif said.get("role") == "tool" and said.get("parameters") is not None:
+        name, parameters = said.get("name"), said["parameters"]
+        call = read_tool_call({"name": name, "arguments": parameters})
+        yield Message(role="assistant", content="", tool_call=call)
+        result = said.get("observation")
+        content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+        yield Message(role="observation", content=content)
+    else:
+        yield read_message(said)
+
+
+def _alpaca(row: Mapping[str, Any]) -> Iterator[Message]:
+    if row.get("system"):
+        yield Message(role="system", content=_text(row, "system"))
+    for exchange in _list_of(row.get("history"), "history"):
+        if not isinstance(exchange, Sequence) or len(exchange) != 2:
+            raise UsageError("'history' is no list of questions with their answers")
+        yield Message(role="user", content=exchange[0])
+        yield Message(role="assistant", content=exchange[1])
+    question = _text(row, "instruction")
+    if row.get("input"):
+        question += "\n" + _text(row, "input")
+    yield Message(role="user", content=question)
+    yield Message(role="assistant", content=_text(row, "output"))
+
+
+def _checked(
+    messages: Sequence[Message], row: Mapping[str, Any], unweighted: frozenset[int] = frozenset()
+) -> Chat:
+    """Refuse an order in which nobody talks, and answers that say nothing."""
+    before = ""
+    for number, message in enumerate(messages, start=1):
+        role = message.role
+        if (
+            (role == "system" and before)
+            or (role == "assistant" and before in ("", "system"))
+            or (role == "observation" and before not in ("assistant", "observation"))
+        ):
+            after = f"after one of role {before!r}" if before else "at the beginning"
+            raise UsageError(f"message {number} of role {role!r} can't stand {after}")
+        if role == "assistant" and not message.content.strip() and message.tool_call is None:
+            raise UsageError(f"message {number} is an empty answer")
+        before = role
+    if before != "assistant":
+        raise UsageError("there is no answer at its end" if messages else "there are no messages")
+    tools = tuple(map(_json, _list_of(row.get("tools"), "tools")))
+    calls = [message.tool_call.arguments for message in messages if message.tool_call]
+    if tools or calls:
+        text = json.dumps([tools, calls], ensure_ascii=False, default=str)
+        refuse_half_pairs(text, "a tool, or a call of one,")
+    return Chat(messages=tuple(messages), tools=tools, unweighted=unweighted)
+
+
+def _list_of(value: Any, key: str) -> Sequence[Any]:
+    """A list, or the JSON of one: some tables and ShareGPT's tools have it as a text."""
+    items = _json(value) if isinstance(value, str) and value.strip() else value or []
+    if not isinstance(items, list | tuple):
+        raise UsageError(f"{key!r} is no list")
+    return items
+
+
+def _json(value: Any) -> Any:
+    """A value, read from JSON where it is a text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"a text in the place of an object is not valid JSON: {error}") from error
+
+
+def _text(row: Mapping[str, Any], key: str) -> str:
+    text = row[key]
+    if not isinstance(text, str):
+        raise UsageError(f"{key!r} is no text, but of type {type(text).__name__}")
+    refuse_half_pairs(text, repr(key))
+    return text
+
+
+def _said(row: Mapping[str, Any], key: str) -> str:
+    text = _text(row, key)
+    if not text.strip():
+        raise UsageError(f"{key!r} is empty")
+    return text

@@ -1,0 +1,114 @@
+"""What a row says → token ids, and which of them are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from duoka.errors import CheckpointError
+from duoka.models.text.chat_template import common_length
+from duoka.models.text.messages import Message, Role
+from duoka.models.text.prompts import ChatFormat, Sample
+
+from .rows import Chat, Completion, Document
+
+TrainOn = Literal["all", "last"]
+
+
+def row_samples(
+    row: Chat | Completion | Document, chat: ChatFormat, seq_length: int, train_on: TrainOn
+) -> Iterator[Sample]:
+    """Write a row's samples; only those of a document are cut to the sequence length.
+
+    Raises
+    ------
+    UsageError
+        If the model's format has no place for what the row says.
+    """
+    if isinstance(row, Chat):
+        yield from chat_samples(row, chat, train_on)
+    elif isinstance(row, Completion):
+        yield _completion_sample(row, chat.tokenizer)
+    else:
+        yield from _document_samples(row, chat.tokenizer, seq_length)
+
+
+def chat_samples(row: Chat, chat: ChatFormat, train_on: TrainOn) -> list[Sample]:
+    """Write a chat's answers, each after what the model will have before it.
+
+    Answers share a sample as long as each one's context begins with the sample before it. Where it
+    doesn't, because a template leaves the reasoning of earlier answers out or because an answer
+    ends otherwise when nothing follows, the next sample begins.
+    """
+    answers = [
+        at
+        for at, message in enumerate(row.messages)
+        if message.role == "assistant" and at not in row.unweighted
+    ]
+    samples: list[Sample] = []
+    for at in answers if train_on == "all" else answers[-1:]:
+        sample = chat.sample(row.messages[: at + 1], row.tools, _next_role(row.messages, at))
+        earlier = samples[-1] if samples else Sample([], [])
+        num_shared = len(earlier.ids)
+        if sample.ids[:num_shared] == earlier.ids:
+            samples = samples[:-1]
+            sample = Sample(sample.ids, [*earlier.is_trained, *sample.is_trained[num_shared:]])
+        samples.append(sample)
+    return samples
+
+
+def _next_role(messages: tuple[Message, ...], at: int) -> Role:
+    """Who speaks after a message; after the last one the tool that it calls, or the user."""
+    if at + 1 < len(messages):
+        return messages[at + 1].role
+    calls = messages[at].tool_call is not None or messages[at].metadata
+    return "observation" if calls else "user"
+
+
+def _completion_sample(row: Completion, tokenizer: PreTrainedTokenizerBase) -> Sample:
+    """Write a prompt and its completion; tokens that have a part of both are trained."""
+    ids = _text_ids(tokenizer, row.prompt + row.completion)
+    num_shared = common_length(_text_ids(tokenizer, row.prompt), ids)
+    start, end = _around(tokenizer)
+    context = len(start) + num_shared
+    ids = [*start, *ids, end]
+    return Sample(ids, [False] * context + [True] * (len(ids) - context))
+
+
+def _document_samples(
+    row: Document, tokenizer: PreTrainedTokenizerBase, seq_length: int
+) -> Iterator[Sample]:
+    """Cut a document, with the end of text behind it, into samples of the sequence length."""
+    start, end = _around(tokenizer)
+
+    def cut(ids: list[int]) -> Iterator[Sample]:
+        for at in range(0, len(ids), seq_length):
+            part = ids[at : at + seq_length]
+            yield Sample(part, [number not in start for number in part])
+
+    ids = list(start)
+    for piece in row.pieces:
+        ids += _text_ids(tokenizer, piece)
+        num_whole = len(ids) // seq_length * seq_length
+        yield from cut(ids[:num_whole])
+        ids = ids[num_whole:]
+    yield from (sample for sample in cut([*ids, end]) if len(sample.ids) > 1)
+
+
+def _text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Encode foreign text: what looks like a special token is text."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+    return ids
+
+
+def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
+    """The tokens that the tokenizer begins a text with, and the one that ends it."""
+    end = tokenizer.eos_token_id
+    if not isinstance(end, int):
+        raise CheckpointError("the tokenizer has no token that ends a text")
+    start: list[int] = tokenizer.encode("", add_special_tokens=True)
+    if start[-1:] == [end] and (len(start) > 1 or tokenizer.bos_token_id != end):
+        del start[-1]  # some write the end themselves
+    return start, end
