@@ -16,7 +16,7 @@ from duoka.forecast.workload import Training
 from duoka.runtime.dispatch.arguments import to_device
 from duoka.runtime.dispatch.dispatch import without_data
 from duoka.stages.channels import LocalChannel
-from duoka.stages.execute import run_passes
+from duoka.stages.execute import Pipeline
 from duoka.stages.interceptor import Interceptor
 from duoka.stages.route import Route, find_route
 from duoka.stages.schedule import order_passes
@@ -74,14 +74,9 @@ def learn_in_stages(
     routes = [route_of(model, placement, batch) for batch in batches]
     training = Training(method="full", micro_batches=len(batches), schedule=schedule)
     stages = [torch.device("cpu")] * routes[0].num_stages
-    losses = run_passes(
-        Interceptor(model, placement),
-        routes,
-        [timed.step for timed in order_passes(routes[0].devices, training)],
-        LocalChannel(stages),
-        stages,
-        lambda number, device: model(**batches[number]).loss,
-    )
+    pipeline = Pipeline(Interceptor(model, placement), LocalChannel(stages), stages)
+    passes = [timed.step for timed in order_passes(routes[0].devices, training)]
+    losses = pipeline.run(routes, passes, lambda number, device: model(**batches[number]).loss)
     return Learnt(losses, _gradients(model))
 
 

@@ -1,6 +1,7 @@
 """duoka puts a large language model on the GPUs that a person has.
 
-It plans where every module goes, proves the plan before a weight is read, loads it, and runs it.
+It plans where every module goes, proves the plan before a weight is read, loads it, and runs or
+fine-tunes it.
 Each name is imported on first use, so that the program starts at once, and planning from a cached
 profile never waits for torch.
 """
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from .planner.placement import Placement
     from .planner.plan import Plan
     from .report.export import export
+    from .tuner.settings import TuneSettings
+    from .tuner.tune import tune
 
 __version__ = "0.1.0"
 __all__ = [
@@ -41,6 +44,7 @@ __all__ = [
     "Placement",
     "Plan",
     "Training",
+    "TuneSettings",
     "Workload",
     "check",
     "compare",
@@ -53,6 +57,7 @@ __all__ = [
     "plan_replicas",
     "repair",
     "tokenizer",
+    "tune",
 ]
 
 # Where each public name is defined.
@@ -66,6 +71,7 @@ _MODULES = {
     "Placement": "planner.placement",
     "Plan": "api.plan",
     "Training": "forecast.workload",
+    "TuneSettings": "tuner.settings",
     "Workload": "forecast.workload",
     "check": "api.check",
     "compare": "planner.compare",
@@ -78,6 +84,7 @@ _MODULES = {
     "repair": "checker.fix.fix",
     "testing": "testing",
     "tokenizer": "api.load",
+    "tune": "tuner.tune",
 }
 
 

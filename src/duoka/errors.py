@@ -13,7 +13,8 @@ The tree, with the exit code that the command line returns for each::
     ├── LoadError               9   what was loaded isn't what was expected
     ├── FormatError            10   a plan or profile file of another version, or damaged
     ├── VirtualDeviceError     11   what a virtual GPU can't do
-    └── MachineError           12   what this machine refuses: disk, memory, libraries
+    ├── MachineError           12   what this machine refuses: disk, memory, libraries
+    └── TrainingError          14   training that can't go on: a loss that is no number, …
 
 A message says what went wrong, what was given, and the limit with its unit. `hint` says what to
 do next; the command line prints it on a line of its own. A library never exits: only `cli/`
@@ -237,3 +238,9 @@ class MachineError(DuokaError):
     """What this machine refuses: a full disk, no permission, no memory, a missing library."""
 
     exit_code = 12
+
+
+class TrainingError(DuokaError):
+    """Training that can't go on: a loss that is no number, weights without a gradient."""
+
+    exit_code = 14

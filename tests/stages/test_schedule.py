@@ -75,6 +75,6 @@ def test_the_bubble_is_that_of_the_formula() -> None:
 
 def test_unequal_stages() -> None:
     training = Training(micro_batches=4, schedule="1f1b")
-    shares = busy_shares(["a", "b"], order_passes(["a", "b"], training, [1.0, 2.0]))
+    shares = busy_shares(["a", "b"], order_passes(["a", "b"], training, forward_times=[1.0, 2.0]))
     assert shares["b"] == pytest.approx(24 / 27)  # it waits for the first one, at both ends
     assert shares["a"] == pytest.approx(shares["b"] / 2)

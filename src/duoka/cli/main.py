@@ -28,6 +28,7 @@ from .plan import plan
 from .suggestions import options_of
 from .terminal import correct_columns
 from .training_options import with_method
+from .tune import tune
 
 _EPILOG = "\n\n".join(
     [
@@ -40,7 +41,8 @@ _EPILOG = "\n\n".join(
         "Exit codes: "
         "0 done; 1 another error; 2 usage; 3 GPUs; 4 checkpoint; 5 model; 6 placement; "
         "7 nothing fits; 8 the proof failed; 9 loading failed; 10 plan file; 11 virtual GPU; "
-        "12 this machine; 13 the check found something; 70 a defect of duoka; "
+        "12 this machine; 13 the check found something; 14 training can't go on; 70 a defect of "
+        "duoka; "
         "129, 130, 143 stopped by a signal, 130 by Ctrl-C; 141 nobody reads the output.",
     ]
 )
@@ -54,7 +56,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (plan, compare, check, generate, chat, gpus, bench, demo):
+for command in (plan, compare, check, generate, chat, tune, gpus, bench, demo):
     app.command()(command)
 
 

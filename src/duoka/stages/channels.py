@@ -7,12 +7,15 @@ stage computes on them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_MOST_TRANSFERS = 2**12
 
 
 class Message(NamedTuple):
@@ -63,11 +66,14 @@ class LocalChannel:
 
 
 class ProcessChannel:
-    """Between processes: `ranks` says for each stage which one has it, `device` is this one's."""
+    """Between processes: `ranks` says for each stage which one has it, `device` is this one's.
 
-    def __init__(self, ranks: Sequence[int], num_transfers: int, device: torch.device) -> None:
+    `waited_seconds` adds up how long this process has waited for others.
+    """
+
+    def __init__(self, ranks: Sequence[int], device: torch.device) -> None:
         self._ranks = ranks
-        self._num_transfers = num_transfers
+        self.waited_seconds = 0.0
         self._device = device
         self._local = LocalChannel([device] * len(ranks))
         self._pending: list[tuple[Any, Tensor]] = []
@@ -81,7 +87,7 @@ class ProcessChannel:
         host = torch.empty(tensor.shape, dtype=tensor.dtype)
         host.copy_(tensor)
         self._pending = [entry for entry in self._pending if not entry[0].is_completed()]
-        self._pending.append((dist.isend(host, rank, tag=self._tag(message)), host))
+        self._pending.append((dist.isend(host, rank, tag=_tag(message)), host))
 
     def receive(self, message: Message, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See `Channel`."""
@@ -89,7 +95,9 @@ class ProcessChannel:
         if rank == dist.get_rank():
             return self._local.receive(message, sizes, dtype)
         host = torch.empty(sizes, dtype=dtype)
-        dist.recv(host, rank, tag=self._tag(message))
+        begin = time.perf_counter()
+        dist.recv(host, rank, tag=_tag(message))
+        self.waited_seconds += time.perf_counter() - begin
         return host.to(self._device)
 
     def flush(self) -> None:
@@ -98,7 +106,8 @@ class ProcessChannel:
             work.wait()
         self._pending.clear()
 
-    def _tag(self, message: Message) -> int:
-        """A number that no other message of a step has."""
-        place = message.micro_batch * self._num_transfers + message.transfer
-        return 2 * place + message.is_gradient
+
+def _tag(message: Message) -> int:
+    """A number that no other message of a step has."""
+    place = message.micro_batch * _MOST_TRANSFERS + message.transfer
+    return 2 * place + message.is_gradient

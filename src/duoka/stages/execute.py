@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,35 +14,58 @@ from .micro_batch import MicroBatch
 from .route import Route
 from .schedule import Pass
 
+Forward = Callable[[int, torch.device], Tensor]
+"""Calls the model with a micro-batch; its loss, as far as the last stage gets that."""
 
-def run_passes(
-    interceptor: Interceptor,
-    routes: Sequence[Route],
-    passes: Sequence[Pass],
-    channel: Channel,
-    devices: Sequence[torch.device],
-    forward: Callable[[int, torch.device], Tensor],
-    *,
-    stages: Collection[int] | None = None,
-) -> list[Tensor]:
-    """Run passes in their order, those of some `stages` alone; the losses that were computed here.
 
-    `routes` has the route of each micro-batch; `forward(number, device)` calls the model with a
-    micro-batch and returns its loss, as far as the last stage gets that.
+class Pipeline:
+    """Stages of a model, of which this process has some, by default all.
+
+    `devices` has one for each stage; it is used of this process's alone.
     """
-    running: dict[tuple[int, int], tuple[MicroBatch, Tensor | None]] = {}
-    losses: list[Tensor] = []
-    for stage, number, is_backward in passes:
-        if stages is not None and stage not in stages:
-            continue
-        if is_backward:
-            micro_batch, loss = running.pop((stage, number))
-            micro_batch.backward(loss)
-            continue
-        device = devices[stage]
-        micro_batch = MicroBatch(routes[number], stage, number, channel, device)
-        loss = micro_batch.forward(interceptor, lambda: forward(number, device))  # noqa: B023
-        running[stage, number] = micro_batch, loss
-        if loss is not None:
-            losses.append(loss.detach())
-    return losses
+
+    def __init__(
+        self,
+        interceptor: Interceptor,
+        channel: Channel,
+        devices: Sequence[torch.device],
+        *,
+        local: Collection[int] | None = None,
+    ) -> None:
+        self._interceptor = interceptor
+        self._channel = channel
+        self._devices = devices
+        self._local = range(len(devices)) if local is None else local
+
+    def run(
+        self,
+        routes: Sequence[Route],
+        passes: Sequence[Pass],
+        forward: Forward,
+        *,
+        learns: bool = True,
+    ) -> list[Tensor]:
+        """Run this process's passes in their order; the losses that were computed here.
+
+        `routes` has the route of each micro-batch. Without `learns` there is no backward, and
+        nothing is kept for it.
+        """
+        running: dict[tuple[int, int], tuple[MicroBatch, Tensor | None]] = {}
+        losses: list[Tensor] = []
+        for stage, number, is_backward in passes:
+            if stage not in self._local:
+                continue
+            if is_backward:
+                micro_batch, loss = running.pop((stage, number))
+                micro_batch.backward(loss)
+                continue
+            device = self._devices[stage]
+            micro_batch = MicroBatch(
+                routes[number], stage, number, self._channel, device, learns=learns
+            )
+            loss = micro_batch.forward(self._interceptor, partial(forward, number, device))
+            if learns:
+                running[stage, number] = micro_batch, loss
+            if loss is not None:
+                losses.append(loss.detach())
+        return losses

@@ -127,7 +127,7 @@ class MicroBatch:
             return tensor
         transfer = self._route.transfers[number]
         if transfer.source == self._stage and number not in self._sent:
-            keeps = transfer.requires_grad and tensor.requires_grad
+            keeps = self._learns and transfer.requires_grad and tensor.requires_grad
             self._sent[number] = get_gradient_edge(tensor) if keeps else None
             self._channel.send(self._message(number), tensor.detach())
         if transfer.target != self._stage:

@@ -12,6 +12,7 @@ The same order serves for stages of unequal length, and for devices that have se
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from duoka.forecast.replay_training import in_flight
@@ -38,9 +39,15 @@ class Timed(NamedTuple):
 
 
 def order_passes(
-    devices: Sequence[str], training: Training, forward_times: Sequence[float] | None = None
+    devices: Sequence[str],
+    training: Training,
+    micro_batches: int | None = None,
+    *,
+    forward_times: Sequence[float] | None = None,
 ) -> list[Timed]:
     """The passes of a step by their begin; `devices` has the device of each stage.
+
+    There are as many `micro_batches` as the training says, or less in a last step.
 
     Examples
     --------
@@ -48,6 +55,8 @@ def order_passes(
     >>> [timed.step[:2] for timed in order_passes(["a", "b"], training)]
     [(0, 0), (0, 1), (1, 0), (1, 0), (0, 0), (1, 1), (1, 1), (0, 1)]
     """
+    if micro_batches is not None:
+        training = replace(training, micro_batches=micro_batches)
     return list(_Play(devices, training, forward_times or [1.0] * len(devices)).run())
 
 

@@ -1,6 +1,13 @@
-"""Tuner: training by plan, over all GPUs.
+"""Tuner: fine-tuning by plan, over all GPUs, in a process for each.
 
+- `tune`, `settings`: from a model and data to the result, and what a person says of it
+- `prepare`: the plans, and what is learnt
+- `data`: the user's files → micro-batches of token ids
+- `run`: the directory of a run; `worker`, `__main__`: a process of it
+- `part`: the weights of one process; `layout`: which process has which, and sums of gradients
+- `trainer`: micro-batches through stages, and the optimizer's steps
 - `learning_rate`: how the learning rate goes from step to step
 - `checkpoints`, `optimizer_states`: a run saved, and resumed on other GPUs
+- `show`, `report`: what a person sees of it, on the way and in the end
 - `result`: adapters and merged checkpoints, as others load them
 """

@@ -1,0 +1,276 @@
+"""``duoka tune``: fine-tuning by a plan, on every GPU."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from duoka.base.files import why
+from duoka.base.progress import heard_by, say_import
+from duoka.base.text import choose
+from duoka.errors import UsageError
+from duoka.forecast.workload import read_dtype, read_quantization
+from duoka.planner.plan import Plan
+
+from . import planning, replicas
+from .groups import argument, flag, option, with_groups
+from .options import ModelOptions, given_options, parse_tokens
+from .terminal import stderr, stdout
+
+if TYPE_CHECKING:
+    from duoka.tuner.prepare import TuneRun
+    from duoka.tuner.tune import TuneResult
+
+_data = partial(option, panel="What is learnt")
+_data_flag = partial(flag, panel="What is learnt")
+_how = partial(option, panel="How it is learnt")
+_how_flag = partial(flag, panel="How it is learnt")
+_where = partial(option, panel="Where")
+_run = partial(option, panel="The run")
+_run_flag = partial(flag, panel="The run")
+_NOWHERE = Path("not-saved")  # where nothing is run
+_PREVIEW = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneOptions:
+    """What a person says of a run; None where nothing was said."""
+
+    data: list[str] | None = argument(
+        "DATA",
+        "Files or directories: JSON lines (messages, ChatGLM3 and ShareGPT conversations, Alpaca, "
+        "prompt and completion, text), JSON, CSV, Parquet, or plain text.",
+    )
+    train_on: str | None = _data(
+        "WHICH", "all (the default) of the assistant's answers, or the last one of each chat."
+    )
+    seq_length: str | None = _data(
+        "TOKENS", "The most tokens of a sequence: 2048 or 2K, the default, or the model's limit."
+    )
+    packing: bool = _data_flag(
+        "--packing", "Put several samples into a sequence; none attends to another."
+    )
+    skip_bad: bool = _data_flag(
+        "--skip-bad", "Leave rows out that can't be used, instead of stopping."
+    )
+    eval_data: list[str] | None = _data(
+        "DATA", "What the loss is measured on. Repeatable.", names=("--eval",)
+    )
+    method: str | None = _how(
+        "METHOD",
+        "lora (the default: adapters on frozen weights), qlora (on weights in 4 bit) or full "
+        "(every parameter).",
+    )
+    batch: int | None = _how("N", "Sequences that a step is made of. By default 8.", min=1)
+    micro_batch: int | None = _how("N", "Sequences that run at once. By default 1.", min=1)
+    epochs: int | None = _how("N", "How often each sample comes. By default 1.", min=1)
+    steps: int | None = _how("N", "Steps of the optimizer, instead of --epochs.", min=1)
+    lr: float | None = _how("RATE", "The highest learning rate: 1e-4, with --method full 1e-5.")
+    lr_schedule: str | None = _how("NAME", "cosine (the default), linear or constant.")
+    warmup: int | None = _how("STEPS", "Steps that lead up to it. By default 3 % of all.", min=0)
+    optimizer: str | None = _how("NAME", "adamw (the default), adamw8bit, adafactor or sgd.")
+    weight_decay: float | None = _how("RATE", "Of matrices. By default 0.")
+    max_grad_norm: float | None = _how(
+        "NORM", "What the gradients' norm is clipped to; 0 for not at all. By default 1."
+    )
+    lora_rank: int | None = _how("N", "Rank of the adapters. By default 8.", min=1)
+    lora_alpha: int | None = _how("N", "Their scale, over the rank. By default twice it.", min=1)
+    lora_dropout: float | None = _how("SHARE", "Dropout before the adapters. By default 0.")
+    lora_target: list[str] | None = _how(
+        "NAME", "Modules that get adapters, by the end of their names. Repeatable."
+    )
+    dtype: str | None = _how("DTYPE", "float32, float16, bfloat16 or auto: the checkpoint's own.")
+    quantize: str | None = _how("KIND", "What frozen weights become: int8, int4 or nf4.")
+    checkpointing: bool = _how_flag(
+        "--checkpointing", "Compute activations again in the backward pass: less memory, slower."
+    )
+    seed: int | None = _how(
+        "N", "Of the samples' order, adapters and dropout. By default 0.", min=0
+    )
+    gpus: str | None = _where("GPUS", "The GPUs, as of `duoka plan`. By default all; all are used.")
+    replicas: str | None = _where(
+        "N", 'Copies of the model that share each step. By default "auto": as many as fit.'
+    )
+    schedule: str | None = _where(
+        "NAME",
+        "How stages take turns: 1f1b (the default), gpipe, or sequential.",
+    )
+    plan: Path | None = _where("FILE", "Take a saved plan for training, instead of making one.")
+    save: Path | None = _run("DIR", "Where the run is kept: checkpoints, metrics and result.")
+    resume: bool = _run_flag(
+        "--resume", "Go on with the run in --save; on other GPUs, if --gpus or --replicas say so."
+    )
+    save_every: int | None = _run("STEPS", "Save now and then; always at the end.", min=1)
+    eval_every: int | None = _run("STEPS", "Measure --eval now and then; always at the end.", min=1)
+    merge: bool = _run_flag("--merge", "Write a whole checkpoint, instead of an adapter.")
+    names: str | None = _run(
+        "WHOSE", "Names in the result: original (the default: the checkpoint's) or native."
+    )
+    config: Path | None = _run("FILE", "A TOML file with any of these options: batch = 16.")
+    dry_run: bool = _run_flag("--dry-run", "Plan, check the data, show both, and stop.")
+
+
+@with_groups
+def tune(model: ModelOptions, options: TuneOptions) -> None:
+    """Fine-tune a model on your data, on every GPU. The plan is proved first.
+
+    [bold]duoka tune[/] ./glm-4-9b-chat train.jsonl --gpus 2x24GiB --save run
+
+    [bold]duoka tune[/] ./chatglm3-6b train.jsonl --method qlora --seq-length 4K --save run
+
+    [bold]duoka tune[/] --save run --resume
+    """
+    options = _with_config(options)
+    if options.save is None and not options.dry_run:
+        raise UsageError("nothing says where to keep the run", hint="--save DIR")
+    say_import("torch")
+    from duoka.tuner.worker import LOST, LostError
+
+    try:
+        _tell(_resume(options) if options.resume else _start(options, model))
+    except LostError:
+        raise typer.Exit(LOST) from None  # another process of torchrun's has told why
+
+
+def _start(options: TuneOptions, model: ModelOptions) -> TuneResult:
+    """Plan a run, show it, and train."""
+    if not model.model or not options.data:
+        raise UsageError(
+            "MODEL or DATA is missing", hint="duoka tune MODEL DATA --save DIR is the least"
+        )
+    gpus = options.gpus or planning.ALL_GPUS
+    planning.look_at_cards(gpus)
+    checkpoint = planning.open_checkpoint(model, to_run=True)
+    with heard_by(_say):
+        from duoka.tuner.settings import TuneSettings
+        from duoka.tuner.tune import tune
+
+        return tune(
+            checkpoint,
+            options.data,
+            gpus,
+            save=options.save or _NOWHERE,
+            settings=TuneSettings(**_values(options)),
+            replicas=replicas.read_number(options.replicas or "auto"),
+            plan=None if options.plan is None else Plan.load(options.plan),
+            show=partial(_show, goes_on=not options.dry_run),
+        )
+
+
+def _values(options: TuneOptions) -> dict[str, Any]:
+    """What is said of the settings, which have the options' names."""
+    beside = ("data", "gpus", "replicas", "plan", "save", "resume", "config", "dry_run")
+    names = [item.name for item in fields(options) if item.name not in beside]
+    said = {name: value for name in names if (value := getattr(options, name)) is not None}
+    readers: dict[str, Callable[[Any], Any]] = {
+        "seq_length": parse_tokens,
+        "dtype": read_dtype,
+        "quantize": read_quantization,
+        "eval_data": tuple,
+        "lora_target": tuple,
+    }
+    return {name: readers.get(name, _same)(value) for name, value in said.items()}
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _show(run: TuneRun, *, goes_on: bool) -> bool:
+    """Print the plans and the first samples; whether the run goes on."""
+    from duoka.report.terminal import render_plan
+    from duoka.tuner.data import render_preview
+
+    console = stdout()
+    for plan in run.plans:
+        console.print(render_plan(plan))
+    console.print(render_preview(run.samples, run.tokenizer, _PREVIEW))
+    return goes_on
+
+
+def _resume(options: TuneOptions) -> TuneResult:
+    """Go on with a run, where it was or on other GPUs."""
+    names = [item.name for item in fields(options)]
+    changes = given_options(
+        options, *(n for n in names if n not in ("save", "resume", "gpus", "replicas", "data"))
+    )
+    if changes:
+        raise UsageError(
+            f"{', '.join(changes)} can't change while a run goes on",
+            hint="leave it out, or start a new run in another directory",
+        )
+    with heard_by(_say):
+        from duoka.tuner.run import RunDirectory
+        from duoka.tuner.tune import move, resume
+
+        assert options.save is not None, "it was asked for"
+        directory = RunDirectory(options.save)
+        if options.gpus is not None or options.replicas is not None:
+            number = replicas.read_number(options.replicas or "auto")
+            move(directory, options.gpus or planning.ALL_GPUS, number)
+        return resume(directory)
+
+
+def _with_config(options: TuneOptions) -> TuneOptions:
+    """The options, with those of the file that the command line doesn't say."""
+    if options.config is None:
+        return options
+    try:
+        content = tomllib.loads(options.config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{options.config} can't be read: {why(error)}", hint="it is TOML, in UTF-8"
+        ) from error
+    known = {item.name: item for item in fields(options) if item.name != "config"}
+    values = {name.replace("-", "_"): value for name, value in content.items()}
+    if "eval" in values:
+        values["eval_data"] = values.pop("eval")
+    for name, value in values.items():
+        choose(f"the option in {options.config}", name, sorted(known))
+        values[name] = _typed(name, value, str(known[name].type), options.config)
+    unsaid = {name: v for name, v in values.items() if getattr(options, name) in (None, False, [])}
+    return replace(options, **unsaid)
+
+
+def _typed(name: str, value: Any, kind: str, file: Path) -> Any:
+    """A value of a file as the option's own type."""
+    wanted = next(t for t in ("list", "bool", "float", "int", "Path", "str") if t in kind)
+    if wanted == "list" and isinstance(value, str):
+        value = [value]
+    types: dict[str, tuple[type, ...]] = {
+        "list": (list,),
+        "bool": (bool,),
+        "float": (float, int),
+        "int": (int,),
+        "Path": (str,),
+        "str": (str, int),
+    }
+    if not isinstance(value, types[wanted]) or isinstance(value, bool) != (wanted == "bool"):
+        raise UsageError(
+            f"{name} in {file} is {value!r}", hint="`duoka tune --help` says what it may be"
+        )
+    convert: dict[str, Any] = {"float": float, "Path": Path, "str": str}
+    return convert[wanted](value) if wanted in convert else value
+
+
+def _tell(result: TuneResult) -> None:
+    from duoka.tuner.report import render_report
+
+    if result.report is not None:
+        stdout().print(render_report(result.report))
+    if result.result is not None:
+        stdout().print(f"the result is in {result.result}", markup=False, soft_wrap=True)
+    if result.stopped_by is not None:
+        command = f"duoka tune --save {result.directory} --resume"
+        _say(f"stopped after step {result.steps}; to go on: {command}")
+        raise typer.Exit(128 + result.stopped_by)
+
+
+def _say(text: str) -> None:
+    stderr().print(text, markup=False, soft_wrap=True)

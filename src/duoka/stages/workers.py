@@ -1,0 +1,123 @@
+"""Worker processes: one for each rank, started on this machine, watched, and ended together.
+
+A worker knows its rank and the others from the environment variables that torchrun sets as well.
+Its standard input is a pipe from the parent: where the parent is gone, it ends too.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+_POLL_SECONDS = 0.1
+# After one has failed the others notice by themselves, or they are ended.
+_GRACE_SECONDS = 10.0
+
+
+class Workers:
+    """Processes that run a Python module, one for each rank."""
+
+    def __init__(
+        self, module: str, arguments: Sequence[str], number: int, *, threads: int | None = None
+    ) -> None:
+        threads = threads or max(1, len(os.sched_getaffinity(0)) // number)
+        shared = {
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            "WORLD_SIZE": str(number),
+            "LOCAL_WORLD_SIZE": str(number),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+            # All are on this machine, whatever its name resolves to.
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback()),
+        }
+        command = [sys.executable, "-m", module, *arguments]
+        self._processes = [
+            _start(command, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(number)
+        ]
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Their process ids, by rank."""
+        return [process.pid for process in self._processes]
+
+    def wait(self) -> dict[int, int]:
+        """Wait for all; the exit codes of those that failed first, by rank. The others are ended.
+
+        A negative code is the signal that ended a process.
+        """
+        while True:
+            codes = {rank: process.poll() for rank, process in enumerate(self._processes)}
+            if any(codes.values()):
+                # One that was killed takes others with it within moments.
+                self.end(_GRACE_SECONDS)
+                return {rank: code for rank, code in codes.items() if code}
+            if None not in codes.values():
+                return {}
+            time.sleep(_POLL_SECONDS)
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM to all: they save what they have, and leave."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+
+    def end(self, grace_seconds: float = 0.0) -> None:
+        """Let nothing of them be left, at the latest after so many seconds."""
+        deadline = time.monotonic() + grace_seconds
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+
+
+def end_with_parent() -> None:
+    """In a worker: end when the process that started it is gone, however it went."""
+
+    def watch() -> None:
+        while os.read(0, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    # In a session of its own: Ctrl-C reaches the parent alone, which tells the workers.
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _loopback() -> str:
+    """The name of the network interface that leads to this machine."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if name.startswith("lo")), names[0])

@@ -1,0 +1,10 @@
+"""A process of a run: ``python -m duoka.tuner DIRECTORY``, started for each rank."""
+
+from __future__ import annotations
+
+from duoka.base.quiet import quiet_libraries
+
+if __name__ == "__main__":
+    with quiet_libraries():
+        from duoka.tuner.worker import main
+    main()

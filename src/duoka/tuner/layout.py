@@ -1,0 +1,101 @@
+"""Which process has which part: ranks, replicas, and who shares a parameter's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from duoka.models import base_name
+from duoka.planner.plan import Plan
+
+# Gradients of so many bytes at a time pass through the host's memory.
+_BUCKET_BYTES = 2**26
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The processes of a run: one for each device of each replica's plan, in this order."""
+
+    plans: tuple[Plan, ...]
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        return sum(len(plan.devices) for plan in self.plans)
+
+    def place(self, rank: int) -> tuple[int, str]:
+        """The replica and the device of a process."""
+        for replica, plan in enumerate(self.plans):
+            if rank < len(plan.devices):
+                return replica, plan.devices[rank]
+            rank -= len(plan.devices)
+        raise AssertionError("more processes than devices")
+
+    def rank(self, replica: int, device: str) -> int:
+        """The process that has a device of a replica."""
+        before = sum(len(plan.devices) for plan in self.plans[:replica])
+        return before + self.plans[replica].devices.index(device)
+
+    def owners(self, parameter: str) -> tuple[int, ...]:
+        """The processes that have a parameter, one in each replica."""
+        name = base_name(parameter)
+        return tuple(
+            self.rank(replica, plan.placement.device_of(name) or "")
+            for replica, plan in enumerate(self.plans)
+        )
+
+
+class GradientSum:
+    """Adds up what replicas have learnt: each parameter's gradients over all that have it.
+
+    Replicas may be cut at different places, so that the processes that share a parameter differ
+    from one parameter to the next.
+    """
+
+    def __init__(self, layout: Layout, names: Iterable[str]) -> None:
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._owners: dict[str, tuple[int, ...]] = {}
+        if len(layout.plans) == 1:
+            return
+        # Every process has to make every group, in the same order.
+        for name in names:
+            owners = self._owners[name] = layout.owners(name)
+            if owners not in self._groups:
+                self._groups[owners] = dist.new_group(list(owners), backend="gloo")
+
+    def reduce(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Put the sum into every replica; where one has no gradient, it counts as nothing."""
+        for owners, group in self._groups.items():
+            shared = [p for name, p in parameters.items() if self._owners[name] == owners]
+            for bucket in _buckets(shared):
+                _sum(bucket, group)
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+    bucket: list[nn.Parameter] = []
+    for parameter in parameters:
+        bucket.append(parameter)
+        if sum(member.nbytes for member in bucket) >= _BUCKET_BYTES:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
+
+
+def _sum(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    sizes = [parameter.numel() for parameter in parameters]
+    host = torch.zeros(sum(sizes))
+    for part, parameter in zip(host.split(sizes), parameters, strict=True):
+        if parameter.grad is not None:
+            part.copy_(parameter.grad.view(-1))
+    dist.all_reduce(host, group=group)
+    for part, parameter in zip(host.split(sizes), parameters, strict=True):
+        total: Tensor = part.view(parameter.shape).to(parameter.dtype)
+        if parameter.grad is None:
+            parameter.grad = total.to(parameter.device)
+        else:
+            parameter.grad.copy_(total)

@@ -1,0 +1,110 @@
+"""The part of a model that one process trains: its own weights, and the shape of all others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.checkpoint.quantized import method_of
+from duoka.errors import ModelError
+from duoka.forecast.workload import Training
+from duoka.models import initialize_adapters, make_trainable
+from duoka.models.from_checkpoint import build_model
+from duoka.planner.plan import Plan
+from duoka.runtime import devices
+from duoka.runtime import load as loader
+from duoka.runtime.dispatch.arguments import to_device
+from duoka.runtime.dispatch.dispatch import without_data
+from duoka.stages.interceptor import Interceptor
+from duoka.stages.route import Route, find_route
+
+Batch = Mapping[str, Tensor]
+
+
+class ModelPart:
+    """A model of which this process has what a plan puts on one device.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        With its weight files on this machine.
+    plan : Plan
+        For training.
+    device : str
+        One of the plan's.
+    seed : int
+        Of adapters' first values.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, plan: Plan, device: str, seed: int) -> None:
+        assert plan.workload.training is not None, "the plan is for training"
+        self.plan = plan
+        self.training: Training = plan.workload.training
+        devices.materialise(plan.fleet)
+        self.device = torch.device(device)
+        self._dtype = getattr(torch, plan.workload.dtype)
+        self.model: Any = self._loaded(checkpoint, seed)
+        # The routes of batches are looked for on a copy without data.
+        self._blueprint = without_data(self.model)
+        self.interceptor = Interceptor(self.model, plan.placement)
+        self._routes: dict[Any, Route] = {}
+        self.trained = {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad and not parameter.is_meta
+        }
+
+    def _loaded(self, checkpoint: Checkpoint, seed: int) -> nn.Module:
+        model = build_model(checkpoint, self.plan.workload)
+        if method_of(checkpoint.config) is not None:
+            if len(self.plan.devices) > 1:
+                raise ModelError(
+                    "a checkpoint that was published quantized is read whole by each process",
+                    hint="plan for one GPU, or take the original with --quantize",
+                )
+            model = loader.load_published(checkpoint, model, self.plan.placement, dtype=self._dtype)
+        # Adapters are in no checkpoint; what else training changes must be so before it is read.
+        if self.training.method == "full":
+            make_trainable(model, self.training, self._dtype)
+        if method_of(checkpoint.config) is None:
+            loader.load_weights(model, checkpoint, self.plan.placement, only=self.device)
+        if self.training.method == "lora":
+            make_trainable(model, self.training, self._dtype)
+            initialize_adapters(model, seed)
+        model.train()
+        return model
+
+    @property
+    def all_trained(self) -> list[str]:
+        """What learns in any process, in the model's order."""
+        return [name for name, p in self.model.named_parameters() if p.requires_grad]
+
+    def loss(self, batch: Batch, device: torch.device) -> Tensor:
+        """Call the model; its loss, as far as this process's stages make it."""
+        return self._loss(self.model, batch, device)
+
+    def route(self, batch: Batch) -> Route:
+        """What crosses between stages for a batch of this form."""
+        form = tuple((name, tuple(value.shape)) for name, value in sorted(batch.items()))
+        if form not in self._routes:
+            self._routes[form] = find_route(
+                self._blueprint,
+                self.plan.placement,
+                lambda model, device: self._loss(model, batch, device),
+            )
+        return self._routes[form]
+
+    def _loss(self, model: Any, batch: Batch, device: torch.device) -> Tensor:
+        with self._autocast(device):
+            loss: Tensor = model(**to_device(dict(batch), device), use_cache=False).loss
+        return loss
+
+    def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        if not self.training.master_weights or self._dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(device.type, dtype=self._dtype)

@@ -1,0 +1,178 @@
+"""The directory of a run: what its processes are to do, what they noted, and where it all is.
+
+- ``run.json``: settings and plans; ``samples.safetensors``: what is learnt from
+- ``metrics.jsonl``: a line for each step; ``checkpoints/``: what the run can go on from
+- ``adapter/`` or ``model/``: the result; ``report.json``: forecast and measurement
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from duoka.base.files import read_text, write_whole
+from duoka.base.serialization import from_dict, parse_json_object, to_dict
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.errors import DuokaError, FormatError, UsageError
+from duoka.planner.plan import Plan
+
+from .settings import TuneSettings
+
+_FORMAT = "duoka.run"
+_VERSION = 1
+_MOST_BYTES = 2**28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What the processes of a run are to do."""
+
+    settings: TuneSettings
+    plans: tuple[Plan, ...]
+    trust_remote_code: bool = False
+
+    def checkpoint(self) -> Checkpoint:
+        """The model's, which has to be the one that the plans were made for."""
+        plan = self.plans[0]
+        checkpoint = Checkpoint.open(plan.source, trust_remote_code=self.trust_remote_code)
+        plan.refuse_other(checkpoint.fingerprint, plan.source)
+        return checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The files of a run."""
+
+    path: Path
+
+    @property
+    def samples(self) -> Path:
+        """The samples that it learns from."""
+        return self.path / "samples.safetensors"
+
+    @property
+    def eval_samples(self) -> Path:
+        """Those that it is measured on."""
+        return self.path / "eval-samples.safetensors"
+
+    @property
+    def checkpoints(self) -> Path:
+        """What it can go on from."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """A JSON object for each step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it says what is to be done."""
+        return self._run.is_file()
+
+    @property
+    def _run(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def _failure(self) -> Path:
+        return self.path / ".failure.json"
+
+    def refuse_used(self) -> None:
+        """Raise UsageError where there is something already."""
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise UsageError(
+                f"{self.path} is there already",
+                hint="name a new directory, or go on with its run: --resume",
+            )
+
+    def write(
+        self, settings: TuneSettings, plans: tuple[Plan, ...], *, trust_remote_code: bool
+    ) -> None:
+        """Say what the processes are to do."""
+        content = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "settings": to_dict(settings),
+            "trust_remote_code": trust_remote_code,
+            "plans": [json.loads(plan.lasting().to_json()) for plan in plans],
+        }
+        write_whole(self._run, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+
+    def read(self) -> Run:
+        """What the processes are to do."""
+        if not self._run.is_file():
+            raise UsageError(
+                f"{self.path} is no directory of a run",
+                hint="name the one that `duoka tune --save` made",
+            )
+        content = parse_json_object(read_text(self._run, most_bytes=_MOST_BYTES), str(self._run))
+        plans = content.get("plans")
+        if content.get("format") != _FORMAT or content.get("version") != _VERSION:
+            raise FormatError(f"{self._run} is of another version of duoka, or damaged")
+        if not isinstance(plans, list) or not plans:
+            raise FormatError(f"{self._run} has no plan")
+        return Run(
+            settings=from_dict(TuneSettings, content.get("settings")),
+            plans=tuple(Plan.from_json(json.dumps(plan)) for plan in plans),
+            trust_remote_code=content.get("trust_remote_code") is True,
+        )
+
+    def new_result(self, name: str) -> Path:
+        """Where the result goes, in the place of one that was made before."""
+        path = self.path / name
+        shutil.rmtree(path, ignore_errors=True)
+        return path
+
+    def write_report(self, report: Mapping[str, Any]) -> None:
+        """Keep what was measured beside what was forecast."""
+        write_whole(self.path / "report.json", json.dumps(report, indent=1) + "\n")
+
+    def note(self, metrics: Mapping[str, Any]) -> None:
+        """Add a line to the metrics."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(metrics) + "\n")
+
+    def forget_after(self, step: int) -> None:
+        """Drop the metrics of later steps: a run that is resumed makes them again."""
+        lines = [json.dumps(entry) for entry in self.read_metrics() if entry["step"] <= step]
+        write_whole(self.metrics, "".join(f"{line}\n" for line in lines))
+
+    def read_metrics(self) -> Iterator[dict[str, Any]]:
+        """The metrics so far; a line that a killed process left half is none."""
+        if self.metrics.is_file():
+            for line in self.metrics.read_text(encoding="utf-8").splitlines():
+                with suppress(ValueError):
+                    yield json.loads(line)
+
+    def fail(self, error: DuokaError) -> bool:
+        """Note why a process failed, unless another one has failed before; whether it did."""
+        content = {"message": str(error), "hint": error.hint, "exit_code": error.exit_code}
+        try:
+            descriptor = os.open(self._failure, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return False
+        except OSError:
+            return True  # there is no directory yet, or none that can be written to
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(content, file)
+        return True
+
+    def forget_failure(self) -> None:
+        """Begin anew: nothing has failed yet."""
+        self._failure.unlink(missing_ok=True)
+
+    def failure(self) -> DuokaError | None:
+        """Why the first process failed that could say so."""
+        with suppress(OSError, ValueError):
+            content = json.loads(self._failure.read_text())
+            error = DuokaError(content["message"], hint=content["hint"])
+            error.exit_code = content["exit_code"]
+            return error
+        return None

@@ -1,0 +1,182 @@
+"""What a person says of a run of fine-tuning, and the workload that it is for the planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Literal, get_args
+
+from duoka.base.text import choose
+from duoka.checkpoint.adapters import native_targets
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.errors import UsageError
+from duoka.forecast.workload import Dtype, Optimizer, Quantization, Schedule, Training, Workload
+
+from .learning_rate import DECAYS, Decay
+
+TuneMethod = Literal["lora", "qlora", "full"]
+TrainOn = Literal["all", "last"]
+KeyNames = Literal["original", "native"]
+_SEQ_LENGTH = 2048
+_RATES: dict[TuneMethod, float] = {"lora": 1e-4, "qlora": 1e-4, "full": 1e-5}
+_WARMUP_SHARE = 0.03
+# The least that makes sense of each number.
+_LEAST = {
+    **dict.fromkeys(("seq_length", "batch", "micro_batch", "epochs", "steps", "keep"), 1),
+    **dict.fromkeys(("warmup", "save_every", "eval_every", "seed"), 0),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneSettings:
+    """How a model is fine-tuned.
+
+    Parameters
+    ----------
+    eval_data : tuple of str
+        Files or directories that the loss is measured on.
+    train_on : {"all", "last"}
+        Which of the assistant's answers in a conversation are learnt.
+    seq_length : int, optional
+        The most tokens of a sequence; by default 2048, or the model's limit if that is lower.
+    packing : bool
+        Several samples in one sequence, none of which attends to another.
+    skip_bad : bool
+        Leave rows out that can't be used, instead of refusing all.
+    method : {"lora", "qlora", "full"}
+        Adapters on frozen weights, on weights in 4 bit, or every parameter.
+    batch, micro_batch : int
+        Sequences that a step is made of, and sequences that run at once.
+    epochs, steps : int
+        How often each sample comes; or how many steps there are.
+    lr : float, optional
+        The highest learning rate; by default 1e-4, with the method "full" 1e-5.
+    lr_schedule : {"cosine", "linear", "constant"}
+        What follows it.
+    warmup : int, optional
+        Steps that lead up to it; by default 3 % of all.
+    optimizer : {"adamw", "adamw8bit", "adafactor", "sgd"}
+    weight_decay, max_grad_norm : float
+        Of matrices; and what the norm of all gradients is clipped to, 0 for not at all.
+    lora_rank, lora_alpha, lora_dropout, lora_target
+        Of the adapters, as for `Training`.
+    dtype, quantize : str
+        Of the weights, as for `Workload`; `quantize` is "nf4" with the method "qlora".
+    checkpointing : bool
+        Compute activations again in the backward pass.
+    schedule : {"1f1b", "gpipe", "sequential"}
+        How stages take turns.
+    seed : int
+        Of the samples' order, of adapters' first values and of dropout.
+    save_every, eval_every : int
+        Steps from one checkpoint or evaluation to the next; 0 for at the end alone.
+    keep : int
+        Checkpoints that stay.
+    merge : bool
+        Write a whole checkpoint in the end, instead of an adapter.
+    names : {"original", "native"}
+        Tensors' names in the result: the published ones, or those of transformers' class.
+
+    Raises
+    ------
+    UsageError
+        If a number makes no sense or a name is unknown.
+    """
+
+    eval_data: tuple[str, ...] = ()
+    train_on: TrainOn = "all"
+    seq_length: int | None = None
+    packing: bool = False
+    skip_bad: bool = False
+    method: TuneMethod = "lora"
+    batch: int = 8
+    micro_batch: int = 1
+    epochs: int = 1
+    steps: int | None = None
+    lr: float | None = None
+    lr_schedule: Decay = "cosine"
+    warmup: int | None = None
+    optimizer: Optimizer = "adamw"
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    lora_rank: int = 8
+    lora_alpha: int | None = None
+    lora_dropout: float = 0.0
+    lora_target: tuple[str, ...] = ()
+    dtype: Dtype = "auto"
+    quantize: Quantization = "none"
+    checkpointing: bool = False
+    schedule: Schedule = "1f1b"
+    seed: int = 0
+    save_every: int = 0
+    eval_every: int = 0
+    keep: int = 2
+    merge: bool = False
+    names: KeyNames = "original"
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            number = getattr(self, name)
+            if number is not None and number < least:
+                raise UsageError(
+                    f"{name} is {number}; it must be at least {least}",
+                    hint="leave it out for the default",
+                )
+        for name in ("lr", "weight_decay", "max_grad_norm"):
+            rate = getattr(self, name)
+            if rate is not None and (not 0 <= rate < inf or (name == "lr" and not rate)):
+                raise UsageError(
+                    f"{name} is {rate}; it must be a positive number",
+                    hint="leave it out for the default",
+                )
+        choose("method", self.method, get_args(TuneMethod))
+        choose("train_on", self.train_on, get_args(TrainOn))
+        choose("lr_schedule", self.lr_schedule, DECAYS)
+        choose("names", self.names, get_args(KeyNames))
+        if self.batch % self.micro_batch:
+            raise UsageError(
+                f"a batch of {self.batch} can't be cut into micro-batches of {self.micro_batch}",
+                hint=f"take a multiple of {self.micro_batch}",
+            )
+
+    @property
+    def learning_rate(self) -> float:
+        """The highest learning rate."""
+        return _RATES[self.method] if self.lr is None else self.lr
+
+    def warmup_steps(self, num_steps: int) -> int:
+        """The steps that lead up to it."""
+        steps = round(_WARMUP_SHARE * num_steps)
+        return steps if self.warmup is None else min(self.warmup, num_steps)
+
+    def workload(self, checkpoint: Checkpoint) -> Workload:
+        """What a step is for the planner, as long as one copy of the model does all of it."""
+        limit = checkpoint.max_context_tokens
+        if self.seq_length is not None and limit is not None and self.seq_length > limit:
+            raise UsageError(
+                f"a sequence of {self.seq_length} tokens is beyond the model's {limit}",
+                hint=f"--seq-length {limit} at most",
+            )
+        training = Training(
+            method="full" if self.method == "full" else "lora",
+            optimizer=self.optimizer,
+            lora_rank=self.lora_rank,
+            lora_alpha=self.lora_alpha,
+            lora_dropout=self.lora_dropout,
+            lora_targets=native_targets(checkpoint, self.lora_target),
+            gradient_checkpointing=self.checkpointing,
+            # Adapters, or all weights, and the optimizer's states in 32 bit.
+            master_weights=True,
+            micro_batches=self.batch // self.micro_batch,
+            schedule=self.schedule,
+        )
+        is_qlora = self.method == "qlora" and self.quantize == "none"
+        return Workload(
+            batch=self.micro_batch,
+            prompt_tokens=self.seq_length or min(_SEQ_LENGTH, limit or _SEQ_LENGTH),
+            new_tokens=0,
+            dtype=self.dtype,
+            prefill_chunk_tokens=None,
+            quantize="nf4" if is_qlora else self.quantize,
+            training=training,
+        )

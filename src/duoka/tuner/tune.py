@@ -1,0 +1,249 @@
+"""Fine-tuning from the plan to the result: planned, proved, run by processes, and reported."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from duoka.base.progress import say
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.errors import DuokaError, TrainingError
+from duoka.hardware.fleet import Fleet
+from duoka.models import make_trainable
+from duoka.models.from_checkpoint import build_model
+from duoka.models.lora import adapter_of
+from duoka.planner.plan import Plan
+from duoka.stages.workers import Workers
+
+from .checkpoints import SavedParameters, TrainingCheckpoints
+from .layout import Layout
+from .prepare import NumReplicas, TuneRun, plans_for, prepare, prove_plans
+from .report import RunReport, make_report
+from .result import write_adapter, write_merged
+from .run import Run, RunDirectory
+from .settings import TuneSettings
+from .worker import work
+
+_DEFAULTS = TuneSettings()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneResult:
+    """A run that has ended.
+
+    Parameters
+    ----------
+    directory : Path
+        Of the run.
+    steps : int
+        The optimizer's steps that it has behind it.
+    stopped_by : int, optional
+        The signal that ended it before its last step; it can go on.
+    result : Path, optional
+        The adapter or checkpoint that it has made.
+    report : RunReport, optional
+        What was measured beside what was forecast.
+    """
+
+    directory: Path
+    steps: int
+    stopped_by: int | None = None
+    result: Path | None = None
+    report: RunReport | None = None
+
+
+def tune(
+    model: str | os.PathLike[str] | Checkpoint,
+    data: str | Sequence[str],
+    gpus: Fleet | str = "all",
+    *,
+    save: str | os.PathLike[str],
+    settings: TuneSettings = _DEFAULTS,
+    replicas: NumReplicas = "auto",
+    plan: Plan | None = None,
+    show: Callable[[TuneRun], bool] | None = None,
+) -> TuneResult:
+    """Fine-tune a model on every GPU, in a process for each.
+
+    It is planned and proved before a weight is read. Stages of the model work at the same time on
+    different micro-batches; where several copies of it fit, they share each step. In processes
+    that torchrun has started all of them call this, and the first one's result counts.
+
+    Parameters
+    ----------
+    model : path, str or Checkpoint
+        A directory with a published checkpoint, or a model's name on the Hub.
+    data : str or sequence of str
+        Files or directories to learn from.
+    gpus : Fleet or str
+        As for `plan`; all are used.
+    save : path
+        A new directory for the run: checkpoints, metrics, and the result.
+    settings : TuneSettings
+        How it is learnt.
+    replicas : int or "auto"
+        Copies of the model that share each step; "auto" is as many as fit.
+    plan : Plan, optional
+        Take this one, for training, instead of making one.
+    show : callable, optional
+        Called with the run before it starts; it doesn't where this returns False.
+
+    Raises
+    ------
+    InfeasibleError
+        If it doesn't fit, with the ways out.
+    UsageError
+        If options contradict each other, or rows of the data can't be used.
+    TrainingError
+        If training can't go on; the last checkpoint is whole.
+    """
+    directory = RunDirectory(Path(save))
+
+    def begin() -> bool:
+        directory.refuse_used()
+        checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
+        paths = [data] if isinstance(data, str) else data
+        run = prepare(checkpoint, paths, gpus, settings, replicas=replicas, plan=plan)
+        goes_on = show is None or show(run)
+        if goes_on:
+            run.write(directory)
+        return goes_on
+
+    if torch.distributed.is_torchelastic_launched():
+        return _in_ranks(directory, begin)
+    if not begin():
+        return TuneResult(directory=directory.path, steps=0)
+    return resume(directory)
+
+
+def _in_ranks(directory: RunDirectory, begin: Callable[[], bool]) -> TuneResult:
+    """Train in this process, one of those that torchrun has started; the first one begins."""
+
+    def begin_once() -> None:
+        # Where torchrun starts the processes again after a failure, the run goes on.
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" or not directory.is_written:
+            begin()
+        directory.forget_failure()
+
+    is_first = os.environ["RANK"] == "0"
+    work(directory, begin_once if is_first else None)
+    if not is_first:
+        return TuneResult(directory=directory.path, steps=0)
+    return _finished(directory)
+
+
+def move(directory: RunDirectory, fleet: Fleet | str, replicas: NumReplicas = "auto") -> None:
+    """Put a run on other GPUs, where it goes on from its newest checkpoint."""
+    run = directory.read()
+    checkpoint = run.checkpoint()
+    plans = plans_for(checkpoint, fleet, run.settings.workload(checkpoint), replicas)
+    prove_plans(checkpoint, plans)
+    directory.write(run.settings, plans, trust_remote_code=run.trust_remote_code)
+
+
+def resume(directory: RunDirectory) -> TuneResult:
+    """Run what a directory says, from its newest checkpoint on.
+
+    Raises
+    ------
+    TrainingError
+        If a process failed; the last checkpoint is whole.
+    UsageError
+        If it is no directory of a run.
+    """
+    if torch.distributed.is_torchelastic_launched():
+        return _in_ranks(directory, lambda: True)
+    layout = Layout(directory.read().plans)
+    directory.forget_failure()
+    number = layout.world_size
+    arguments = [str(directory.path)]
+    with Workers("duoka.tuner", arguments, number) as workers, _stopped_by(workers) as signals:
+        codes = workers.wait()
+    # One that is asked to stop before it can hear of it just ends.
+    if codes and not (signals and set(codes.values()) <= {-signal.SIGTERM, -signal.SIGKILL}):
+        raise _failure(directory, layout, codes)
+    return _finished(directory, signals[0] if signals else None)
+
+
+def _finished(directory: RunDirectory, stopped_by: int | None = None) -> TuneResult:
+    """What a run has come to; its result is made when it was not stopped."""
+    run = directory.read()
+    metrics = [entry for entry in directory.read_metrics() if "loss" in entry]
+    steps = int(metrics[-1]["step"]) if metrics else 0
+    if stopped_by is not None:
+        return TuneResult(directory=directory.path, steps=steps, stopped_by=stopped_by)
+    report = make_report(Layout(run.plans), metrics)
+    directory.write_report(report.to_dict())
+    result = _write_result(directory, run, steps)
+    return TuneResult(directory=directory.path, steps=steps, result=result, report=report)
+
+
+def _write_result(directory: RunDirectory, run: Run, steps: int) -> Path:
+    """Make of the last checkpoint what others load."""
+    say("writing the result")
+    checkpoint, workload, names = run.checkpoint(), run.plans[0].workload, run.settings.names
+    trained = SavedParameters(TrainingCheckpoints(directory.checkpoints, {}).path(steps))
+    training = workload.training
+    assert training is not None, "the plan is for training"
+    if training.method == "full":
+        path = directory.new_result("model")
+        write_merged(path, checkpoint, parameters=trained, names=names)
+        return path
+    model = build_model(checkpoint, workload)
+    make_trainable(model, training, getattr(torch, workload.dtype))
+    adapter = adapter_of(model, trained, base=checkpoint.name)
+    path = directory.new_result("model" if run.settings.merge else "adapter")
+    if run.settings.merge:
+        write_merged(path, checkpoint, adapter=adapter, names=names)
+    else:
+        write_adapter(path, adapter, checkpoint, names=names)
+    return path
+
+
+def _failure(directory: RunDirectory, layout: Layout, codes: Mapping[int, int]) -> DuokaError:
+    """Why a run failed: as the process says that failed first, or by its exit code."""
+    stated = directory.failure()
+    if stated is not None:
+        return stated
+    rank, code = min(codes.items(), key=lambda entry: entry[1])
+    replica, device = layout.place(rank)
+    name = f"the process of {device}" + (f" in replica {replica}" if len(layout.plans) > 1 else "")
+    ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    return TrainingError(
+        f"{name} {ended}",
+        hint="the last checkpoint is whole: --resume goes on from it"
+        + (". SIGKILL often says that the machine was short of memory" if code == -9 else ""),
+    )
+
+
+@contextmanager
+def _stopped_by(workers: Workers) -> Iterator[list[int]]:
+    """Let Ctrl-C and SIGTERM ask the processes to save and leave; the second time end them.
+
+    Yields the signals that come.
+    """
+    signals: list[int] = []
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        if signals:
+            workers.end()
+        signals.append(signum)
+        workers.ask_to_stop()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield signals  # which are the main thread's
+        return
+    before = {signum: signal.signal(signum, ask) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield signals
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -1,0 +1,206 @@
+"""A process of a run: ``python -m duoka.tuner.worker DIRECTORY``, started for each rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from duoka.errors import DuokaError, TrainingError, UsageError
+from duoka.runtime import devices
+from duoka.stages.workers import end_with_parent
+
+from .checkpoints import TrainingCheckpoints
+from .data import Batches, Dataset, Step
+from .layout import Layout
+from .part import ModelPart
+from .run import Run, RunDirectory
+from .show import Progress
+from .trainer import PeerError, StepReport, Trainer
+
+LOST = 75
+"""The exit code of a process that ends because another one did."""
+_DEFECT = 70
+
+
+def work(directory: RunDirectory, prepare: Callable[[], None] | None = None) -> None:
+    """Do this process's part of a run, which the first one may have to `prepare`.
+
+    Raises
+    ------
+    DuokaError
+        Why the run failed, in the process where that was first seen.
+    LostError
+        Where another process failed.
+    """
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    try:
+        if prepare is not None and rank == 0:
+            prepare()
+        dist.barrier()
+        run = directory.read()
+        _refuse_size(Layout(run.plans))
+        _Worker(directory, run, rank).train()
+    except Exception as error:
+        reason = _reason(error)
+        if reason is None or not directory.fail(reason):
+            raise LostError from error
+        raise reason from error
+    # Not in a `finally`: after a failure others may wait for what never comes.
+    dist.destroy_process_group()
+
+
+class LostError(Exception):
+    """The process ends because another one did, or had the same to say before."""
+
+
+def _refuse_size(layout: Layout) -> None:
+    if dist.get_world_size() != layout.world_size:
+        raise UsageError(
+            f"{dist.get_world_size()} processes were started, and the plan has "
+            f"{layout.world_size} GPUs",
+            hint=f"torchrun --nproc-per-node {layout.world_size}, or other --gpus",
+        )
+
+
+def _reason(error: Exception) -> DuokaError | None:
+    """Why a run failed, as the user is to see it; None where another process knows."""
+    if isinstance(error, DuokaError):
+        return error
+    if isinstance(error, torch.OutOfMemoryError):
+        return TrainingError(
+            f"out of memory: {str(error)[:300]}",
+            hint="something else uses the memory that the plan counted on; the last checkpoint is "
+            "whole: --resume goes on from it",
+        )
+    if isinstance(error, PeerError) or _is_lost_connection(error):
+        return None
+    raise error
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    """Whether a message to or from another process failed, since that has ended."""
+    text = str(error)
+    return isinstance(error, (RuntimeError, ConnectionError)) and (
+        "Connection" in text or "gloo" in text.lower() or "Broken pipe" in text
+    )
+
+
+class _Worker:
+    """One process, from its weights to the last step."""
+
+    def __init__(self, directory: RunDirectory, run: Run, rank: int) -> None:
+        settings, layout = run.settings, Layout(run.plans)
+        self._directory = directory
+        self._settings = settings
+        self._is_first = rank == 0
+        replica, device = layout.place(rank)
+        plan = layout.plans[replica]
+        dataset = Dataset.load(directory.samples)
+        training = plan.workload.training
+        assert training is not None, "the plan is for training"
+        make_batches = partial(
+            Batches,
+            batch=settings.batch,
+            micro_batch=plan.workload.batch,
+            packing=settings.packing,
+            seed=settings.seed,
+        )
+        self._batches = make_batches(dataset)
+        self._eval_steps: list[Step] = []
+        if directory.eval_samples.is_file():
+            measured = make_batches(Dataset.load(directory.eval_samples), shuffle=False)
+            self._eval_steps = [measured[step] for step in range(measured.steps_per_epoch)]
+        self._num_steps = settings.steps or settings.epochs * self._batches.steps_per_epoch
+        self._part = ModelPart(run.checkpoint(), plan, device, settings.seed)
+        self._trainer = Trainer(settings, layout, rank, self._part, self._num_steps)
+        identity = {
+            "model": plan.fingerprint,
+            "data": dataset.fingerprint,
+            "method": training.method,
+        }
+        self._checkpoints = TrainingCheckpoints(directory.checkpoints, identity, keep=settings.keep)
+        self._progress = Progress(layout, self._num_steps) if self._is_first else None
+
+    def train(self) -> None:
+        """Train, from the newest checkpoint on."""
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, self._stop)
+        start = self._resume()
+        devices.reset_peaks(self._part.device)
+        step = start
+        for step in range(start + 1, self._num_steps + 1):
+            report = self._trainer.step(step - 1, self._batches[step - 1])
+            self._note(report)
+            if report.stops or self._is_due(step, self._settings.save_every):
+                self._save(step)
+            if report.stops:
+                break
+            if self._eval_steps and self._is_due(step, self._settings.eval_every):
+                self._evaluate(step)
+        if self._progress is not None:
+            self._progress.close()
+
+    def _is_due(self, step: int, every: int) -> bool:
+        return step == self._num_steps or bool(every and step % every == 0)
+
+    def _evaluate(self, step: int) -> None:
+        loss = self._trainer.evaluate(self._eval_steps)
+        if self._progress is not None:
+            self._directory.note({"step": step, "eval_loss": loss})
+            self._progress.evaluated(step, loss)
+
+    def _stop(self, *_: Any) -> None:
+        self._trainer.is_asked_to_stop = True
+
+    def _resume(self) -> int:
+        resumed = self._checkpoints.resume(self._part.trained, self._trainer.optimizer)
+        step = 0
+        if resumed is not None:
+            step = resumed.step
+            self._trainer.scale = resumed.state["scale"]
+            self._trainer.steps_since_scaled = resumed.state["steps_since_scaled"]
+            if self._progress is not None:
+                self._progress.resumed(resumed)
+        if self._is_first:
+            self._directory.forget_after(step)
+        return step
+
+    def _save(self, step: int) -> None:
+        state = {
+            "scale": self._trainer.scale,
+            "steps_since_scaled": self._trainer.steps_since_scaled,
+        }
+        self._checkpoints.save(step, self._part.trained, self._trainer.optimizer, state)
+
+    def _note(self, report: StepReport) -> None:
+        if self._progress is not None:
+            self._directory.note(report.to_dict())
+            self._progress.show(report)
+
+
+def main() -> None:
+    """The entry of a process that duoka has started."""
+    end_with_parent()
+    code = 0
+    try:
+        work(RunDirectory(Path(sys.argv[1])))
+    except DuokaError as error:
+        code = error.exit_code  # the parent tells why
+    except LostError:
+        code = LOST
+    except Exception:
+        traceback.print_exc()
+        code = _DEFECT
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads of gloo's may wait for processes that are gone
