@@ -208,6 +208,11 @@ def test_training_starts_from_an_adapter() -> None:
             nn.init.normal_(parameter)
     adapter = adapter_of(first, dict(first.named_parameters()))
     assert adapter.common == (2, 2.0)
+    assert adapter.training_settings == {
+        "lora_rank": 2,
+        "lora_alpha": 4,
+        "lora_targets": ("down_proj", "o_proj"),
+    }
     second = adapted()
     assert not close(logits(second), logits(first))
     elsewhere = second.model.layers[1].to("meta")

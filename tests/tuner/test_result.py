@@ -139,6 +139,15 @@ def test_peft_loads_an_adapter_over_transformers_own_model(
     assert config["base_model_name_or_path"] == base.name
 
 
+def test_an_adapter_on_some_layers_names_each(tiny: Path, tmp_path: Path) -> None:
+    base = Checkpoint.open(tiny)
+    adapter = trained_adapter(base, ("o_proj",))
+    name = next(iter(adapter.layers))
+    write_adapter(tmp_path / "adapter", Adapter(layers={name: adapter.layers[name]}), base)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["target_modules"] == [name]
+
+
 def test_an_adapter_has_the_published_names_where_they_are_asked_for(
     tiny: Path, tmp_path: Path
 ) -> None:

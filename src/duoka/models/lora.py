@@ -87,19 +87,26 @@ class Adapter:
     base: str = ""
     dropout: float = 0.0
 
-    @property
-    def targets(self) -> dict[str, str]:
-        """What is adapted, by peft's name of the module: module or parameter."""
-        return {
-            name: name if layer.parameter is None else f"{base_name(name)}.{layer.parameter}"
-            for name, layer in self.layers.items()
-        }
+    def target(self, name: str) -> str:
+        """What is adapted of a module, by peft's name for it: the module itself or a parameter."""
+        parameter = self.layers[name].parameter
+        return name if parameter is None else f"{base_name(name)}.{parameter}"
 
     @property
     def common(self) -> tuple[int, float]:
         """The rank and the scaling that most layers have."""
         pairs = Counter((layer.rank, layer.scaling) for layer in self.layers.values())
         return pairs.most_common(1)[0][0]
+
+    @property
+    def training_settings(self) -> dict[str, Any]:
+        """The arguments of `Training` for a run whose adapters can begin with these values."""
+        rank, scaling = self.common
+        return {
+            "lora_rank": rank,
+            "lora_alpha": max(1, round(rank * scaling)),
+            "lora_targets": tuple(sorted({name.rpartition(".")[2] for name in self.layers})),
+        }
 
 
 # ── names and layouts ──
@@ -197,9 +204,9 @@ def put_adapter(model: nn.Module, adapter: Adapter) -> None:
         model,
         r=rank,
         target_modules=[name for name in adapter.layers if name not in parts],
-        target_parameters=[adapter.targets[name] for name in sorted(parts)],
+        target_parameters=[adapter.target(name) for name in sorted(parts)],
         rank_pattern={
-            adapter.targets[name]: layer.rank
+            adapter.target(name): layer.rank
             for name, layer in adapter.layers.items()
             if layer.rank != rank
         },
@@ -230,7 +237,7 @@ def fill_adapter(model: nn.Module, adapter: Adapter) -> None:
             f"the run has adapters on {len(adapted)} modules, and the adapter to start from on "
             f"{len(adapter.layers)}; not on both is {unlike[0]}",
             hint="give the run the same targets: "
-            + ", ".join(sorted({name.rpartition(".")[2] for name in adapter.targets.values()})),
+            + ", ".join(adapter.training_settings["lora_targets"]),
         )
     for name, module in adapted.items():
         if module.r[_ADAPTER] != adapter.layers[name].rank:
@@ -298,12 +305,12 @@ def _refuse_other_model(model: nn.Module, adapter: Adapter) -> None:
         if layer.parameter is None:
             sizes = _sizes(modules.get(name))
         else:
-            stack = parameters.get(adapter.targets[name])
+            stack = parameters.get(adapter.target(name))
             sizes = None if stack is None else tuple(stack.shape[-2:])
         if sizes is None:
             raise LoadError(
                 f"the adapter isn't for this model: nothing in it is called "
-                f"{adapter.targets[name]}, or can have an adapter",
+                f"{adapter.target(name)}, or can have an adapter",
                 hint=f"the adapter was made for {adapter.base or 'an unnamed model'}",
             )
         # A stack has the two in either order.

@@ -38,7 +38,7 @@ from duoka.models.boxes import Piece
 from duoka.models.build import resolve
 from duoka.models.conversion import Recipe, plan_tensors
 from duoka.models.from_checkpoint import build_model, tokenizer_of
-from duoka.models.lora import Adapter, published_form, put_adapter
+from duoka.models.lora import Adapter, LowRank, published_form, put_adapter
 from duoka.runtime.load.sources import Reader, Source, list_sources
 
 Names = Literal["original", "native"]
@@ -95,6 +95,7 @@ def write_adapter(
         If it can't be written; nothing is left of it then.
     """
     choose("names", names, _NAMES)
+    ends_suffice = _is_on_all(adapter, base)
     if names == "original":
         adapter = published_form(adapter, base.config)
     tensors = {
@@ -104,23 +105,32 @@ def write_adapter(
     }
     with _refusal_told(directory), whole_directory(claim_directory(directory)) as place:
         save_file(tensors, place / "adapter_model.safetensors", _METADATA)
-        _peft_config(adapter, base).save_pretrained(place)
+        _peft_config(adapter, base, ends_suffice=ends_suffice).save_pretrained(place)
 
 
-def _peft_config(adapter: Adapter, base: Checkpoint) -> Any:
+def _is_on_all(adapter: Adapter, base: Checkpoint) -> bool:
+    """Whether ends of names say which modules an adapter is on: it is on all that are called so."""
+    ends = {name.rpartition(".")[2] for name in adapter.layers}
+    modules = build_model(base, Workload(dtype="float32")).named_modules()
+    like = {name for name, _ in modules if name.rpartition(".")[2] in ends}
+    # In the published names a tower's modules are called as those of text are.
+    return like <= adapter.layers.keys() and not base.config.get("vision_config")
+
+
+def _peft_config(adapter: Adapter, base: Checkpoint, *, ends_suffice: bool) -> Any:
     """What peft has to know of an adapter."""
     from peft import LoraConfig
 
     rank, scaling = adapter.common
-    targets = adapter.targets
-    rare = {
-        targets[name]: layer
-        for name, layer in adapter.layers.items()
-        if (layer.rank, layer.scaling) != (rank, scaling)
-    }
-    modules = {targets[name] for name, x in adapter.layers.items() if x.parameter is None}
-    # A tower's modules may be called as layers of text are: then ends of names say too little.
-    if not base.config.get("vision_config"):
+    rare: dict[str, LowRank] = {}
+    modules: set[str] = set()
+    parts: set[str] = set()
+    for name, layer in adapter.layers.items():
+        target = adapter.target(name)
+        (modules if layer.parameter is None else parts).add(target)
+        if (layer.rank, layer.scaling) != (rank, scaling):
+            rare[target] = layer
+    if ends_suffice:
         modules = {name.rpartition(".")[2] for name in modules}
     return LoraConfig(
         task_type="SEQ_2_SEQ_LM" if base.config.get("is_encoder_decoder") else "CAUSAL_LM",
@@ -130,7 +140,7 @@ def _peft_config(adapter: Adapter, base: Checkpoint) -> Any:
         lora_alpha=_whole(rank * scaling),
         lora_dropout=adapter.dropout,
         target_modules=sorted(modules),
-        target_parameters=sorted(set(targets.values()) - set(targets)) or None,
+        target_parameters=sorted(parts) or None,
         rank_pattern={name: layer.rank for name, layer in rare.items()},
         alpha_pattern={name: _whole(x.rank * x.scaling) for name, x in rare.items()},
     )
@@ -220,12 +230,9 @@ class _Changes:
         if adapter is not None:
             _refuse_tied(model, adapter)
             put_adapter(model, adapter)
-            for name, target in adapter.targets.items():
-                module: Any = model.get_submodule(name)
-                if adapter.layers[name].parameter is None:
-                    self._modules[f"{target}.weight"] = module
-                else:
-                    self._modules[target] = module
+            for name, layer in adapter.layers.items():
+                weight = ".weight" if layer.parameter is None else ""
+                self._modules[f"{adapter.target(name)}{weight}"] = model.get_submodule(name)
 
     def __contains__(self, name: str) -> bool:
         return name in self._parameters or name in self._modules
