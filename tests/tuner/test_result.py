@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -336,6 +338,18 @@ def test_what_has_no_native_form_is_refused(published_data: Path, tmp_path: Path
     with pytest.raises(UsageError, match=r"no native form: .* lacks its query scaling"):
         write_merged(tmp_path / "merged", base, names="native")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_others_may_read_it_as_the_umask_says(tiny: Path, tmp_path: Path) -> None:
+    base = Checkpoint.open(tiny)
+    before = os.umask(0o022)
+    try:
+        write_adapter(tmp_path / "adapter", trained_adapter(base, ("o_proj",)), base)
+        write_merged(tmp_path / "merged", base, names="native")
+    finally:
+        os.umask(before)
+    for file in (*(tmp_path / "adapter").iterdir(), *(tmp_path / "merged").iterdir()):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o644, file.name
 
 
 def test_large_checkpoints_are_sharded(

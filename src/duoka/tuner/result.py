@@ -43,7 +43,6 @@ from duoka.runtime.load.sources import Reader, Source, list_sources
 
 Names = Literal["original", "native"]
 _NAMES = ("original", "native")
-_METADATA = {"format": "pt"}
 _SHARD_BYTES = 5 * 10**9
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
 
@@ -104,8 +103,8 @@ def write_adapter(
         for key, value in layer.tensors.items()
     }
     with _refusal_told(directory), whole_directory(claim_directory(directory)) as place:
-        save_file(tensors, place / "adapter_model.safetensors", _METADATA)
         _peft_config(adapter, base, ends_suffice=ends_suffice).save_pretrained(place)
+        _save(tensors, place / "adapter_model.safetensors", mode_of=place / "adapter_config.json")
 
 
 def _is_on_all(adapter: Adapter, base: Checkpoint) -> bool:
@@ -364,10 +363,17 @@ def _write_shards(directory: Path, outputs: Mapping[str, _Output]) -> None:
     )
     for file, names in split.filename_to_tensors.items():
         say(f"writing {file}")
-        save_file({name: outputs[name].make() for name in names}, directory / file, _METADATA)
+        tensors = {name: outputs[name].make() for name in names}
+        _save(tensors, directory / file, mode_of=directory / "config.json")
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_whole(directory / "model.safetensors.index.json", json.dumps(index, indent=2))
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path, *, mode_of: Path) -> None:
+    """Write tensors; safetensors alone would let nobody but their owner read them."""
+    save_file(dict(tensors), path, {"format": "pt"})
+    shutil.copymode(mode_of, path)
 
 
 @contextmanager
