@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 from duoka.base.files import open_regular, whole_directory, why, write_whole
 from duoka.base.serialization import from_dict, to_dict
 from duoka.checkpoint.headers import TensorInfo, is_plain_name, read_header, read_json, reading
-from duoka.errors import CheckpointError, DuokaError, FormatError, MachineError
+from duoka.errors import CheckpointError, FormatError, MachineError
 
 from .optimizer_states import make_states, optimizer_tensors, set_numbers
 
@@ -364,7 +364,7 @@ class TrainingCheckpoints:
         outcome: T | Exception
         try:
             outcome = action()
-        except (DuokaError, OSError) as error:
+        except Exception as error:  # whatever it is: the others wait for this process
             outcome = error
         outcomes: list[Any] = [outcome] * self._size
         if self._several:

@@ -256,14 +256,22 @@ class _Changes:
     def _delta(self, name: str) -> Tensor:
         """What the adapter adds to a weight; the last one is kept, others read boxes of it too."""
         if self._last is None or self._last[0] != name:
-            module = self._modules[name]
-            if hasattr(module, "parameter_name"):
-                # What is added comes to where the parameter is: memory that is never touched.
-                shape = module.get_param().shape
-                place = nn.Parameter(torch.empty(shape, dtype=torch.float32))
-                setattr(module.get_base_layer(), module.parameter_name, place)
-            self._last = name, module.get_delta_weight("default").float()
+            self._last = name, _added(self._modules[name]).float()
         return self._last[1]
+
+
+def _added(module: Any) -> Tensor:
+    """What peft's layer adds to its weight, or to another parameter."""
+    if not hasattr(module, "parameter_name"):
+        delta: Tensor = module.get_delta_weight("default")
+        return delta
+    # It comes to where the parameter is: for this once not without data, in untouched memory.
+    owner, parameter = module.get_base_layer(), module.get_param()
+    place = nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32))
+    setattr(owner, module.parameter_name, place)
+    delta = module.get_delta_weight("default")
+    setattr(owner, module.parameter_name, parameter)
+    return delta
 
 
 def _refuse_tied(model: nn.Module, adapter: Adapter) -> None:
@@ -297,9 +305,9 @@ def _published_outputs(
             changes.apply(piece, piece.orient(tensor[piece.source_slices]))
         return tensor
 
-    return {
-        name: _Output(source.num_bytes, partial(make, name)) for name, source in sources.items()
-    }
+    # One parameter's parts after another: what is added to a stack of experts is reckoned once.
+    names = dict.fromkeys([*(piece.source for piece in recipe.pieces), *sources])
+    return {name: _Output(sources[name].num_bytes, partial(make, name)) for name in names}
 
 
 def _native_outputs(
