@@ -103,6 +103,12 @@ def test_training(training: Training) -> None:
 
 
 @pytest.mark.cuda_rig(gpus=ONE)
+@pytest.mark.parametrize("training", [Training(), Training(method="full", micro_batches=2)])
+def test_a_loss_in_chunks(training: Training) -> None:
+    check(small("tied", ONE, prompt=2500, training=training), over=0.001, segments=2)
+
+
+@pytest.mark.cuda_rig(gpus=ONE)
 def test_states_in_8_bit() -> None:
     training = Training(method="full", optimizer="adamw8bit")
     check(small("tied", ONE, prompt=64, training=training), over=0.001, segments=2)

@@ -14,6 +14,7 @@ from staging import differences, learn_in_stages, learn_whole, placement_of
 from torch import Tensor, nn
 
 from duoka import Placement, models, virtual
+from duoka.forecast import workload
 from duoka.forecast.workload import Training
 from duoka.models import chunked_loss, make_trainable
 from duoka.models.chunked_loss import LazyLogits, chunk_loss, chunked_head, whole_logits
@@ -42,7 +43,7 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> list[slice]:
             taken.append(rows)
             yield rows
 
-    monkeypatch.setattr(chunked_loss, "LOSS_CHUNK_TOKENS", 4)
+    monkeypatch.setattr(workload, "_LOSS_CHUNK_TOKENS", 4)
     monkeypatch.setattr(chunked_loss.ChunkedHead, "chunks", noted)
     return taken
 
@@ -193,7 +194,7 @@ def test_stages(name: str, chunks: list[slice]) -> None:
 def test_one_chunk_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """In 16 bit, in 32, and the gradients of both."""
     tokens, words, chunk = 512, 30_000, 64
-    monkeypatch.setattr(chunked_loss, "LOSS_CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(workload, "_LOSS_CHUNK_TOKENS", chunk)
     model = models.build({**tiny.CONFIGS["glm"], "vocab_size": words}, dtype=torch.bfloat16)
     make_trainable(model, Training(gradient_checkpointing=True), torch.bfloat16)
     with virtual.gpus([None], data="meta") as world:

@@ -24,7 +24,7 @@ from .allocator import END_OF_ADDRESSES, rounded_bytes
 from .flash_splits import FlashShape
 from .optimizer_memory import TrainedTensor
 from .tensor_names import Outline, OutlineBlock, TensorNames
-from .workload import LOSS_CHUNK_TOKENS, Conditions
+from .workload import Conditions, loss_chunk_tokens
 
 Phase = Literal[
     "encode", "prefill", "extend", "decode", "release", "forward", "backward", "accumulate"
@@ -74,7 +74,7 @@ def training_monomials(batch: int, tokens: int) -> tuple[int, ...]:
     padded = _aligned(tokens)
     rows = tuple(_aligned(tokens, multiple) for multiple in _ATTENTION_ROWS)
     alone = (1, tokens, tokens * tokens, padded, tokens * padded, *rows)
-    chunk = min(batch * tokens, LOSS_CHUNK_TOKENS)
+    chunk = loss_chunk_tokens(batch * tokens)
     return (*alone, *(batch * value for value in alone), chunk, -(-batch * tokens // chunk))
 
 

@@ -39,9 +39,9 @@ _QUANTIZATION_WORDS = {"8bit": "int8", "4bit": "nf4"}
 MOST_BATCH = 2**16
 MOST_TOKENS = 2**24
 MOST_BATCH_TOKENS = 2**30
-# Of so many tokens at once training computes logits and loss. Matrix products of fewer rows are
-# slower; of more, what they take grows: 2 GB for 151,552 columns.
-LOSS_CHUNK_TOKENS = 2**10
+# Matrix products of fewer rows are slower; of more, what logits take grows: 2 GB here for 151,552
+# columns.
+_LOSS_CHUNK_TOKENS = 2**10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,3 +410,15 @@ def _whole(name: str, value: Any, least: int) -> int:
             hint=f"write a number from {least} on, or leave it out",
         )
     return number
+
+
+def loss_chunk_tokens(num_tokens: int) -> int:
+    """Of how many tokens at once training computes logits and loss: of as many in each chunk.
+
+    Examples
+    --------
+    >>> [loss_chunk_tokens(number) for number in (5, 1024, 1025, 8192)]
+    [5, 1024, 513, 1024]
+    """
+    num_chunks = -(-num_tokens // _LOSS_CHUNK_TOKENS)
+    return -(-num_tokens // max(num_chunks, 1))

@@ -1,13 +1,13 @@
 """The head and the loss in chunks: logits of all tokens at once are the most that training holds.
 
 The output embedding returns logits that nobody has computed yet. What code does to each row of them
-alike is remembered. Cross entropy computes them some rows at a time, and once more in its backward
-pass. Whatever else is done with them computes them all, as ever.
+alike is remembered. Cross entropy computes them some rows at a time, with their gradients.
+Whatever else is done with them computes them all, as ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_map_only
 
-from duoka.forecast.workload import LOSS_CHUNK_TOKENS
+from duoka.forecast.workload import loss_chunk_tokens
 
 
 class ChunkedHead:
@@ -48,9 +48,10 @@ class ChunkedHead:
     def chunks(self, num_rows: int) -> Iterator[slice]:
         """The rows of each chunk."""
         chunk_begins = self.chunk_begins or (lambda number: None)
-        for number, start in enumerate(range(0, num_rows, LOSS_CHUNK_TOKENS)):
+        size = loss_chunk_tokens(num_rows)
+        for number, start in enumerate(range(0, num_rows, size)):
             chunk_begins(number)
-            yield slice(start, start + LOSS_CHUNK_TOKENS)
+            yield slice(start, start + size)
         chunk_begins(None)
 
 
@@ -106,6 +107,21 @@ class _Recipe(NamedTuple):
         for step in self.steps:
             logits = step(logits)
         return logits
+
+
+class _Task(NamedTuple):
+    """The loss of logits by a recipe: what each row's token is."""
+
+    recipe: _Recipe
+    target: Tensor
+    ignore_index: int
+
+    def sum(self, hidden: Tensor, rows: slice) -> Tensor:
+        """The sum over some rows, whose hidden states are given."""
+        logits = self.recipe.compute(hidden).float()
+        return cross_entropy(
+            logits, self.target[rows], ignore_index=self.ignore_index, reduction="sum"
+        )
 
 
 class LazyLogits(Tensor):
@@ -237,7 +253,7 @@ def _loss(
         return None
     trained = [p for p in logits.recipe.source.head.parameters() if p.requires_grad]
     loss: Tensor = _ChunkedSum.apply(  # type: ignore[no-untyped-call]
-        logits.recipe, target, ignore_index, logits.hidden, *trained
+        _Task(logits.recipe, target, ignore_index), logits.hidden, *trained
     )
     if reduction == "mean":
         loss = loss / (target != ignore_index).sum()
@@ -245,44 +261,60 @@ def _loss(
 
 
 class _ChunkedSum(torch.autograd.Function):
-    """The sum of cross entropy over all rows, in 32 bit."""
+    """The sum of cross entropy over all rows, in 32 bit.
+
+    A frozen head's chunks aren't computed twice: the gradient of its hidden states takes their
+    place in memory. That of a head's weight would be held for every micro-batch in flight, and
+    could overflow in fp16, where the loss's scale isn't known yet.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, recipe: _Recipe, target: Tensor, ignore_index: int, hidden: Tensor, *rest: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(hidden, target, *rest)
-        ctx.recipe, ctx.ignore_index = recipe, ignore_index
-        total = torch.zeros((), dtype=torch.float32, device=recipe.device)
-        with recipe.autocasting(hidden):
-            for rows in recipe.source.chunks(len(hidden)):
-                total += _sum(recipe, hidden[rows], target[rows], ignore_index)
+    def forward(ctx: Any, task: _Task, hidden: Tensor, *trained: Tensor) -> Tensor:
+        ctx.task, ctx.is_frozen = task, not trained
+        seed = None
+        if ctx.is_frozen and hidden.requires_grad:
+            seed = torch.ones((), dtype=torch.float32, device=task.recipe.device)
+        total, gradients = _over_chunks(task, hidden, (), seed)
+        if ctx.is_frozen:
+            ctx.save_for_backward(*gradients)
+        else:
+            ctx.save_for_backward(hidden, *trained)
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, target, *trained = ctx.saved_tensors
-        needs_hidden = ctx.needs_input_grad[3]
-        back = torch.empty_like(hidden) if needs_hidden else None
-        sums = [torch.zeros_like(parameter) for parameter in trained]
-
-        def add(rows: slice) -> None:
-            # In a function, so that nothing of a chunk is there when the next one begins.
-            part = hidden[rows].detach().requires_grad_(needs_hidden)
-            with torch.enable_grad(), ctx.recipe.autocasting(hidden):
-                loss = _sum(ctx.recipe, part, target[rows], ctx.ignore_index)
-            inputs = [part, *trained] if needs_hidden else trained
-            parts = list(torch.autograd.grad(loss, inputs, gradients[0]))
-            if back is not None:
-                back[rows] = parts.pop(0)
-            for total, gradient in zip(sums, parts, strict=True):
-                total += gradient
-
-        for rows in ctx.recipe.source.chunks(len(hidden)):
-            add(rows)
-        return None, None, None, back, *sums
+        [seed] = gradients
+        if ctx.is_frozen:
+            [gradient] = ctx.saved_tensors
+            return None, gradient * seed.to(gradient.device)
+        hidden, *trained = ctx.saved_tensors
+        return None, *_over_chunks(ctx.task, hidden, trained, seed)[1]
 
 
-def _sum(recipe: _Recipe, hidden: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    logits = recipe.compute(hidden).float()
-    return cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum")
+def _over_chunks(
+    task: _Task, hidden: Tensor, trained: Sequence[Tensor], seed: Tensor | None
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The sum over all rows; by a seed the gradients of hidden states and parameters, too."""
+    recipe = task.recipe
+    total = torch.zeros((), dtype=torch.float32, device=recipe.device)
+    back = torch.empty_like(hidden) if seed is not None and hidden.requires_grad else None
+    sums = [torch.zeros_like(parameter) for parameter in trained]
+
+    def add(rows: slice) -> None:
+        # In a function, so that nothing of a chunk is there when the next one begins.
+        part = hidden[rows].detach().requires_grad_(back is not None)
+        with torch.set_grad_enabled(seed is not None), recipe.autocasting(hidden):
+            loss = task.sum(part, rows)
+        total.add_(loss.detach())
+        if seed is None:
+            return
+        inputs = trained if back is None else [part, *trained]
+        gradients = list(torch.autograd.grad(loss, inputs, seed))
+        if back is not None:
+            back[rows] = gradients.pop(0)
+        for gathered, gradient in zip(sums, gradients, strict=True):
+            gathered += gradient
+
+    for rows in recipe.source.chunks(len(hidden)):
+        add(rows)
+    return total, [back, *sums]

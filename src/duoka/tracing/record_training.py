@@ -33,7 +33,7 @@ from .record import Home, Pass, Recorder, Skipper, device_of, picture_made
 
 
 class ChunkBytes(int):
-    """Bytes for a chunk of the loss, which never has more than so many tokens."""
+    """Bytes for a chunk of the loss, which has `loss_chunk_tokens`."""
 
 
 class MicroBatch(NamedTuple):
