@@ -8,7 +8,7 @@ import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import peft
 import pytest
@@ -31,7 +31,10 @@ from duoka import Checkpoint, models
 from duoka.errors import LoadError, MachineError, UsageError
 from duoka.forecast.workload import Training
 from duoka.models import chatglm, initialize_adapters, make_trainable
+from duoka.models.from_checkpoint import tokenizer_of
 from duoka.models.lora import Adapter, LowRank, adapter_of, native_form, put_adapter
+from duoka.models.text.messages import Message, Role
+from duoka.models.text.prompts import chat_format
 from duoka.planner.placement import Placement
 from duoka.runtime.load import load_weights
 from duoka.runtime.load.adapter import read_adapter
@@ -321,16 +324,38 @@ def test_the_native_form_needs_no_code_of_duoka(tiny: Path, tmp_path: Path) -> N
     assert close(logits(load(tmp_path / "merged")), beside(base, adapter))
 
 
-def test_the_native_form_has_a_tokenizer(tiny: Path, shared_data: Path, tmp_path: Path) -> None:
-    shutil.copytree(tiny, tmp_path / "base")
-    for file in (shared_data / "tokenizers" / "chatglm3-6b").iterdir():
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "多卡 works,\ndoes it?"},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "On 2 GPUs?"},
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "tokenizer"),
+    [
+        ("chatglm3-6b-tiny", "chatglm3-6b"),
+        pytest.param("glm-4-9b-tiny", "glm-4-9b-chat", marks=pytest.mark.slow),
+    ],
+)
+def test_the_native_form_has_a_tokenizer_that_writes_chats(
+    model: str, tokenizer: str, published_data: Path, shared_data: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(published_data / "reference" / model, tmp_path / "base")
+    for file in (shared_data / "tokenizers" / tokenizer).iterdir():
         shutil.copy(file, tmp_path / "base")
     base = Checkpoint.open(tmp_path / "base")
     write_merged(tmp_path / "merged", base, names="native")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
-    assert tokenizer.decode(tokenizer("多卡 works")["input_ids"], skip_special_tokens=True) == (
-        "多卡 works"
+    plain = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    text = CHAT[1]["content"]
+    assert plain.decode(plain(text)["input_ids"], skip_special_tokens=True) == text
+    form = chat_format(tokenizer_of(base), base.config)
+    expected = form.prompt(
+        [Message(role=cast(Role, m["role"]), content=m["content"]) for m in CHAT]
     )
+    ids = plain.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert ids == expected
 
 
 def test_what_has_no_native_form_is_refused(published_data: Path, tmp_path: Path) -> None:

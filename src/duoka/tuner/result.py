@@ -39,12 +39,23 @@ from duoka.models.build import resolve
 from duoka.models.conversion import Recipe, plan_tensors
 from duoka.models.from_checkpoint import build_model, tokenizer_of
 from duoka.models.lora import Adapter, LowRank, published_form, put_adapter
+from duoka.models.text.prompts import ChatGLM3Format, GLM4Format, chat_format
 from duoka.runtime.load.sources import Reader, Source, list_sources
 
 Names = Literal["original", "native"]
 _NAMES = ("original", "native")
 _SHARD_BYTES = 5 * 10**9
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
+
+# A chat without tools, as `prompts` writes it: what it begins with, and what follows a role.
+_TEMPLATE = (
+    "BEGIN{% for message in messages %}<|{{ message['role'] }}|>ROLE{{ message['content'] }}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_AROUND_ROLES: dict[type, tuple[str, str]] = {
+    ChatGLM3Format: ("[gMASK]sop", "\n "),
+    GLM4Format: ("[gMASK]<sop>", "\n"),
+}
 
 
 def claim_directory(directory: Path) -> Path:
@@ -358,7 +369,14 @@ def _write_native_frame(directory: Path, base: Checkpoint) -> None:
         name = "generation_config.json"
         shutil.copyfile(base.folder.fetch(name), directory / name)
     if any(name.startswith("tokenizer") for name in base.folder.names()):
-        tokenizer_of(base).save_pretrained(directory)
+        tokenizer: Any = tokenizer_of(base)
+        around = _AROUND_ROLES.get(type(chat_format(tokenizer, base.config)))
+        if around is not None:
+            begin, after_role = around
+            template = _TEMPLATE.replace("BEGIN", begin).replace("ROLE", after_role)
+            tokenizer.chat_template = template
+            tokenizer.split_special_tokens = False  # roles are text here, and become their tokens
+        tokenizer.save_pretrained(directory)
 
 
 def _write_shards(directory: Path, outputs: Mapping[str, _Output]) -> None:
