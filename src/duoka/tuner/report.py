@@ -59,10 +59,16 @@ class RunReport:
 def make_report(layout: Layout, metrics: Sequence[dict[str, Any]]) -> RunReport:
     """Sum a run up; `metrics` has a line for each step."""
     steps = [entry for entry in metrics if "loss" in entry]
-    # The first step of a process looks for the way of its batches, and makes optimizer states.
-    steady = steps[1:] or steps
+    places = [layout.place(number) for number in range(layout.world_size)]
+    # A run may have been moved; and the first step looks for the way of its batches.
+    on_these = [
+        entry
+        for entry in steps
+        if [(process["replica"], process["device"]) for process in entry["processes"]] == places
+    ]
+    steady = on_these[1:] or on_these or steps[-1:]
     seconds = median(entry["seconds"] for entry in steady)
-    reports = tuple(_device(layout, number, steady) for number in range(layout.world_size))
+    reports = tuple(_device(layout, number, steady) for number in range(len(places)) if on_these)
     forecast = layout.plans[0].forecast.seconds
     return RunReport(
         steps=steps[-1]["step"],
@@ -99,7 +105,7 @@ def _advice(layout: Layout, reports: Sequence[DeviceReport]) -> Iterator[str]:
     plan = layout.plans[0]
     training = plan.workload.training
     assert training is not None, "the plan is for training"
-    bubble = 1 - reports[0].possible_share
+    bubble = 1 - min((report.possible_share for report in reports), default=1.0)
     if bubble > _LARGE_BUBBLE:
         yield (
             f"{training.micro_batches} micro-batches leave each of {len(plan.devices)} stages idle "

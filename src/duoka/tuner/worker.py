@@ -133,22 +133,23 @@ class _Worker:
 
     def train(self) -> None:
         """Train, from the newest checkpoint on."""
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, self._stop)
-        start = self._resume()
-        devices.reset_peaks(self._part.device)
-        step = start
-        for step in range(start + 1, self._num_steps + 1):
-            report = self._trainer.step(step - 1, self._batches[step - 1])
-            self._note(report)
-            if report.stops or self._is_due(step, self._settings.save_every):
-                self._save(step)
-            if report.stops:
-                break
-            if self._eval_steps and self._is_due(step, self._settings.eval_every):
-                self._evaluate(step)
-        if self._progress is not None:
-            self._progress.close()
+        signals = (signal.SIGTERM, signal.SIGINT)
+        before = {signum: signal.signal(signum, self._stop) for signum in signals}
+        try:
+            for step in range(self._resume() + 1, self._num_steps + 1):
+                report = self._trainer.step(step - 1, self._batches[step - 1])
+                self._note(report)
+                if report.stops or self._is_due(step, self._settings.save_every):
+                    self._save(step)
+                if report.stops:
+                    break
+                if self._eval_steps and self._is_due(step, self._settings.eval_every):
+                    self._evaluate(step)
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+            if self._progress is not None:
+                self._progress.close()
 
     def _is_due(self, step: int, every: int) -> bool:
         return step == self._num_steps or bool(every and step % every == 0)
@@ -173,6 +174,7 @@ class _Worker:
                 self._progress.resumed(resumed)
         if self._is_first:
             self._directory.forget_after(step)
+        devices.reset_peaks(self._part.device)
         return step
 
     def _save(self, step: int) -> None:

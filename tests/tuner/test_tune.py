@@ -1,0 +1,272 @@
+"""Runs of fine-tuning: the same numbers however the work is divided, and nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import tuning
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import duoka
+from duoka import TuneSettings, virtual
+from duoka.errors import DuokaError, TrainingError
+from duoka.tuner.run import RunDirectory
+from duoka.tuner.tune import TuneResult, move, resume
+
+pytestmark = pytest.mark.dist
+
+SETTINGS: dict[str, Any] = {"seq_length": 48, "batch": 8, "micro_batch": 1, "lr": 1e-2, "epochs": 2}
+WHOLE = "virtual:256MiB"
+
+
+@pytest.fixture(scope="session")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tuning.write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    written: dict[str, Path] = {}
+
+    def model(family: str) -> Path:
+        if family not in written:
+            written[family] = tuning.write_model(family, tmp_path_factory.mktemp(family))
+        return written[family]
+
+    return model
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, chats: Path, models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., TuneResult]:
+    """Fine-tune; in this process where one is enough."""
+
+    def tune(
+        name: str, gpus: str = WHOLE, *, family: str = "llama", replicas: int = 1, **more: Any
+    ) -> TuneResult:
+        def start() -> TuneResult:
+            return duoka.tune(
+                models(family),
+                str(chats),
+                gpus,
+                save=tmp_path / name,
+                replicas=replicas,
+                settings=TuneSettings(**{**SETTINGS, **more}),
+            )
+
+        if gpus != WHOLE:
+            return start()
+        with tuning.one_process(monkeypatch):
+            return start()
+
+    return tune
+
+
+def trained(result: TuneResult) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter or a checkpoint."""
+    assert result.result is not None
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(result.result.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def assert_alike(one: TuneResult, other: TuneResult) -> None:
+    expected = tuning.losses(one.directory)
+    assert len(expected) == one.steps == other.steps
+    assert tuning.losses(other.directory) == pytest.approx(expected, rel=1e-4)
+    here, there = trained(one), trained(other)
+    assert here.keys() == there.keys()
+    for name, value in here.items():
+        # AdamW divides by what may be next to nothing: single values differ by kernels' rounding.
+        assert (value - there[name]).abs().mean() < 1e-4, name
+
+
+SLOW = pytest.mark.slow
+LAYOUTS = [
+    pytest.param("llama", "lora", "virtual:2x64MiB", 1, {}, marks=SLOW),
+    pytest.param("llama", "lora", "virtual:2x64MiB", 2, {}, marks=SLOW),
+    pytest.param("llama", "lora", "virtual:4x64MiB", 2, {"schedule": "gpipe"}, marks=SLOW),
+    pytest.param("llama", "full", "virtual:3x64MiB", 1, {"micro_batch": 2}, marks=SLOW),
+    pytest.param("tied", "full", "virtual:2x64MiB", 1, {"checkpointing": True}, marks=SLOW),
+    pytest.param("tied", "lora", "virtual:4x64MiB", 2, {"packing": True}, marks=SLOW),
+    pytest.param("experts", "full", "virtual:2x64MiB", 1, {"optimizer": "adafactor"}, marks=SLOW),
+    pytest.param("experts", "lora", "virtual:2x64MiB", 2, {"dtype": "bfloat16"}, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("family", "method", "gpus", "replicas", "more"), LAYOUTS)
+def test_every_layout_learns_the_same(
+    family: str, method: Any, gpus: str, replicas: int, more: Any, run: Any
+) -> None:
+    one = run("one", family=family, method=method, **more)
+    other = run("other", gpus, family=family, method=method, replicas=replicas, **more)
+    losses = tuning.losses(one.directory)
+    assert losses[-1] < losses[0] - 0.3
+    assert_alike(one, other)
+
+
+# ── resuming ──
+
+
+def start(
+    directory: Path, model: Path, chats: Path, gpus: str, *more: str
+) -> subprocess.Popen[str]:
+    """A run in a process of its own, which can be killed."""
+    command = [
+        *(sys.executable, "-c", "from duoka.cli import main; main()"),
+        *("tune", str(model), str(chats), "--gpus", gpus),
+        *("--save", str(directory), "--seq-length", "48", "--batch", "8", "--epochs", "4"),
+        *("--lr", "1e-2", "--save-every", "2", *more),
+    ]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 300
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(child) for child in children]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_wherever_it_was_killed(
+    tmp_path: Path, chats: Path, models: Any, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run("whole", epochs=4)
+    path = tmp_path / "killed"
+    process = start(path, models("llama"), chats, "virtual:2x64MiB", "--replicas", "2")
+    wait_for(path / "checkpoints" / "step-000002", process)
+    os.kill(workers_of(process)[1], signal.SIGKILL)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == TrainingError.exit_code
+    assert "was ended by SIGKILL" in said
+    assert "--resume goes on" in said
+    assert not (path / "adapter").exists()
+
+    # The newest checkpoint is damaged as well: the one before serves, on one GPU and on three.
+    moved = shutil.copytree(path, tmp_path / "moved")
+    newest = sorted((path / "checkpoints").glob("step-*"))[-1]
+    file = next(newest.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-100])
+    if newest.name == "step-000002":
+        shutil.rmtree(newest)
+    with tuning.one_process(monkeypatch):
+        move(RunDirectory(path), WHOLE, 1)
+        assert_alike(whole, resume(RunDirectory(path)))
+    move(RunDirectory(moved), "virtual:3x64MiB", 1)
+    assert_alike(whole, resume(RunDirectory(moved)))
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_leaves(
+    tmp_path: Path, chats: Path, models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "stopped"
+    process = start(path, models("llama"), chats, "virtual:2x64MiB", "--replicas", "1")
+    wait_for(path / "checkpoints" / "step-000002", process)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGINT
+    steps = len(tuning.losses(path))
+    assert f"stopped after step {steps}" in said
+    assert (path / "checkpoints" / f"step-{steps:06d}").is_dir()
+
+
+# ── what goes wrong ──
+
+
+def damaged(model: Path, path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """A copy of a checkpoint with other weights."""
+    path.mkdir()
+    for file in model.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(path / "model.safetensors")
+    change(weights)
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def test_a_loss_that_is_no_number_names_the_samples(
+    tmp_path: Path, chats: Path, models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(weights: dict[str, torch.Tensor]) -> None:
+        weights["model.norm.weight"][0] = torch.nan
+
+    model = damaged(models("llama"), tmp_path / "model", spoil)
+    settings = TuneSettings(**SETTINGS)
+    with tuning.one_process(monkeypatch), pytest.raises(DuokaError) as stopped:
+        duoka.tune(model, str(chats), WHOLE, save=tmp_path / "run", settings=settings)
+    assert "the loss is nan in step 1" in str(stopped.value)
+    assert "chats.jsonl:" in str(stopped.value)
+
+
+@pytest.mark.slow
+def test_out_of_memory_in_one_process_ends_all(
+    tmp_path: Path, run: Any, own_workspaces: None
+) -> None:
+    path = tmp_path / "run"
+    run("run", "virtual:2x64MiB", epochs=1, micro_batch=8)
+    content = json.loads((path / "run.json").read_text())
+    content["settings"]["epochs"] = 2
+    for device in content["plans"][0]["fleet"]["devices"]:
+        device["budget_bytes"] = 2**21 if device["name"] == "vgpu:1" else device["budget_bytes"]
+    for stage in content["plans"][0]["forecast"]["devices"]:
+        stage["budget_bytes"] = 2**21 if stage["device"] == "vgpu:1" else stage["budget_bytes"]
+        if stage["device"] == "vgpu:1":
+            stage |= dict.fromkeys(
+                ("weight_bytes", "kv_cache_bytes", "activation_bytes", "gradient_bytes",
+                 "optimizer_bytes", "allocated_bytes", "reserved_bytes", "requested_bytes"), 0,
+            )  # fmt: skip
+    (path / "run.json").write_text(json.dumps(content))
+    with pytest.raises(DuokaError, match="out of memory") as stopped:
+        resume(RunDirectory(path))
+    assert stopped.value.exit_code == TrainingError.exit_code
+    assert (path / "checkpoints" / "step-000002").is_dir()
+
+
+# ── the fourth situation ──
+
+
+def test_a_device_map_fails_where_duoka_trains(
+    tmp_path: Path, chats: Path, models: Any, run: Any
+) -> None:
+    """Logits on one GPU, labels on another: a loss written by hand meets both."""
+    with virtual.gpus([None, None]):
+        model = AutoModelForCausalLM.from_pretrained(models("llama"))
+        device_map = {
+            **{f"model.{name}": "vgpu:0" for name in ("embed_tokens", "rotary_emb")},
+            **{f"model.layers.{number}": f"vgpu:{number // 2}" for number in range(4)},
+            "model.norm": "vgpu:1",
+            "lm_head": "vgpu:1",
+        }
+        duoka.dispatch(model, device_map, outputs="stay")
+        ids = torch.tensor([[1, 2, 3]], device="vgpu:0")
+        logits = model(ids).logits
+        with pytest.raises(RuntimeError, match="same device"):
+            torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
+    result = run("run", "virtual:2x64MiB")
+    assert tuning.losses(result.directory)[-1] < tuning.losses(result.directory)[0]
+    assert result.report is not None
+    for device in result.report.devices:
+        assert device.allocated_bytes <= device.forecast_allocated_bytes * 1.001
+        assert 0 < device.busy_share <= 1
