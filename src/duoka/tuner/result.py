@@ -7,9 +7,7 @@ its name when all of it is on the disk.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +15,7 @@ from dataclasses import fields
 from functools import partial
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -76,9 +75,7 @@ def claim_directory(directory: Path) -> Path:
                 hint="name a new directory",
             )
         directory.parent.mkdir(parents=True, exist_ok=True)
-        # Both is needed to rename a directory into another one.
-        if not os.access(directory.parent, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        TemporaryDirectory(prefix=".duoka.", dir=directory.parent).cleanup()
     return directory
 
 

@@ -23,6 +23,7 @@ from .pickles import load_pickle
 from .sources import damage_told
 
 _CONFIG = "adapter_config.json"
+_UNLIKE = "both files must be of one adapter: fetch it again"
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _TENSOR = re.compile(
     r"(?:base_model\.model\.)?(?P<module>[\w.]+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])"
@@ -112,13 +113,14 @@ def _layer(
 ) -> LowRank:
     """One module's part of an adapter."""
     if len(sides) < 2:
-        raise CheckpointError(f"{path} has only one of lora_A and lora_B for {name}")
+        raise CheckpointError(f"{path} has only one of lora_A and lora_B for {name}", hint=_UNLIKE)
     down, up = sides["A"], sides["B"]
     rank = _setting(path, config, "r", "rank_pattern", name)
     if not len(down) == up.shape[1] == rank:
         raise CheckpointError(
             f"{path} has lora_A {list(down.shape)} and lora_B {list(up.shape)} for {name}, and its "
-            f"rank is {rank:g}"
+            f"rank is {rank:g}",
+            hint=_UNLIKE,
         )
     alpha = _setting(path, config, "lora_alpha", "alpha_pattern", name)
     scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
