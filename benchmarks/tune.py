@@ -1,0 +1,87 @@
+"""Memory of fine-tuning in processes: what each stage's allocator measured beside the forecast.
+
+    python benchmarks/tune.py
+
+`duoka tune` on virtual GPUs, a process for each, on a Llama of random weights, with sequences that
+are all as long as planned: LoRA and full, with and without checkpointing, in every schedule.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+from transformers import LlamaConfig
+
+import duoka
+from duoka import TuneSettings
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import tuning
+
+TOKENS = 256
+THREE, TWO = "virtual:3x512MiB", "virtual:2x512MiB"
+CASES: list[tuple[str, dict[str, Any], str]] = [
+    ("LoRA, 1F1B", {}, THREE),
+    ("LoRA, GPipe", {"schedule": "gpipe"}, THREE),
+    ("LoRA, one at a time", {"schedule": "sequential"}, THREE),
+    ("LoRA, checkpointing", {"checkpointing": True}, THREE),
+    ("LoRA, micro-batches of 2", {"micro_batch": 2}, TWO),
+    ("LoRA, in bfloat16", {"dtype": "bfloat16"}, THREE),
+    ("full, 1F1B", {"method": "full"}, THREE),
+    ("full, checkpointing", {"method": "full", "checkpointing": True}, THREE),
+    ("full, Adafactor", {"method": "full", "optimizer": "adafactor"}, TWO),
+]
+LINE = "| {} | {} | {:.2f} | {:+.2%} | {:.2f} | {:+.2%} |"
+MIB = 2**20
+
+
+def main() -> None:
+    """Run all cases, and print a row for each stage."""
+    warnings.simplefilter("ignore")
+    tuning.CONFIGS["large"] = lambda: LlamaConfig(
+        **{
+            **tuning.SIZES,
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "num_hidden_layers": 8,
+            "max_position_embeddings": 512,
+        }
+    )
+    errors: list[float] = []
+    print("| run | stage | allocated, MiB | forecast | reserved, MiB | forecast |")
+    print("|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as place:
+        model = tuning.write_model("large", Path(place) / "model")
+        data = Path(place) / "text.jsonl"
+        data.write_text(f"{json.dumps({'text': 'duoka ' * 3000})}\n")
+        for number, (name, options, gpus) in enumerate(CASES):
+            result = duoka.tune(
+                model,
+                str(data),
+                gpus,
+                save=Path(place) / str(number),
+                replicas=1,
+                settings=TuneSettings(seq_length=TOKENS, steps=3, packing=True, **options),
+            )
+            assert result.report is not None
+            for stage in result.report.devices:
+                allocated = stage.forecast_allocated_bytes / stage.allocated_bytes - 1
+                reserved = stage.forecast_reserved_bytes / stage.reserved_bytes - 1
+                errors.append(allocated)
+                sizes = stage.allocated_bytes / MIB, allocated, stage.reserved_bytes / MIB, reserved
+                print(LINE.format(name, stage.device, *sizes), flush=True)
+    absolute = sorted(map(abs, errors))
+    print(
+        f"\nallocated: median {statistics.median(absolute):.2%}, worst {absolute[-1]:.2%}, most "
+        f"under {min(errors):+.2%}"
+    )
+
+
+if __name__ == "__main__":
+    main()
