@@ -33,10 +33,12 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("LoRA, checkpointing", {"checkpointing": True}, THREE),
     ("LoRA, micro-batches of 2", {"micro_batch": 2}, TWO),
     ("LoRA, in bfloat16", {"dtype": "bfloat16"}, THREE),
+    ("LoRA, not packed", {"packing": False}, THREE),
     ("full, 1F1B", {"method": "full"}, THREE),
     ("full, checkpointing", {"method": "full", "checkpointing": True}, THREE),
     ("full, Adafactor", {"method": "full", "optimizer": "adafactor"}, TWO),
 ]
+LENGTHS: dict[str, Any] = {"seq_length": TOKENS, "steps": 3, "packing": True}
 LINE = "| {} | {} | {:.2f} | {:+.2%} | {:.2f} | {:+.2%} |"
 MIB = 2**20
 
@@ -67,7 +69,7 @@ def main() -> None:
                 gpus,
                 save=Path(place) / str(number),
                 replicas=1,
-                settings=TuneSettings(seq_length=TOKENS, steps=3, packing=True, **options),
+                settings=TuneSettings(**{**LENGTHS, **options}),
             )
             assert result.report is not None
             for stage in result.report.devices:

@@ -86,6 +86,12 @@ class TrainingOptions:
         "backward) or 1f1b (as many in flight as there are stages to the end).",
     )
 
+    rows: str | None = _train(
+        "KIND",
+        "What the model is told of rows: padded (the default: a mask over padding of several), "
+        "unpadded (nothing, as duoka tune pads) or packed (several samples in each).",
+    )
+
     def read(self) -> Training | None:
         """How to train, as far as a person said it; None where a model is to answer."""
         names = [item.name for item in fields(self) if item.name != "train"]

@@ -24,6 +24,7 @@ Logits = Literal["last", "all"]
 Method = Literal["lora", "full"]
 Optimizer = Literal["adamw", "adamw8bit", "adafactor", "sgd"]
 Schedule = Literal["sequential", "gpipe", "1f1b"]
+Rows = Literal["padded", "unpadded", "packed"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 CACHES: tuple[Cache, ...] = get_args(Cache)
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
@@ -72,6 +73,10 @@ class Training:
     schedule : {"sequential", "gpipe", "1f1b"}
         One micro-batch after another, or several in flight: all of them (GPipe), or as many as
         there are stages from here to the end (one forward, one backward).
+    rows : {"padded", "unpadded", "packed"}
+        What a model is told of the rows of a micro-batch: several rows with a mask over padding;
+        nothing, as on the right a causal model needs no mask; or positions that begin again with
+        each of the samples in a row, which then are kept apart by a mask.
 
     Raises
     ------
@@ -89,6 +94,7 @@ class Training:
     master_weights: bool = False
     micro_batches: int = 1
     schedule: Schedule = "sequential"
+    rows: Rows = "padded"
 
     def __post_init__(self) -> None:
         for name in ("lora_rank", "micro_batches", "lora_alpha"):
@@ -107,6 +113,7 @@ class Training:
         choose("method", self.method, METHODS)
         choose("optimizer", self.optimizer, OPTIMIZERS)
         choose("schedule", self.schedule, get_args(Schedule))
+        choose("rows", self.rows, get_args(Rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,6 +107,7 @@ def _training(training: Training | None) -> Iterator[tuple[str, ...]]:
         ("--lora-dropout", training.lora_dropout, _TRAINING.lora_dropout),
         ("--micro-batches", training.micro_batches, _TRAINING.micro_batches),
         ("--schedule", training.schedule, _TRAINING.schedule),
+        ("--rows", training.rows, _TRAINING.rows),
     )
     for name in training.lora_targets:
         yield ("--lora-target", name)

@@ -364,12 +364,17 @@ class Learner:
     def _inputs(self) -> dict[str, Any]:
         shape = (self.workload.batch, self.workload.prompt_tokens)
         ids = torch.ones(shape, dtype=torch.long, device=self.device)
-        mask = torch.ones_like(ids)
-        if self.workload.batch > 1:
-            mask[:-1, :1] = 0
         inputs: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
         config = getattr(self.model, "config", None)
-        if "attention_mask" in self._accepted and not getattr(config, "is_encoder_decoder", False):
+        is_pair = getattr(config, "is_encoder_decoder", False)
+        if self.training.rows == "packed":
+            positions = torch.arange(shape[1], device=self.device)
+            # two samples in each row
+            inputs["position_ids"] = (positions % -(-shape[1] // 2)).expand(shape).contiguous()
+        elif self.training.rows == "padded" and "attention_mask" in self._accepted and not is_pair:
+            mask = torch.ones_like(ids)
+            if self.workload.batch > 1:
+                mask[:-1, :1] = 0
             inputs["attention_mask"] = mask
         if "use_cache" in self._accepted:
             inputs["use_cache"] = False

@@ -81,6 +81,11 @@ def prepare(
     plan: Plan | None = None,
 ) -> TuneRun:
     """Read what is learnt, and plan, unless there is a plan."""
+    if checkpoint.config.get("is_encoder_decoder"):
+        raise UsageError(
+            f"{checkpoint.name} is an encoder with a decoder, and duoka tunes causal models",
+            hint="duoka.dispatch(model, plan) spreads it for a training loop of your own",
+        )
     if plan is None:
         workload = settings.workload(checkpoint)
     else:
@@ -93,7 +98,8 @@ def prepare(
         return read_dataset(
             paths,
             chat,
-            seq_length=workload.prompt_tokens,
+            # A packed row ends in padding: see `data.batches`.
+            seq_length=workload.prompt_tokens - settings.packing,
             train_on=settings.train_on,
             skip_bad=settings.skip_bad,
         )

@@ -169,6 +169,7 @@ class TuneSettings:
             master_weights=True,
             micro_batches=self.batch // self.micro_batch,
             schedule=self.schedule,
+            rows="packed" if self.packing else "unpadded",
         )
         is_qlora = self.method == "qlora" and self.quantize == "none"
         return Workload(

@@ -59,6 +59,10 @@ class MicroBatch:
         dataset = self.dataset
         lengths = [int(dataset.lengths[list(row)].sum()) for row in self.rows]
         longest = min(-(-max(lengths) // _MULTIPLE) * _MULTIPLE, dataset.seq_length)
+        if self.packing:
+            # One more, which is padding: where positions begin again in every row, models always
+            # take the same way, through a mask.
+            longest = dataset.seq_length + 1
         shape = (len(self.rows), longest)
         ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         labels, mask = np.full(shape, IGNORED), np.zeros(shape, np.int64)
