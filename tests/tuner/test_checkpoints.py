@@ -23,7 +23,7 @@ from saving import (
 from torch import Tensor, nn
 
 from duoka import virtual
-from duoka.errors import CheckpointError, MachineError, UsageError
+from duoka.errors import CheckpointError, MachineError
 from duoka.forecast.workload import OPTIMIZERS, Optimizer
 from duoka.runtime.optimizers import make_optimizer
 from duoka.tuner.checkpoints import Resumed, SavedParameters, TrainingCheckpoints
@@ -316,20 +316,6 @@ def test_a_place_that_is_no_directory_is_told_of(tmp_path: Path) -> None:
     assert run.resume() is None
     with pytest.raises(MachineError, match=r"can't be written: (Not a directory|File exists)"):
         run.save()
-
-
-def test_a_run_is_prepared_before_it_begins(tmp_path: Path) -> None:
-    run = Run(tmp_path / "new" / "run")
-    run.checkpoints.prepare(is_resumed=False)
-    assert names(tmp_path / "new" / "run") == []
-    run.train(1)
-    run.save()
-    run.checkpoints.prepare(is_resumed=True)
-    with pytest.raises(UsageError, match="of a run, up to step 1"):
-        Run(tmp_path / "new" / "run").checkpoints.prepare(is_resumed=False)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(MachineError, match=r"can't be written: (Not a directory|File exists)"):
-        Run(tmp_path / "file").checkpoints.prepare(is_resumed=False)
 
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -39,7 +38,7 @@ from torch.optim import Optimizer
 from duoka.base.files import open_regular, whole_directory, why, write_whole
 from duoka.base.serialization import from_dict, to_dict
 from duoka.checkpoint.headers import TensorInfo, is_plain_name, read_header, read_json, reading
-from duoka.errors import CheckpointError, FormatError, MachineError, UsageError
+from duoka.errors import CheckpointError, FormatError, MachineError
 
 from .optimizer_states import make_states, optimizer_tensors, set_numbers
 
@@ -139,34 +138,6 @@ class TrainingCheckpoints:
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step lies."""
         return self._directory / f"step-{step:06d}"
-
-    def prepare(self, *, is_resumed: bool) -> None:
-        """See to it that the run can be saved, before it begins.
-
-        Parameters
-        ----------
-        is_resumed : bool
-            Whether `resume` will be called; otherwise there may be none yet.
-
-        Raises
-        ------
-        UsageError
-            If a new run would be saved among the checkpoints of another.
-        MachineError
-            If nothing can be written there.
-        """
-        steps = self._agree(lambda: self.steps)[0]
-        if steps and not is_resumed:
-            raise UsageError(
-                f"{self._directory} holds training checkpoints of a run, up to step {steps[-1]}",
-                hint="resume that run, or name another directory",
-            )
-        with _refusal_told(self._directory):
-            self._agree(self._probe)
-
-    def _probe(self) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        TemporaryDirectory(prefix=".duoka.", dir=self._directory).cleanup()
 
     # ── saving ──
 
