@@ -53,6 +53,12 @@ def write_model(family: str, path: Path) -> Path:
             if parameter.dim() > 1:
                 parameter.normal_(std=0.15)
     model.save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte, and a chat template of the common kind."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({token: at for at, token in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -61,8 +67,7 @@ def write_model(family: str, path: Path) -> Path:
         tokenizer_object=tokenizer, eos_token=SPECIAL[0], additional_special_tokens=SPECIAL[1:]
     )
     fast.chat_template = TEMPLATE
-    fast.save_pretrained(path)
-    return path
+    return fast
 
 
 def write_chats(path: Path, number: int = 16) -> Path:

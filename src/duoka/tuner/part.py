@@ -100,12 +100,8 @@ class ModelPart:
         return self._routes[form]
 
     def _loss(self, model: Any, batch: Batch, device: torch.device) -> Tensor:
-        inputs = dict(batch)
-        if self.training.rows == "unpadded":
-            # Padding is on the right, where no token that counts looks.
-            inputs.pop("attention_mask", None)
         with self._autocast(device):
-            loss: Tensor = model(**to_device(inputs, device), use_cache=False).loss
+            loss: Tensor = model(**to_device(dict(batch), device), use_cache=False).loss
         return loss
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:

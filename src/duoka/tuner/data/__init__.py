@@ -12,7 +12,6 @@ from .batches import Batches, MicroBatch, Step
 from .dataset import BadRow, Dataset, read_dataset
 from .packing import refuse_packing
 from .preview import render_preview
-from .samples import TrainOn
 
 __all__ = [
     "BadRow",
@@ -20,7 +19,6 @@ __all__ = [
     "Dataset",
     "MicroBatch",
     "Step",
-    "TrainOn",
     "read_dataset",
     "refuse_packing",
     "render_preview",

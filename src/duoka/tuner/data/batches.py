@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from .packing import pack
 IGNORED = -100
 """The label of a token that isn't trained, as transformers' losses have it."""
 _MULTIPLE = 8  # of rows' lengths: what matrix units like
+_MOST_LENGTHS = 16  # that rows have: each is traced before it runs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +44,22 @@ class MicroBatch:
         """File and line of each sample."""
         return [self.dataset.place(sample) for row in self.rows for sample in row]
 
+    @property
+    def length(self) -> int:
+        """How long its rows are with their padding.
+
+        As the longest one, rounded up so that no more than 16 lengths come in a run; with packing
+        always one more than the dataset's ``seq_length``.
+        """
+        most = self.dataset.seq_length
+        if self.packing:
+            # One more, which is padding: where positions begin again in every row, models always
+            # take the same way, through a mask.
+            return most + 1
+        longest = max(int(self.dataset.lengths[list(row)].sum()) for row in self.rows)
+        multiple = _rounded_up(-(-most // _MOST_LENGTHS), _MULTIPLE)
+        return min(_rounded_up(longest, multiple), most)
+
     def tensors(self) -> dict[str, Tensor]:
         """Arguments of a model's ``forward``, on the CPU.
 
@@ -50,22 +67,15 @@ class MicroBatch:
         -------
         dict of str to Tensor
             ``input_ids`` and ``labels``, [rows, tokens], int64: labels are the ids where they are
-            trained and -100 elsewhere, not shifted. Rows are padded on the right, to the longest
-            one rounded up to a multiple of 8, but not above the dataset's ``seq_length``. Where
-            there is padding, ``attention_mask``. With packing there is none, but
-            ``position_ids``, which begin again with each sample, and with the padding; the model
-            must then run with ``use_cache=False``.
+            trained and -100 elsewhere, not shifted. Rows are padded on the right to the same
+            `length`. There is no ``attention_mask``: a causal model sees no padding from what is
+            before it. With packing there are ``position_ids``, which begin again with each
+            sample, and with the padding; the model must then run with ``use_cache=False``.
         """
         dataset = self.dataset
-        lengths = [int(dataset.lengths[list(row)].sum()) for row in self.rows]
-        longest = min(-(-max(lengths) // _MULTIPLE) * _MULTIPLE, dataset.seq_length)
-        if self.packing:
-            # One more, which is padding: where positions begin again in every row, models always
-            # take the same way, through a mask.
-            longest = dataset.seq_length + 1
-        shape = (len(self.rows), longest)
+        shape = (len(self.rows), self.length)
         ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        labels, mask = np.full(shape, IGNORED), np.zeros(shape, np.int64)
+        labels = np.full(shape, IGNORED)
         for number, row in enumerate(self.rows):
             start = 0
             for sample in row:
@@ -74,14 +84,15 @@ class MicroBatch:
                 ids[number, span] = tokens
                 labels[number, span] = np.where(is_trained, tokens, IGNORED)
                 positions[number, span] = np.arange(len(tokens))
-            positions[number, start:] = np.arange(longest - start)
-            mask[number, :start] = 1
+            positions[number, start:] = np.arange(self.length - start)
         arrays = {"input_ids": ids, "labels": labels}
         if self.packing:
             arrays["position_ids"] = positions
-        elif not mask.all():
-            arrays["attention_mask"] = mask
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,16 +153,16 @@ class Batches:
         self.micro_batch = micro_batch
         self.packing = packing
         self._seed = seed if shuffle else None
-        self._rows: list[list[int]] | None = None
+        self._packs: list[list[int]] | None = None
         if packing:
-            order = self._order(len(dataset), -1)
-            self._rows = pack(dataset.lengths, order, dataset.seq_length)
-        self._cached: tuple[int, Sequence[tuple[int, ...]]] = (-1, ())
+            order = self._order(len(dataset), -1).tolist()
+            self._packs = pack(dataset.lengths, order, dataset.seq_length)
+        self._cached = -1, self._order(0, -1)
 
     @property
     def num_rows(self) -> int:
         """Samples, or rows of packed ones."""
-        return len(self.dataset) if self._rows is None else len(self._rows)
+        return len(self.dataset) if self._packs is None else len(self._packs)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -161,7 +172,11 @@ class Batches:
     def __getitem__(self, number: int) -> Step:
         """The step of a number, counted from 0."""
         epoch, place = divmod(number, self.steps_per_epoch)
-        rows = self._epoch(epoch)[place * self.batch : (place + 1) * self.batch]
+        if self._cached[0] != epoch:
+            self._cached = epoch, self._order(self.num_rows, epoch)
+        numbers = self._cached[1][place * self.batch : (place + 1) * self.batch].tolist()
+        packs = self._packs
+        rows = [(at,) if packs is None else tuple(packs[at]) for at in numbers]
         return Step(
             epoch=epoch,
             micro_batches=tuple(
@@ -170,19 +185,9 @@ class Batches:
             ),
         )
 
-    def _epoch(self, epoch: int) -> Sequence[tuple[int, ...]]:
-        """The rows of an epoch, in their order there."""
-        if self._cached[0] != epoch:
-            order = self._order(self.num_rows, epoch)
-            rows = self._rows
-            self._cached = epoch, [(at,) if rows is None else tuple(rows[at]) for at in order]
-        return self._cached[1]
-
-    def _order(self, number: int, epoch: int) -> list[int]:
+    def _order(self, number: int, epoch: int) -> npt.NDArray[np.int64]:
         """So many numbers as they come in an epoch."""
         if self._seed is None:
-            return list(range(number))
+            return np.arange(number)
         # Of two numbers, so that no seed's epoch is another seed's.
-        generator = np.random.default_rng([self._seed, epoch + 1])
-        order: list[int] = generator.permutation(number).tolist()
-        return order
+        return np.random.default_rng([self._seed, epoch + 1]).permutation(number)

@@ -22,12 +22,14 @@ from duoka.base.progress import say
 from duoka.errors import UsageError
 from duoka.models.text.prompts import ChatFormat, Sample
 
+from ..settings import TrainOn
 from .files import Row, data_files, read_rows
 from .rows import Chat, Document, read_row
-from .samples import TrainOn, row_samples
+from .samples import row_samples
 
 _MOST_SHOWN = 10
 _MOST_ROLES = 16
+_NOTHING = "there is nothing in it to learn"
 _LEAST_TOKENS = 2
 _SKIP = "mend them, or leave them out with --skip-bad (skip_bad=True)"
 _ARRAYS = ("ids", "is_trained", "ends", "file_numbers", "lines")
@@ -59,13 +61,11 @@ class Dataset:
     ends : ndarray of int64, [samples]
         Where each sample ends.
     file_numbers, lines : ndarray of int32 and int64, [samples]
-        From which of `files`, and which line of it (of a table: which row), a sample is.
+        From which of `files`, and which line of it (of Parquet: which row), a sample is.
     files : tuple of str
     seq_length : int
     roles : tuple of tuple of str
         Who speaks in the first samples; nobody in texts.
-    num_truncated : int
-        Samples whose end was cut off.
     bad_rows : tuple of BadRow
         What was left out.
     """
@@ -78,7 +78,6 @@ class Dataset:
     files: tuple[str, ...]
     seq_length: int
     roles: tuple[tuple[str, ...], ...] = ()
-    num_truncated: int = 0
     bad_rows: tuple[BadRow, ...] = ()
 
     def __len__(self) -> int:
@@ -118,7 +117,7 @@ class Dataset:
         save_file(
             {name: from_numpy(getattr(self, name)) for name in _ARRAYS},
             path,
-            {"about": json.dumps({**about, "num_truncated": self.num_truncated})},
+            {"about": json.dumps(about)},
         )
 
     @classmethod
@@ -132,7 +131,6 @@ class Dataset:
             files=tuple(about["files"]),
             seq_length=about["seq_length"],
             roles=tuple(map(tuple, about["roles"])),
-            num_truncated=about["num_truncated"],
         )
 
 
@@ -143,7 +141,6 @@ def read_dataset(
     seq_length: int,
     train_on: TrainOn = "all",
     skip_bad: bool = False,
-    truncate: bool = False,
 ) -> Dataset:
     """Read files, or all files of directories, and write their samples.
 
@@ -154,13 +151,12 @@ def read_dataset(
     chat : ChatFormat
         How the model is talked to, with its tokenizer.
     seq_length : int
-        The most tokens of a sample. Documents are cut to it.
+        The most tokens of a sample. Documents are cut to it; chats and completions aren't: the
+        model would learn answers that have no end.
     train_on : {"all", "last"}
         Every answer of a chat, or the last one.
     skip_bad : bool
         Leave rows out that can't be used, instead of refusing all.
-    truncate : bool
-        Cut the end off samples that are too long, instead of counting their rows as bad.
 
     Raises
     ------
@@ -172,7 +168,7 @@ def read_dataset(
     if seq_length < _LEAST_TOKENS:
         raise UsageError(f"seq_length is {seq_length}; at least {_LEAST_TOKENS} tokens are trained")
     files = data_files(paths)
-    collector = _Collector(chat, seq_length, train_on, truncate=truncate)
+    collector = _Collector(chat, seq_length, train_on)
     for number, file in enumerate(files):
         say(f"reading {file}")
         for row in read_rows(file):
@@ -196,16 +192,13 @@ def _refusal(bad: Sequence[BadRow], num_rows: int) -> str:
 class _Collector:
     """Takes rows in; what is kept of each are a few numbers, and its tokens."""
 
-    def __init__(
-        self, chat: ChatFormat, seq_length: int, train_on: TrainOn, *, truncate: bool
-    ) -> None:
-        self.num_rows = self.num_truncated = 0
+    def __init__(self, chat: ChatFormat, seq_length: int, train_on: TrainOn) -> None:
+        self.num_rows = 0
         self.bad_rows: list[BadRow] = []
         self.ends = array("q")
         self._chat = chat
         self._seq_length = seq_length
         self._train_on = train_on
-        self._truncate = truncate
         self._ids, self._is_trained = array("i"), array("b")
         self._file_numbers, self._lines = array("i"), array("q")
         self._roles: list[tuple[str, ...]] = []
@@ -213,24 +206,24 @@ class _Collector:
     def take(self, row: Row, file_number: int, file: str) -> None:
         """Add a row's samples, all or none."""
         self.num_rows += 1
-        before = len(self.ends), len(self._ids), self.num_truncated
+        num_samples, num_tokens = len(self.ends), len(self._ids)
         reason = row.problem
         try:
             for sample, roles in () if reason else self._samples(row):
                 self._add(sample, roles)
                 self._file_numbers.append(file_number)
                 self._lines.append(row.line)
-            if not reason and len(self.ends) == before[0]:
-                reason = "nothing in it is to be trained"
+            if not reason and len(self.ends) == num_samples:
+                reason = _NOTHING
         except (UsageError, RecursionError) as error:
             reason = str(error)
         except (OSError, UnicodeDecodeError) as error:  # a text is read only now
             reason = why(error)
         if reason:
             self.bad_rows.append(BadRow(file=file, line=row.line, reason=reason))
-            del self.ends[before[0] :], self._file_numbers[before[0] :], self._lines[before[0] :]
-            del self._ids[before[1] :], self._is_trained[before[1] :], self._roles[before[0] :]
-            self.num_truncated = before[2]
+            for of_samples in (self.ends, self._file_numbers, self._lines, self._roles):
+                del of_samples[num_samples:]
+            del self._ids[num_tokens:], self._is_trained[num_tokens:]
 
     def _samples(self, row: Row) -> Iterator[tuple[Sample, tuple[str, ...]]]:
         said = row.value if isinstance(row.value, Document) else read_row(row.value)
@@ -243,14 +236,11 @@ class _Collector:
     def _add(self, sample: Sample, roles: tuple[str, ...]) -> None:
         ids, is_trained = sample
         if len(ids) > self._seq_length:
-            if not self._truncate:
-                raise UsageError(
-                    f"it has {len(ids)} tokens; the sequence length is {self._seq_length}"
-                )
-            ids, is_trained = ids[: self._seq_length], is_trained[: self._seq_length]
-            self.num_truncated += 1
+            raise UsageError(
+                f"it has at least {len(ids)} tokens; the sequence length is {self._seq_length}"
+            )
         if not any(is_trained[1:]):
-            raise UsageError("nothing in it is to be trained")
+            raise UsageError(_NOTHING)
         self._ids.extend(ids)
         self._is_trained.extend([False, *is_trained[1:]])
         self.ends.append(len(self._ids))
@@ -268,6 +258,5 @@ class _Collector:
             files=files,
             seq_length=self._seq_length,
             roles=tuple(self._roles),
-            num_truncated=self.num_truncated,
             bad_rows=tuple(self.bad_rows),
         )

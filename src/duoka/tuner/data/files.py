@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import glob
+import csv
 import io
 import json
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,13 +18,15 @@ from duoka.errors import FormatError, UsageError
 from .rows import Document
 
 _LINES = (".jsonl", ".json")
-_TABLES = {".csv": "csv", ".parquet": "parquet"}
+_TABLES = (".csv", ".parquet")
 _TEXTS = (".txt", ".md")
 _SUFFIXES = (*_LINES, *_TABLES, *_TEXTS)
 _HINT = f"files end in {', '.join(_SUFFIXES)}"
 _MOST_LINE_BYTES = 1 << 26
 _MOST_LIST_BYTES = 1 << 30
 _PIECE_CHARACTERS = 1 << 20
+_ROWS_AT_A_TIME = 1024
+_DAMAGED = "from here on the table can't be read"
 _BETWEEN = re.compile(r"[\s,]*")
 
 
@@ -67,7 +68,7 @@ def _files_inside(directory: Path) -> list[Path]:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Read a file's rows, with the line that each begins in, or of a table its number.
+    """Read a file's rows, with the line that each begins in; of Parquet its number.
 
     Raises
     ------
@@ -75,8 +76,10 @@ def read_rows(path: Path) -> Iterator[Row]:
         If the file can't be read, or the library for its kind isn't installed.
     """
     try:
-        if path.suffix in _TABLES:
-            yield from _table_rows(path)
+        if path.suffix == ".csv":
+            yield from _csv_rows(path)
+        elif path.suffix == ".parquet":
+            yield from _parquet_rows(path)
         elif path.suffix in _TEXTS:
             yield Row(1, Document(_pieces(path)))
         elif path.suffix == ".json" and _is_list(path):
@@ -147,30 +150,45 @@ def _pieces(path: Path) -> Iterator[str]:
             yield piece + file.readline(_PIECE_CHARACTERS)
 
 
-def _table_rows(path: Path) -> Iterator[Row]:
-    say_import("datasets")
+def _csv_rows(path: Path) -> Iterator[Row]:
+    """Read a table whose first line names the columns; all that is in it is text."""
+    with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        names: list[str] = []
+        while True:
+            line = reader.line_num + 1
+            try:
+                fields = next(reader, None)
+            except (csv.Error, UnicodeDecodeError) as error:
+                yield Row(line, {}, f"{_DAMAGED}: {error}")
+                return
+            if fields is None:
+                return
+            if not names:
+                names = fields
+            elif fields and len(fields) != len(names):
+                problem = f"it has {len(fields)} fields; the first line has {len(names)}"
+                yield Row(line, {}, problem)
+            elif fields:
+                yield Row(line, dict(zip(names, fields, strict=True)))
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    say_import("pyarrow")
     try:
-        import datasets
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise UsageError(
-            f"{path} needs the library datasets, which isn't installed",
+            f"{path} needs the library pyarrow, which isn't installed",
             hint='pip install "duoka[train]"',
         ) from error
-    # Without this, "1" and "NA" in a CSV file would be a number and nothing.
-    options = {"dtype": str, "keep_default_na": False} if path.suffix == ".csv" else {}
     number = 0
-    with tempfile.TemporaryDirectory() as cache:
-        try:
-            table = datasets.load_dataset(
-                _TABLES[path.suffix],
-                data_files=glob.escape(str(path.absolute())),
-                split="train",
-                streaming=True,
-                cache_dir=cache,
-                **options,
-            )
-            for number, value in enumerate(table, start=1):
-                yield Row(number, value)
-        except Exception as error:  # of several libraries, with no class in common
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            yield Row(number + 1, {}, f"from here on the table can't be read: {reason}")
+    try:
+        with open_regular(path) as file, ParquetFile(file) as table:
+            for batch in table.iter_batches(_ROWS_AT_A_TIME):
+                for value in batch.to_pylist():
+                    number += 1
+                    yield Row(number, value)
+    except (ArrowException, OSError, ValueError) as error:
+        yield Row(number + 1, {}, f"{_DAMAGED}: {str(error).strip()}")

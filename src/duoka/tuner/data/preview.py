@@ -44,8 +44,6 @@ def _summary(dataset: Dataset) -> Iterator[Text]:
         f"{format_count(len(dataset), 'sample')}, {len(dataset.ids):,} tokens, of which "
         f"{trained:,} ({share:.0%}) are trained; the longest has {int(dataset.lengths.max()):,}"
     )
-    if dataset.num_truncated:
-        yield Text(f"{format_count(dataset.num_truncated, 'sample')} cut to the sequence length")
     bad = dataset.bad_rows
     if bad:
         yield Text(f"{format_count(len(bad), 'row')} left out:")

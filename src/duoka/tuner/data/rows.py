@@ -91,6 +91,9 @@ def read_row(row: Mapping[str, Any]) -> Chat | Completion | Document:
 def _chat(said: Sequence[Any], row: Mapping[str, Any]) -> Chat:
     messages: list[Message] = []
     unweighted = set()
+    first = said[0] if said else None
+    if isinstance(first, Mapping) and first.get("tools") and not row.get("tools"):
+        row = {**row, "tools": first["tools"]}  # as of GLM-4's demo of fine-tuning
     if row.get("system"):
         messages.append(Message(role="system", content=_text(row, "system")))
     for number, message in enumerate(said, start=1):

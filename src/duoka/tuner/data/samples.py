@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,9 +11,8 @@ from duoka.models.text.chat_template import common_length
 from duoka.models.text.messages import Message, Role
 from duoka.models.text.prompts import ChatFormat, Sample
 
+from ..settings import TrainOn
 from .rows import Chat, Completion, Document
-
-TrainOn = Literal["all", "last"]
 
 
 def row_samples(
@@ -28,19 +26,20 @@ def row_samples(
         If the model's format has no place for what the row says.
     """
     if isinstance(row, Chat):
-        yield from chat_samples(row, chat, train_on)
+        yield from chat_samples(row, chat, seq_length, train_on)
     elif isinstance(row, Completion):
         yield _completion_sample(row, chat.tokenizer)
     else:
         yield from _document_samples(row, chat.tokenizer, seq_length)
 
 
-def chat_samples(row: Chat, chat: ChatFormat, train_on: TrainOn) -> list[Sample]:
+def chat_samples(row: Chat, chat: ChatFormat, seq_length: int, train_on: TrainOn) -> list[Sample]:
     """Write a chat's answers, each after what the model will have before it.
 
     Answers share a sample as long as each one's context begins with the sample before it. Where it
     doesn't, because a template leaves the reasoning of earlier answers out or because an answer
-    ends otherwise when nothing follows, the next sample begins.
+    ends otherwise when nothing follows, the next sample begins. A sample that is longer than
+    `seq_length` is the last one.
     """
     answers = [
         at
@@ -56,6 +55,8 @@ def chat_samples(row: Chat, chat: ChatFormat, train_on: TrainOn) -> list[Sample]
             samples = samples[:-1]
             sample = Sample(sample.ids, [*earlier.is_trained, *sample.is_trained[num_shared:]])
         samples.append(sample)
+        if len(sample.ids) > seq_length:
+            break
     return samples
 
 
@@ -94,7 +95,8 @@ def _document_samples(
         num_whole = len(ids) // seq_length * seq_length
         yield from cut(ids[:num_whole])
         ids = ids[num_whole:]
-    yield from (sample for sample in cut([*ids, end]) if len(sample.ids) > 1)
+    if ids not in ([], start):
+        yield from cut([*ids, end])
 
 
 def _text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

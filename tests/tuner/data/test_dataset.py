@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from duoka.errors import UsageError
+from duoka.models.text.prompts import ChatFormat
+from duoka.tuner.data import BadRow, Dataset, read_dataset
+
+ARRAYS = ("ids", "is_trained", "ends", "file_numbers", "lines")
+
+
+def chat_row(question: str, answer: str, **more: Any) -> dict[str, Any]:
+    said = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer, **more},
+    ]
+    return {"messages": said}
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_samples_lie_one_behind_the_other(tmp_path: Path, chat: ChatFormat) -> None:
+    first = write(tmp_path / "a.jsonl", chat_row("a", "bc"), {"text": "defghi"})
+    (tmp_path / "b.txt").write_text("jk")
+    data = read_dataset([first, tmp_path / "b.txt"], chat, seq_length=7)
+    assert len(data) == 3
+    assert data.lengths.tolist() == [7, 7, 3]
+    assert data.trained_tokens.tolist() == [3, 6, 2], "nothing is before a sample's first token"
+    assert [data.place(at) for at in range(3)] == [
+        f"{first}:1",
+        f"{first}:2",
+        f"{tmp_path}/b.txt:1",
+    ]
+    assert data.roles == (("user", "assistant"), (), ())
+    ids, is_trained = data.tokens(0)
+    assert chat.tokenizer.decode(ids[is_trained]) == "bc<|end|>"
+    assert data.bad_rows == ()
+
+
+def test_bad_rows(tmp_path: Path, chat: ChatFormat) -> None:
+    good = chat_row("a", "b")
+    long = {"messages": [*good["messages"], *chat_row("a", "b" * 50)["messages"]]}
+    path = write(
+        tmp_path / "a.jsonl", good, long, 3, {"a": 1}, chat_row("a", "b", weight=0), {"text": "e"}
+    )
+    with pytest.raises(UsageError) as refused:
+        read_dataset([path], chat, seq_length=20)
+    assert str(refused.value) == "\n".join([
+        "4 of 6 rows can't be used",
+        f"  {path}:2: it has at least 61 tokens; the sequence length is 20",
+        f"  {path}:3: the line holds a JSON number; an object is needed",
+        f"  {path}:4: its keys are a; known are messages, conversations, instruction and output, "
+        "prompt and completion, or text",
+        f"  {path}:5: there is nothing in it to learn",
+    ])  # fmt: skip
+    assert "--skip-bad" in str(refused.value.hint)
+    data = read_dataset([path], chat, seq_length=20, skip_bad=True)
+    assert data.lines.tolist() == [1, 6], "of a bad row nothing is left"
+    assert [row.line for row in data.bad_rows] == [2, 3, 4, 5]
+    assert data.bad_rows[0] == BadRow(
+        file=str(path), line=2, reason="it has at least 61 tokens; the sequence length is 20"
+    )
+    alone = read_dataset([write(tmp_path / "b.jsonl", good, {"text": "e"})], chat, seq_length=20)
+    for name in ("ids", "is_trained", "ends"):
+        assert np.array_equal(getattr(data, name), getattr(alone, name))
+
+
+def test_many_bad_rows_are_counted(tmp_path: Path, chat: ChatFormat) -> None:
+    path = write(tmp_path / "a.jsonl", *[{}] * 12)
+    with pytest.raises(UsageError, match="12 of 12 rows can't be used") as refused:
+        read_dataset([path], chat, seq_length=20)
+    assert str(refused.value).count("its keys are none") == 10
+    assert str(refused.value).endswith("… and 2 more")
+    with pytest.raises(UsageError, match=r"there is no sample in .*: 12 of 12 rows"):
+        read_dataset([path], chat, seq_length=20, skip_bad=True)
+
+
+def test_no_rows(tmp_path: Path, chat: ChatFormat) -> None:
+    path = write(tmp_path / "a.jsonl")
+    with pytest.raises(UsageError, match=r"there is no sample in .*a\.jsonl$"):
+        read_dataset([path], chat, seq_length=20)
+    with pytest.raises(UsageError, match="at least 2 tokens"):
+        read_dataset([path], chat, seq_length=1)
+    (tmp_path / "b.txt").write_bytes(b"abc\n\xff")
+    with pytest.raises(UsageError, match=r"b\.txt:1: it is no text in UTF-8: byte"):
+        read_dataset([tmp_path / "b.txt"], chat, seq_length=2)
+
+
+def test_which_answers_are_learnt(tmp_path: Path, chat: ChatFormat) -> None:
+    messages = chat_row("a", "b")["messages"] + chat_row("c", "d")["messages"]
+    path = write(tmp_path / "a.jsonl", {"messages": messages})
+    learnt = {
+        which: read_dataset([path], chat, seq_length=20, train_on=which)
+        for which in ("all", "last")
+    }
+    assert learnt["all"].trained_tokens.tolist() == [4]
+    assert learnt["last"].trained_tokens.tolist() == [2]
+    assert learnt["all"].fingerprint != learnt["last"].fingerprint
+
+
+def test_saved_samples_are_mapped_into_memory(tmp_path: Path, chat: ChatFormat) -> None:
+    data = read_dataset(
+        [write(tmp_path / "a.jsonl", chat_row("你", "好"), {"text": "x y"})], chat, seq_length=40
+    )
+    path = tmp_path / "samples.safetensors"
+    data.save(path)
+    loaded = Dataset.load(path)
+    for name in ARRAYS:
+        saved = getattr(data, name)
+        assert np.array_equal(getattr(loaded, name), saved)
+        assert getattr(loaded, name).dtype == saved.dtype
+    assert loaded.fingerprint == data.fingerprint
+    assert (loaded.files, loaded.roles, loaded.seq_length) == (data.files, data.roles, 40)
+    if (maps := Path("/proc/self/maps")).exists():
+        assert str(path) in maps.read_text(), "mapped, not read"

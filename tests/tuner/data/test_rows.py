@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fuzzing import damaged, fuzz, told_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from duoka.errors import UsageError
+from duoka.models.text.messages import Message, ToolCall
+from duoka.tuner.data.rows import Chat, Completion, Document, read_row
+
+TOOL = {"name": "f", "description": "d", "parameters": {}}
+USER, ANSWER = Message(role="user", content="q"), Message(role="assistant", content="a")
+SYSTEM = Message(role="system", content="s")
+CALL = Message(role="assistant", content="", tool_call=ToolCall(name="f", arguments={"x": 1}))
+RESULT = Message(role="observation", content="1")
+OPENAI = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+
+CHATS: dict[str, tuple[dict[str, Any], Chat]] = {
+    "messages": ({"messages": OPENAI, "id": 3}, Chat(messages=(USER, ANSWER))),
+    "in a text": (
+        {"messages": '[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]'},
+        Chat(messages=(USER, ANSWER)),
+    ),
+    "in parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, OPENAI[1]]},
+        Chat(messages=(USER, ANSWER)),
+    ),
+    "OpenAI's calls": (
+        {
+            "messages": [
+                OPENAI[0],
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}}],
+                },
+                {"role": "tool", "content": "1", "tool_call_id": "3"},
+                OPENAI[1],
+            ],
+            "tools": [TOOL],
+        },
+        Chat(messages=(USER, CALL, RESULT, ANSWER), tools=(TOOL,)),
+    ),
+    "OpenAI's weight": (
+        {"messages": [OPENAI[0], {**OPENAI[1], "weight": 0}, *OPENAI]},
+        Chat(messages=(USER, ANSWER, USER, ANSWER), unweighted=frozenset({1})),
+    ),
+    "ChatGLM3's demo": (
+        {
+            "tools": [TOOL],
+            "conversations": [
+                {"role": "user", "content": "q"},
+                {"role": "tool", "name": "f", "parameters": {"x": 1}, "observation": "1"},
+                {"role": "assistant", "content": "a"},
+            ],
+        },
+        Chat(messages=(USER, CALL, RESULT, ANSWER), tools=(TOOL,)),
+    ),
+    "GLM-4's demo": (
+        {"messages": [{"role": "system", "content": "s", "tools": [TOOL]}, *OPENAI]},
+        Chat(messages=(SYSTEM, USER, ANSWER), tools=(TOOL,)),
+    ),
+    "ShareGPT": (
+        {"conversations": TURNS, "system": "s"},
+        Chat(messages=(SYSTEM, USER, ANSWER)),
+    ),
+    "ShareGPT's calls": (
+        {
+            "conversations": [
+                TURNS[0],
+                {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+                {"from": "observation", "value": "1"},
+                TURNS[1],
+            ],
+            "tools": '[{"name": "f", "description": "d", "parameters": {}}]',
+        },
+        Chat(messages=(USER, CALL, RESULT, ANSWER), tools=(TOOL,)),
+    ),
+    "Alpaca": (
+        {"instruction": "q", "input": "1", "output": "a", "system": ""},
+        Chat(messages=(Message(role="user", content="q\n1"), ANSWER)),
+    ),
+    "Alpaca with a history": (
+        {"instruction": "q", "input": "", "output": "a", "system": "s", "history": [["q", "a"]]},
+        Chat(messages=(SYSTEM, USER, ANSWER, USER, ANSWER)),
+    ),
+    "prompt and completion that are chats": (
+        {"prompt": OPENAI[:1], "completion": OPENAI[1:]},
+        Chat(messages=(USER, ANSWER)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_chats(name: str) -> None:
+    row, chat = CHATS[name]
+    assert read_row(row) == chat
+    assert read_row({**row, "text": None}) == chat, "a table has every column in every row"
+
+
+def test_texts() -> None:
+    assert read_row({"prompt": "", "completion": "a"}) == Completion("", "a")
+    assert read_row({"messages": None, "text": "a"}) == Document(["a"])
+
+
+BAD: dict[str, Any] = {
+    "its keys are none": {},
+    "its keys are question; known are messages": {"question": "q"},
+    "there are no messages": {"messages": []},
+    "'messages' is no list": {"messages": {"role": "user"}},
+    "not valid JSON": {"messages": "x"},
+    "message 1: it is no object": {"messages": ["x"]},
+    "message 1: 'boss' is no role": {"messages": [{"role": "boss", "content": "x"}]},
+    "message 2: a message's content is a text, not int": {
+        "messages": [OPENAI[0], {"role": "assistant", "content": 3}]
+    },
+    "message 1: a message has a part that is no text": {
+        "messages": [{"role": "user", "content": [{"type": "image"}]}, OPENAI[1]]
+    },
+    "message 2 is an empty answer": {
+        "messages": [OPENAI[0], {"role": "assistant", "content": " \n"}]
+    },
+    "message 2: 'reasoning_content' isn't read": {
+        "messages": [OPENAI[0], {**OPENAI[1], "reasoning_content": "hm"}]
+    },
+    "message 2: a message calls 2 tools": {
+        "messages": [OPENAI[0], {"role": "assistant", "tool_calls": [{}, {}]}]
+    },
+    "message 2: a tool call has no name": {
+        "messages": [OPENAI[0], {"role": "assistant", "tool_calls": [{"function": {}}]}]
+    },
+    "message 1 of role 'assistant' can't stand at the beginning": {"messages": OPENAI[1:]},
+    "message 2 of role 'observation' can't stand after one of role 'user'": {
+        "messages": [OPENAI[0], {"role": "tool", "content": "x"}, OPENAI[1]]
+    },
+    "message 3 of role 'system' can't stand after one of role 'assistant'": {
+        "messages": [*OPENAI, {"role": "system", "content": "x"}, *OPENAI]
+    },
+    "there is no answer at its end": {"messages": [*OPENAI, OPENAI[0]]},
+    "half of a surrogate pair": {"text": "\ud800"},
+    "a tool, or a call of one, is no valid text": {
+        "messages": OPENAI,
+        "tools": [{**TOOL, "name": "\ud800"}],
+    },
+    "'tools' is no list": {"messages": OPENAI, "tools": 3},
+    "'history' is no list of questions": {"instruction": "q", "output": "a", "history": [["q"]]},
+    "'output' is no text, but of type NoneType": {"instruction": "q", "output": None},
+    "message 2 is an empty": {"instruction": "q", "output": ""},
+    "'completion' is empty": {"prompt": "q", "completion": ""},
+    "'prompt' is no text": {"prompt": 3, "completion": "a"},
+    "'text' is empty": {"text": "\n"},
+    "'text' is no text": {"text": ["a"]},
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_bad_rows(reason: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        read_row(BAD[reason])
+    assert reason in str(refused.value)
+
+
+@fuzz()
+@given(
+    row=st.sampled_from([row for row, _ in CHATS.values()]).flatmap(damaged)
+    | st.dictionaries(st.sampled_from(["messages", "text", "prompt"]), st.text() | st.integers())
+)
+def test_damaged_rows(row: Any) -> None:
+    if not isinstance(row, dict):
+        return
+    try:
+        said = read_row(row)
+    except UsageError as error:
+        told_of(error, "", 1000)
+        return
+    if isinstance(said, Chat):
+        assert said.messages[-1].role == "assistant"
