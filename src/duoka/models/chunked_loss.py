@@ -1,15 +1,15 @@
 """The head and the loss in chunks: logits of all tokens at once are the most that training holds.
 
 The output embedding returns logits that nobody has computed yet. What code does to each row of them
-alike is remembered. Cross entropy computes them some rows at a time, with their gradients.
-Whatever else is done with them computes them all, as ever.
+alike is remembered. Cross entropy computes them some rows at a time, and once more in its backward
+pass. Whatever else is done with them computes them all, as ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,8 +57,10 @@ class ChunkedHead:
 
 def chunk_loss(model: nn.Module) -> None:
     """Let a model's own loss compute its head in chunks, where that is a linear layer."""
-    getter = getattr(model, "get_output_embeddings", None)
-    head: Any = None if getter is None else getter()
+    try:
+        head: Any = cast(Any, model).get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return
     num_columns = getattr(head, "out_features", None)
     # A chunk that is computed again would drop others than before.
     drops = isinstance(head, nn.Module) and any(
@@ -107,21 +109,6 @@ class _Recipe(NamedTuple):
         for step in self.steps:
             logits = step(logits)
         return logits
-
-
-class _Task(NamedTuple):
-    """The loss of logits by a recipe: what each row's token is."""
-
-    recipe: _Recipe
-    target: Tensor
-    ignore_index: int
-
-    def sum(self, hidden: Tensor, rows: slice) -> Tensor:
-        """The sum over some rows, whose hidden states are given."""
-        logits = self.recipe.compute(hidden).float()
-        return cross_entropy(
-            logits, self.target[rows], ignore_index=self.ignore_index, reduction="sum"
-        )
 
 
 class LazyLogits(Tensor):
@@ -253,7 +240,7 @@ def _loss(
         return None
     trained = [p for p in logits.recipe.source.head.parameters() if p.requires_grad]
     loss: Tensor = _ChunkedSum.apply(  # type: ignore[no-untyped-call]
-        _Task(logits.recipe, target, ignore_index), logits.hidden, *trained
+        logits.recipe, ignore_index, target, logits.hidden, *trained
     )
     if reduction == "mean":
         loss = loss / (target != ignore_index).sum()
@@ -261,60 +248,48 @@ def _loss(
 
 
 class _ChunkedSum(torch.autograd.Function):
-    """The sum of cross entropy over all rows, in 32 bit.
+    """The sum of cross entropy over all rows, in 32 bit; its backward computes its chunks again.
 
-    A frozen head's chunks aren't computed twice: the gradient of its hidden states takes their
-    place in memory. That of a head's weight would be held for every micro-batch in flight, and
-    could overflow in fp16, where the loss's scale isn't known yet.
+    Gradients that the forward pass made would be held for every micro-batch in flight, and in fp16
+    they need the scale of the loss, which isn't known before.
     """
 
     @staticmethod
-    def forward(ctx: Any, task: _Task, hidden: Tensor, *trained: Tensor) -> Tensor:
-        ctx.task, ctx.is_frozen = task, not trained
-        seed = None
-        if ctx.is_frozen and hidden.requires_grad:
-            seed = torch.ones((), dtype=torch.float32, device=task.recipe.device)
-        total, gradients = _over_chunks(task, hidden, (), seed)
-        if ctx.is_frozen:
-            ctx.save_for_backward(*gradients)
-        else:
-            ctx.save_for_backward(hidden, *trained)
+    def forward(
+        ctx: Any, recipe: _Recipe, ignore_index: int, target: Tensor, hidden: Tensor, *rest: Tensor
+    ) -> Tensor:
+        ctx.recipe, ctx.ignore_index = recipe, ignore_index
+        ctx.save_for_backward(target, hidden, *rest)
+        total = torch.zeros((), dtype=torch.float32, device=recipe.device)
+        with recipe.autocasting(hidden):
+            for rows in recipe.source.chunks(len(hidden)):
+                total += _sum(recipe, hidden[rows], target[rows], ignore_index)
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        [seed] = gradients
-        if ctx.is_frozen:
-            [gradient] = ctx.saved_tensors
-            return None, gradient * seed.to(gradient.device)
-        hidden, *trained = ctx.saved_tensors
-        return None, *_over_chunks(ctx.task, hidden, trained, seed)[1]
+        target, hidden, *trained = ctx.saved_tensors
+        needs_hidden = ctx.needs_input_grad[3]
+        back = torch.empty_like(hidden) if needs_hidden else None
+        sums = [torch.zeros_like(parameter) for parameter in trained]
+
+        def add(rows: slice) -> None:
+            # In a function, so that nothing of a chunk is there when the next one begins.
+            part = hidden[rows].detach().requires_grad_(needs_hidden)
+            with torch.enable_grad(), ctx.recipe.autocasting(hidden):
+                loss = _sum(ctx.recipe, part, target[rows], ctx.ignore_index)
+            inputs = [part, *trained] if needs_hidden else trained
+            parts = list(torch.autograd.grad(loss, inputs, gradients[0]))
+            if back is not None:
+                back[rows] = parts.pop(0)
+            for total, gradient in zip(sums, parts, strict=True):
+                total += gradient
+
+        for rows in ctx.recipe.source.chunks(len(hidden)):
+            add(rows)
+        return None, None, None, back, *sums
 
 
-def _over_chunks(
-    task: _Task, hidden: Tensor, trained: Sequence[Tensor], seed: Tensor | None
-) -> tuple[Tensor, list[Tensor | None]]:
-    """The sum over all rows; by a seed the gradients of hidden states and parameters, too."""
-    recipe = task.recipe
-    total = torch.zeros((), dtype=torch.float32, device=recipe.device)
-    back = torch.empty_like(hidden) if seed is not None and hidden.requires_grad else None
-    sums = [torch.zeros_like(parameter) for parameter in trained]
-
-    def add(rows: slice) -> None:
-        # In a function, so that nothing of a chunk is there when the next one begins.
-        part = hidden[rows].detach().requires_grad_(back is not None)
-        with torch.set_grad_enabled(seed is not None), recipe.autocasting(hidden):
-            loss = task.sum(part, rows)
-        total.add_(loss.detach())
-        if seed is None:
-            return
-        inputs = trained if back is None else [part, *trained]
-        gradients = list(torch.autograd.grad(loss, inputs, seed))
-        if back is not None:
-            back[rows] = gradients.pop(0)
-        for gathered, gradient in zip(sums, gradients, strict=True):
-            gathered += gradient
-
-    for rows in recipe.source.chunks(len(hidden)):
-        add(rows)
-    return total, [back, *sums]
+def _sum(recipe: _Recipe, hidden: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    logits = recipe.compute(hidden).float()
+    return cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum")
