@@ -59,8 +59,6 @@ class TuneRun:
 
     def write(self, directory: RunDirectory) -> None:
         """Prove the plans, bring the weights to this machine, and write down what is to be done."""
-        if self.settings.packing:
-            refuse_packing(build_model(self.checkpoint, self.plans[0].workload).config)
         prove_plans(self.checkpoint, self.plans)
         self.checkpoint.fetch(None)
         directory.path.mkdir(parents=True, exist_ok=True)
@@ -104,13 +102,16 @@ def prepare(
             skip_bad=settings.skip_bad,
         )
 
-    return TuneRun(
+    run = TuneRun(
         checkpoint=checkpoint,
         settings=settings,
         samples=read(data),
         eval_samples=read(settings.eval_data) if settings.eval_data else None,
         plans=plans_for(checkpoint, fleet, workload, replicas) if plan is None else (plan,),
     )
+    if settings.packing:
+        refuse_packing(build_model(checkpoint, run.plans[0].workload).config)
+    return run
 
 
 def _refuse_other(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) -> Workload:

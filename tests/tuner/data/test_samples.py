@@ -82,12 +82,10 @@ def test_a_template_that_marks_what_is_the_assistants(chat: Any) -> None:
     assert samples(chat, row) == ["<|user|>a<|end|><|assistant|>Answer: {b<|end|>}"]
 
 
-@pytest.mark.parametrize(
-    "content", ["message.content | upper", "message.content | replace('b', '')"]
-)
-def test_a_template_that_changes_answers(chat: Any, content: str) -> None:
+@pytest.mark.parametrize("change", [" | upper", " | replace('b', '')", "[:1]"])
+def test_a_template_that_changes_answers(chat: Any, change: str) -> None:
     template = str(chat.tokenizer.chat_template)
-    chat.tokenizer.chat_template = template.replace("message.content", content)
+    chat.tokenizer.chat_template = template.replace("message.content", f"message.content{change}")
     with pytest.raises(UsageError, match="writes this answer otherwise"):
         samples(chat, Chat(messages=(user("a"), answer("bc"))))
 

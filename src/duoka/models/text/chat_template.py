@@ -136,9 +136,11 @@ def _encode(
     shown = images_of(messages)
     render = partial(_render, tokenizer, messages, (contents, marks.texts), tools)
     text, marked = render(is_prompt=is_prompt)
-    # Some templates know contents in parts alone.
+    # Some templates know contents in parts alone; one that cuts texts would write a list as Python.
     if shown or (contents[-1] and marks.texts[-1] not in marked):
-        text, marked = render(is_prompt=is_prompt, in_parts=True)
+        in_parts = render(is_prompt=is_prompt, in_parts=True)
+        if str(_parts(messages[-1], marks.texts[-1])) not in in_parts[1]:
+            text, marked = in_parts
     is_imitated = special.is_imitated(contents, text, marked)
     if shown:
         assert images is not None, "a format without it refuses images"

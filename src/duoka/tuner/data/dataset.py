@@ -29,6 +29,7 @@ from .samples import row_samples
 
 _MOST_SHOWN = 10
 _MOST_ROLES = 16
+_MOST_WHY_CHARACTERS = 500
 _NOTHING = "there is nothing in it to learn"
 _LEAST_TOKENS = 2
 _SKIP = "mend them, or leave them out with --skip-bad (skip_bad=True)"
@@ -220,7 +221,9 @@ class _Collector:
         except (OSError, UnicodeDecodeError) as error:  # a text is read only now
             reason = why(error)
         if reason:
-            self.bad_rows.append(BadRow(file=file, line=row.line, reason=reason))
+            self.bad_rows.append(
+                BadRow(file=file, line=row.line, reason=reason[:_MOST_WHY_CHARACTERS])
+            )
             for of_samples in (self.ends, self._file_numbers, self._lines, self._roles):
                 del of_samples[num_samples:]
             del self._ids[num_tokens:], self._is_trained[num_tokens:]
