@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from duoka.models.quantization import empty_weight, is_composed
 from duoka.planner.placement import Placement
 
 from .install_movers import Installed, install, streamed_modules
@@ -99,15 +100,20 @@ def without_data(model: nn.Module) -> nn.Module:
         if buffer.device.type not in ("cpu", "meta")
     }
     memo |= {
-        id(parameter): nn.Parameter(
-            torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
-        )
+        id(parameter): nn.Parameter(_bare(parameter), requires_grad=parameter.requires_grad)
         for parameter in model.parameters()
     }
     with torch.no_grad():
         copied = copy.deepcopy(model, memo)
     undispatch(copied)
     return copied
+
+
+def _bare(parameter: nn.Parameter) -> torch.Tensor:
+    meta = torch.device("meta")
+    if is_composed(parameter):
+        return empty_weight(parameter, meta)
+    return torch.empty_like(parameter, device=meta)
 
 
 class _State(NamedTuple):
