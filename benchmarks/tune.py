@@ -16,8 +16,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from transformers import LlamaConfig
-
 import duoka
 from duoka import TuneSettings
 
@@ -46,15 +44,6 @@ MIB = 2**20
 def main() -> None:
     """Run all cases, and print a row for each stage."""
     warnings.simplefilter("ignore")
-    tuning.CONFIGS["large"] = lambda: LlamaConfig(
-        **{
-            **tuning.SIZES,
-            "hidden_size": 256,
-            "intermediate_size": 768,
-            "num_hidden_layers": 8,
-            "max_position_embeddings": 512,
-        }
-    )
     errors: list[float] = []
     print("| run | stage | allocated, MiB | forecast | reserved, MiB | forecast |")
     print("|---|---|---|---|---|---|")

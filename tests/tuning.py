@@ -40,6 +40,16 @@ SIZES: dict[str, Any] = {
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**SIZES),
     "tied": lambda: Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
+    # large enough for its own memory to be more than rounding
+    "large": lambda: LlamaConfig(
+        **{
+            **SIZES,
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "num_hidden_layers": 8,
+            "max_position_embeddings": 512,
+        }
+    ),
     "experts": lambda: MixtralConfig(**SIZES, num_local_experts=4),
 }
 

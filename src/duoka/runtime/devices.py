@@ -121,6 +121,13 @@ def reset_peaks(device: str | torch.device) -> None:
         backend.reset_peak_memory_stats(device)
 
 
+def make_current(device: str | torch.device) -> None:
+    """Make a device the one that code means which names its kind alone."""
+    backend = _backend(device)
+    if hasattr(backend, "set_device"):
+        backend.set_device(device)
+
+
 def can_pin(device: str | torch.device) -> bool:
     """Whether copies from the host's memory to a device are faster where that is pinned."""
     return torch.device(device).type == "cuda"

@@ -22,6 +22,8 @@ from .interceptor import Block, Interceptor
 from .placeholder import AroundBlocks, Placeholder, is_elsewhere
 from .route import Route, Shape
 
+_UNPLANNED = -1
+
 
 class MicroBatch:
     """A micro-batch in one stage of a route, on the device of that stage."""
@@ -93,15 +95,17 @@ class MicroBatch:
         self._next_call += 1
         calls = self._route.calls
         if index >= len(calls) or calls[index].block != block.name:
-            raise ModelError(
-                f"the model called {block.name}, and not as it did when its stages were planned",
-                hint="its code must not depend on the values of a batch",
-            )
+            raise _other_course(block)
         call = calls[index]
         arrivals = iter(call.arrivals)
-        args, kwargs = mapped_call(
-            args, kwargs, lambda tensor: self._passed(next(arrivals), tensor), block.caches
-        )
+
+        def passed(tensor: Tensor) -> Tensor:
+            number = next(arrivals, _UNPLANNED)
+            if number == _UNPLANNED:
+                raise _other_course(block)
+            return self._passed(number, tensor)
+
+        args, kwargs = mapped_call(args, kwargs, passed, block.caches)
         if index == self._last_call and call.stage != self._stage:
             raise _Left
         if block.is_container:
@@ -161,6 +165,13 @@ class MicroBatch:
             return value
         bare = torch.empty(value.sizes, dtype=value.dtype, device="meta")
         return Placeholder.of(bare, self._device)
+
+
+def _other_course(block: Block) -> ModelError:
+    return ModelError(
+        f"the model called {block.name}, and not as it did when its stages were planned",
+        hint="its code must not depend on the values of a batch",
+    )
 
 
 class _Arrival(torch.autograd.Function):

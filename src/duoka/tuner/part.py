@@ -47,6 +47,7 @@ class ModelPart:
         self.training: Training = plan.workload.training
         devices.materialise(plan.fleet)
         self.device = torch.device(device)
+        devices.make_current(device)
         self._dtype = getattr(torch, plan.workload.dtype)
         self.model: Any = self._loaded(checkpoint, seed)
         # The routes of batches are looked for on a copy without data.
@@ -86,23 +87,25 @@ class ModelPart:
 
     def loss(self, batch: Batch, device: torch.device) -> Tensor:
         """Call the model; its loss, as far as this process's stages make it."""
-        return self._loss(self.model, batch, device)
+        loss: Tensor = self._call(self.model, batch, device).loss
+        return loss
 
     def route(self, batch: Batch) -> Route:
         """What crosses between stages for a batch of this form."""
         form = tuple((name, tuple(value.shape)) for name, value in sorted(batch.items()))
         if form not in self._routes:
+            # Without labels: the loss is the last stage's own, and may begin its backward.
+            inputs = {name: value for name, value in batch.items() if name != "labels"}
             self._routes[form] = find_route(
                 self._blueprint,
                 self.plan.placement,
-                lambda model, device: self._loss(model, batch, device),
+                lambda model, device: self._call(model, inputs, device),
             )
         return self._routes[form]
 
-    def _loss(self, model: Any, batch: Batch, device: torch.device) -> Tensor:
+    def _call(self, model: Any, batch: Batch, device: torch.device) -> Any:
         with self._autocast(device):
-            loss: Tensor = model(**to_device(dict(batch), device), use_cache=False).loss
-        return loss
+            return model(**to_device(dict(batch), device), use_cache=False)
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         if not self.training.master_weights or self._dtype == torch.float32:
