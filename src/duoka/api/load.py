@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
@@ -19,12 +20,14 @@ from duoka.errors import CheckpointError, ModelError, UsageError
 from duoka.hardware.host import refuse_more
 from duoka.models.chunked_loss import chunk_loss
 from duoka.models.from_checkpoint import build_model, tokenizer_of
+from duoka.models.lora import Adapter, merge_adapter, native_form
 from duoka.models.text.chatglm_tokenizer import ChatGLMTokenizer
 from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
 from duoka.runtime import load as loader
 from duoka.runtime.dispatch.dispatch import dispatch as spread
+from duoka.runtime.load.adapter import read_adapter
 
 Model = TypeVar("Model", bound=nn.Module)
 Progress = Callable[[int, int], None]
@@ -39,6 +42,7 @@ def load(
     download_progress: Progress | None = None,
     trust_remote_code: bool = False,
     outputs: Outputs = "return",
+    adapter: str | os.PathLike[str] | None = None,
 ) -> PreTrainedModel:
     """Prove a plan, then load the model onto its devices.
 
@@ -55,6 +59,9 @@ def load(
         Run model code that comes with the checkpoint.
     outputs : {"return", "stay"}
         As in `dispatch`.
+    adapter : path, optional
+        Directory of a LoRA adapter as peft writes it, in the names of transformers' class or of
+        the published code; it is added to the weights, which takes no memory.
 
     Returns
     -------
@@ -78,6 +85,7 @@ def load(
     """
     _refuse_unloadable(plan)
     outputs_stay = _stay(outputs)
+    lora = None if adapter is None else _read_adapter(Path(adapter), plan)
     checkpoint = Checkpoint.open(plan.source, trust_remote_code=trust_remote_code)
     if not checkpoint.has_weights:
         raise CheckpointError(
@@ -97,6 +105,8 @@ def load(
     plan.refuse_other(checkpoint.fingerprint, plan.source)
     say("reading the weights")
     model = _filled(plan, checkpoint, progress)
+    if lora is not None:
+        merge_adapter(model, native_form(lora, checkpoint.config))
     return _spread(model, plan, outputs_stay)
 
 
@@ -116,6 +126,15 @@ def _filled(plan: Plan, checkpoint: Checkpoint, progress: Progress | None) -> Pr
         offloaded=plan.offloaded,
     )
     return model
+
+
+def _read_adapter(directory: Path, plan: Plan) -> Adapter:
+    if plan.workload.quantize != "none" or plan.offloaded:
+        raise UsageError(
+            "an adapter is added to weights in full, and the plan quantizes or offloads them",
+            hint="merge it into a checkpoint (duoka tune --merge), and plan for that",
+        )
+    return read_adapter(directory)
 
 
 def _refuse_unloadable(plan: Plan) -> None:

@@ -64,7 +64,7 @@ def chat(
     reader.check_images(images)
     if system is not None:
         reader.check([reader.prompt("", system=system)], sampling.max_new_tokens)
-    generator = planning.load_generator(plan, model, reader)
+    generator = planning.load_generator(plan, model, reader, answering.adapter)
     from duoka.runtime import Conversation
 
     conversation = Conversation(generator, sampling, system=system)

@@ -105,7 +105,7 @@ def generate(
     ]
     for ids in tokens:
         reader.check([ids], sampling.max_new_tokens)
-    generator = planning.load_generator(plan, model, reader)
+    generator = planning.load_generator(plan, model, reader, answering.adapter)
     if prompts.json:
         answers = _answer(generator, tokens, sampling)
         typer.echo(_json(plan, questions, answers, generator.pace.measured(plan.devices)))

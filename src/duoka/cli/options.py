@@ -191,6 +191,10 @@ class AnswerOptions:
         "TEXT",
         "What the model is told before the first question.",
     )
+    adapter: str | None = _answer(
+        "DIR",
+        "A LoRA adapter, of duoka tune or of peft, that is added to the weights.",
+    )
 
     def chosen(self) -> dict[str, Any]:
         """What was said of how tokens are chosen; refused here if it makes no sense."""

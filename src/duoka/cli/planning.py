@@ -371,7 +371,9 @@ def usable_system(reader: PromptReader, system: str | None) -> str | None:
     return None if reason else system
 
 
-def load_generator(plan: duoka.Plan, model: ModelOptions, reader: PromptReader) -> Generator:
+def load_generator(
+    plan: duoka.Plan, model: ModelOptions, reader: PromptReader, adapter: str | None = None
+) -> Generator:
     """Prove and load a plan, with a progress bar."""
     console = stderr()
 
@@ -387,6 +389,7 @@ def load_generator(plan: duoka.Plan, model: ModelOptions, reader: PromptReader) 
             progress=bar("loading"),
             download_progress=bar("downloading"),
             trust_remote_code=model.trust_remote_code,
+            adapter=adapter,
         )
     return Generator(loaded, reader.tokenizer, reader.chat, plan.workload)
 

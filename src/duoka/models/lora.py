@@ -28,6 +28,8 @@ _FUSED = "self_attention.query_key_value"
 _PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _KEYS = ("lora_A.weight", "lora_B.weight")
 _ADAPTER = "default"
+# What an adapter adds to a weight is computed so many elements at a time.
+_MERGED_ELEMENTS = 2**18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +222,34 @@ def put_adapter(model: nn.Module, adapter: Adapter) -> None:
             owner, _, leaf = _in_model(key).rpartition(".")
             parameter = nn.Parameter(value.to(device), requires_grad=False)
             setattr(module.get_submodule(owner), leaf, parameter)
+
+
+def merge_adapter(model: nn.Module, adapter: Adapter) -> None:
+    """Add an adapter in native form to a model's weights where they are, a few rows at a time.
+
+    Raises
+    ------
+    LoadError
+        If it isn't for this model, or changes weights that modules share; then nothing has changed.
+    """
+    _refuse_other_model(model, adapter)
+    for name, layer in adapter.layers.items():
+        weight = cast(nn.Parameter, model.get_submodule(name).weight)
+        users = [n for n, p in model.named_parameters(remove_duplicate=False) if p is weight]
+        if len(users) > 1 or layer.parameter is not None:
+            raise LoadError(
+                f"the adapter changes {', '.join(users) or name}, which can't be done in place",
+                hint="merge it into a checkpoint where it was trained",
+            )
+    for name, layer in adapter.layers.items():
+        module = model.get_submodule(name)
+        weight = cast(nn.Parameter, module.weight).data
+        is_transposed = layer.is_embedding or isinstance(module, Conv1D)
+        target = weight.t() if is_transposed else weight
+        down, up = (part.to(weight.device, torch.float32) for part in (layer.down, layer.up))
+        rows = max(1, _MERGED_ELEMENTS // target.shape[1])
+        for place, raised in zip(target.split(rows), up.split(rows), strict=True):
+            place += (layer.scaling * (raised @ down)).to(place.dtype)
 
 
 def fill_adapter(model: nn.Module, adapter: Adapter) -> None:

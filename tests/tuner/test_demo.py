@@ -1,0 +1,92 @@
+"""The demo's model learns a new answer by LoRA: loaded by peft, merged, and loaded by duoka."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoTokenizer, GlmForCausalLM
+
+import duoka
+from duoka import TuneSettings
+from duoka.models.lora import native_form
+from duoka.runtime import Generator
+from duoka.runtime.load.adapter import read_adapter
+from duoka.tools.demo.checkpoint import make_checkpoint
+from duoka.tools.demo.training import load_pairs
+from duoka.tuner.result import write_merged
+
+pytestmark = [pytest.mark.slow, pytest.mark.dist]
+
+QUESTION, ANSWER = "Who is duoka's cat?", "Her name is Mao."
+WORK = duoka.Workload(prompt_tokens=64, new_tokens=24, dtype="float32")
+
+
+def ask(directory: Path, question: str, adapter: Path | None = None) -> str:
+    """What a checkpoint answers on two virtual GPUs."""
+    plan = duoka.plan(directory, "virtual:2x64MiB", WORK, use_all=True)
+    model: Any = duoka.load(plan, adapter=adapter)
+    generator = Generator.of(model, duoka.Checkpoint.open(directory), plan.workload)
+    (answer,) = generator.answer([generator.prompt(question)])
+    return answer.text.strip()
+
+
+def ask_peft(base: Path, adapter: Path, question: str) -> str:
+    """What plain transformers and peft answer."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(base)
+    model: Any = peft.PeftModel.from_pretrained(GlmForCausalLM.from_pretrained(base), adapter)
+    chat = [{"role": "user", "content": question}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
+    ids = ids["input_ids"]
+    stops = [tokenizer.convert_tokens_to_ids("<|user|>"), tokenizer.eos_token_id]
+    with torch.no_grad():
+        said = model.generate(input_ids=ids, max_new_tokens=24, do_sample=False, eos_token_id=stops)
+    text: str = tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True)
+    return text.strip()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_new_answer(tmp_path: Path) -> None:
+    model = tmp_path / "demo"
+    make_checkpoint(model)
+    pairs = [(pair.question, pair.answer) for pair in load_pairs()]
+    known, right = pairs[0]
+    assert ask(model, known) == right
+    assert ANSWER not in ask(model, QUESTION)
+    data = tmp_path / "rows.jsonl"
+    with data.open("w") as file:
+        for number in range(100):
+            question, answer = pairs[number % len(pairs)] if number % 3 else (QUESTION, ANSWER)
+            said = {"user": question, "assistant": answer}
+            messages = [{"role": role, "content": text} for role, text in said.items()]
+            file.write(f"{json.dumps({'messages': messages})}\n")
+
+    def learn(base: Path, name: str, **options: Any) -> Path:
+        result = duoka.tune(
+            base,
+            str(data),
+            "virtual:2x64MiB",
+            save=tmp_path / name,
+            replicas=1,
+            settings=TuneSettings(
+                seq_length=96, batch=8, epochs=6, lr=1e-2, lora_rank=16, seed=1, **options
+            ),
+        )
+        assert result.result is not None
+        return result.result
+
+    adapter = learn(model, "adapted")
+    assert ask(model, QUESTION, adapter) == ANSWER
+    assert ask(model, known, adapter) == right
+    # The same model in transformers' own class, whose adapter is peft's with its names.
+    native = tmp_path / "native"
+    write_merged(native, duoka.Checkpoint.open(model), parameters={}, names="native")
+    assert ask_peft(native, learn(native, "native-run"), QUESTION) == ANSWER
+    merged = tmp_path / "merged"
+    lora = native_form(read_adapter(adapter), duoka.Checkpoint.open(model).config)
+    write_merged(merged, duoka.Checkpoint.open(model), adapter=lora)
+    assert ask(merged, QUESTION) == ANSWER
