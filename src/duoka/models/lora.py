@@ -243,10 +243,10 @@ def merge_adapter(model: nn.Module, adapter: Adapter) -> None:
             )
     for name, layer in adapter.layers.items():
         module = model.get_submodule(name)
-        weight = cast(nn.Parameter, module.weight).data
+        values = cast(nn.Parameter, module.weight).data
         is_transposed = layer.is_embedding or isinstance(module, Conv1D)
-        target = weight.t() if is_transposed else weight
-        down, up = (part.to(weight.device, torch.float32) for part in (layer.down, layer.up))
+        target = values.t() if is_transposed else values
+        down, up = (part.to(values.device, torch.float32) for part in (layer.down, layer.up))
         rows = max(1, _MERGED_ELEMENTS // target.shape[1])
         for place, raised in zip(target.split(rows), up.split(rows), strict=True):
             place += (layer.scaling * (raised @ down)).to(place.dtype)
