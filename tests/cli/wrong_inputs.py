@@ -110,6 +110,7 @@ def prepare() -> None:
     Path("long.txt").write_text("What is NVLink? " * 99, encoding="utf-8")
     _write_pictures()
     _write_plans_and_maps()
+    _write_tuning()
 
 
 def _write_pictures() -> None:
@@ -142,6 +143,22 @@ def _write_plans_and_maps() -> None:
         ("list.json", ["cuda:0"]),
     ):
         Path(name).write_text(json.dumps(content), encoding="utf-8")
+
+
+def _write_tuning() -> None:
+    chat = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}]
+    row = json.dumps({"messages": chat})
+    for name, content in (
+        ("chats.jsonl", f"{row}\n"),
+        ("broken.jsonl", f'{row}\n{{"messages": [\n{{"question": "Hello?"}}\n'),
+        ("silent.jsonl", json.dumps({"messages": chat[:1]}) + "\n"),
+        ("key.toml", "learning-rate = 1e-4\n"),
+        ("type.toml", 'lr = "fast"\n'),
+        ("broken.toml", "lr =\n"),
+    ):
+        Path(name).write_text(content, encoding="utf-8")
+    Path("damaged-run").mkdir()
+    Path("damaged-run/run.json").write_text("{", encoding="utf-8")
 
 
 def _model(name: str, config: Any, weights: bytes | None = None) -> None:

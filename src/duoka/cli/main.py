@@ -25,6 +25,7 @@ from .generate import generate
 from .gpus import gpus
 from .groups import Debug, State
 from .plan import plan
+from .plot import plot
 from .suggestions import options_of
 from .terminal import correct_columns
 from .training_options import with_method
@@ -56,7 +57,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (plan, compare, check, generate, chat, tune, gpus, bench, demo):
+for command in (plan, compare, check, generate, chat, tune, plot, gpus, bench, demo):
     app.command()(command)
 
 

@@ -236,7 +236,12 @@ def option_name(name: str) -> str:
 
 def given_options(group: Any, *names: str) -> list[str]:
     """Those of a group's options that were given, as the command line has them."""
-    return [option_name(name) for name in names if getattr(group, name) not in (None, False, [])]
+    return [option_name(name) for name in names if is_given(getattr(group, name))]
+
+
+def is_given(value: object) -> bool:
+    """Whether an option was given, by its value; 0 is one."""
+    return value is not None and value is not False and value != []
 
 
 def refuse_beside(options: Sequence[str], what: str, hint: str) -> None:

@@ -20,7 +20,7 @@ from duoka.planner.plan import Plan
 
 from . import planning, replicas
 from .groups import argument, flag, option, with_groups
-from .options import ModelOptions, given_options, parse_tokens
+from .options import ModelOptions, given_options, is_given, parse_tokens, refuse_beside
 from .terminal import stderr, stdout
 
 if TYPE_CHECKING:
@@ -144,6 +144,7 @@ def _start(options: TuneOptions, model: ModelOptions) -> TuneResult:
         raise UsageError(
             "MODEL or DATA is missing", hint="duoka tune MODEL DATA --save DIR is the least"
         )
+    _refuse_together(options)
     gpus = options.gpus or planning.ALL_GPUS
     planning.look_at_cards(gpus)
     checkpoint = planning.open_checkpoint(model, to_run=True)
@@ -161,6 +162,20 @@ def _start(options: TuneOptions, model: ModelOptions) -> TuneResult:
             plan=None if options.plan is None else Plan.load(options.plan),
             show=partial(_show, goes_on=not options.dry_run),
         )
+
+
+def _refuse_together(options: TuneOptions) -> None:
+    """Refuse options of which one would be passed over without a word."""
+    if options.plan is not None:
+        placed = given_options(options, "gpus", "replicas")
+        refuse_beside(placed, "--plan, which has its GPUs", "leave either out")
+    if options.method == "full":
+        adapters = given_options(options, "lora_rank", "lora_alpha", "lora_dropout", "lora_target")
+        refuse_beside(adapters, "--method full, which has no adapters", "leave either out")
+    if options.steps is not None:
+        refuse_beside(given_options(options, "epochs"), "--steps", "either says how long")
+    if options.eval_every is not None and not options.eval_data:
+        raise UsageError("--eval-every has nothing to measure", hint="--eval DATA")
 
 
 def _values(options: TuneOptions) -> dict[str, Any]:
@@ -213,7 +228,7 @@ def _resume(options: TuneOptions) -> TuneResult:
         directory = RunDirectory(options.save)
         if options.gpus is not None or options.replicas is not None:
             number = replicas.read_number(options.replicas or "auto")
-            move(directory, options.gpus or planning.ALL_GPUS, number)
+            move(directory, options.gpus, number)
         return resume(directory)
 
 
@@ -232,9 +247,9 @@ def _with_config(options: TuneOptions) -> TuneOptions:
     if "eval" in values:
         values["eval_data"] = values.pop("eval")
     for name, value in values.items():
-        choose(f"the option in {options.config}", name, sorted(known))
+        choose(f"{options.config}: the option", name, sorted(known))
         values[name] = _typed(name, value, str(known[name].type), options.config)
-    unsaid = {name: v for name, v in values.items() if getattr(options, name) in (None, False, [])}
+    unsaid = {name: v for name, v in values.items() if not is_given(getattr(options, name))}
     return replace(options, **unsaid)
 
 

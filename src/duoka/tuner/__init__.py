@@ -8,6 +8,6 @@
 - `trainer`: micro-batches through stages, and the optimizer's steps
 - `learning_rate`: how the learning rate goes from step to step
 - `checkpoints`, `optimizer_states`: a run saved, and resumed on other GPUs
-- `show`, `report`: what a person sees of it, on the way and in the end
+- `show`, `tensorboard`, `report`, `plot`: what a person sees of it, on the way and in the end
 - `result`: adapters and merged checkpoints, as others load them
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -12,10 +13,11 @@ from transformers import PreTrainedTokenizerBase
 
 from duoka.api.plan import plan as make_plan
 from duoka.api.plan import plan_replicas
+from duoka.base.files import why
 from duoka.base.progress import say
 from duoka.checker.prove import prove
 from duoka.checkpoint.checkpoint import Checkpoint
-from duoka.errors import InfeasibleError, UsageError
+from duoka.errors import InfeasibleError, MachineError, UsageError
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.models.from_checkpoint import build_model, tokenizer_of
@@ -61,7 +63,12 @@ class TuneRun:
         """Prove the plans, bring the weights to this machine, and write down what is to be done."""
         prove_plans(self.checkpoint, self.plans)
         self.checkpoint.fetch(None)
-        directory.path.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise MachineError(
+                f"{directory.path} can't be made: {why(error)}", hint="name another directory"
+            ) from error
         self.samples.save(directory.samples)
         if self.eval_samples is not None:
             self.eval_samples.save(directory.eval_samples)
@@ -120,12 +127,23 @@ def _refuse_other(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) ->
     if training is None:
         raise UsageError("the plan is for generating", hint="make one with --train lora")
     plan.refuse_other(checkpoint.fingerprint, checkpoint.source)
-    planned = training.micro_batches * plan.workload.batch
-    if planned != settings.batch:
-        raise UsageError(
-            f"the plan is for steps of {planned} sequences, and the batch is {settings.batch}",
-            hint=f"--batch {planned}, or plan with other --micro-batches",
-        )
+    wanted = settings.workload(checkpoint).training
+    assert wanted is not None, "the settings are for training"
+    length = plan.workload.prompt_tokens
+    options = {
+        "method": (training.method, wanted.method),
+        "batch": (training.micro_batches * plan.workload.batch, settings.batch),
+        "seq-length": (length, settings.seq_length or length),
+        "optimizer": (training.optimizer, wanted.optimizer),
+        "schedule": (training.schedule, wanted.schedule),
+        "lora-rank": (training.lora_rank, wanted.lora_rank),
+    }
+    for name, (planned, asked) in options.items():
+        if planned != asked:
+            raise UsageError(
+                f"the plan is for --{name} {planned}, not {asked}",
+                hint=f"--{name} {planned}, or another plan",
+            )
     return plan.workload
 
 
@@ -158,7 +176,23 @@ def plans_for(
             return plan(number) * machines
         except InfeasibleError:
             number -= 1
-    return plan(number) * machines
+    try:
+        return plan(number) * machines
+    except InfeasibleError:
+        _refuse_small(checkpoint, fleet, workload)
+        raise
+
+
+def _refuse_small(checkpoint: Checkpoint, fleet: Fleet, workload: Workload) -> None:
+    """Say which GPUs are in the way, where it fits on the others."""
+    with suppress(InfeasibleError):
+        used = make_plan(checkpoint, fleet, workload).devices
+        idle = ", ".join(device.name for device in fleet.devices if device.name not in used)
+        if idle:
+            raise UsageError(
+                f"not every GPU can have a part of the model; it fits without {idle}",
+                hint=f"all GPUs are used: leave {idle} out of --gpus",
+            )
 
 
 def _num_machines() -> int:

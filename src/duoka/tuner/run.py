@@ -1,7 +1,7 @@
 """The directory of a run: what its processes are to do, what they noted, and where it all is.
 
 - ``run.json``: settings and plans; ``samples.safetensors``: what is learnt from
-- ``metrics.jsonl``: a line for each step; ``checkpoints/``: what the run can go on from
+- ``metrics.jsonl``, ``tensorboard/``: each step; ``checkpoints/``: what the run can go on from
 - ``adapter/`` or ``model/``: the result; ``report.json``: forecast and measurement
 """
 
@@ -19,7 +19,8 @@ from typing import Any
 from duoka.base.files import read_text, write_whole
 from duoka.base.serialization import from_dict, parse_json_object, to_dict
 from duoka.checkpoint.checkpoint import Checkpoint
-from duoka.errors import DuokaError, FormatError, UsageError
+from duoka.errors import DuokaError, FormatError, MachineError, UsageError
+from duoka.hardware.fleet import Fleet
 from duoka.planner.plan import Plan
 
 from .settings import TuneSettings
@@ -36,6 +37,12 @@ class Run:
     settings: TuneSettings
     plans: tuple[Plan, ...]
     trust_remote_code: bool = False
+
+    def fleet(self) -> Fleet:
+        """The GPUs of all replicas."""
+        devices = {device.name: device for plan in self.plans for device in plan.fleet.devices}
+        links = dict.fromkeys(link for plan in self.plans for link in plan.fleet.links)
+        return Fleet(devices=tuple(devices.values()), links=tuple(links))
 
     def checkpoint(self) -> Checkpoint:
         """The model's, which has to be the one that the plans were made for."""
@@ -72,6 +79,11 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def tensorboard(self) -> Path:
+        """The same for TensorBoard, where it is installed."""
+        return self.path / "tensorboard"
+
+    @property
     def is_written(self) -> bool:
         """Whether it says what is to be done."""
         return self._run.is_file()
@@ -85,11 +97,17 @@ class RunDirectory:
         return self.path / ".failure.json"
 
     def refuse_used(self) -> None:
-        """Raise UsageError where there is something already."""
+        """Raise UsageError where there is something already, MachineError where nothing can be."""
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise UsageError(
                 f"{self.path} is there already",
                 hint="name a new directory, or go on with its run: --resume",
+            )
+        above = next(path for path in self.path.absolute().parents if path.exists())
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise MachineError(
+                f"{self.path} can't be made: {above} can't be written to",
+                hint="name another directory",
             )
 
     def write(
@@ -104,6 +122,18 @@ class RunDirectory:
             "plans": [json.loads(plan.lasting().to_json()) for plan in plans],
         }
         write_whole(self._run, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+
+    def remove_unbegun(self) -> None:
+        """Remove a run that hasn't made a step, so that the same command can begin it again."""
+        if any(self.read_metrics()) or any(self.checkpoints.glob("*")):
+            return
+        files = (self._run, self.samples, self.eval_samples, self.metrics, self._failure)
+        for path in files:
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self.tensorboard, ignore_errors=True)
+        for path in (self.checkpoints, self.path):
+            with suppress(OSError):  # it isn't there, or something else lies in it
+                path.rmdir()
 
     def read(self) -> Run:
         """What the processes are to do."""

@@ -121,7 +121,11 @@ def tune(
         return _in_ranks(directory, begin)
     if not begin():
         return TuneResult(directory=directory.path, steps=0)
-    return resume(directory)
+    try:
+        return resume(directory)
+    except DuokaError:
+        directory.remove_unbegun()
+        raise
 
 
 def _in_ranks(directory: RunDirectory, begin: Callable[[], bool]) -> TuneResult:
@@ -140,10 +144,14 @@ def _in_ranks(directory: RunDirectory, begin: Callable[[], bool]) -> TuneResult:
     return _finished(directory)
 
 
-def move(directory: RunDirectory, fleet: Fleet | str, replicas: NumReplicas = "auto") -> None:
-    """Put a run on other GPUs, where it goes on from its newest checkpoint."""
+def move(
+    directory: RunDirectory, fleet: Fleet | str | None, replicas: NumReplicas = "auto"
+) -> None:
+    """Put a run on other GPUs, or cut it anew on its own; it goes on from its newest checkpoint."""
     run = directory.read()
     checkpoint = run.checkpoint()
+    if fleet is None:
+        fleet = run.fleet()
     plans = plans_for(checkpoint, fleet, run.settings.workload(checkpoint), replicas)
     prove_plans(checkpoint, plans)
     directory.write(run.settings, plans, trust_remote_code=run.trust_remote_code)

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from .layout import Layout
 from .part import ModelPart
 from .run import Run, RunDirectory
 from .show import Progress
+from .tensorboard import TensorBoard
 from .trainer import PeerError, StepReport, Trainer
 
 LOST = 75
@@ -130,6 +131,7 @@ class _Worker:
         }
         self._checkpoints = TrainingCheckpoints(directory.checkpoints, identity, keep=settings.keep)
         self._progress = Progress(layout, self._num_steps) if self._is_first else None
+        self._board: TensorBoard | None = None
 
     def train(self) -> None:
         """Train, from the newest checkpoint on."""
@@ -150,6 +152,8 @@ class _Worker:
                 signal.signal(signum, handler)
             if self._progress is not None:
                 self._progress.close()
+            if self._board is not None:
+                self._board.close()
 
     def _is_due(self, step: int, every: int) -> bool:
         return step == self._num_steps or bool(every and step % every == 0)
@@ -157,7 +161,7 @@ class _Worker:
     def _evaluate(self, step: int) -> None:
         loss = self._trainer.evaluate(self._eval_steps)
         if self._progress is not None:
-            self._directory.note({"step": step, "eval_loss": loss})
+            self._keep({"step": step, "eval_loss": loss})
             self._progress.evaluated(step, loss)
 
     def _stop(self, *_: Any) -> None:
@@ -174,6 +178,7 @@ class _Worker:
                 self._progress.resumed(resumed)
         if self._is_first:
             self._directory.forget_after(step)
+            self._board = TensorBoard(self._directory.tensorboard, step)
         devices.reset_peaks(self._part.device)
         return step
 
@@ -186,8 +191,13 @@ class _Worker:
 
     def _note(self, report: StepReport) -> None:
         if self._progress is not None:
-            self._directory.note(report.to_dict())
+            self._keep(report.to_dict())
             self._progress.show(report)
+
+    def _keep(self, metrics: Mapping[str, Any]) -> None:
+        self._directory.note(metrics)
+        if self._board is not None:
+            self._board.write(metrics)
 
 
 def main() -> None:

@@ -1,0 +1,33 @@
+"""``duoka plot``: a run of ``duoka tune`` as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from duoka.base.progress import say_import
+
+from .groups import with_groups
+from .terminal import stdout
+
+
+@with_groups
+def plot(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where to draw it; by default plot.png in RUN."),
+    ] = None,
+) -> None:
+    """Draw a run of `duoka tune`: loss, speed, each GPU's memory beside its forecast.
+
+    [bold]duoka plot[/] run
+    """
+    say_import("torch")
+    from duoka.tuner.plot import plot_run
+    from duoka.tuner.run import RunDirectory
+
+    file = plot_run(RunDirectory(run), output)
+    stdout().print(f"drawn: {file}", markup=False, soft_wrap=True)
