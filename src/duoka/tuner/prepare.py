@@ -138,10 +138,10 @@ def _refuse_other(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) ->
         "schedule": (training.schedule, wanted.schedule),
         "lora-rank": (training.lora_rank, wanted.lora_rank),
     }
-    for name, (planned, asked) in options.items():
-        if planned != asked:
+    for name, (planned, setting) in options.items():
+        if planned != setting:
             raise UsageError(
-                f"the plan is for --{name} {planned}, not {asked}",
+                f"the plan is for --{name} {planned}, not {setting}",
                 hint=f"--{name} {planned}, or another plan",
             )
     return plan.workload
