@@ -130,4 +130,9 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
         patch.setattr("duoka.tuner.tune.Workers", Here)
         listener.close()
-        yield
+        try:
+            yield
+        finally:
+            # A run that fails leaves its group, as the process is to end.
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
