@@ -55,7 +55,13 @@ def run(
     """Fine-tune; in this process where one is enough."""
 
     def tune(
-        name: str, gpus: str = WHOLE, *, family: str = "llama", replicas: int = 1, **more: Any
+        name: str,
+        gpus: str = WHOLE,
+        *,
+        family: str = "llama",
+        replicas: int = 1,
+        adapter: Path | None = None,
+        **more: Any,
     ) -> TuneResult:
         def start() -> TuneResult:
             return duoka.tune(
@@ -64,6 +70,7 @@ def run(
                 gpus,
                 save=tmp_path / name,
                 replicas=replicas,
+                adapter=adapter,
                 settings=TuneSettings(**{**SETTINGS, **more}),
             )
 
@@ -117,6 +124,43 @@ def test_every_layout_learns_the_same(
     losses = tuning.losses(one.directory)
     assert losses[-1] < losses[0] - 0.3
     assert_alike(one, other)
+
+
+# ── an adapter trained on ──
+
+
+@pytest.mark.parametrize("gpus", [WHOLE, pytest.param("virtual:2x64MiB", marks=SLOW)])
+def test_an_adapter_is_trained_on(gpus: str, run: Any) -> None:
+    # Scaled by no whole number over the rank, as rank-stabilised adapters are.
+    shape = {"lora_rank": 4, "lora_target": ("q_proj", "down_proj")}
+    first = run("first", **shape)
+    config = first.result / "adapter_config.json"
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps({**settings, "lora_alpha": 7.5}))
+
+    second = run("second", gpus, adapter=first.result, lr=1e-12, steps=1)
+
+    assert second.steps == 1
+    for name, value in trained(first).items():
+        torch.testing.assert_close(trained(second)[name], value)
+    made = json.loads((second.result / "adapter_config.json").read_text())
+    assert (made["r"], made["lora_alpha"]) == (4, 7.5)
+    assert sorted(made["target_modules"]) == ["down_proj", "q_proj"]
+    # It begins where the first one ended, not anew.
+    assert tuning.losses(second.directory)[0] < tuning.losses(first.directory)[0] - 0.3
+
+
+def test_an_adapter_of_another_model_is_refused(run: Any, tmp_path: Path) -> None:
+    adapter = run("first", steps=1).result
+    for more, message in (
+        ({"family": "large"}, "the adapter isn't for this model"),
+        ({"method": "full"}, "the method full has none"),
+    ):
+        with pytest.raises(DuokaError, match=message):
+            run("second", adapter=adapter, **more)
+    with pytest.raises(DuokaError, match="holds no adapter"):
+        run("second", adapter=tmp_path)
+    assert not (tmp_path / "second").exists()
 
 
 # ── resuming ──

@@ -131,6 +131,7 @@ def plan_replicas(
     use_all: bool = False,
     objective: Objective | Literal["auto"] = "auto",
     constraints: Constraints = _UNCONSTRAINED,
+    suggest: bool = True,
 ) -> Replicas:
     """Find as many copies of a model as a fleet holds, each on devices of its own.
 
@@ -141,7 +142,7 @@ def plan_replicas(
         As for `plan`; each copy serves the whole workload.
     number : int or "auto"
         How many copies; "auto" is as many as can be.
-    use_all, objective, constraints
+    use_all, objective, constraints, suggest
         As for `plan`: with `use_all` no device stays idle.
 
     Raises
@@ -159,7 +160,8 @@ def plan_replicas(
         constraints=constraints,
     )
     problem, checkpoint = on_fleet(request, fleet), _opened(model)
-    return replicas_for(checkpoint, problem, number, partial(find_or_trace, checkpoint))
+    find = partial(find_or_trace, checkpoint)
+    return replicas_for(checkpoint, problem, number, find, suggest=suggest)
 
 
 def find_or_trace(checkpoint: Checkpoint, workload: Workload) -> Profile:

@@ -85,6 +85,9 @@ class TuneOptions:
     lora_target: list[str] | None = _how(
         "NAME", "Modules that get adapters, by the end of their names. Repeatable."
     )
+    adapter: Path | None = _how(
+        "DIR", "A LoRA adapter to train on, of duoka tune or of peft, instead of a new one."
+    )
     dtype: str | None = _how("DTYPE", "float32, float16, bfloat16 or auto: the checkpoint's own.")
     quantize: str | None = _how("KIND", "What frozen weights become: int8, int4 or nf4.")
     checkpointing: bool = _how_flag(
@@ -160,6 +163,7 @@ def _start(options: TuneOptions, model: ModelOptions) -> TuneResult:
             settings=TuneSettings(**_values(options)),
             replicas=replicas.read_number(options.replicas or "auto"),
             plan=None if options.plan is None else Plan.load(options.plan),
+            adapter=options.adapter,
             show=partial(_show, goes_on=not options.dry_run),
         )
 
@@ -171,7 +175,11 @@ def _refuse_together(options: TuneOptions) -> None:
         refuse_beside(placed, "--plan, which has its GPUs", "leave either out")
     if options.method == "full":
         adapters = given_options(options, "lora_rank", "lora_alpha", "lora_dropout", "lora_target")
+        adapters += given_options(options, "adapter")
         refuse_beside(adapters, "--method full, which has no adapters", "leave either out")
+    if options.adapter is not None:
+        shape = given_options(options, "lora_rank", "lora_alpha", "lora_target")
+        refuse_beside(shape, "--adapter, which has its own", "leave either out")
     if options.steps is not None:
         refuse_beside(given_options(options, "epochs"), "--steps", "either says how long")
     if options.eval_every is not None and not options.eval_data:
@@ -180,7 +188,7 @@ def _refuse_together(options: TuneOptions) -> None:
 
 def _values(options: TuneOptions) -> dict[str, Any]:
     """What is said of the settings, which have the options' names."""
-    beside = ("data", "gpus", "replicas", "plan", "save", "resume", "config", "dry_run")
+    beside = ("data", "adapter", "gpus", "replicas", "plan", "save", "resume", "config", "dry_run")
     names = [item.name for item in fields(options) if item.name not in beside]
     said = {name: value for name in names if (value := getattr(options, name)) is not None}
     readers: dict[str, Callable[[Any], Any]] = {

@@ -199,7 +199,7 @@ def put_adapter(model: nn.Module, adapter: Adapter) -> None:
     LoadError
         If it isn't for this model; then nothing has changed.
     """
-    _refuse_other_model(model, adapter)
+    refuse_other_model(model, adapter)
     parts = {name for name, layer in adapter.layers.items() if layer.parameter is not None}
     rank, _ = adapter.common
     inject(
@@ -232,7 +232,7 @@ def merge_adapter(model: nn.Module, adapter: Adapter) -> None:
     LoadError
         If it isn't for this model, or changes weights that modules share; then nothing has changed.
     """
-    _refuse_other_model(model, adapter)
+    refuse_other_model(model, adapter)
     for name, layer in adapter.layers.items():
         weight = cast(nn.Parameter, model.get_submodule(name).weight)
         users = [n for n, p in model.named_parameters(remove_duplicate=False) if p is weight]
@@ -329,7 +329,8 @@ def _in_model(key: str) -> str:
     return f"{kind}.{_ADAPTER}{dot}{weight}"
 
 
-def _refuse_other_model(model: nn.Module, adapter: Adapter) -> None:
+def refuse_other_model(model: nn.Module, adapter: Adapter) -> None:
+    """Raise LoadError if an adapter in native form is not for a model, which has none yet."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     for name, layer in adapter.layers.items():
         if layer.parameter is None:

@@ -78,6 +78,7 @@ def plan_replicas(
     source: str = "",
     profile_for: ProfileFor | None = None,
     request: PlanRequest | None = None,
+    suggest: bool = True,
 ) -> Replicas:
     """Find the most copies that the fleet holds, or so many; with `use_all` none stays idle."""
     _refuse_senseless(problem, number)
@@ -88,7 +89,7 @@ def plan_replicas(
     if not best:
         alone = replace(problem, use_all=False)
         try:
-            answer(profile, alone, profile_for=profile_for, request=request)
+            answer(profile, alone, profile_for=profile_for, request=request, suggest=suggest)
         except InfeasibleError as error:
             ways = (replace(way, without=(*way.without, "--replicas")) for way in error.ways_out)
             raise error.with_ways_out(ways) from None
@@ -299,7 +300,12 @@ def _is_better(one: _Deal, other: _Deal) -> bool:
 
 
 def replicas_for(
-    checkpoint: Checkpoint, problem: PlanProblem, number: int | Literal["auto"], find: Find
+    checkpoint: Checkpoint,
+    problem: PlanProblem,
+    number: int | Literal["auto"],
+    find: Find,
+    *,
+    suggest: bool = True,
 ) -> Replicas:
     """The copies of a checkpoint."""
     say("planning")
@@ -316,4 +322,5 @@ def replicas_for(
         source=checkpoint.source,
         profile_for=lambda other: find(workload_for(checkpoint, other)),
         request=replace(problem.request, trust_remote_code=checkpoint.trust_remote_code),
+        suggest=suggest,
     )

@@ -2,6 +2,7 @@
 
 - `tune`, `settings`: from a model and data to the result, and what a person says of it
 - `prepare`: the plans, and what is learnt
+- `suggestions`: what would fit instead, in the options of `duoka tune`
 - `data`: the user's files → micro-batches of token ids
 - `run`: the directory of a run; `worker`, `__main__`: a process of it
 - `part`: the weights of one process; `layout`: which process has which, and sums of gradients

@@ -15,6 +15,7 @@ from duoka.errors import ModelError
 from duoka.forecast.workload import Training
 from duoka.models import initialize_adapters, make_trainable
 from duoka.models.from_checkpoint import build_model
+from duoka.models.lora import Adapter, fill_adapter
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
 from duoka.runtime import load as loader
@@ -39,9 +40,18 @@ class ModelPart:
         One of the plan's.
     seed : int
         Of adapters' first values.
+    adapter : Adapter, optional
+        In native form: these are the first values.
     """
 
-    def __init__(self, checkpoint: Checkpoint, plan: Plan, device: str, seed: int) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        plan: Plan,
+        device: str,
+        seed: int,
+        adapter: Adapter | None = None,
+    ) -> None:
         assert plan.workload.training is not None, "the plan is for training"
         self.plan = plan
         self.training: Training = plan.workload.training
@@ -49,7 +59,7 @@ class ModelPart:
         self.device = torch.device(device)
         devices.make_current(device)
         self._dtype = getattr(torch, plan.workload.dtype)
-        self.model: Any = self._loaded(checkpoint, seed)
+        self.model: Any = self._loaded(checkpoint, seed, adapter)
         # The routes of batches are looked for on a copy without data.
         self._blueprint = without_data(self.model)
         self.interceptor = Interceptor(self.model, plan.placement)
@@ -60,7 +70,7 @@ class ModelPart:
             if parameter.requires_grad and not parameter.is_meta
         }
 
-    def _loaded(self, checkpoint: Checkpoint, seed: int) -> nn.Module:
+    def _loaded(self, checkpoint: Checkpoint, seed: int, adapter: Adapter | None) -> nn.Module:
         model = build_model(checkpoint, self.plan.workload)
         if method_of(checkpoint.config) is not None:
             if len(self.plan.devices) > 1:
@@ -77,6 +87,8 @@ class ModelPart:
         if self.training.method == "lora":
             make_trainable(model, self.training, self._dtype)
             initialize_adapters(model, seed)
+            if adapter is not None:
+                fill_adapter(model, adapter)
         model.train()
         return model
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -20,15 +21,20 @@ from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import InfeasibleError, MachineError, UsageError
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
+from duoka.models import make_trainable
 from duoka.models.from_checkpoint import build_model, tokenizer_of
+from duoka.models.lora import Adapter, fill_adapter, native_form, refuse_other_model
 from duoka.models.text.chatglm_tokenizer import ChatGLMTokenizer
 from duoka.models.text.prompts import chat_format
 from duoka.planner.plan import Plan
 from duoka.planner.search import Objective
+from duoka.runtime.load.adapter import read_adapter
 
 from .data import Dataset, read_dataset, refuse_packing
+from .result import write_adapter
 from .run import RunDirectory
 from .settings import TuneSettings
+from .suggestions import with_suggestions
 
 NumReplicas = int | Literal["auto"]
 
@@ -46,6 +52,8 @@ class TuneRun:
         One for each replica.
     samples, eval_samples : Dataset
         What is learnt, and what the loss is measured on; the latter may be None.
+    adapter : Adapter, optional
+        What is learnt starts from it; in native form.
     """
 
     checkpoint: Checkpoint
@@ -53,6 +61,7 @@ class TuneRun:
     plans: tuple[Plan, ...]
     samples: Dataset
     eval_samples: Dataset | None = None
+    adapter: Adapter | None = None
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -72,6 +81,8 @@ class TuneRun:
         self.samples.save(directory.samples)
         if self.eval_samples is not None:
             self.eval_samples.save(directory.eval_samples)
+        if self.adapter is not None:
+            write_adapter(directory.first_adapter, self.adapter, self.checkpoint)
         trusts = self.checkpoint.trust_remote_code
         directory.write(self.settings, self.plans, trust_remote_code=trusts)
 
@@ -84,6 +95,7 @@ def prepare(
     *,
     replicas: NumReplicas = "auto",
     plan: Plan | None = None,
+    adapter: Path | None = None,
 ) -> TuneRun:
     """Read what is learnt, and plan, unless there is a plan."""
     if checkpoint.config.get("is_encoder_decoder"):
@@ -91,10 +103,16 @@ def prepare(
             f"{checkpoint.name} is an encoder with a decoder, and duoka tunes causal models",
             hint="duoka.dispatch(model, plan) spreads it for a training loop of your own",
         )
+    first = None
+    if adapter is not None:
+        first = native_form(read_adapter(adapter), checkpoint.config)
+        settings = settings.starting_from(first)
     if plan is None:
         workload = settings.workload(checkpoint)
     else:
         workload = _refuse_other(plan, checkpoint, settings)
+    if first is not None:
+        _refuse_unfit(first, checkpoint, workload)
     checkpoint.fetch_tokenizer()
     tokenizer = tokenizer_of(checkpoint, ChatGLMTokenizer)
     chat = chat_format(tokenizer, checkpoint.config, checkpoint.generation_config)
@@ -114,11 +132,21 @@ def prepare(
         settings=settings,
         samples=read(data),
         eval_samples=read(settings.eval_data) if settings.eval_data else None,
-        plans=plans_for(checkpoint, fleet, workload, replicas) if plan is None else (plan,),
+        plans=plans_for(checkpoint, fleet, settings, replicas) if plan is None else (plan,),
+        adapter=first,
     )
     if settings.packing:
         refuse_packing(build_model(checkpoint, run.plans[0].workload).config)
     return run
+
+
+def _refuse_unfit(adapter: Adapter, checkpoint: Checkpoint, workload: Workload) -> None:
+    """Refuse an adapter that isn't for the model, before anything is planned for it."""
+    assert workload.training is not None, "the workload is to train"
+    model = build_model(checkpoint, Workload(dtype="float32"))
+    refuse_other_model(model, adapter)
+    make_trainable(model, workload.training, torch.float32)
+    fill_adapter(model, adapter)
 
 
 def _refuse_other(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) -> Workload:
@@ -148,45 +176,79 @@ def _refuse_other(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) ->
 
 
 def plans_for(
-    checkpoint: Checkpoint, fleet: Fleet | str, workload: Workload, replicas: NumReplicas
+    checkpoint: Checkpoint,
+    fleet: Fleet | str,
+    settings: TuneSettings,
+    replicas: NumReplicas,
+    *,
+    suggest: bool = True,
 ) -> tuple[Plan, ...]:
-    """A plan for each replica, all GPUs in use; of several machines, the same on each."""
-    assert workload.training is not None, "the workload is to train"
-    training = workload.training
+    """A plan for each replica, all GPUs in use; of several machines, the same on each.
+
+    Raises
+    ------
+    InfeasibleError
+        If it doesn't fit; with what would fit instead, where that is to be suggested.
+    """
     fleet = Fleet.parse(fleet) if isinstance(fleet, str) else fleet
     machines = _num_machines()
-    micro_batches = max(1, training.micro_batches // machines)
+    micro_batches = max(1, settings.batch // settings.micro_batch // machines)
+    # As many as fit, where nobody says how many: with more of them each has less to do.
+    most = min(len(fleet.devices), micro_batches)
+    numbers = range(most, 0, -1) if replicas == "auto" else (replicas,)
+    for number in numbers:
+        with suppress(InfeasibleError):
+            return _plan_copies(checkpoint, fleet, settings, number, machines) * machines
+    _refuse_small(checkpoint, fleet, settings)
+
+    def attempt(other: TuneSettings, gpus: str | None) -> Plan:
+        devices = fleet if gpus is None else Fleet.parse(gpus)
+        return _plan_copies(checkpoint, devices, other, numbers[-1], machines)[0]
+
+    try:
+        copies = _plan_copies(checkpoint, fleet, settings, numbers[-1], machines, suggest=suggest)
+    except InfeasibleError as error:
+        raise with_suggestions(error, settings, attempt) from None
+    return copies * machines
+
+
+def _plan_copies(
+    checkpoint: Checkpoint,
+    fleet: Fleet,
+    settings: TuneSettings,
+    number: int,
+    machines: int,
+    *,
+    suggest: bool = False,
+) -> tuple[Plan, ...]:
+    """The plans of some copies of the model on one of several machines."""
+    workload = settings.workload(checkpoint)
+    assert workload.training is not None, "the settings are for training"
+    micro_batches = max(1, workload.training.micro_batches // machines)
+    share = replace(workload.training, micro_batches=-(-micro_batches // number))
+    workload = replace(workload, training=share)
     objective: Objective = "throughput"
     if any(device.memory_bytes_per_second is None for device in fleet.devices):
         objective = "headroom"
-
-    def plan(number: int) -> tuple[Plan, ...]:
-        share = replace(training, micro_batches=-(-micro_batches // number))
-        work = replace(workload, training=share)
-        if number == 1:
-            return (make_plan(checkpoint, fleet, work, use_all=True, objective=objective),)
+    if number > 1:
         return plan_replicas(
-            checkpoint, fleet, work, number=number, use_all=True, objective=objective
+            checkpoint,
+            fleet,
+            workload,
+            number=number,
+            use_all=True,
+            objective=objective,
+            suggest=suggest,
         ).plans
-
-    # As many as fit, where nobody says how many: with more of them each has less to do.
-    number = min(len(fleet.devices), micro_batches) if replicas == "auto" else replicas
-    while replicas == "auto" and number > 1:
-        try:
-            return plan(number) * machines
-        except InfeasibleError:
-            number -= 1
-    try:
-        return plan(number) * machines
-    except InfeasibleError:
-        _refuse_small(checkpoint, fleet, workload)
-        raise
+    return (
+        make_plan(checkpoint, fleet, workload, use_all=True, objective=objective, suggest=suggest),
+    )
 
 
-def _refuse_small(checkpoint: Checkpoint, fleet: Fleet, workload: Workload) -> None:
+def _refuse_small(checkpoint: Checkpoint, fleet: Fleet, settings: TuneSettings) -> None:
     """Say which GPUs are in the way, where it fits on the others."""
     with suppress(InfeasibleError):
-        used = make_plan(checkpoint, fleet, workload).devices
+        used = make_plan(checkpoint, fleet, settings.workload(checkpoint), suggest=False).devices
         idle = ", ".join(device.name for device in fleet.devices if device.name not in used)
         if idle:
             raise UsageError(

@@ -1,6 +1,7 @@
 """The directory of a run: what its processes are to do, what they noted, and where it all is.
 
-- ``run.json``: settings and plans; ``samples.safetensors``: what is learnt from
+- ``run.json``: settings and plans; ``samples.safetensors``: what is learnt from;
+  ``first-adapter/``: what it starts from, if that is an adapter
 - ``metrics.jsonl``, ``tensorboard/``: each step; ``checkpoints/``: what the run can go on from
 - ``adapter/`` or ``model/``: the result; ``report.json``: forecast and measurement
 """
@@ -21,7 +22,9 @@ from duoka.base.serialization import from_dict, parse_json_object, to_dict
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import DuokaError, FormatError, MachineError, UsageError
 from duoka.hardware.fleet import Fleet
+from duoka.models.lora import Adapter
 from duoka.planner.plan import Plan
+from duoka.runtime.load.adapter import read_adapter
 
 from .settings import TuneSettings
 
@@ -67,6 +70,11 @@ class RunDirectory:
     def eval_samples(self) -> Path:
         """Those that it is measured on."""
         return self.path / "eval-samples.safetensors"
+
+    @property
+    def first_adapter(self) -> Path:
+        """The adapter that it starts from, in native form, where it doesn't start from none."""
+        return self.path / "first-adapter"
 
     @property
     def checkpoints(self) -> Path:
@@ -130,7 +138,8 @@ class RunDirectory:
         files = (self._run, self.samples, self.eval_samples, self.metrics, self._failure)
         for path in files:
             path.unlink(missing_ok=True)
-        shutil.rmtree(self.tensorboard, ignore_errors=True)
+        for path in (self.tensorboard, self.first_adapter):
+            shutil.rmtree(path, ignore_errors=True)
         for path in (self.checkpoints, self.path):
             with suppress(OSError):  # it isn't there, or something else lies in it
                 path.rmdir()
@@ -163,6 +172,10 @@ class RunDirectory:
     def write_report(self, report: Mapping[str, Any]) -> None:
         """Keep what was measured beside what was forecast."""
         write_whole(self.path / "report.json", json.dumps(report, indent=1) + "\n")
+
+    def read_first_adapter(self) -> Adapter | None:
+        """What the run starts from, in native form; None where that is no adapter."""
+        return read_adapter(self.first_adapter) if self.first_adapter.is_dir() else None
 
     def note(self, metrics: Mapping[str, Any]) -> None:
         """Add a line to the metrics."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal, get_args
 
@@ -11,6 +11,7 @@ from duoka.checkpoint.adapters import native_targets
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import UsageError
 from duoka.forecast.workload import Dtype, Optimizer, Quantization, Schedule, Training, Workload
+from duoka.models.lora import Adapter
 
 from .learning_rate import DECAYS, Decay
 
@@ -143,6 +144,21 @@ class TuneSettings:
     def learning_rate(self) -> float:
         """The highest learning rate."""
         return _RATES[self.method] if self.lr is None else self.lr
+
+    def starting_from(self, adapter: Adapter) -> TuneSettings:
+        """The same settings, for adapters of an adapter's rank and scale on the modules it has."""
+        if self.method == "full":
+            raise UsageError(
+                "an adapter to start from needs adapters to train, and the method full has none",
+                hint="merge it into a checkpoint (duoka tune --merge), and train that",
+            )
+        settings = adapter.training_settings
+        return replace(
+            self,
+            lora_rank=settings["lora_rank"],
+            lora_alpha=settings["lora_alpha"],
+            lora_target=settings["lora_targets"],
+        )
 
     def warmup_steps(self, num_steps: int) -> int:
         """The steps that lead up to it."""

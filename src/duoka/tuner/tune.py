@@ -19,7 +19,7 @@ from duoka.errors import DuokaError, TrainingError
 from duoka.hardware.fleet import Fleet
 from duoka.models import make_trainable
 from duoka.models.from_checkpoint import build_model
-from duoka.models.lora import adapter_of
+from duoka.models.lora import adapter_of, fill_adapter
 from duoka.planner.plan import Plan
 from duoka.stages.workers import Workers
 
@@ -69,6 +69,7 @@ def tune(
     settings: TuneSettings = _DEFAULTS,
     replicas: NumReplicas = "auto",
     plan: Plan | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     show: Callable[[TuneRun], bool] | None = None,
 ) -> TuneResult:
     """Fine-tune a model on every GPU, in a process for each.
@@ -93,6 +94,9 @@ def tune(
         Copies of the model that share each step; "auto" is as many as fit.
     plan : Plan, optional
         Take this one, for training, instead of making one.
+    adapter : path, optional
+        Directory of a LoRA adapter that is trained on; its rank, scale and modules count, instead
+        of those of `settings`.
     show : callable, optional
         Called with the run before it starts; it doesn't where this returns False.
 
@@ -111,7 +115,10 @@ def tune(
         directory.refuse_used()
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
         paths = [data] if isinstance(data, str) else data
-        run = prepare(checkpoint, paths, gpus, settings, replicas=replicas, plan=plan)
+        first = None if adapter is None else Path(adapter)
+        run = prepare(
+            checkpoint, paths, gpus, settings, replicas=replicas, plan=plan, adapter=first
+        )
         goes_on = show is None or show(run)
         if goes_on:
             run.write(directory)
@@ -152,7 +159,8 @@ def move(
     checkpoint = run.checkpoint()
     if fleet is None:
         fleet = run.fleet()
-    plans = plans_for(checkpoint, fleet, run.settings.workload(checkpoint), replicas)
+    # What is learnt and how can't change: other settings would be no way out.
+    plans = plans_for(checkpoint, fleet, run.settings, replicas, suggest=False)
     prove_plans(checkpoint, plans)
     directory.write(run.settings, plans, trust_remote_code=run.trust_remote_code)
 
@@ -207,6 +215,9 @@ def _write_result(directory: RunDirectory, run: Run, steps: int) -> Path:
         return path
     model = build_model(checkpoint, workload)
     make_trainable(model, training, getattr(torch, workload.dtype))
+    first = directory.read_first_adapter()
+    if first is not None:
+        fill_adapter(model, first)  # for its scales, which needn't be a whole number over the rank
     adapter = adapter_of(model, trained, base=checkpoint.name)
     path = directory.new_result("model" if run.settings.merge else "adapter")
     if run.settings.merge:

@@ -122,7 +122,9 @@ class _Worker:
             measured = make_batches(Dataset.load(directory.eval_samples), shuffle=False)
             self._eval_steps = [measured[step] for step in range(measured.steps_per_epoch)]
         self._num_steps = settings.steps or settings.epochs * self._batches.steps_per_epoch
-        self._part = ModelPart(run.checkpoint(), plan, device, settings.seed)
+        self._part = ModelPart(
+            run.checkpoint(), plan, device, settings.seed, directory.read_first_adapter()
+        )
         self._trainer = Trainer(settings, layout, rank, self._part, self._num_steps)
         identity = {
             "model": plan.fingerprint,

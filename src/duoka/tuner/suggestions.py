@@ -1,0 +1,94 @@
+"""What would fit instead of a run that doesn't, in the words of `duoka tune`.
+
+The planner's ways out are those of `duoka plan --train`. Runs have other options for the same, and
+keep their batch; each way is planned again as the run that it would be, and left out if it doesn't
+fit as that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from duoka.errors import DuokaError, InfeasibleError, WayOut
+from duoka.planner.plan import Plan
+
+from .settings import TuneSettings
+
+Attempt = Callable[[TuneSettings, str | None], Plan]
+"""Plans a run with such settings, on its own GPUs or others."""
+
+# The setting for an option of `duoka plan`, and how its value is read.
+_SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "--context": ("seq_length", int),
+    "--batch": ("micro_batch", int),
+    "--optimizer": ("optimizer", str),
+    "--lora-rank": ("lora_rank", int),
+    "--train": ("method", str),
+    "--quantize": ("quantize", str),
+}
+
+
+def with_suggestions(
+    error: InfeasibleError, settings: TuneSettings, attempt: Attempt
+) -> InfeasibleError:
+    """The error with ways out that have the options of `duoka tune`."""
+    plain = InfeasibleError(
+        str(error),
+        hint="use more or larger GPUs, or a smaller model",
+        shortfall_bytes=error.shortfall_bytes,
+    )
+    ways = (_as_run(way, settings, attempt) for way in error.ways_out)
+    return plain.with_ways_out(way for way in ways if way is not None)
+
+
+def _as_run(way: WayOut, settings: TuneSettings, attempt: Attempt) -> WayOut | None:
+    """A way as a run; None where none can be had by it."""
+    changes: dict[str, Any] = {}
+    gpus = None
+    words = iter(way.options)
+    for word in words:
+        if word == "--gradient-checkpointing":
+            changes["checkpointing"] = True
+        elif word == "--gpus":
+            gpus = next(words)
+        elif word in _SETTINGS:
+            name, read = _SETTINGS[word]
+            changes[name] = read(next(words))
+        else:
+            return None
+    for change in _in_whole_micro_batches(changes, settings):
+        with suppress(DuokaError):
+            plan = attempt(replace(settings, **change), gpus)
+            size = f" of {way.batch}", f" of {plan.workload.batch}"
+            return replace(
+                way,
+                text=way.text.replace(*size) if way.kind == "batch" else way.text,
+                options=(*_options(change), *(() if gpus is None else ("--gpus", gpus))),
+                without=(),
+                batch=plan.workload.batch,
+                num_gpus=len(plan.devices),
+                free_bytes=min(stage.free_bytes for stage in plan.forecast.devices),
+            )
+    return None
+
+
+def _in_whole_micro_batches(
+    changes: dict[str, Any], settings: TuneSettings
+) -> Iterator[dict[str, Any]]:
+    """The changes; of micro-batches each that divides the batch, from theirs downwards."""
+    if "micro_batch" not in changes:
+        yield changes
+        return
+    for size in range(changes["micro_batch"], 0, -1):
+        if settings.batch % size == 0:
+            yield {**changes, "micro_batch": size}
+
+
+def _options(changes: dict[str, Any]) -> Iterator[str]:
+    for name, value in changes.items():
+        yield f"--{name.replace('_', '-')}"
+        if value is not True:
+            yield str(value)
