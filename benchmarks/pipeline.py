@@ -5,7 +5,8 @@
 Two processes with one thread each are the stages; a step is eight micro-batches, and AdamW. The
 naive way is what a device map does: the same model and batches in one thread, one stage after the
 other. Rounds of all ways alternate, and ratios are of medians. With `--slow 2` the second stage's
-layers take twice as long, as on an older card: then an even cut stands beside the one by speed.
+layers take twice as long, as on an older card: then an even cut stands beside the one that
+`duoka.plan` makes for two cards whose speeds differ so.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from duoka import Placement, Training
+import duoka
+from duoka import Placement, Training, Workload
 from duoka.stages.channels import ProcessChannel
 from duoka.stages.execute import Pipeline
 from duoka.stages.interceptor import Interceptor
@@ -48,6 +50,37 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def planned_cut(options: argparse.Namespace) -> int:
+    """How many layers duoka puts on the first of two cards, the second of which is slower."""
+    work = Workload(
+        prompt_tokens=options.tokens,
+        new_tokens=0,
+        dtype="float32",
+        prefill_chunk_tokens=None,
+        training=Training(method="full", micro_batches=MICRO_BATCHES, schedule=options.schedule),
+    )
+    cards = f"Fast:64GiB,50GB/s,1TFLOPs+Slow:64GiB,{50 / options.slow}GB/s,{1 / options.slow}TFLOPs"
+    with torch.device("meta"):
+        model = make_model(options)
+    plan = duoka.plan(model, cards, work, use_all=True, objective="throughput")
+    first = [name for name, device in plan.placement.entries if device == "cuda:0"]
+    return sum("layers." in name for name in first)
+
+
+def make_model(options: argparse.Namespace) -> LlamaForCausalLM:
+    """A Llama of some size."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=options.hidden,
+            intermediate_size=3 * options.hidden,
+            num_hidden_layers=options.layers,
+            num_attention_heads=8,
+            vocab_size=VOCABULARY,
+            use_cache=False,
+        )
+    )
+
+
 class Stage:
     """One process: its rank's stage of every cut, and the whole model for the naive way."""
 
@@ -55,16 +88,7 @@ class Stage:
         torch.manual_seed(0)
         self.rank = dist.get_rank()
         self.options = options
-        self.model = LlamaForCausalLM(
-            LlamaConfig(
-                hidden_size=options.hidden,
-                intermediate_size=3 * options.hidden,
-                num_hidden_layers=options.layers,
-                num_attention_heads=8,
-                vocab_size=VOCABULARY,
-                use_cache=False,
-            )
-        )
+        self.model = make_model(options)
         self.ids = torch.randint(0, VOCABULARY, (MICRO_BATCHES, 1, options.tokens))
         self.training = Training(
             method="full", micro_batches=MICRO_BATCHES, schedule=options.schedule
@@ -155,9 +179,8 @@ def work() -> None:
     else:
         if stage.rank == 1:
             stage.slow_down(options.slow)
-        fast_share = options.slow / (1 + options.slow)
         ways["cut evenly"] = stage.pipelined(middle)
-        ways["cut by speed"] = stage.pipelined(round(options.layers * fast_share))
+        ways["cut by duoka's plan"] = stage.pipelined(planned_cut(options))
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(ROUNDS + 1):
         for name, run in ways.items():
