@@ -36,6 +36,13 @@ _run = partial(option, panel="The run")
 _run_flag = partial(flag, panel="The run")
 _NOWHERE = Path("not-saved")  # where nothing is run
 _PREVIEW = 3
+# What is said of a run and isn't one of its settings.
+_BESIDE = frozenset(
+    (
+        *("data", "adapter", "gpus", "replicas", "span_machines", "plan"),
+        *("save", "resume", "config", "dry_run"),
+    )
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +106,10 @@ class TuneOptions:
     gpus: str | None = _where("GPUS", "The GPUs, as of `duoka plan`. By default all; all are used.")
     replicas: str | None = _where(
         "N", 'Copies of the model that share each step. By default "auto": as many as fit.'
+    )
+    span_machines: bool = partial(flag, panel="Where")(
+        "--span-machines",
+        "Under torchrun: cut each copy over all machines, instead of whole ones on each.",
     )
     schedule: str | None = _where(
         "NAME",
@@ -164,6 +175,7 @@ def _start(options: TuneOptions, model: ModelOptions) -> TuneResult:
             replicas=replicas.read_number(options.replicas or "auto"),
             plan=None if options.plan is None else Plan.load(options.plan),
             adapter=options.adapter,
+            span_machines=options.span_machines,
             show=partial(_show, goes_on=not options.dry_run),
         )
 
@@ -171,7 +183,7 @@ def _start(options: TuneOptions, model: ModelOptions) -> TuneResult:
 def _refuse_together(options: TuneOptions) -> None:
     """Refuse options of which one would be passed over without a word."""
     if options.plan is not None:
-        placed = given_options(options, "gpus", "replicas")
+        placed = given_options(options, "gpus", "replicas", "span_machines")
         refuse_beside(placed, "--plan, which has its GPUs", "leave either out")
     if options.method == "full":
         adapters = given_options(options, "lora_rank", "lora_alpha", "lora_dropout", "lora_target")
@@ -188,8 +200,7 @@ def _refuse_together(options: TuneOptions) -> None:
 
 def _values(options: TuneOptions) -> dict[str, Any]:
     """What is said of the settings, which have the options' names."""
-    beside = ("data", "adapter", "gpus", "replicas", "plan", "save", "resume", "config", "dry_run")
-    names = [item.name for item in fields(options) if item.name not in beside]
+    names = [item.name for item in fields(options) if item.name not in _BESIDE]
     said = {name: value for name in names if (value := getattr(options, name)) is not None}
     readers: dict[str, Callable[[Any], Any]] = {
         "seq_length": parse_tokens,

@@ -276,10 +276,10 @@ class Plan:
                 hint="\n".join([_REPLAN, "here are", *there]),
             )
         now = {name: device for name, device in devices.items() if device is not None}
-        return self._moved(now)
+        return self.moved(now)
 
-    def _moved(self, now: Mapping[str, Device]) -> Plan:
-        """The plan under other names, and with no more memory than there is or was planned for."""
+    def moved(self, now: Mapping[str, Device]) -> Plan:
+        """The plan on other devices, by the names so far; each with the smaller of the budgets."""
         now = {
             name: replace(
                 device, budget_bytes=min(device.budget_bytes, self.fleet.device(name).budget_bytes)

@@ -5,7 +5,8 @@
 - `suggestions`: what would fit instead, in the options of `duoka tune`
 - `data`: the user's files → micro-batches of token ids
 - `run`: the directory of a run; `worker`, `__main__`: a process of it
-- `part`: the weights of one process; `layout`: which process has which, and sums of gradients
+- `part`: the weights of one process; `layout`: which process has which, and sums of gradients;
+  `machines`: several of them
 - `trainer`: micro-batches through stages, and the optimizer's steps
 - `learning_rate`: how the learning rate goes from step to step
 - `checkpoints`, `optimizer_states`: a run saved, and resumed on other GPUs

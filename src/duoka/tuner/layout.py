@@ -12,15 +12,23 @@ from torch import Tensor, nn
 from duoka.models import base_name
 from duoka.planner.plan import Plan
 
+from .machines import machine_of
+
 # Gradients of so many bytes at a time pass through the host's memory.
 _BUCKET_BYTES = 2**26
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The processes of a run: one for each device of each replica's plan, in this order."""
+    """The processes of a run: one for each device of each replica's plan, in this order.
+
+    Where a replica spans several `machines`, the devices of the first one come first; the plans are
+    as machine number `here` sees them.
+    """
 
     plans: tuple[Plan, ...]
+    machines: int = 1
+    here: int = 0
 
     @property
     def world_size(self) -> int:
@@ -31,14 +39,22 @@ class Layout:
         """The replica and the device of a process."""
         for replica, plan in enumerate(self.plans):
             if rank < len(plan.devices):
-                return replica, plan.devices[rank]
+                return replica, self._devices(plan)[rank]
             rank -= len(plan.devices)
         raise AssertionError("more processes than devices")
 
     def rank(self, replica: int, device: str) -> int:
         """The process that has a device of a replica."""
         before = sum(len(plan.devices) for plan in self.plans[:replica])
-        return before + self.plans[replica].devices.index(device)
+        return before + self._devices(self.plans[replica]).index(device)
+
+    def _devices(self, plan: Plan) -> list[str]:
+        """The devices of a plan, by machine as torchrun numbers its processes."""
+
+        def machine(device: str) -> int:
+            return (machine_of(device, plan.fleet, self.machines) + self.here) % self.machines
+
+        return sorted(plan.devices, key=machine)
 
     def owners(self, parameter: str) -> tuple[int, ...]:
         """The processes that have a parameter, one in each replica."""

@@ -13,6 +13,7 @@ from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import ModelError
 from duoka.forecast.workload import Training
+from duoka.hardware.fleet import Fleet
 from duoka.models import initialize_adapters, make_trainable
 from duoka.models.from_checkpoint import build_model
 from duoka.models.lora import Adapter, fill_adapter
@@ -55,7 +56,7 @@ class ModelPart:
         assert plan.workload.training is not None, "the plan is for training"
         self.plan = plan
         self.training: Training = plan.workload.training
-        devices.materialise(plan.fleet)
+        devices.materialise(Fleet(devices=(plan.fleet.device(device),)))
         self.device = torch.device(device)
         devices.make_current(device)
         self._dtype = getattr(torch, plan.workload.dtype)

@@ -39,7 +39,8 @@ def plot_run(directory: RunDirectory, file: Path | None = None) -> Path:
     from matplotlib.figure import Figure
 
     metrics = list(directory.read_metrics())
-    layout = Layout(directory.read().plans)
+    run = directory.read()
+    layout = Layout(run.plans, run.machines)
     if not any("loss" in entry for entry in metrics):
         raise UsageError(f"{directory.path} has no step yet", hint="look again after its first one")
     reports = make_report(layout, metrics).devices

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from duoka.planner.search import Objective
 from duoka.runtime.load.adapter import read_adapter
 
 from .data import Dataset, read_dataset, refuse_packing
+from .machines import num_machines, over_machines
 from .result import write_adapter
 from .run import RunDirectory
 from .settings import TuneSettings
@@ -54,6 +54,8 @@ class TuneRun:
         What is learnt, and what the loss is measured on; the latter may be None.
     adapter : Adapter, optional
         What is learnt starts from it; in native form.
+    machines : int
+        How many each replica spans.
     """
 
     checkpoint: Checkpoint
@@ -62,6 +64,7 @@ class TuneRun:
     samples: Dataset
     eval_samples: Dataset | None = None
     adapter: Adapter | None = None
+    machines: int = 1
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -84,7 +87,7 @@ class TuneRun:
         if self.adapter is not None:
             write_adapter(directory.first_adapter, self.adapter, self.checkpoint)
         trusts = self.checkpoint.trust_remote_code
-        directory.write(self.settings, self.plans, trust_remote_code=trusts)
+        directory.write(self.settings, self.plans, trust_remote_code=trusts, machines=self.machines)
 
 
 def prepare(
@@ -96,6 +99,7 @@ def prepare(
     replicas: NumReplicas = "auto",
     plan: Plan | None = None,
     adapter: Path | None = None,
+    spans: bool = False,
 ) -> TuneRun:
     """Read what is learnt, and plan, unless there is a plan."""
     if checkpoint.config.get("is_encoder_decoder"):
@@ -132,8 +136,13 @@ def prepare(
         settings=settings,
         samples=read(data),
         eval_samples=read(settings.eval_data) if settings.eval_data else None,
-        plans=plans_for(checkpoint, fleet, settings, replicas) if plan is None else (plan,),
+        plans=(
+            plans_for(checkpoint, fleet, settings, replicas, spans=spans)
+            if plan is None
+            else (plan,)
+        ),
         adapter=first,
+        machines=num_machines() if spans else 1,
     )
     if settings.packing:
         refuse_packing(build_model(checkpoint, run.plans[0].workload).config)
@@ -181,17 +190,31 @@ def plans_for(
     settings: TuneSettings,
     replicas: NumReplicas,
     *,
+    spans: bool = False,
     suggest: bool = True,
 ) -> tuple[Plan, ...]:
     """A plan for each replica, all GPUs in use; of several machines, the same on each.
+
+    One that `spans` them has the GPUs of all.
 
     Raises
     ------
     InfeasibleError
         If it doesn't fit; with what would fit instead, where that is to be suggested.
     """
-    fleet = Fleet.parse(fleet) if isinstance(fleet, str) else fleet
-    machines = _num_machines()
+    total = num_machines()
+    if spans and total == 1:
+        raise UsageError(
+            "there is one machine, and no copy of the model can span several",
+            hint="start processes on each with torchrun --nnodes, or leave out --span-machines",
+        )
+    machines = 1 if spans else total
+
+    def whole(gpus: Fleet | str) -> Fleet:
+        one = Fleet.parse(gpus) if isinstance(gpus, str) else gpus
+        return one if total == 1 else over_machines(one, total // machines)
+
+    fleet = whole(fleet)
     micro_batches = max(1, settings.batch // settings.micro_batch // machines)
     # As many as fit, where nobody says how many: with more of them each has less to do.
     most = min(len(fleet.devices), micro_batches)
@@ -202,7 +225,7 @@ def plans_for(
     _refuse_small(checkpoint, fleet, settings)
 
     def attempt(other: TuneSettings, gpus: str | None) -> Plan:
-        devices = fleet if gpus is None else Fleet.parse(gpus)
+        devices = fleet if gpus is None else whole(gpus)
         return _plan_copies(checkpoint, devices, other, numbers[-1], machines)[0]
 
     try:
@@ -257,15 +280,8 @@ def _refuse_small(checkpoint: Checkpoint, fleet: Fleet, settings: TuneSettings) 
             )
 
 
-def _num_machines() -> int:
-    """How many machines torchrun has started processes on, all with the same GPUs."""
-    if not torch.distributed.is_torchelastic_launched():
-        return 1
-    return int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
-
-
 def prove_plans(checkpoint: Checkpoint, plans: Sequence[Plan]) -> None:
     """Run each on virtual GPUs, before a weight is read."""
-    for plan in plans:
+    for plan in {id(plan): plan for plan in plans}.values():  # machines share theirs
         say(f"proving the plan on {', '.join(plan.devices)}")
         prove(plan, build_model(checkpoint, plan.workload))

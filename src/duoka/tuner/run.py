@@ -26,6 +26,7 @@ from duoka.models.lora import Adapter
 from duoka.planner.plan import Plan
 from duoka.runtime.load.adapter import read_adapter
 
+from .machines import of_first_machine
 from .settings import TuneSettings
 
 _FORMAT = "duoka.run"
@@ -35,17 +36,19 @@ _MOST_BYTES = 2**28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What the processes of a run are to do."""
+    """What the processes of a run are to do; each replica spans so many `machines`."""
 
     settings: TuneSettings
     plans: tuple[Plan, ...]
     trust_remote_code: bool = False
+    machines: int = 1
 
     def fleet(self) -> Fleet:
-        """The GPUs of all replicas."""
+        """The GPUs of all replicas; of a machine, where a replica spans several."""
         devices = {device.name: device for plan in self.plans for device in plan.fleet.devices}
         links = dict.fromkeys(link for plan in self.plans for link in plan.fleet.links)
-        return Fleet(devices=tuple(devices.values()), links=tuple(links))
+        fleet = Fleet(devices=tuple(devices.values()), links=tuple(links))
+        return of_first_machine(fleet, self.machines)
 
     def checkpoint(self) -> Checkpoint:
         """The model's, which has to be the one that the plans were made for."""
@@ -119,7 +122,12 @@ class RunDirectory:
             )
 
     def write(
-        self, settings: TuneSettings, plans: tuple[Plan, ...], *, trust_remote_code: bool
+        self,
+        settings: TuneSettings,
+        plans: tuple[Plan, ...],
+        *,
+        trust_remote_code: bool,
+        machines: int = 1,
     ) -> None:
         """Say what the processes are to do."""
         content = {
@@ -127,6 +135,7 @@ class RunDirectory:
             "version": _VERSION,
             "settings": to_dict(settings),
             "trust_remote_code": trust_remote_code,
+            "machines": machines,
             "plans": [json.loads(plan.lasting().to_json()) for plan in plans],
         }
         write_whole(self._run, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
@@ -161,6 +170,7 @@ class RunDirectory:
             settings=from_dict(TuneSettings, content.get("settings")),
             plans=tuple(Plan.from_json(json.dumps(plan)) for plan in plans),
             trust_remote_code=content.get("trust_remote_code") is True,
+            machines=content["machines"] if isinstance(content.get("machines"), int) else 1,
         )
 
     def new_result(self, name: str) -> Path:

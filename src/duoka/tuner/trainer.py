@@ -205,8 +205,9 @@ class Trainer:
             limit = self._settings.max_grad_norm
             factor = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
             if factor != 1.0 or self.scale != 1.0:
-                gradients = [p.grad for p in self._part.trained.values() if p.grad is not None]
-                torch._foreach_mul_(gradients, factor / self.scale)
+                for parameter in self._part.trained.values():  # none on some GPUs: an embedding's
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(factor / self.scale)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             update(self.optimizer)

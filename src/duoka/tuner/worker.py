@@ -21,6 +21,7 @@ from duoka.stages.workers import end_with_parent
 from .checkpoints import TrainingCheckpoints
 from .data import Batches, Dataset, Step
 from .layout import Layout
+from .machines import seen_from, this_machine
 from .part import ModelPart
 from .run import Run, RunDirectory
 from .show import Progress
@@ -73,6 +74,15 @@ def _refuse_size(layout: Layout) -> None:
         )
 
 
+def _layout_here(run: Run) -> Layout:
+    """The layout in the names that GPUs have on this machine."""
+    if run.machines == 1:
+        return Layout(run.plans)
+    here = this_machine()
+    plans = tuple(seen_from(plan, here, run.machines) for plan in run.plans)
+    return Layout(plans, run.machines, here)
+
+
 def _reason(error: Exception) -> DuokaError | None:
     """Why a run failed, as the user is to see it; None where another process knows."""
     if isinstance(error, DuokaError):
@@ -100,7 +110,7 @@ class _Worker:
     """One process, from its weights to the last step."""
 
     def __init__(self, directory: RunDirectory, run: Run, rank: int) -> None:
-        settings, layout = run.settings, Layout(run.plans)
+        settings, layout = run.settings, _layout_here(run)
         self._directory = directory
         self._settings = settings
         self._is_first = rank == 0
