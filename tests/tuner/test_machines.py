@@ -121,7 +121,7 @@ def assert_as_one_process(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         pytest.param(1, ["--gpus", "virtual:64MiB"], id="copies"),
         pytest.param(
-            2, 2, ["--gpus", "virtual:2x64MiB", "--span-machines", "--replicas", "1"], id="span"
+            2, ["--gpus", "virtual:2x64MiB", "--span-machines", "--replicas", "1"], id="span"
         ),
     ],
 )
