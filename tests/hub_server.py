@@ -355,21 +355,6 @@ def replace(content: bytes) -> Misbehaviour:
     return lambda handler, normal: handler.send_file(content)
 
 
-def endless(handler: Handler, normal: Callable[[], None]) -> None:
-    """Send zeros until the client hangs up, without a length."""
-    handler.send_response(200)
-    handler.send_header("Connection", "close")
-    handler.end_headers()
-    handler.close_connection = True
-    while True:
-        handler.wfile.write(bytes(2**16))
-
-
-def declare(length: int) -> Misbehaviour:
-    """Tell of so many bytes, and send none."""
-    return lambda handler, normal: handler.send(200, Content_Length=str(length))
-
-
 def wait_for(event: threading.Event) -> Misbehaviour:
     """Answer nothing until something has happened."""
 

@@ -92,7 +92,7 @@ def _fetch(address: str) -> bytes:
 
 def _ask(address: str) -> bytes:
     from duoka.base.images import MOST_BYTES
-    from duoka.checkpoint.hub.limits import http
+    from duoka.checkpoint.hub.errors import http
 
     client = http.Client(
         follow_redirects=True, max_redirects=_MOST_REDIRECTS, timeout=_SILENT_SECONDS

@@ -109,8 +109,10 @@ def _discard(stream: TextIO) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the program; return the exit code."""
-    # Before transformers is imported: its advice and its bars would come between ours.
+    # Before transformers is imported: its advice and its bars would come between ours, and
+    # huggingface_hub's warnings show addresses that are signed.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     correct_columns()

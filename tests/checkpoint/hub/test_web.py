@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import threading
-import time
-import tracemalloc
 
 import hub_server
 import huggingface_hub
@@ -13,7 +11,6 @@ from .conftest import (
     ATTEMPTS,
     CONFIG,
     NAME,
-    SHARD,
     TOKEN,
     fetch_it,
     is_right,
@@ -25,19 +22,15 @@ from .conftest import (
 
 
 def test_too_many_requests(hub: HubServer, waits: list[float]) -> None:
-    hub.next("api", *[hub_server.status(429, Retry_After="7")] * 2, hub_server.status(429))
+    hub.next("api", *[hub_server.status(429)] * 3)
     open_it()
-    assert waits == [7, 7, 4]
-    hub.next("api", hub_server.status(429, Retry_After="3600"))
+    assert waits == [1, 2, 4]
+    hub.next("api", *[hub_server.status(429)] * ATTEMPTS)
     assert refused(open_it) == (
-        f"{hub.url} gets too many requests from here and asks to wait 3600 s; it was about "
-        "org/model",
+        f"{hub.url} gets too many requests from here; it was about org/model",
         "try again later; with a token (`hf auth login`) the Hub allows more",
     )
-    assert waits == [7, 7, 4]
-    hub.next("api", *[hub_server.status(429, Retry_After="1")] * ATTEMPTS)
-    assert "too many requests" in refused(open_it)[0]
-    assert waits[3:] == [1] * (ATTEMPTS - 1)
+    assert waits[3:] == [1, 2, 4, 8]
 
 
 @pytest.mark.parametrize("code", [500, 502, 503, 504])
@@ -61,35 +54,12 @@ def test_a_status_that_nobody_expects(hub: HubServer) -> None:
 
 
 @pytest.mark.parametrize("place", ["config.json", "head", "storage"])
-def test_a_server_does_not_decide_how_long_is_waited(
-    hub: HubServer, place: str, waits: list[float]
-) -> None:
+def test_a_download_that_is_put_off(hub: HubServer, place: str) -> None:
     checkpoint = open_it()
     (checkpoint.path / "config.json").unlink()
     (checkpoint.path.parents[1] / "blobs" / hub.repos[NAME].etag("config.json")).unlink()
     hub.next(place, hub_server.status(429, Retry_After="3"), hub_server.status(503))
     assert is_right(checkpoint.fetch())
-    assert waits == [3, 2]
-    for file in (checkpoint.path / name for name in ("config.json", SHARD)):
-        file.resolve().unlink()
-    hub.next(place, hub_server.status(429, Retry_After="86400"))
-    message, _ = refused(checkpoint.fetch)
-    assert message.startswith(f"{hub.url} gets too many requests from here and asks to wait 86400")
-    assert waits == [3, 2]
-
-
-def test_nothing_is_told_of_a_file(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch, waits: list[float]
-) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
-    late = threading.Event()
-    hub.next("head", *[hub_server.wait_for(late)] * 7)
-    before = time.monotonic()
-    message, _ = refused(open_it)
-    late.set()
-    assert message == f"{hub.url} sent nothing of config.json of {NAME}@{COMMIT} for 0.2 seconds"
-    assert time.monotonic() - before < 60
-    assert sum(waits) < 30
 
 
 @pytest.mark.parametrize(
@@ -110,26 +80,6 @@ def test_something_else_is_told_of_a_file(
     hub.next("head", *[misbehaviour] * 50)
     file = f"config.json of {NAME}@{COMMIT}"
     assert refused(open_it)[0].startswith(message.format(url=hub.url, file=file))
-
-
-def test_answers_that_are_too_long(hub: HubServer) -> None:
-    told = f"{hub.url} sends more than 33554432 bytes as org/model; that is not read"
-    hub.next("api", hub_server.declare(10**12))
-    assert refused(open_it)[0] == told
-    hub.next("api", hub_server.endless)
-    tracemalloc.start()
-    assert refused(open_it)[0] == told
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 4 * 2**25
-    for too_long in (hub_server.endless, hub_server.declare(10**12)):
-        hub.next("config.json", too_long)
-        told = f"{hub.url} sends more than 65536 bytes as config.json of {NAME}@{COMMIT}"
-        assert refused(open_it)[0] == f"{told}; that is not read"
-    checkpoint = open_it()
-    hub.next("storage", hub_server.endless)
-    assert "sends more than 65536 bytes as tokenizer.model" in refused(checkpoint.fetch)[0]
-    assert is_right(checkpoint.fetch())
 
 
 def test_a_config_of_any_length_is_not_downloaded(hub: HubServer) -> None:

@@ -7,7 +7,7 @@ sends is believed as little as a file.
 - `repo_name`: "org/name@revision"
 - `listing`: the files of a repository at one commit, and their hashes
 - `snapshot`: these files, fetched when needed; headers alone where those suffice
-- `limits`, `errors`: how much is read and how often is asked; what goes wrong, in sentences
+- `errors`: what goes wrong, in sentences, and what is asked again
 """
 
 from .repo_name import HubName, parse_name

@@ -1,10 +1,11 @@
 """Errors: what huggingface_hub and its HTTP library raise, as a person can understand it.
 
-What may go better next time is tried again, within limits.
+What may go better next time is tried again, beside what huggingface_hub tries again by itself.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,14 +26,17 @@ from huggingface_hub.errors import (
 
 from duoka.errors import CheckpointError
 
-from .limits import Busy, TooLong, guarded, http
 from .repo_name import Wanted
 
 T = TypeVar("T")
 
 WAITS_SECONDS = (1.0, 2.0, 4.0, 8.0)
-MAX_RETRY_AFTER_SECONDS = 60
 HOME = "https://huggingface.co"
+# httpx or its successor, whichever this version of huggingface_hub is built on.
+http: Any = sys.modules[HfHubHTTPError.__mro__[1].__module__.partition(".")[0]]
+_UNREACHED = (http.ConnectError, http.ConnectTimeout)
+_BROKEN = (http.NetworkError, http.RemoteProtocolError)
+_IN_TROUBLE = {408, 425, 500, 502, 503, 504}
 
 
 def endpoint() -> str:
@@ -41,48 +45,38 @@ def endpoint() -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def ask(wanted: Wanted, action: Callable[[], T], *, most_bytes: int) -> T:
+def ask(wanted: Wanted, action: Callable[[], T]) -> T:
     """Ask the Hub for something, several times if need be."""
-    with _explained(wanted), guarded(most_bytes):
-        for wait in WAITS_SECONDS:
+    with _explained(wanted):
+        for seconds in WAITS_SECONDS:
             try:
                 return action()
             except Exception as error:
-                seconds = _delay(error if isinstance(error, Broken) else _root(error), wait)
-                if seconds is None:
+                if not _may_pass(error):
                     raise
             time.sleep(seconds)
         return action()
 
 
-class Broken(Exception):
-    """A connection that ended before all had arrived; asking again may help."""
+def _may_pass(error: Exception) -> bool:
+    """Whether asking again may help."""
+    if isinstance(error, HfHubHTTPError):
+        return _status(error) in {429, *_IN_TROUBLE}
+    return isinstance(error, (http.TimeoutException, *_BROKEN)) and not isinstance(
+        error, _UNREACHED
+    )
 
 
-@contextmanager
-def breaking() -> Iterator[None]:
-    """Raise Broken for what a connection may suffer, but for one that never came about."""
-    try:
-        yield
-    except (http.ConnectError, http.ConnectTimeout):
-        raise
-    except (http.TimeoutException, http.NetworkError, http.RemoteProtocolError) as error:
-        raise Broken from error
+def _status(error: BaseException) -> int | None:
+    """The status of the answer that an error is about."""
+    return getattr(getattr(error, "response", None), "status_code", None)
 
 
 def _root(error: BaseException) -> BaseException:
     """What went wrong when huggingface_hub says no more than that a file isn't in its cache."""
-    while isinstance(error, (Broken, LocalEntryNotFoundError)) and error.__cause__ is not None:
+    while isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None:
         error = error.__cause__
     return error
-
-
-def _delay(error: BaseException, wait: float) -> float | None:
-    """Seconds after which to try again; None if that is of no use."""
-    if isinstance(error, Busy):
-        seconds = wait if error.wait_seconds is None else error.wait_seconds
-        return seconds if seconds <= MAX_RETRY_AFTER_SECONDS else None
-    return wait if isinstance(error, Broken) else None
 
 
 @contextmanager
@@ -92,18 +86,17 @@ def _explained(wanted: Wanted) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:
-        explained = _explain(_root(error), wanted)
-        if explained is None:
+        known = _explain(_root(error), wanted)
+        if known is None:
             raise
         # Without what the libraries said: addresses of large files are signed, as a password is.
-        raise explained from None
+        raise known from None
 
 
 _ADDRESS = "is HF_ENDPOINT the address of a Hub?"
 _CHANGED = "the repository may have changed, or a proxy is in between: try again"
 # What an error means and what to do, by the first class or status that it has.
 _MEANINGS: tuple[tuple[Any, str, str], ...] = (
-    (TooLong, "{hub} sends more than {error} bytes as {wanted}; that is not read", _CHANGED),
     (
         GatedRepoError,
         "{repo} is gated: its authors must grant you access",
@@ -125,28 +118,28 @@ _MEANINGS: tuple[tuple[Any, str, str], ...] = (
         "the repository is incomplete, or has changed: try again",
     ),
     (
-        401,
+        {401},
         "{hub} wants to know who asks for {wanted}, and {token}",
         "log in (`hf auth login`), or correct or unset HF_TOKEN",
     ),
     (
-        403,
+        {403},
         "{hub} doesn't let this token read {wanted}",
         "the token needs the permission to read this repository",
     ),
     (
-        429,
-        "{hub} gets too many requests from here{wait}; it was about {wanted}",
+        {429},
+        "{hub} gets too many requests from here; it was about {wanted}",
         "try again later; with a token (`hf auth login`) the Hub allows more",
     ),
     (
-        Busy,
-        "{hub} answers with status {error} to the request for {wanted}",
+        _IN_TROUBLE,
+        "{hub} answers with status {status} to the request for {wanted}",
         "the Hub has a problem of its own: try again later",
     ),
     (HfHubHTTPError, "{hub} answers with status {status} to the request for {wanted}", _ADDRESS),
     (
-        (http.ConnectError, http.ConnectTimeout),
+        _UNREACHED,
         "{hub} can't be reached for {wanted}: {error}",
         "check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 uses what was downloaded before",
     ),
@@ -161,7 +154,7 @@ _MEANINGS: tuple[tuple[Any, str, str], ...] = (
         "is HF_ENDPOINT right, or a proxy in between?",
     ),
     (
-        (Broken, http.NetworkError, http.RemoteProtocolError),
+        _BROKEN,
         "the connection to {hub} broke off in {wanted} again and again",
         "run the command again: files that are complete are kept",
     ),
@@ -181,11 +174,9 @@ def _explain(error: BaseException, wanted: Wanted) -> CheckpointError | None:
         return offline(wanted)
     if isinstance(error, OSError) and error.errno is not None:
         return None
-    response = getattr(error, "response", None) if isinstance(error, HfHubHTTPError) else None
-    status = getattr(response, "status_code", getattr(error, "status", None))
-    seconds = getattr(error, "wait_seconds", None)
+    status = _status(error)
     for kind, message, hint in _MEANINGS:
-        if kind == status if isinstance(kind, int) else isinstance(error, kind):
+        if status in kind if isinstance(kind, set) else isinstance(error, kind):
             values = {
                 "hub": endpoint(),
                 "wanted": wanted,
@@ -197,7 +188,6 @@ def _explain(error: BaseException, wanted: Wanted) -> CheckpointError | None:
                 else "there is no token",
                 "log_in": "" if get_token() else "; for what isn't public log in: hf auth login",
                 "timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT,
-                "wait": "" if seconds is None else f" and asks to wait {seconds:.0f} s",
             }
             return CheckpointError(message.format(**values), hint=hint.format(**values))
     return None

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from huggingface_hub import HfApi, ModelInfo, constants
+from huggingface_hub import HfApi, constants
 
 from duoka.base.files import Stamp, cache_directory, open_regular, read_bytes, write_whole
 from duoka.errors import CheckpointError
 
 from ..directory import CHAT_TEMPLATES
 from ..headers import is_plain_name, parse_json
-from .errors import ask, breaking, endpoint
+from .errors import ask, endpoint
 from .repo_name import COMMIT, HubName, Wanted
 
 _MOST_BYTES = 32 * 2**20
@@ -59,16 +59,15 @@ def ask_listing(name: HubName) -> Listing:
     """Ask the Hub what a repository holds, and keep the answer: a commit never changes."""
     api = HfApi(library_name="duoka")
 
-    def attempt() -> ModelInfo:
-        with breaking():
-            return api.model_info(
-                name.repo,
-                revision=name.revision,
-                files_metadata=True,
-                timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
-            )
-
-    info = ask(Wanted(name=name), attempt, most_bytes=_MOST_BYTES)
+    info = ask(
+        Wanted(name=name),
+        lambda: api.model_info(
+            name.repo,
+            revision=name.revision,
+            files_metadata=True,
+            timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+        ),
+    )
     siblings = (
         (sibling.rfilename, sibling.size, sibling.lfs.sha256 if sibling.lfs else sibling.blob_id)
         for sibling in info.siblings or ()

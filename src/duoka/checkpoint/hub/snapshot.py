@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 from huggingface_hub import (
     constants,
@@ -41,17 +38,13 @@ from ..headers import (
     parse_header,
     read_header,
 )
-from .errors import Broken, ask, breaking, endpoint, offline
+from .errors import ask, endpoint, http, offline
 from .listing import Listing, RemoteFile, ask_listing, is_right, kept_listing
 from .repo_name import COMMIT, HubName, Wanted
-
-T = TypeVar("T")
 
 # Most headers are shorter than this; the rest costs one request more.
 _FIRST_BYTES = 2**16
 _HEADERS_AT_ONCE = 8
-# huggingface_hub's downloads write every few seconds, or give up.
-_ABANDONED_SECONDS = 3600
 
 
 def open_snapshot(name: HubName) -> Snapshot:
@@ -124,7 +117,11 @@ class Snapshot:
 
     def headers(self, names: Sequence[str]) -> dict[str, dict[str, TensorInfo]]:
         """What safetensors files hold; of those that aren't here, the headers alone are fetched."""
-        return at_once(self._header, names, most=_HEADERS_AT_ONCE)
+        pool = ThreadPoolExecutor(_HEADERS_AT_ONCE)
+        try:
+            return dict(zip(names, pool.map(self._header, names), strict=True))
+        finally:  # after an error, or Ctrl-C, nobody waits for the others
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def missing(self, names: Iterable[str]) -> tuple[str, ...]:
         """Which of these files are not on this machine."""
@@ -150,8 +147,6 @@ class Snapshot:
             if name in absent:
                 self._get(name, partial(_report, progress, done, total))
             self._verify(name)
-            if name in absent:
-                self._sweep(name)
             done += self.size(name)
             if progress is not None:
                 progress(done, total)
@@ -171,7 +166,6 @@ class Snapshot:
         return False
 
     def _get(self, name: str, moved: Callable[[int], object]) -> None:
-        self._remove_other_length(name)
         try:
             ask(
                 self._wanted(name),
@@ -180,9 +174,11 @@ class Snapshot:
                     name,
                     revision=self._name.revision,
                     library_name="duoka",
+                    etag_timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+                    # What is there has another length.
+                    force_download=(self.path / name).exists(),
                     tqdm_class=_counter(moved),
                 ),
-                most_bytes=self.size(name),
             )
         except OSError as error:
             raise MachineError(
@@ -208,21 +204,6 @@ class Snapshot:
         for place in (path, self._blob(name), shared):
             with suppress(OSError):
                 place.unlink()
-
-    def _sweep(self, name: str) -> None:
-        """Remove what killed downloads of a file left, now that it is here."""
-        blob = self._blob(name)
-        for path in blob.parent.glob(f"{blob.name}*.incomplete"):
-            with suppress(OSError):
-                if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
-                    path.unlink()
-
-    def _remove_other_length(self, name: str) -> None:
-        """Remove what is longer or shorter: never what another process has just put there."""
-        for path in (self.path / name, self._blob(name)):
-            with suppress(OSError):
-                if path.stat().st_size != self.size(name):
-                    path.unlink()
 
     def _refuse_full_disk(self, names: Iterable[str]) -> None:
         needed = sum(self.size(name) for name in names)
@@ -273,19 +254,15 @@ class Snapshot:
             "Range": f"bytes={start}-{stop - 1}",
             "Accept-Encoding": "identity",
         }
-        content = bytearray()
 
         def attempt() -> bytes:
-            content.clear()
-            with (
-                breaking(),
-                get_session().stream(
-                    "GET",
-                    hf_hub_url(repo, file.name, revision=commit),
-                    headers=headers,
-                    timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
-                ) as response,
-            ):
+            content = bytearray()
+            with get_session().stream(
+                "GET",
+                hf_hub_url(repo, file.name, revision=commit),
+                headers=headers,
+                timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+            ) as response:
                 hf_raise_for_status(response)
                 first = self._first_byte(response, file)
                 if first not in (0, start):
@@ -294,9 +271,9 @@ class Snapshot:
                     content.extend(chunk)
                     if first + len(content) >= stop:
                         return bytes(content[start - first : stop - first])
-            raise Broken
+            raise http.RemoteProtocolError("it ended before all had arrived")
 
-        return ask(self._wanted(file.name), attempt, most_bytes=file.num_bytes)
+        return ask(self._wanted(file.name), attempt)
 
     def _first_byte(self, response: Any, file: RemoteFile) -> int:
         """Where in a file an answer begins: 0 where a server doesn't send parts."""
@@ -333,31 +310,3 @@ def _counter(moved: Callable[[int], object]) -> type:
             moved(self.num_bytes)
 
     return Counter
-
-
-def at_once(action: Callable[[str], T], names: Sequence[str], *, most: int) -> dict[str, T]:
-    """Do something for several names, in up to so many threads.
-
-    Nobody waits for these threads after Ctrl-C. Those of `concurrent.futures` would keep the
-    process from ending for as long as a request that isn't answered is tried again.
-    """
-    results: dict[str, Future[T]] = {name: Future() for name in names}
-    waiting = deque(results)
-
-    def work() -> None:
-        with suppress(IndexError):
-            while True:
-                name = waiting.popleft()
-                try:
-                    results[name].set_result(action(name))
-                except BaseException as error:
-                    results[name].set_exception(error)
-                    # Those before it have begun, and those after it are of no use.
-                    waiting.clear()
-
-    for _ in range(min(most, len(results))):
-        Thread(target=work, daemon=True).start()
-    try:
-        return {name: result.result() for name, result in results.items()}
-    finally:
-        waiting.clear()
