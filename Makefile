@@ -55,10 +55,7 @@ check: $(STAMP)
 # Writes the schemas of plan files and reports anew, after a change to the dataclasses that they
 # are made of.
 schema: $(STAMP)
-	$(BIN)/python -c 'import json, duoka; print(json.dumps(duoka.Plan.schema(), indent=1))' \
-	  > src/duoka/planner/plan.schema.json
-	$(BIN)/python -c 'import json; from duoka.report.check_report import Report; \
-	  print(json.dumps(Report.schema(), indent=1))' > src/duoka/report/report.schema.json
+	$(BIN)/python tests/schemas.py
 
 clean:
 	rm -rf $(VENV) $(CUDA_VENV)

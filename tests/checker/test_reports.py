@@ -6,13 +6,13 @@ import json
 
 import jsonschema
 import pytest
+import schemas
 import seeded
 from rich.cells import cell_len
 from sarif_form import SCHEMA
 
 import duoka
 from duoka.report import sarif
-from duoka.report.check_report import Report
 from duoka.report.terminal import plain, render_report
 
 CASES = (
@@ -33,7 +33,7 @@ CASES = (
 def test_every_form(name: str) -> None:
     case = seeded.load(seeded.path(name))
     report = duoka.check(case.build(), case.placement, inputs=case.inputs(), train=case.train)
-    jsonschema.validate(json.loads(report.to_json()), Report.schema())
+    jsonschema.validate(json.loads(report.to_json()), schemas.report_schema())
     log = json.loads(sarif.dumps(report))
     jsonschema.validate(log, SCHEMA)
     found = (*report.faults, *report.warnings)

@@ -11,13 +11,13 @@ from typing import Any
 
 import jsonschema
 import pytest
+import schemas
 import yaml
 from PIL import Image
 from progress import without_progress
 
 import duoka
 from duoka.errors import MachineError
-from duoka.report.check_report import Report
 
 from .conftest import GPUS, SIZES, Program
 
@@ -116,7 +116,7 @@ def test_json_is_the_report(tiny: Path, program: Program) -> None:
     done = program("check", tiny, *GPUS, *SIZES, "--json")
     assert (done.returncode, without_progress(done.stderr)) == (0, "")
     report = json.loads(done.stdout)
-    jsonschema.validate(report, Report.schema())
+    jsonschema.validate(report, schemas.report_schema())
     assert report["ok"] is True
     assert [peak["budget_bytes"] for peak in report["memory"]] == [64 * 2**20] * 2
 
@@ -205,7 +205,7 @@ def test_fixed_in_place(faulty: Path, program: Program) -> None:
     assert len(json.loads(before.stdout)["faults"]) == 2
     done = check(program, faulty, "--context", "96", "--train", "--fix", "--in-place", "--json")
     report = json.loads(done.stdout)
-    jsonschema.validate(report, Report.schema())
+    jsonschema.validate(report, schemas.report_schema())
     assert [patch["proved"] for patch in report["patches"]] == [True]
     assert report["uncured"] == []
     assert (faulty / "modeling_faulty.py").read_text() != MODELING

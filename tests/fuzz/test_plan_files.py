@@ -9,6 +9,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import schemas
 import tiny
 from fuzzing import JSON, damaged, damaged_text, fuzz, told_of
 from hypothesis import given
@@ -37,7 +38,7 @@ _PLAN = solve(
     source="模型/glm",
 )
 VALID: dict[str, Any] = json.loads(_PLAN.to_json())
-SCHEMA = jsonschema.Draft202012Validator(Plan.schema())
+SCHEMA = jsonschema.Draft202012Validator(schemas.plan_schema())
 
 
 def as_read(told: Any, read: Any) -> Any:

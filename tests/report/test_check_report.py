@@ -8,23 +8,21 @@ from typing import Any
 
 import jsonschema
 import pytest
+import schemas
 from reports import bad_report, good_report
 
-import duoka.report.check_report
 from duoka.errors import Faults
 from duoka.report.check_report import PeakMemory, Report, Stop
 
-SCHEMA = Path(duoka.report.check_report.__file__).with_name("report.schema.json")
-
 
 def validator() -> Any:
-    jsonschema.Draft202012Validator.check_schema(Report.schema())
-    return jsonschema.Draft202012Validator(Report.schema())
+    jsonschema.Draft202012Validator.check_schema(schemas.report_schema())
+    return jsonschema.Draft202012Validator(schemas.report_schema())
 
 
 def test_the_schema_in_the_package_is_the_dataclasses() -> None:
-    written = json.loads(SCHEMA.read_text(encoding="utf-8"))
-    assert written == Report.schema(), "write it again: make schema"
+    written = json.loads(schemas.REPORT_FILE.read_text(encoding="utf-8"))
+    assert written == schemas.report_schema(), "write it again: make schema"
 
 
 @pytest.mark.parametrize("make", [bad_report, good_report])

@@ -12,10 +12,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from duoka.base.files import read_text, why, write_whole
-from duoka.base.serialization import from_dict, json_schema, parse_json_object, to_dict
+from duoka.base.serialization import from_dict, parse_json_object, to_dict
 from duoka.base.units import format_bytes
 from duoka.checkpoint.checkpoint import differences
 from duoka.errors import FleetError, FormatError
@@ -213,16 +213,6 @@ class Plan:
         except FormatError as error:
             hint = error.hint or "`duoka plan --save FILE` makes one"
             raise FormatError(f"{path}: {error}", hint=hint) from error
-
-    @classmethod
-    def schema(cls) -> dict[str, Any]:
-        """The JSON Schema of a plan's file."""
-        return json_schema(
-            cls,
-            title="A plan of duoka",
-            format={"const": _FORMAT},
-            version={"const": _VERSION},
-        )
 
     def refuse_other(self, fingerprint: str, source: str) -> None:
         """Raise FormatError unless the fingerprint is that of the plan's checkpoint."""

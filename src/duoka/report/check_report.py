@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from duoka.base.serialization import json_schema, to_dict
+from duoka.base.serialization import to_dict
 from duoka.errors import Faults
 
 from .measured import PeakBytes
@@ -315,26 +315,3 @@ class Report:
     def to_json(self) -> str:
         """The JSON form as text."""
         return json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
-
-    @classmethod
-    def schema(cls) -> dict[str, Any]:
-        """The JSON Schema of the JSON form, and of what `duoka check --fix` adds to it."""
-        schema = json_schema(
-            cls, title="A report of duoka", version={"const": VERSION}, ok={"type": "boolean"}
-        )
-        del schema["properties"]["subject"]
-        schema["required"].remove("subject")
-        schema["properties"] |= {
-            "patches": _objects(file="string", diff="string", proved="boolean", reason="string"),
-            "cures": _objects(file="string", source="string", step_bytes="integer"),
-            "uncured": _objects(file="string", line="integer", op="string", reason="string"),
-        }
-        return schema
-
-
-def _objects(**types: str) -> dict[str, Any]:
-    """The schema of a list of flat objects."""
-    properties = {name: {"type": kind} for name, kind in types.items()}
-    required = list(properties)
-    item = {"type": "object", "properties": properties, "required": required}
-    return {"type": "array", "items": {**item, "additionalProperties": False}}
