@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,7 +13,6 @@ from image_checkpoints import FAMILIES, write_family, write_glm4v
 from PIL import Image
 
 from duoka.base import images as reading
-from duoka.cli import images as fetching
 
 from .conftest import Program
 
@@ -55,22 +53,12 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if kind == "page":
             self.wfile.write(b"<!doctype html>Please log in")
-        elif kind == "endless":
-            self._drip()
         elif kind == "huge":
             self.wfile.write(bytes(5000))
         elif kind != "absent":
             file = io.BytesIO()
             Image.new("RGB", (60, 56), "red").save(file, "PNG")
             self.wfile.write(file.getvalue())
-
-    def _drip(self) -> None:
-        try:
-            for _ in range(50):
-                self.wfile.write(b"\x89")
-                time.sleep(0.1)
-        except OSError:  # nobody listens any more
-            pass
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
@@ -178,14 +166,12 @@ def test_a_picture_from_the_web(glm4v: Path, pictures: Path, program: Program, w
         ("absent", "can't be fetched: the server answers with status 404"),
         ("moved", "can't be fetched: the server redirects more than 5 times"),
         ("elsewhere", "can't be fetched"),
-        ("endless", "can't be fetched: it takes more than 0.3 seconds"),
         ("huge", "can't be fetched: it has more than 3.91 KiB"),
     ],
 )
 def test_what_the_web_sends_instead(
     path: str, reason: str, program: Program, web: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetching, "_MOST_SECONDS", 0.3)
     monkeypatch.setattr(reading, "MOST_BYTES", 4000)
     done = program("generate", "x", "--image", f"{web}/{path}", *ASKED)
     assert (done.returncode, done.stdout) == (2, "")

@@ -38,17 +38,6 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_one_in_a_finaliser_comes_again() -> None:
-    done = run(
-        "class Thing:\n"
-        "    def __del__(self): press(); time.sleep(0.3)\n"
-        "try:\n"
-        "    Thing(); time.sleep(30)\n"
-        "except KeyboardInterrupt: signals.taken(); say('again')\n"
-    )
-    assert (done.stdout, done.stderr, done.returncode) == ("again\n", "", 0)
-
-
 def test_a_second_one_leaves_the_clean_up_alone() -> None:
     done = run(
         "try:\n"
@@ -85,16 +74,6 @@ def test_one_that_a_library_swallowed_is_sent_again() -> None:
         "except KeyboardInterrupt: say('taken')\n"
     )
     assert (done.stdout, done.stderr, done.returncode) == ("taken\n", "", 0)
-
-
-def test_another_one_is_taken_after_one_that_was_swallowed() -> None:
-    done = run(
-        "try: press(); time.sleep(5)\n"
-        "except BaseException: pass\n"
-        "try: os.kill(os.getpid(), signal.SIGTERM); time.sleep(30)\n"
-        "except signals.Terminated: say('ended')\n"
-    )
-    assert (done.stdout, done.stderr, done.returncode) == ("ended\n", "", 0)
 
 
 def test_signals_that_the_parent_ignored_stay_ignored() -> None:

@@ -107,7 +107,7 @@ class ReportOutput(NamesOption):
         if self.sarif is not None:
             from duoka.report.sarif import dumps
 
-            write_file(self.sarif, dumps(report) + "\n", "the SARIF log")
+            write_file(self.sarif, dumps(report) + "\n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,11 @@
 """Pictures that are named on the command line: files, and addresses on the web.
 
 Only a person's own command fetches from the web, and only what it names; what is written in a chat
-never does. A server gets a limit of bytes, of redirects, and of time for all of it.
+never does. A server gets a limit of bytes, of redirects, and of time in which it is silent.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _WEB = ("http://", "https://")
-_MOST_SECONDS = 60
 _SILENT_SECONDS = 15
 _MOST_REDIRECTS = 5
 
@@ -71,26 +68,7 @@ def _read(source: str) -> Image:
 
 
 def _fetch(address: str) -> bytes:
-    """What a server sends, in a thread that is left behind when it takes too long."""
-    results: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            results.put(_ask(address))
-        except Exception as error:
-            results.put(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        result = results.get(timeout=_MOST_SECONDS)
-    except queue.Empty:
-        raise _unfetched(address, f"it takes more than {_MOST_SECONDS} seconds") from None
-    if isinstance(result, Exception):
-        raise result
-    return result
-
-
-def _ask(address: str) -> bytes:
+    """What a server sends, within a limit."""
     from duoka.base.images import MOST_BYTES
     from duoka.checkpoint.hub.errors import http
 

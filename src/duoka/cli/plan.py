@@ -192,7 +192,7 @@ def _save_page(plan: duoka.Plan, file: Path) -> None:
         explanation = duoka.explain(plan)
     except UsageError as error:
         stderr().print(f"the page says no reasons: {error}", markup=False, soft_wrap=True)
-    write_file(file, render_page(plan, explanation), "the page")
+    write_file(file, render_page(plan, explanation))
 
 
 def _json(data: object) -> str:

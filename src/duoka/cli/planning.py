@@ -337,13 +337,13 @@ def _tokens(limit: int | None, options: PlanOptions, training: Training | None) 
 
 def save_plan(plan: duoka.Plan, file: Path) -> None:
     """Keep a plan in a file, and say so."""
-    write_file(file, plan.lasting().to_json() + "\n", "the plan")
+    write_file(file, plan.lasting().to_json() + "\n")
 
 
 def save_device_map(device_map: Mapping[str, int | str], file: Path) -> None:
     """Keep a device map in a file, and say so."""
     text = json.dumps(dict(device_map), indent=1, ensure_ascii=False)
-    write_file(file, text + "\n", "the device map")
+    write_file(file, text + "\n")
 
 
 def open_prompts(plan: duoka.Plan, model: ModelOptions) -> PromptReader:

@@ -1,22 +1,13 @@
-"""Ctrl-C and other signals that end the program: each ends it once, and its clean-up is left alone.
-
-What Python forgets, it isn't asked for: where a library catches the exception and goes on, the
-signal has to be sent again.
-"""
+"""Ctrl-C and other signals end the program, once each; its clean-up is left alone."""
 
 from __future__ import annotations
 
 import signal
-import sys
-import threading
 import time
-from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 # For so long after a signal another one is taken for the same wish, and can't stop the clean-up.
 _PATIENCE_SECONDS = 2.0
-_SOON_SECONDS = 0.05
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -36,19 +27,10 @@ class _Handler:
         self._raised_at = 0.0
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        is_other = signum != signal.SIGINT and self.stopped_by == signal.SIGINT
         is_late = time.monotonic() - self._raised_at > _PATIENCE_SECONDS
-        if self.stopped_by is None or is_other or is_late:
+        if self.stopped_by is None or is_late:
             self.stopped_by, self._raised_at = signum, time.monotonic()
             raise KeyboardInterrupt if signum == signal.SIGINT else Terminated(signum)
-
-    def raise_again(self) -> None:
-        """Send the signal once more, when what runs now is over."""
-        signum, self.stopped_by = self.stopped_by or signal.SIGINT, None
-        thread = threading.main_thread().ident
-        timer = threading.Timer(_SOON_SECONDS, signal.pthread_kill, (thread, signum))
-        timer.daemon = True
-        timer.start()
 
 
 def install() -> None:
@@ -57,19 +39,6 @@ def install() -> None:
     for signum in _SIGNALS:
         if signal.getsignal(signum) in (signal.default_int_handler, signal.SIG_DFL):
             signal.signal(signum, handler)
-    sys.unraisablehook = _unraisable(handler, sys.unraisablehook)
-
-
-def _unraisable(handler: _Handler, otherwise: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """What Python calls for an exception in a finaliser, which goes no further."""
-
-    def hook(unraisable: Any) -> None:
-        if issubclass(unraisable.exc_type, KeyboardInterrupt | Terminated):
-            handler.raise_again()
-        elif handler.stopped_by is None:  # others follow from the signal's own
-            otherwise(unraisable)
-
-    return hook
 
 
 def taken() -> None:
