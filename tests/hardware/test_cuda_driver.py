@@ -226,23 +226,24 @@ def test_torch_sees_the_same_gpus() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "numbers"),
+    ("value", "told"),
     [
-        (None, {}),
-        ("", {}),
-        ("0,1", {}),
-        ("2,3", {2: 0, 3: 1}),
-        (" 1 , 0 ", {1: 0, 0: 1}),
-        ("GPU-8932f937,2", {}),
-        ("-1", {}),
-        ("9" * 5000, {}),
+        (None, ""),
+        ("", ""),
+        ("0,1", ""),
+        ("2,3", "2 is cuda:0, 3 is cuda:1"),
+        (" 1 , 0 ", "1 is cuda:0, 0 is cuda:1"),
+        ("GPU-8932f937,2", ""),
+        ("-1", ""),
+        ("9" * 5000, ""),
     ],
 )
-def test_renumbered(
-    value: str | None, numbers: dict[int, int], monkeypatch: pytest.MonkeyPatch
+def test_numbers_that_are_others_are_told(
+    value: str | None, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(cuda_driver.VARIABLE, raising=False)
     if value is not None:
         monkeypatch.setenv(cuda_driver.VARIABLE, value)
-    assert cuda_driver.renumbered() == numbers
-    assert bool(cuda_driver.tell_renumbered()) == bool(numbers)
+    text = cuda_driver.tell_renumbered()
+    assert told in text
+    assert bool(text) == bool(told)

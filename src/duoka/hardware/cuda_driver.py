@@ -116,22 +116,15 @@ def restriction() -> str | None:
     return None if value is None else "".join(sign for sign in value if sign.isprintable())[:200]
 
 
-def renumbered() -> dict[int, int]:
-    """What CUDA_VISIBLE_DEVICES makes of the numbers that it lists; "2,3" makes 2 cuda:0.
-
-    Empty where it lists anything else, or nothing gets another number.
-    """
+def tell_renumbered() -> str:
+    """What CUDA_VISIBLE_DEVICES makes of the numbers that it lists; empty where that is nothing."""
     texts = [text.strip() for text in os.environ.get(VARIABLE, "").split(",")]
     if not all(text.isascii() and text.isdecimal() and len(text) < 5 for text in texts):
-        return {}
-    numbers = {int(text): place for place, text in enumerate(texts)}
-    return {} if all(number == place for number, place in numbers.items()) else numbers
-
-
-def tell_renumbered() -> str:
-    """The same in words; empty where there is nothing to tell."""
-    pairs = [f"{number} is cuda:{place}" for number, place in renumbered().items()]
-    return f"{VARIABLE}={restriction()}: {', '.join(pairs)} in this process" if pairs else ""
+        return ""
+    pairs = [f"{int(text)} is cuda:{place}" for place, text in enumerate(texts)]
+    if all(int(text) == place for place, text in enumerate(texts)):
+        return ""
+    return f"{VARIABLE}={restriction()}: {', '.join(pairs)} in this process"
 
 
 def _load() -> Any:

@@ -6,7 +6,7 @@ import json
 import operator
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import SupportsIndex
@@ -19,7 +19,6 @@ from duoka.hardware.fleet import Fleet
 
 _MAX_BYTES = 16 * 2**20
 _DEVICE = re.compile(r"([a-z]+)(?::(0|[1-9][0-9]{0,3}))?", re.ASCII)
-_OF_CUDA = re.compile(r"((?:cuda:)?)(0|[1-9][0-9]{0,3})", re.ASCII)
 _NUMBER = re.compile(r"[0-9]{1,4}", re.ASCII)
 _AUTOMATIC = frozenset({"auto", "balanced", "balanced_low_0", "sequential"})
 _LEAVE_OUT = "leave the device map out: finding one is what duoka does by itself"
@@ -159,19 +158,6 @@ class Devices:
         """What they are, and what CUDA_VISIBLE_DEVICES makes of their numbers."""
         parts = [f"the devices are {', '.join(self.names)}", cuda_driver.tell_renumbered()]
         return "; ".join(filter(None, parts)) if self.names else ""
-
-    def renumbered(self, values: Iterable[object]) -> dict[str, str]:
-        """What is meant where GPUs have the numbers that CUDA_VISIBLE_DEVICES lists.
-
-        Empty where the numbers are the fleet's own, and where there is any of another kind.
-        """
-        numbers = {str(v): m for v in values if (m := _OF_CUDA.fullmatch(str(v))) is not None}
-        listed = {str(old): str(new) for old, new in cuda_driver.renumbered().items()}
-        if all(f"cuda:{match[2]}" in self.names for match in numbers.values()):
-            return {}
-        meant = {text: f"{m[1]}{listed.get(m[2])}" for text, m in numbers.items()}
-        devices = {f"cuda:{number.removeprefix('cuda:')}" for number in meant.values()}
-        return meant if devices <= {*self.names} else {}
 
     def _numbered(self, number: int) -> str:
         if len(self._kinds) > 1:

@@ -18,7 +18,6 @@ _LONGEST_COMPARED = 200
 # Comparing letters takes long; a hostile map must not make it last. Beyond so many comparisons
 # only names with a part more or less are found.
 _MOST_COMPARISONS = 20_000
-_MOST_PATTERNS = 1_000
 _LIKE, _ALMOST = 0.6, 0.85
 _MOST_SHOWN = 3
 
@@ -51,8 +50,6 @@ class Finder:
             return Nearest()
         pattern, numbers = _pattern(name.strip().strip("."))
         if pattern not in self._similar:
-            if len(self._similar) >= _MOST_PATTERNS:
-                return Nearest()
             self._similar[pattern] = self._like(pattern)
         near: dict[str, float] = {}
         meant = None

@@ -85,7 +85,6 @@ class _Judge:
         self.outline = outline
         self.devices = devices
         self.spelling = Spelling(outline)
-        self.device_map = device_map
         self.entries = Entries.read(device_map, self.spelling, devices)
         self.published = self.entries.are_published(self.spelling)
 
@@ -95,7 +94,7 @@ class _Judge:
         if not faults:
             notes = tuple(note for part in parts for note in self._followed(part))
             return Judgement(placed=tuple(self._placed(parts)), notes=notes)
-        faults = replace(faults, completed=self._corrected()._completed())
+        faults = replace(faults, completed=self._completed())
         raise PlacementError(self._message(faults, parts), hint=_HINT, faults=faults)
 
     # ── judging ──
@@ -179,14 +178,6 @@ class _Judge:
             )
 
     # ── completing ──
-
-    def _corrected(self) -> _Judge:
-        """The judge of the map with its GPUs' numbers as they are in this process."""
-        meant = self.devices.renumbered(value for _, value in self.device_map.entries)
-        if not meant:
-            return self
-        entries = ((name, meant.get(str(value), value)) for name, value in self.device_map.entries)
-        return _Judge(DeviceMap(tuple(entries)), self.outline, self.devices)
 
     def _completed(self) -> dict[str, int | str]:
         """What could be kept, what was meant, and for the rest the device of its neighbours."""
