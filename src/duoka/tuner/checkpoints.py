@@ -53,18 +53,9 @@ _FILE_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """What a run goes on from.
+    """What a run goes on from: a checkpoint, its steps, and what `save` had as state.
 
-    Parameters
-    ----------
-    path : Path
-        The training checkpoint.
-    step : int
-        The steps that it has behind it.
-    state : dict
-        What `TrainingCheckpoints.save` had as state.
-    refused : tuple of str
-        Why newer ones were passed over, newest first.
+    `refused` says why newer ones were passed over, newest first.
     """
 
     path: Path
@@ -74,40 +65,22 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    """A file of tensors as it was written."""
-
-    num_bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Manifest:
-    """What a training checkpoint says about itself, beside the run's own state."""
+    """What a checkpoint says about itself, beside the run's state; sha256 by file of tensors."""
 
     version: int
     step: int
     identity: Mapping[str, str]
-    files: Mapping[str, _File]
+    files: Mapping[str, str]
 
 
 class TrainingCheckpoints:
-    """The training checkpoints of one run in a directory.
+    """The training checkpoints of one run, in a directory on a disk that all processes share.
 
-    Every process of the run makes one and calls its methods at the same time; without
-    `torch.distributed` there is one process. What fails in one of them is raised in all.
-
-    Parameters
-    ----------
-    directory : Path
-        On a disk that all processes share; it is made when the first one is saved.
-    identity : mapping of str to str
-        What has to be the same when the run is resumed, by what it is called: the fingerprint of
-        the model, that of the data, the method.
-    keep : int
-        How many of the newest are kept.
-    group : torch.distributed.ProcessGroup, optional
-        All processes of the run, on the CPU; by default the default group.
+    Every process of the run (of `group`, on the CPU) makes one and calls its methods at the same
+    time; without `torch.distributed` there is one process. What fails in one of them is raised in
+    all. `identity` has what must be the same when the run is resumed, by what it is called: the
+    fingerprint of the model, that of the data, the method. So many of the newest are kept.
     """
 
     def __init__(
@@ -148,30 +121,12 @@ class TrainingCheckpoints:
         optimizer: Optimizer | None,
         state: Mapping[str, Any],
     ) -> Path:
-        """Save a run; a crash at any moment leaves the checkpoint before as it is.
+        """Save a run that has so many steps behind it; where it lies then.
 
-        Older ones than are kept are removed, and those of later steps: the run has left them.
-
-        Parameters
-        ----------
-        step : int
-            The steps that the run has behind it.
-        parameters : mapping of str to Parameter
-            What learns in this process, by the names in the model. Replicas have the same.
-        optimizer : Optimizer or None
-            Its states for these parameters; None in a process without any.
-        state : mapping
-            Everything else that the run needs, as JSON; that of the first process counts.
-
-        Returns
-        -------
-        Path
-            The directory.
-
-        Raises
-        ------
-        MachineError
-            If it can't be written; nothing is left of it then.
+        Each process gives what learns in it by the names in the model, with its optimizer's states;
+        replicas have the same. `state`, of the first process, is everything else, as JSON. A crash
+        at any moment leaves the checkpoint before as it is. Older ones than are kept are removed,
+        and those of later steps: the run has left them.
         """
         path = self.path(step)
         if step == self._newest:
@@ -204,7 +159,7 @@ class TrainingCheckpoints:
         )
         # Copies ahead need streams, which virtual GPUs don't have.
         writer.per_thread_copy_ahead = 0
-        with _words_left_out():
+        with warnings.catch_warnings(action="ignore"):  # that there is one process only
             save(
                 dict(tensors),
                 storage_writer=writer,
@@ -212,7 +167,7 @@ class TrainingCheckpoints:
                 no_dist=not self._several,
             )
 
-    def _digests(self, partial: Path) -> dict[str, _File]:
+    def _digests(self, partial: Path) -> dict[str, str]:
         """Each file of tensors that this process has written."""
         paths = partial.glob(f"shard-{self._rank + 1:05}-*")
         return {path.name: _digest_of(path) for path in paths}
@@ -247,20 +202,9 @@ class TrainingCheckpoints:
     ) -> Resumed | None:
         """Put the newest checkpoint that is whole into a run; None where there is none at all.
 
-        Nothing has changed when none is accepted.
-
-        Parameters
-        ----------
-        parameters : mapping of str to Parameter
-            What learns in this process, by the names in the model; however many processes there
-            are, together they have what was saved.
-        optimizer : Optimizer or None
-            A new one, for these parameters.
-
-        Raises
-        ------
-        CheckpointError
-            If there are some and each is damaged, or of another run.
+        However many processes there are, together their parameters are those that were saved; the
+        optimizer is a new one. CheckpointError is raised, and nothing has changed, where there are
+        some and each is damaged, or of another run.
         """
         refused: list[str] = []
         for step in reversed(self._agree(lambda: self.steps)[0]):
@@ -307,8 +251,6 @@ class TrainingCheckpoints:
         for name in sorted(manifest.files)[self._rank :: self._size]:
             file = path / name
             with reading(file):
-                if file.stat().st_size != manifest.files[name].num_bytes:
-                    raise CheckpointError(f"{file} is not as long as when it was written")
                 if _digest_of(file) != manifest.files[name]:
                     raise CheckpointError(f"{file} has changed since it was written")
             stored |= read_header(file)
@@ -345,7 +287,7 @@ class TrainingCheckpoints:
         self._refuse_others(path, tensors, stored)
         reader = HuggingFaceStorageReader(str(path))
         try:
-            with _words_left_out():
+            with warnings.catch_warnings(action="ignore"):
                 load(
                     tensors,
                     storage_reader=reader,
@@ -380,13 +322,7 @@ class TrainingCheckpoints:
 
 
 class SavedParameters(Mapping[str, Tensor]):
-    """The parameters in a training checkpoint, read when they are asked for.
-
-    Parameters
-    ----------
-    path : Path
-        As `TrainingCheckpoints.save` returns it.
-    """
+    """The parameters in a training checkpoint, read when they are asked for."""
 
     def __init__(self, path: Path) -> None:
         self._files = {
@@ -423,10 +359,9 @@ def _read_manifest(path: Path) -> tuple[_Manifest, dict[str, Any]]:
     return manifest, state
 
 
-def _digest_of(file: Path) -> _File:
+def _digest_of(file: Path) -> str:
     with open_regular(file) as stream:
-        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-        return _File(num_bytes=stream.tell(), sha256=sha256)
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _form(tensor: Tensor | TensorInfo) -> str:
@@ -451,10 +386,3 @@ def _refusal_told(path: Path) -> Iterator[None]:
             f"the training checkpoint {path} can't be written: {why(reason)}",
             hint="older ones are whole; make room, get the permission, or name another directory",
         ) from error
-
-
-@contextmanager
-def _words_left_out() -> Iterator[None]:
-    """A scope in which torch doesn't warn that there is one process only."""
-    with warnings.catch_warnings(action="ignore"):
-        yield

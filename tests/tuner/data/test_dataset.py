@@ -39,7 +39,6 @@ def test_samples_lie_one_behind_the_other(tmp_path: Path, chat: ChatFormat) -> N
         f"{first}:2",
         f"{tmp_path}/b.txt:1",
     ]
-    assert data.roles == (("user", "assistant"), (), ())
     ids, is_trained = data.tokens(0)
     assert chat.tokenizer.decode(ids[is_trained]) == "bc<|end|>"
     assert data.bad_rows == ()
@@ -126,6 +125,6 @@ def test_saved_samples_are_mapped_into_memory(tmp_path: Path, chat: ChatFormat) 
         assert np.array_equal(getattr(loaded, name), saved)
         assert getattr(loaded, name).dtype == saved.dtype
     assert loaded.fingerprint == data.fingerprint
-    assert (loaded.files, loaded.roles, loaded.seq_length) == (data.files, data.roles, 40)
+    assert (loaded.files, loaded.seq_length) == (data.files, 40)
     if (maps := Path("/proc/self/maps")).exists():
         assert str(path) in maps.read_text(), "mapped, not read"

@@ -61,13 +61,12 @@ def test_a_line_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_lists(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "a.json", '\ufeff[\n{"a": 1},\n{\n"a": 2}, {"a": 3}\n]\n')
-    assert rows == [Row(2, {"a": 1}), Row(3, {"a": 2}), Row(4, {"a": 3})]
+    assert rows == [Row(1, {"a": 1}), Row(2, {"a": 2}), Row(3, {"a": 3})]
     assert rows_of(tmp_path / "b.json", "[]") == []
     for broken in ('[{"a": 1}, {"a": ]', '[{"a": 1}', '[{"a": 1}, ' + "[" * 100_000):
-        first, last = rows_of(tmp_path / "c.json", broken)
-        assert first == Row(1, {"a": 1})
-        assert "from here on the list is not valid JSON" in last.problem
-    assert "an object is needed" in rows_of(tmp_path / "d.json", '[3, {"a": 1}]')[0].problem
+        with pytest.raises(UsageError, match=r"c.json can't be read: "):
+            rows_of(tmp_path / "c.json", broken)
+    assert rows_of(tmp_path / "d.json", '[3, {"a": 1}]')[0].problem == "the item is no object"
 
 
 def test_csv(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_samples_and_what_is_trained(tmp_path: Path, chat: ChatFormat) -> None:
     assert rest[6:] == [
         "  … and 2 more",
         "",
-        f"{path}:1  17 tokens, 4 trained  (user · assistant)",
+        f"{path}:1  17 tokens, 4 trained",
         "<|user|>a\\x1b[31m [b]<|end|><|assistant|>⟦yes<|end|>⟧",
         "",
         f"{path}:2  301 tokens, 300 trained",

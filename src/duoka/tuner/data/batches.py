@@ -63,14 +63,11 @@ class MicroBatch:
     def tensors(self) -> dict[str, Tensor]:
         """Arguments of a model's ``forward``, on the CPU.
 
-        Returns
-        -------
-        dict of str to Tensor
-            ``input_ids`` and ``labels``, [rows, tokens], int64: labels are the ids where they are
-            trained and -100 elsewhere, not shifted. Rows are padded on the right to the same
-            `length`. There is no ``attention_mask``: a causal model sees no padding from what is
-            before it. With packing there are ``position_ids``, which begin again with each
-            sample, and with the padding; the model must then run with ``use_cache=False``.
+        ``input_ids`` and ``labels`` are [rows, tokens], int64: labels are the ids where they are
+        trained and -100 elsewhere, not shifted. Rows are padded on the right to the same `length`.
+        There is no ``attention_mask``: a causal model sees no padding from what is before it. With
+        packing there are ``position_ids``, which begin again with each sample, and with the
+        padding; the model must then run with ``use_cache=False``.
         """
         dataset = self.dataset
         shape = (len(self.rows), self.length)
@@ -115,22 +112,10 @@ class Step:
 class Batches:
     """The steps of one epoch after another, without end; each can be had by its number.
 
-    Order and packs follow from the dataset and the seed alone. A step has `batch` rows, the last
-    one of an epoch what is left. How many replicas share it changes nothing of it.
-
-    Parameters
-    ----------
-    dataset : Dataset
-    batch : int
-        Rows of a step: samples, or with packing rows of up to ``dataset.seq_length`` tokens.
-    micro_batch : int
-        Rows that run at once; `batch` is a multiple of it.
-    packing : bool
-        Put several samples into a row; see `refuse_packing`.
-    shuffle : bool
-        Take samples in another order in each epoch; in that of the files otherwise.
-    seed : int
-        Of the order.
+    Order and packs follow from the dataset and the seed alone. A step has `batch` rows (samples, or
+    with packing rows of up to ``dataset.seq_length`` tokens, see `refuse_packing`), the last one of
+    an epoch what is left; `micro_batch` of them run at once. How many replicas share a step changes
+    nothing of it. Without `shuffle` samples come in the order of the files.
     """
 
     def __init__(

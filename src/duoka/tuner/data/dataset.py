@@ -24,11 +24,10 @@ from duoka.models.text.prompts import ChatFormat, Sample
 
 from ..settings import TrainOn
 from .files import Row, data_files, read_rows
-from .rows import Chat, Document, read_row
+from .rows import Document, read_row
 from .samples import row_samples
 
 _MOST_SHOWN = 10
-_MOST_ROLES = 16
 _MOST_WHY_CHARACTERS = 500
 _NOTHING = "there is nothing in it to learn"
 _LEAST_TOKENS = 2
@@ -52,23 +51,10 @@ class BadRow:
 class Dataset:
     """Samples of at most `seq_length` tokens, one behind the other.
 
-    Parameters
-    ----------
-    ids : ndarray of int32, [tokens]
-        The tokens of all samples.
-    is_trained : ndarray of bool, [tokens]
-        Which of them the model is to learn to say. The first of a sample never is: nothing is
-        before it.
-    ends : ndarray of int64, [samples]
-        Where each sample ends.
-    file_numbers, lines : ndarray of int32 and int64, [samples]
-        From which of `files`, and which line of it (of Parquet: which row), a sample is.
-    files : tuple of str
-    seq_length : int
-    roles : tuple of tuple of str
-        Who speaks in the first samples; nobody in texts.
-    bad_rows : tuple of BadRow
-        What was left out.
+    Of all tokens, `ids` [tokens], those are to be learnt that `is_trained` [tokens] says; the first
+    of a sample never is, as nothing is before it. `ends` [samples] says where each sample ends, and
+    `file_numbers` and `lines` [samples] from which of the `files`, and which line (or row) of it,
+    it is. `bad_rows` were left out.
     """
 
     ids: npt.NDArray[np.int32]
@@ -78,7 +64,6 @@ class Dataset:
     lines: npt.NDArray[np.int64]
     files: tuple[str, ...]
     seq_length: int
-    roles: tuple[tuple[str, ...], ...] = ()
     bad_rows: tuple[BadRow, ...] = ()
 
     def __len__(self) -> int:
@@ -114,7 +99,7 @@ class Dataset:
 
     def save(self, path: Path) -> None:
         """Write the samples into a file, for processes that share them; bad rows aren't in it."""
-        about = {"files": self.files, "seq_length": self.seq_length, "roles": self.roles}
+        about = {"files": self.files, "seq_length": self.seq_length}
         save_file(
             {name: from_numpy(getattr(self, name)) for name in _ARRAYS},
             path,
@@ -131,7 +116,6 @@ class Dataset:
             **arrays,
             files=tuple(about["files"]),
             seq_length=about["seq_length"],
-            roles=tuple(map(tuple, about["roles"])),
         )
 
 
@@ -143,28 +127,11 @@ def read_dataset(
     train_on: TrainOn = "all",
     skip_bad: bool = False,
 ) -> Dataset:
-    """Read files, or all files of directories, and write their samples.
+    """Read files, or all files of directories, and write their samples for a model's format.
 
-    Parameters
-    ----------
-    paths : sequence of str or Path
-        JSON lines, JSON lists, CSV, Parquet, or texts.
-    chat : ChatFormat
-        How the model is talked to, with its tokenizer.
-    seq_length : int
-        The most tokens of a sample. Documents are cut to it; chats and completions aren't: the
-        model would learn answers that have no end.
-    train_on : {"all", "last"}
-        Every answer of a chat, or the last one.
-    skip_bad : bool
-        Leave rows out that can't be used, instead of refusing all.
-
-    Raises
-    ------
-    UsageError
-        If a file can't be read, a row can't be used, or no sample is left.
-    CheckpointError
-        If the model has no chat template, or a damaged one, and a row is a chat.
+    Documents are cut to the sequence length; chats and completions aren't: the model would learn
+    answers that have no end. Trained is every answer of a chat, or the last one. With `skip_bad`
+    rows are left out that can't be used, instead of refusing all.
     """
     if seq_length < _LEAST_TOKENS:
         raise UsageError(f"seq_length is {seq_length}; at least {_LEAST_TOKENS} tokens are trained")
@@ -202,7 +169,6 @@ class _Collector:
         self._train_on = train_on
         self._ids, self._is_trained = array("i"), array("b")
         self._file_numbers, self._lines = array("i"), array("q")
-        self._roles: list[tuple[str, ...]] = []
 
     def take(self, row: Row, file_number: int, file: str) -> None:
         """Add a row's samples, all or none."""
@@ -210,8 +176,8 @@ class _Collector:
         num_samples, num_tokens = len(self.ends), len(self._ids)
         reason = row.problem
         try:
-            for sample, roles in () if reason else self._samples(row):
-                self._add(sample, roles)
+            for sample in () if reason else self._samples(row):
+                self._add(sample)
                 self._file_numbers.append(file_number)
                 self._lines.append(row.line)
             if not reason and len(self.ends) == num_samples:
@@ -224,19 +190,15 @@ class _Collector:
             self.bad_rows.append(
                 BadRow(file=file, line=row.line, reason=reason[:_MOST_WHY_CHARACTERS])
             )
-            for of_samples in (self.ends, self._file_numbers, self._lines, self._roles):
+            for of_samples in (self.ends, self._file_numbers, self._lines):
                 del of_samples[num_samples:]
             del self._ids[num_tokens:], self._is_trained[num_tokens:]
 
-    def _samples(self, row: Row) -> Iterator[tuple[Sample, tuple[str, ...]]]:
+    def _samples(self, row: Row) -> Iterator[Sample]:
         said = row.value if isinstance(row.value, Document) else read_row(row.value)
-        roles: tuple[str, ...] = ()
-        if isinstance(said, Chat):
-            roles = tuple(message.role for message in said.messages)
-        for sample in row_samples(said, self._chat, self._seq_length, self._train_on):
-            yield sample, roles
+        return row_samples(said, self._chat, self._seq_length, self._train_on)
 
-    def _add(self, sample: Sample, roles: tuple[str, ...]) -> None:
+    def _add(self, sample: Sample) -> None:
         ids, is_trained = sample
         if len(ids) > self._seq_length:
             raise UsageError(
@@ -247,8 +209,6 @@ class _Collector:
         self._ids.extend(ids)
         self._is_trained.extend([False, *is_trained[1:]])
         self.ends.append(len(self._ids))
-        if len(self._roles) < _MOST_ROLES:
-            self._roles.append(roles)
 
     def dataset(self, files: tuple[str, ...]) -> Dataset:
         """The samples; the arrays are handed over, not copied."""
@@ -260,6 +220,5 @@ class _Collector:
             lines=np.frombuffer(self._lines, np.int64),
             files=files,
             seq_length=self._seq_length,
-            roles=tuple(self._roles),
             bad_rows=tuple(self.bad_rows),
         )

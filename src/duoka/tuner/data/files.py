@@ -5,12 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from duoka.base.files import open_regular, read_text, why
+from duoka.base.files import open_regular, read_bytes, why
 from duoka.base.progress import say_import
 from duoka.base.serialization import parse_json_object
 from duoka.errors import FormatError, UsageError
@@ -27,7 +26,6 @@ _MOST_LIST_BYTES = 1 << 30
 _PIECE_CHARACTERS = 1 << 20
 _ROWS_AT_A_TIME = 1024
 _DAMAGED = "from here on the table can't be read"
-_BETWEEN = re.compile(r"[\s,]*")
 
 
 class Row(NamedTuple):
@@ -39,13 +37,7 @@ class Row(NamedTuple):
 
 
 def data_files(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the files that are named, those of a directory in the order of their names.
-
-    Raises
-    ------
-    UsageError
-        If there is no such file, or one of a kind that isn't read.
-    """
+    """Return the files that are named, those of a directory in the order of their names."""
     files: list[Path] = []
     for path in map(Path, paths):
         try:
@@ -68,13 +60,7 @@ def _files_inside(directory: Path) -> list[Path]:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Read a file's rows, with the line that each begins in; of Parquet its number.
-
-    Raises
-    ------
-    UsageError
-        If the file can't be read, or the library for its kind isn't installed.
-    """
+    """Read a file's rows, with the line that each begins in; of Parquet and lists its number."""
     try:
         if path.suffix == ".csv":
             yield from _csv_rows(path)
@@ -88,6 +74,8 @@ def read_rows(path: Path) -> Iterator[Row]:
             yield from _line_rows(path)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} can't be read: {why(error)}") from error
+    except RecursionError as error:
+        raise UsageError(f"{path} can't be read: it is nested too deeply") from error
 
 
 def _line_rows(path: Path) -> Iterator[Row]:
@@ -103,18 +91,10 @@ def _line_rows(path: Path) -> Iterator[Row]:
                 continue
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            except UnicodeDecodeError as error:
-                yield Row(number, {}, why(error))
-                continue
-            if text:
-                yield _parsed(number, text, "the line")
-
-
-def _parsed(line: int, text: str, source: str) -> Row:
-    try:
-        return Row(line, parse_json_object(text, source))
-    except FormatError as error:
-        return Row(line, {}, str(error))
+                if text:
+                    yield Row(number, parse_json_object(text, "the line"))
+            except (UnicodeDecodeError, FormatError) as error:
+                yield Row(number, {}, why(error) if isinstance(error, ValueError) else str(error))
 
 
 def _is_list(path: Path) -> bool:
@@ -123,24 +103,12 @@ def _is_list(path: Path) -> bool:
 
 
 def _list_rows(path: Path) -> Iterator[Row]:
-    """Read a JSON list item by item, of which only the text is held as a whole."""
-    text = read_text(path, most_bytes=_MOST_LIST_BYTES)
-    decoder = json.JSONDecoder()
-    line, counted, at = 1, 0, text.index("[") + 1
-    while True:
-        between = _BETWEEN.match(text, at)
-        assert between is not None, "it matches nothing as well"
-        at = between.end()
-        line, counted = line + text.count("\n", counted, at), at
-        if text.startswith("]", at):
-            return
-        try:
-            _, end = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError) as error:
-            yield Row(line, {}, f"from here on the list is not valid JSON: {error}")
-            return
-        yield _parsed(line, text[at:end], "the item")
-        at = end
+    """Read a JSON list, whose items are counted."""
+    for number, item in enumerate(json.loads(read_bytes(path, most_bytes=_MOST_LIST_BYTES)), 1):
+        if isinstance(item, dict):
+            yield Row(number, item)
+        else:
+            yield Row(number, {}, "the item is no object")
 
 
 def _pieces(path: Path) -> Iterator[str]:

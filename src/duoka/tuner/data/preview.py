@@ -23,16 +23,7 @@ _MARKS = ("⟦", "⟧")
 def render_preview(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, number: int = 3
 ) -> RenderableType:
-    """Show what there is to learn from, and the first samples as the model will see them.
-
-    Parameters
-    ----------
-    dataset : Dataset
-    tokenizer : transformers.PreTrainedTokenizerBase
-        Of the model.
-    number : int
-        How many samples are shown.
-    """
+    """Show what there is to learn from, and the first samples as the model will see them."""
     samples = (_sample(dataset, tokenizer, at) for at in range(min(number, len(dataset))))
     return Group(*_summary(dataset), *samples)
 
@@ -55,9 +46,8 @@ def _summary(dataset: Dataset) -> Iterator[Text]:
 def _sample(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, at: int) -> Text:
     """A sample's tokens as text, those that are trained between marks."""
     ids, is_trained = dataset.tokens(at)
-    roles = " · ".join(dataset.roles[at]) if at < len(dataset.roles) else ""
     heading = f"{dataset.place(at)}  {len(ids)} tokens, {int(is_trained.sum())} trained"
-    text = Text(f"\n{heading}" + (f"  ({roles})" if roles else "") + "\n", style="bold")
+    text = Text(f"\n{heading}\n", style="bold")
     pairs = list(zip(ids.tolist(), is_trained.tolist(), strict=True))
     for trained, run in groupby(pairs[:_MOST_TOKENS], lambda pair: pair[1]):
         piece = printable(str(tokenizer.decode([number for number, _ in run])))

@@ -66,13 +66,7 @@ class Document:
 
 
 def read_row(row: Mapping[str, Any]) -> Chat | Completion | Document:
-    """Recognise a row.
-
-    Raises
-    ------
-    UsageError
-        With the reason, if it is none of the known kinds, or a damaged one.
-    """
+    """Recognise a row; UsageError says why it is none of the known kinds, or a damaged one."""
     for key in ("messages", "conversations"):
         if row.get(key) is not None:
             return _chat(_list_of(row[key], key), row)

@@ -20,10 +20,7 @@ def row_samples(
 ) -> Iterator[Sample]:
     """Write a row's samples; only those of a document are cut to the sequence length.
 
-    Raises
-    ------
-    UsageError
-        If the model's format has no place for what the row says.
+    UsageError is raised where the model's format has no place for what the row says.
     """
     if isinstance(row, Chat):
         yield from chat_samples(row, chat, seq_length, train_on)
