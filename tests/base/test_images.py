@@ -31,10 +31,6 @@ def png_of(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"x")
 
 
-def gray_of_16_bits(value: int) -> Image.Image:
-    return Image.fromarray(np.full((2, 3), value, np.uint16))
-
-
 def palette() -> Image.Image:
     image = Image.new("P", (3, 2), 1)
     image.putpalette([0, 0, 0, 9, 8, 7])
@@ -61,8 +57,6 @@ def rotated() -> bytes:
         (encoded(Image.new("1", (3, 2), 1)), (255, 255, 255)),
         (encoded(palette()), (9, 8, 7)),
         (encoded(palette(), transparency=1), (255, 255, 255)),
-        (encoded(gray_of_16_bits(0x8000)), (128, 128, 128)),
-        (encoded(gray_of_16_bits(0xFFFF), "TIFF"), (255, 255, 255)),
         (encoded(Image.new("CMYK", (3, 2), (0, 255, 0, 0)), "TIFF"), (255, 0, 255)),
         (rotated(), (255, 0, 0)),
         (
@@ -98,7 +92,8 @@ NOISE = Image.effect_noise((99, 99), 50)
         (png_of(9_000, 9_000), "9000x9000 is too large: at most 16384 pixels a side"),
         (png_of(20_000, 20), "20000x20 is too large"),
         (png_of(300, 1), "300x1 is too narrow: at most 200 times"),
-        (encoded(Image.fromarray(np.ones((2, 3), np.float32)), "TIFF"), "neither 8 nor 16 bits"),
+        (encoded(Image.fromarray(np.ones((2, 3), np.float32)), "TIFF"), "more than 8 bits"),
+        (encoded(Image.fromarray(np.ones((2, 3), np.uint16))), "more than 8 bits"),
     ],
 )
 def test_what_is_no_picture_is_refused(content: bytes, reason: str) -> None:

@@ -232,8 +232,3 @@ def test_a_header_that_changes_while_it_is_read(
     monkeypatch.setattr(folders, "read_header", read_and_touch)
     with pytest.raises(CheckpointError, match=r"model\.safetensors is being written"):
         LocalFolder(directory).headers(["model.safetensors"])
-
-
-def test_a_directory_with_too_many_files(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("duoka.checkpoint.directory._MOST_ENTRIES", 2)
-    assert refused(directory)[0] == f"{directory} holds more than 2 files"

@@ -82,22 +82,6 @@ def test_where_nothing_leaves_room_it_is_told() -> None:
     assert plan.why[-1].text.endswith("; no placement that fits leaves so much on each.")
 
 
-def test_more_gpus_are_told_where_they_leave_much_more() -> None:
-    big = tiny.made_up([200 * MIB] * 40, tiny.Costs(cache=512, work=16384))
-
-    def asked(*budgets_mib: float, use_all: bool = False) -> Plan:
-        fleet = tiny.fleet(*budgets_mib)
-        return solve(big, PlanProblem(fleet=fleet, workload=WHOLE, use_all=use_all))
-
-    needed = asked(40_000).forecast.devices[0].reserved_bytes / MIB
-    close = needed + 520
-    (_, more) = asked(close, close).why
-    assert more.text.startswith("--use-all takes 2 GPUs, and leaves at least ")
-    assert "more-room" not in told(asked(close, close, use_all=True))
-    assert "more-room" not in told(asked(close, 900))
-    assert "more-room" not in told(asked(2 * needed, needed))
-
-
 def test_a_map_runs_in_the_largest_chunk_that_leaves_room() -> None:
     def mapped(budget_mib: float) -> Plan:
         problem = PlanProblem(

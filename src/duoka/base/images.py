@@ -6,7 +6,6 @@ import io
 import warnings
 from pathlib import Path
 
-import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from duoka.errors import UsageError
@@ -19,8 +18,6 @@ MOST_PIXELS = 2**26
 _MOST_RATIO = 200
 # Not all that Pillow knows: some formats are read by other programs.
 _FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
-_BYTE = 255
-_TWO_BYTES = 2**16 - 1
 _SMALLER = "make it smaller; models don't see as many pixels"
 _HINT = "name a file that holds a picture, as PNG, JPEG, WebP, GIF, BMP or TIFF"
 
@@ -83,18 +80,10 @@ def _unreadable(source: str, reason: str, hint: str | None = _HINT) -> UsageErro
 
 def _rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith(("I", "F")):
-        image = _of_bytes(image)
+        # Pillow's own conversion would make all that is bright white.
+        raise ValueError("its gray has more than 8 bits; save it with 8")
     if not image.has_transparency_data:
         return image.convert("RGB")
     image = image.convert("RGBA")
     white = Image.new("RGBA", image.size, "white")
     return Image.alpha_composite(white, image).convert("RGB")
-
-
-def _of_bytes(image: Image.Image) -> Image.Image:
-    """Gray of 16 bits in 8, by scaling; Pillow's own conversion makes all that is bright white."""
-    values = np.asarray(image)
-    if values.dtype.kind == "f" or values.min() < 0 or values.max() > _TWO_BYTES:
-        raise ValueError("its gray has neither 8 nor 16 bits, so that its scale isn't known")
-    scaled = (values.astype(np.uint32) * _BYTE + _TWO_BYTES // 2) // _TWO_BYTES
-    return Image.fromarray(scaled.astype(np.uint8))

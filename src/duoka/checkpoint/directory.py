@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -44,7 +44,6 @@ _HUGGINGFACE = Path(".cache", "huggingface", "download")
 _RECENT_SECONDS = 120
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _POINTER_BYTES = 1024  # what git-lfs allows
-_MOST_ENTRIES = 100_000
 _WAIT = "wait until the download is done, or start it again"
 CHAT_TEMPLATES = "additional_chat_templates"
 
@@ -147,7 +146,9 @@ def _survey(root: Path) -> tuple[frozenset[str], tuple[Path, ...]]:
     names: set[str] = set()
     unfinished: list[Path] = []
     allowed = _allowed(root)
-    for entry in _entries(root):
+    with reading(root), os.scandir(root) as scanned:
+        entries = list(scanned)
+    for entry in entries:
         path = root / entry.name
         if entry.name.endswith(_UNFINISHED):
             unfinished.append(path)
@@ -163,17 +164,6 @@ def _survey(root: Path) -> tuple[frozenset[str], tuple[Path, ...]]:
         _is_regular(path)
     unfinished.extend(_files(root / _HUGGINGFACE, ".incomplete"))
     return frozenset(names), tuple(unfinished)
-
-
-def _entries(root: Path) -> Iterator[os.DirEntry[str]]:
-    with reading(root), os.scandir(root) as entries:
-        for number, entry in enumerate(entries):
-            if number >= _MOST_ENTRIES:
-                raise CheckpointError(
-                    f"{root} holds more than {_MOST_ENTRIES} files",
-                    hint="give the directory that holds config.json, and little else",
-                )
-            yield entry
 
 
 def _allowed(root: Path) -> tuple[str, ...]:

@@ -27,7 +27,6 @@ from .groups import Debug, State
 from .plan import plan
 from .plot import plot
 from .suggestions import options_of
-from .terminal import correct_columns
 from .training_options import with_method
 from .tune import tune
 
@@ -115,7 +114,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    correct_columns()
     words = with_method(sys.argv[1:] if arguments is None else arguments)
     state = State()
     try:

@@ -40,8 +40,7 @@ class ModelOptions:
         'on the Hub, as "org/name" or "org/name@revision".',
     )
     revision: str | None = option(
-        "NAME",
-        'Branch, tag or commit of a model on the Hub. By default "main".',
+        "NAME", 'Branch, tag or commit of a model on the Hub. By default "main".'
     )
     trust_remote_code: bool = flag(
         "--trust-remote-code",
@@ -65,12 +64,10 @@ class PlanOptions:
         "model's limit if that is lower; of duoka bench 512.",
     )
     new_tokens: str | None = _plan(
-        "TOKENS",
-        "How many of them are for an answer. By default 512, at most a quarter.",
+        "TOKENS", "How many of them are for an answer. By default 512, at most a quarter."
     )
     batch: int | None = _plan(
-        "N",
-        "Prompts that run together. By default 1, or as many as are given.",
+        "N", "Prompts that run together. By default 1, or as many as are given."
     )
     dtype: str | None = _plan(
         "DTYPE",
@@ -93,25 +90,19 @@ class PlanOptions:
         "bitsandbytes' words for int8 and nf4.",
     )
     images: int | None = _plan(
-        "N",
-        "Images in each prompt; their tokens are part of it. By default none.",
+        "N", "Images in each prompt; their tokens are part of it. By default none."
     )
     image_size: str | None = _plan(
-        "WIDTHxHEIGHT",
-        "Size of each image in pixels. By default 1024x1024.",
+        "WIDTHxHEIGHT", "Size of each image in pixels. By default 1024x1024."
     )
     vision_batch: str | None = _plan(
         "N",
         'Images that are encoded at once: a number, "none" (all) or "auto" (the default: all if '
         "they fit, or else the most that do).",
     )
-    objective: str | None = _plan(
-        "NAME",
-        "headroom, latency, throughput or auto (the default).",
-    )
+    objective: str | None = _plan("NAME", "headroom, latency, throughput or auto (the default).")
     use_all: bool = _plan_flag(
-        "--use-all",
-        "Use every GPU, instead of as few as hold the workload.",
+        "--use-all", "Use every GPU, instead of as few as hold the workload."
     )
     strategy: str | None = _plan(
         "NAME",
@@ -119,12 +110,10 @@ class PlanOptions:
         "equally full) or sequential (in the order given, each filled before the next).",
     )
     pin: list[str] | None = _plan(
-        "NAME=GPU",
-        'Put a module or tensor on a GPU: "lm_head=cuda:1". Repeatable.',
+        "NAME=GPU", 'Put a module or tensor on a GPU: "lm_head=cuda:1". Repeatable.'
     )
     reserve: list[str] | None = _plan(
-        "GPU=SIZE",
-        'Leave so much of a GPU free: "cuda:0=2GiB". Repeatable.',
+        "GPU=SIZE", 'Leave so much of a GPU free: "cuda:0=2GiB". Repeatable.'
     )
     offload: bool = _plan_flag(
         "--offload",
@@ -132,16 +121,13 @@ class PlanOptions:
         "copied to a GPU for each token, which is slow.",
     )
     max_context: bool = _plan_flag(
-        "--max-context",
-        "Plan for the longest context that fits, instead of --context.",
+        "--max-context", "Plan for the longest context that fits, instead of --context."
     )
     max_batch: bool = _plan_flag(
-        "--max-batch",
-        "Plan for the largest batch that fits, instead of --batch.",
+        "--max-batch", "Plan for the largest batch that fits, instead of --batch."
     )
     replicas: str | None = _plan(
-        "N",
-        'Plan so many copies of the model, each on GPUs of its own; "auto" for as many as fit.',
+        "N", 'Plan so many copies of the model, each on GPUs of its own; "auto" for as many as fit.'
     )
     device_map: str | None = _plan(
         "FILE",
@@ -149,9 +135,7 @@ class PlanOptions:
         "transformers' words auto, balanced and sequential, which are strategies.",
     )
     plan_file: Path | None = _plan(
-        "FILE",
-        "Take a plan that was saved, instead of making one.",
-        names=("--plan",),
+        "FILE", "Take a plan that was saved, instead of making one.", names=("--plan",)
     )
     replan: bool = _plan_flag(
         "--replan",
@@ -172,28 +156,16 @@ class AnswerOptions:
     """How to answer, and whether loaded weights are kept."""
 
     temperature: float | None = _answer(
-        None,
-        "0 takes the likeliest token each time. By default what the checkpoint recommends.",
+        None, "0 takes the likeliest token each time. By default what the checkpoint recommends."
     )
     top_p: float | None = _answer(
-        None,
-        "Choose among the likeliest tokens that have this much probability together.",
+        None, "Choose among the likeliest tokens that have this much probability together."
     )
-    top_k: int | None = _answer(
-        None,
-        "Choose among this many tokens; 0 for no limit.",
-    )
-    seed: int | None = _answer(
-        None,
-        "The same seed gives the same answer.",
-    )
-    system: str | None = _answer(
-        "TEXT",
-        "What the model is told before the first question.",
-    )
+    top_k: int | None = _answer(None, "Choose among this many tokens; 0 for no limit.")
+    seed: int | None = _answer(None, "The same seed gives the same answer.")
+    system: str | None = _answer("TEXT", "What the model is told before the first question.")
     adapter: str | None = _answer(
-        "DIR",
-        "A LoRA adapter, of duoka tune or of peft, that is added to the weights.",
+        "DIR", "A LoRA adapter, of duoka tune or of peft, that is added to the weights."
     )
 
     def chosen(self) -> dict[str, Any]:

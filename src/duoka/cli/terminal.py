@@ -30,8 +30,6 @@ from duoka.base.progress import heard_by
 from duoka.base.text import printable
 from duoka.errors import UsageError
 
-_NARROWEST = 20
-_UNKNOWN = 80  # a terminal that says it has no columns doesn't know how many
 _HINT = "name a file in a directory that is there and that you may write to"
 
 
@@ -62,13 +60,6 @@ def stdout() -> Console:
 def stderr() -> Console:
     """For everything else."""
     return _Console(stderr=True, highlight=False)
-
-
-def correct_columns() -> None:
-    """Let nothing be printed for a terminal that is said to have no columns, or next to none."""
-    columns = os.environ.get("COLUMNS", "")
-    if columns.isdecimal() and int(columns) < _NARROWEST:
-        os.environ["COLUMNS"] = str(_NARROWEST if int(columns) else _UNKNOWN)
 
 
 @contextmanager

@@ -46,19 +46,12 @@ class TrainingOptions:
         "adamw (the default), adamw8bit (states in 8 bit, bitsandbytes'), adafactor (a row and a "
         "column instead of states) or sgd.",
     )
-    lora_rank: int | None = _train(
-        "N",
-        "Rank of the adapters. By default 8.",
-        min=1,
-    )
+    lora_rank: int | None = _train("N", "Rank of the adapters. By default 8.", min=1)
     lora_alpha: int | None = _train(
-        "N",
-        "What adapters add is multiplied by N / rank. By default twice the rank.",
-        min=1,
+        "N", "What adapters add is multiplied by N / rank. By default twice the rank.", min=1
     )
     lora_dropout: float | None = _train(
-        "P",
-        "How much of what comes to an adapter is dropped. By default 0.",
+        "P", "How much of what comes to an adapter is dropped. By default 0."
     )
     lora_target: list[str] | None = _train(
         "NAME",
@@ -76,9 +69,7 @@ class TrainingOptions:
         "autocast in the plan's type.",
     )
     micro_batches: int | None = _train(
-        "N",
-        "Micro-batches whose gradients are added up for a step. By default 1.",
-        min=1,
+        "N", "Micro-batches whose gradients are added up for a step. By default 1.", min=1
     )
     schedule: str | None = _train(
         "NAME",

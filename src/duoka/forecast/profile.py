@@ -284,13 +284,7 @@ class Profile:
 
     @property
     def outline(self) -> Outline:
-        """The names of all tensors, to judge a device map by.
-
-        Raises
-        ------
-        ModelError
-            If the profile was made without them.
-        """
+        """The names of all tensors, to judge a device map by; ModelError where it has none."""
         if self.tensor_names is None:
             raise ModelError(f"the profile of {self.model} holds no names of tensors")
         return Outline(
@@ -363,13 +357,7 @@ class Profile:
         return any(regime.many == (batch > 1) for regime in self.regimes)
 
     def refuse_other(self, conditions: Conditions) -> None:
-        """Refuse a workload under other conditions than the profile was made for.
-
-        Raises
-        ------
-        UsageError
-            With what differs.
-        """
+        """Raise UsageError for a workload under other conditions than the profile was made for."""
         differ = [
             f"{part.name} {getattr(conditions, part.name)} (not {value})"
             for part in fields(conditions)
@@ -386,10 +374,7 @@ class Profile:
     ) -> int:
         """Index of the regime that holds for a step; `context` is a static cache's, or 0.
 
-        Raises
-        ------
-        UsageError
-            If the step is larger than any that the profile knows.
+        UsageError is raised for a step that is larger than any that the profile knows.
         """
         for index, regime in enumerate(self.regimes):
             if regime.holds(phase, batch=batch, query=query, keys=keys, context=context):

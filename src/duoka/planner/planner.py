@@ -30,8 +30,8 @@ from .reasons import (
     room_reasons,
 )
 from .request import PlanProblem
-from .room import is_cramped, is_much_roomier, least_room_bytes, preferences
-from .search import NO_LIMITS, Limits, NoPlacement, Objective, Solution, UnsearchableError
+from .room import preferences
+from .search import NO_LIMITS, Limits, NoPlacement, Objective, Solution
 
 _SMALLEST_CHUNK_TOKENS = 512
 _LARGEST_CHUNK_TOKENS = 8192
@@ -54,7 +54,7 @@ def solve(profile: Profile, problem: PlanProblem, *, source: str = "") -> Plan:
     plan = _solve(profile, problem, source)
     if isinstance(plan, NoPlacement):
         raise _infeasible(profile, _ready(profile, problem), plan)
-    return replace(plan, why=(*plan.why, *_more_room(profile, problem, plan)))
+    return plan
 
 
 def attempt(profile: Profile, problem: PlanProblem, *, leave_room: bool = True) -> Plan | None:
@@ -64,20 +64,6 @@ def attempt(profile: Profile, problem: PlanProblem, *, leave_room: bool = True) 
     """
     plan = _solve(profile, problem, "", leave_room=leave_room)
     return None if isinstance(plan, NoPlacement) else plan
-
-
-def _more_room(profile: Profile, problem: PlanProblem, plan: Plan) -> Iterator[Reason]:
-    """That more devices would leave much more room, where the plan is close to a budget."""
-    has_more = len(plan.devices) < len(without_cpu(problem.fleet).devices)
-    if problem.constraints.strategy != "auto" or not (has_more and is_cramped(plan.forecast)):
-        return
-    try:
-        wider = attempt(profile, replace(problem, use_all=True))
-    except (UnsearchableError, UsageError):
-        return
-    if wider is not None and is_much_roomier(wider.forecast, plan.forecast):
-        free = format_bytes(least_room_bytes(wider.forecast))
-        yield Reason("more-room", {"devices": len(wider.devices), "free": free})
 
 
 def conceivable(profile: Profile, problem: PlanProblem) -> bool:

@@ -25,7 +25,6 @@ _CROSSINGS = "{crossings}, and at least {free} stay free on each."
 _SENTENCES = {
     "one-gpu": "One GPU suffices: {first} holds all of it, and nothing crosses between GPUs.",
     "gpus": "{used} of {gpus} GPUs are needed; {fewer} the workload{condition}.",
-    "more-room": "--use-all takes {devices} GPUs, and leaves at least {free} free on each.",
     "little-room": "Little room: {devices}{condition}.",
     "balanced": "Every GPU is used, and the fullest has as large a share free as can be.",
     "sequential": "The GPUs are filled in the order given, each as far as it goes before the next.",
@@ -62,13 +61,7 @@ _SENTENCES = {
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """One reason of a plan: a kind of the table, with the numbers and names of its sentence.
-
-    Raises
-    ------
-    FormatError
-        If there is no such kind, or the values aren't those of its sentence.
-    """
+    """One reason of a plan: a kind of the table, with the numbers and names of its sentence."""
 
     kind: str
     values: Mapping[str, int | str] = field(default_factory=dict, hash=False)

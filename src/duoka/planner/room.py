@@ -18,7 +18,6 @@ LEAST_CHUNK_TOKENS = 2048
 _SHARE_PERCENT = 3
 _LEAST_BYTES = 512 * MIB
 _LARGEST_PART = 8
-_CRAMPED_SHARE = 0.1
 
 
 def room_bytes(budget_bytes: int) -> int:
@@ -53,22 +52,8 @@ def least_room_bytes(forecast: Forecast) -> int:
     return min(map(_left, forecast.devices))
 
 
-def is_cramped(forecast: Forecast) -> bool:
-    """Whether some device has so little room that more of it would be welcome."""
-    return _least_share(forecast) < _CRAMPED_SHARE
-
-
-def is_much_roomier(forecast: Forecast, other: Forecast) -> bool:
-    """Whether every device has far more of its budget left than another placement's fullest."""
-    return _least_share(forecast) >= max(2 * _least_share(other), _CRAMPED_SHARE)
-
-
 def _left(stage: StageBytes) -> int:
     return stage.budget_bytes - stage.reserved_bytes
-
-
-def _least_share(forecast: Forecast) -> float:
-    return min(_left(stage) / stage.budget_bytes for stage in forecast.devices)
 
 
 def preferences(chunked: Sequence[Costs]) -> Iterator[list[Costs]]:

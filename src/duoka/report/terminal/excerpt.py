@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import linecache
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -172,8 +171,8 @@ def _span(mark: Mark, line: str) -> _Span:
         place = replace(place, column=indent(line), end_column=length)
     start = min(place.column, length)
     stop = length if place.end_line > place.line else min(max(place.end_column, start), length)
-    at = list(cells(line))
-    return _Span(at[start], max(at[stop], at[start] + 1), mark.label, mark.style)
+    first, end = (cell_len(expand(line[:column])) for column in (start, stop))
+    return _Span(first, max(end, first + 1), mark.label, mark.style)
 
 
 def _texts(lines: Mapping[int, str], *, coloured: bool) -> dict[int, Text]:
@@ -198,27 +197,11 @@ def _with_margin(margin: str, text: Text) -> Text:
     return joined
 
 
-def cells(line: str) -> Iterator[int]:
-    r"""The cell in which each character begins, and at last the one behind them all."""
-    at = 0
-    for character in line:
-        yield at
-        at += _TAB - at % _TAB if character == "\t" else cell_len(_visible(character))
-    yield at
-
-
 def expand(line: str) -> str:
     """A line whose tabs are blanks, and whose control characters are dots."""
-    return "".join(
-        " " * (stop - start) if character == "\t" else _visible(character)
-        for character, (start, stop) in zip(line, itertools.pairwise(cells(line)), strict=True)
-    )
+    return "".join(sign if sign.isprintable() else "·" for sign in line.expandtabs(_TAB))
 
 
 def indent(line: str) -> int:
     """How many characters a line is indented by."""
     return len(line) - len(line.lstrip())
-
-
-def _visible(character: str) -> str:
-    return character if character.isprintable() or character == "\t" else "·"
