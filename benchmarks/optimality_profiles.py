@@ -25,7 +25,6 @@ from duoka.forecast.profile import (
     Tape,
 )
 from duoka.forecast.replay import Replay
-from duoka.forecast.tensor_names import TensorNames
 from duoka.forecast.workload import Workload
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
@@ -126,7 +125,7 @@ def draw_profile(rng: random.Random) -> Profile:
         blocks=tuple(blocks),
         kinds=tuple(kinds),
         regimes=regimes,
-        tensor_names=TensorNames(groups=((),), blocks=((0, ""),) * num),
+        tensor_names=((),) * num,
     )
 
 

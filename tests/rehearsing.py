@@ -27,7 +27,7 @@ from duoka.forecast.profile import (
 )
 from duoka.forecast.replay_training import in_flight, replay_of
 from duoka.forecast.stage_bytes import StageBytes
-from duoka.forecast.tensor_names import NamedTensor, TensorNames
+from duoka.forecast.tensor_names import NamedTensor
 from duoka.forecast.workload import Conditions, Quantization, Training
 from duoka.models.quantization import quantize_model
 from duoka.runtime.dispatch.dispatch import dispatch
@@ -77,8 +77,8 @@ def made_up(layers: Sequence[Layer]) -> Profile:
             for phase in TRAINING_PHASES
         ),
         conditions=Conditions(training=Training(method="full")),
-        tensor_names=TensorNames.of(
-            ([f"b{number}"], [NamedTensor(name=f"b{number}.weight", num_bytes=layer.weight)])
+        tensor_names=tuple(
+            (NamedTensor(name=f"b{number}.weight", num_bytes=layer.weight),)
             for number, layer in enumerate(layers)
         ),
     )

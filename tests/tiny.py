@@ -27,7 +27,7 @@ from duoka.forecast.profile import (
     Rule,
     Tape,
 )
-from duoka.forecast.tensor_names import NamedTensor, TensorNames
+from duoka.forecast.tensor_names import NamedTensor
 from duoka.forecast.workload import Conditions
 from duoka.planner.planner import with_chunks
 from duoka.runtime.dispatch.dispatch import dispatch
@@ -256,9 +256,7 @@ def made_up(
             for many in (False, True)
         ),
         max_context_tokens=max_context_tokens,
-        tensor_names=TensorNames.of(
-            (block.modules, [name]) for block, name in zip(blocks, names, strict=True)
-        ),
+        tensor_names=tuple((name,) for name in names),
     )
 
 

@@ -11,7 +11,7 @@ from tiny import MIB
 from duoka import Fleet
 from duoka.errors import FleetError, UsageError
 from duoka.forecast.profile import Profile
-from duoka.forecast.tensor_names import NamedTensor, TensorNames
+from duoka.forecast.tensor_names import NamedTensor
 from duoka.planner.constraints import Constraints
 from duoka.planner.limits import limits_for, usable
 from duoka.planner.search import Limits
@@ -33,9 +33,7 @@ def named(*modules: str, tied: dict[int, int] | None = None) -> Profile:
         ]
         for name in modules
     ]
-    tensor_names = TensorNames.of(
-        (block.modules, held) for block, held in zip(blocks, tensors, strict=True)
-    )
+    tensor_names = tuple(map(tuple, tensors))
     return replace(profile, blocks=blocks, tensor_names=tensor_names)
 
 

@@ -10,7 +10,7 @@ from tiny import MIB
 
 from duoka import Workload
 from duoka.errors import UsageError
-from duoka.forecast.tensor_names import NamedTensor, TensorNames
+from duoka.forecast.tensor_names import NamedTensor
 from duoka.planner.plan_profile import map_of, needed_profile
 from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
@@ -27,7 +27,7 @@ def test_maps_in_both_conventions() -> None:
          for name in names]
         for names in modules
     ]  # fmt: skip
-    profile = replace(profile, tensor_names=TensorNames.of(zip(modules, named, strict=True)))
+    profile = replace(profile, tensor_names=tuple(map(tuple, named)))
     plan = solve(profile, PlanProblem(fleet=tiny.fleet(120, 100), workload=WORKLOAD))
     assert map_of(plan, "model") == plan.device_map
     assert map_of(plan, "checkpoint", profile) == {

@@ -15,9 +15,8 @@ from torch import nn
 
 import duoka
 from duoka import Checkpoint, Workload, models
-from duoka.base.serialization import from_dict, to_dict
 from duoka.errors import PlacementError
-from duoka.forecast.tensor_names import NamedTensor, Outline, TensorNames
+from duoka.forecast.tensor_names import NamedTensor, Outline
 from duoka.planner.device_map import judge
 from duoka.runtime.dispatch.place_tensors import tensor_names
 from duoka.tools.demo.checkpoint import CONFIG
@@ -100,7 +99,7 @@ def test_a_tied_tensor_has_each_of_its_names() -> None:
         ("c.bias", 0, "a.bias"),
     ]
     # "c" is "a" under another name, and so in its block.
-    blocks = list(by_block(found, [("a",), ("b",)]).tensors())
+    blocks = by_block(found, [("a",), ("b",)])
     assert [[tensor.name for tensor in block] for block in blocks] == [
         ["a.weight", "a.bias", "c.weight", "c.bias"],
         ["b.weight", "b.bias"],
@@ -125,38 +124,6 @@ def test_containers_that_are_called_and_begin_late() -> None:
     assert find_containers(model, groups) == [(), (), (2,), (2,), (4,), (4,)]
     whole = [*groups[:2], Group(names=("layers.0",), owners=()), *groups[4:]]
     assert find_containers(model, whole) == [(), (), (), (3,), (3,)]
-
-
-# Names of all blocks.
-
-
-def test_alike_blocks_share_their_names() -> None:
-    def block(number: int) -> tuple[tuple[str, ...], tuple[NamedTensor, ...]]:
-        name = f"h.{number}.experts.{3 - number}.w"
-        return (f"h.{number}",), (
-            NamedTensor(name=name, num_bytes=4, published=(f"p.{number}.w",)),
-        )
-
-    odd = ((("h.*",), (NamedTensor(name="h.*.w", num_bytes=1),)), (("top",), ()))
-    blocks = [block(0), block(1), block(3), *odd]
-    found = TensorNames.of(blocks)
-    assert [list(tensors) for _, tensors in blocks] == list(found.tensors())
-    # The numbers of the experts differ.
-    assert len(found.groups) == 5
-    assert from_dict(TensorNames, to_dict(found)) == found
-
-
-def test_a_profile_keeps_few_names() -> None:
-    config = {**CONFIG, "num_layers": 20}
-    model = models.build(config, dtype=torch.float16)
-    tensors = name_tensors(model, None)
-    layers = [(f"model.layers.{n}",) for n in range(20)]
-    others = [("model.embed_tokens", "model.rotary_emb"), ("model.norm",), ("lm_head",)]
-    found = by_block(tensors, [*others, *layers])
-    assert sorted(t.name for block in found.tensors() for t in block) == sorted(
-        t.name for t in tensors
-    )
-    assert len(found.groups) == 4
 
 
 # Families.

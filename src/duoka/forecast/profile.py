@@ -23,7 +23,7 @@ from duoka.errors import ModelError, UsageError
 from .allocator import END_OF_ADDRESSES, rounded_bytes
 from .flash_splits import FlashShape
 from .optimizer_memory import TrainedTensor
-from .tensor_names import Outline, OutlineBlock, TensorNames
+from .tensor_names import NamedTensor, Outline, OutlineBlock
 from .workload import Conditions, loss_chunk_tokens
 
 Phase = Literal[
@@ -253,7 +253,7 @@ class Profile:
     kinds: tuple[Kind, ...]
     regimes: tuple[Regime, ...]
     max_context_tokens: int | None = None
-    tensor_names: TensorNames | None = None
+    tensor_names: tuple[tuple[NamedTensor, ...], ...] | None = None
     conditions: Conditions = field(default_factory=Conditions)
     least_prompt_tokens: int = 0
     notes: tuple[str, ...] = ()
@@ -264,7 +264,7 @@ class Profile:
     def __post_init__(self) -> None:
         if not self.blocks:
             raise ModelError("the model has no parameters to place")
-        assert self.tensor_names is None or len(self.tensor_names.blocks) == len(self.blocks)
+        assert self.tensor_names is None or len(self.tensor_names) == len(self.blocks)
         assert all(len(kind.tapes) == len(self.regimes) for kind in self.kinds)
 
     @property
@@ -289,8 +289,8 @@ class Profile:
             raise ModelError(f"the profile of {self.model} holds no names of tensors")
         return Outline(
             blocks=tuple(
-                OutlineBlock(modules=block.modules, tensors=tuple(tensors), tied_to=block.tied_to)
-                for block, tensors in zip(self.blocks, self.tensor_names.tensors(), strict=True)
+                OutlineBlock(modules=block.modules, tensors=tensors, tied_to=block.tied_to)
+                for block, tensors in zip(self.blocks, self.tensor_names, strict=True)
             ),
             model=self.model,
             fingerprint=self.fingerprint,

@@ -9,10 +9,9 @@ judged without the model and without torch. It knows nothing of devices.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-_ANY = "*"  # stands for a block's number, in names that several blocks share
 _NUMBERED = re.compile(r"(.*?\.|)(\d+)(?:\..*)?", re.DOTALL)
 
 
@@ -30,62 +29,6 @@ class NamedTensor:
     published: tuple[str, ...] = ()
     tied_to: str = ""
     is_buffer: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorNames:
-    """Names of tensors in the compact form in which a profile keeps them.
-
-    A group holds the tensors of blocks that are alike: a part "*" of a name stands for the block's
-    number. For each block of the profile, `blocks` has its group and its number, if it has one.
-    """
-
-    groups: tuple[tuple[NamedTensor, ...], ...]
-    blocks: tuple[tuple[int, str], ...]
-
-    @classmethod
-    def of(cls, blocks: Iterable[tuple[Sequence[str], Sequence[NamedTensor]]]) -> TensorNames:
-        """Build from each block's modules and tensors."""
-        groups: dict[tuple[NamedTensor, ...], int] = {}
-        numbered = []
-        for modules, tensors in blocks:
-            number = _number(modules, tensors)
-            group = tuple(_renumbered(tensor, number, _ANY) for tensor in tensors)
-            numbered.append((groups.setdefault(group, len(groups)), number))
-        return cls(groups=tuple(groups), blocks=tuple(numbered))
-
-    def tensors(self) -> Iterator[list[NamedTensor]]:
-        """Yield each block's tensors."""
-        for group, number in self.blocks:
-            yield [_renumbered(tensor, _ANY, number) for tensor in self.groups[group]]
-
-
-def _number(modules: Sequence[str], tensors: Sequence[NamedTensor]) -> str:
-    """The number in a block's first module, if "*" may stand for it."""
-    numbers = [part for part in (modules[0] if modules else "").split(".") if part.isdecimal()]
-    names = (name for tensor in tensors for name in (tensor.name, *tensor.published))
-    if not numbers or any(_ANY in name.split(".") for name in names):
-        return ""
-    return numbers[0]
-
-
-def _renumbered(tensor: NamedTensor, old: str, new: str) -> NamedTensor:
-    if not old or not new:
-        return tensor
-    return replace(
-        tensor,
-        name=_swapped(tensor.name, old, new),
-        published=tuple(_swapped(name, old, new) for name in tensor.published),
-        tied_to=_swapped(tensor.tied_to, old, new),
-    )
-
-
-def _swapped(name: str, old: str, new: str) -> str:
-    """The name with its first part `old` replaced: the later ones number other things."""
-    parts = name.split(".")
-    if old in parts:
-        parts[parts.index(old)] = new
-    return ".".join(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

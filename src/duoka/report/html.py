@@ -7,9 +7,9 @@ direction of text around or can't be shown is spelled out.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
@@ -27,41 +27,6 @@ from .terminal.plan import facts, kinds_of, left_over, render_seconds, title
 from .terminal.words import without_prefix
 
 _MOST_CELLS = 1200
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    kind: str
-    css: str
-    amount: str
-    percent: float
-    is_told: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Cell:
-    text: str
-    title: str
-    is_away: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Gpu:
-    name: str
-    product: str
-    full: str
-    label: str
-    width: float
-    link: str
-    parts: list[_Part]
-    cells: list[_Cell]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Table:
-    unit: str
-    heads: list[str]
-    rows: list[tuple[str, list[str]]]
 
 
 def render_page(plan: Plan, explanation: Explanation | None = None) -> str:
@@ -101,7 +66,7 @@ def _printable(value: object) -> object:
     return printable(value) if type(value) is str else value
 
 
-def _gpus(plan: Plan, explanation: Explanation | None) -> Iterator[_Gpu]:
+def _gpus(plan: Plan, explanation: Explanation | None) -> Iterator[dict[str, Any]]:
     totals = [
         stage.reserved_bytes + sum(left_over(plan, stage).values())
         for stage in plan.forecast.devices
@@ -111,17 +76,17 @@ def _gpus(plan: Plan, explanation: Explanation | None) -> Iterator[_Gpu]:
     for place, forecast in enumerate(plan.forecast.devices):
         parts = list(_parts(plan, forecast))
         full = f"{format_bytes(forecast.reserved_bytes)} of {format_bytes(forecast.budget_bytes)}"
-        amounts = ", ".join(f"{part.kind} {part.amount}" for part in parts if part.is_told)
-        yield _Gpu(
-            name=forecast.device,
-            product=plan.fleet.device(forecast.device).product,
-            full=full,
-            label=f"{forecast.device}, {full}: {amounts}",
-            width=_percent(totals[place], max(totals)),
-            link=links.get(place, "") if place else "",
-            parts=parts,
-            cells=list(_cells(plan, forecast.device, main)),
-        )
+        amounts = ", ".join(f"{part['kind']} {part['amount']}" for part in parts if part["is_told"])
+        yield {
+            "name": forecast.device,
+            "product": plan.fleet.device(forecast.device).product,
+            "full": full,
+            "label": f"{forecast.device}, {full}: {amounts}",
+            "width": _percent(totals[place], max(totals)),
+            "link": links.get(place, "") if place else "",
+            "parts": parts,
+            "cells": list(_cells(plan, forecast.device, main)),
+        }
 
 
 def _links(explanation: Explanation) -> dict[int, str]:
@@ -131,39 +96,40 @@ def _links(explanation: Explanation) -> dict[int, str]:
     return dict(enumerate(crossings, 1)) if is_chain else {}
 
 
-def _parts(plan: Plan, forecast: StageBytes) -> Iterator[_Part]:
+def _parts(plan: Plan, forecast: StageBytes) -> Iterator[dict[str, Any]]:
     sizes = [*kinds_of(forecast), *left_over(plan, forecast).items()]
     # A plan's file can say anything; what is drawn is never more than the whole.
     total = max(forecast.budget_bytes, sum(max(size, 0) for _, size in sizes), 1)
     for kind, size in sizes:
-        yield _Part(
-            kind=kind,
-            css=kind.rpartition(" ")[2],
-            amount=format_bytes(size),
-            percent=_percent(size, total),
-            is_told=kind == "free" or size != 0,
-        )
+        yield {
+            "kind": kind,
+            "css": kind.rpartition(" ")[2],
+            "amount": format_bytes(size),
+            "percent": _percent(size, total),
+            "is_told": kind == "free" or size != 0,
+        }
 
 
 def _percent(part: int, whole: int) -> float:
     return max(0.0, min(100.0, round(100 * part / max(whole, 1), 3)))
 
 
-def _cells(plan: Plan, device: str, main: str | None) -> Iterator[_Cell]:
+def _cells(plan: Plan, device: str, main: str | None) -> Iterator[dict[str, Any]]:
     names = [name for name, at in plan.placement.entries if at == device]
     away = frozenset(plan.offloaded)
     for name in names[:_MOST_CELLS]:
         at = layer_of(name)
         is_layer = at is not None and name == f"{main}.{at[1]}"
         is_away = name in away
-        yield _Cell(
-            text=(name.rpartition(".")[2] if is_layer else without_prefix(name)) + " ↑" * is_away,
-            title=f"{name}, weights in the processor's memory" if is_away else name,
-            is_away=is_away,
-        )
+        yield {
+            "text": (name.rpartition(".")[2] if is_layer else without_prefix(name))
+            + " ↑" * is_away,
+            "title": f"{name}, weights in the processor's memory" if is_away else name,
+            "is_away": is_away,
+        }
     more = len(names) - _MOST_CELLS
     if more > 0:
-        yield _Cell(text=f"and {more} more", title="modules that are not shown")
+        yield {"text": f"and {more} more", "title": "modules that are not shown", "is_away": False}
 
 
 def _unused(plan: Plan) -> Iterator[str]:
@@ -182,7 +148,7 @@ def _gpu_name(device: Device) -> str:
     return f"{device.name} ({', '.join(filter(None, details))})"
 
 
-def _table(plan: Plan) -> _Table:
+def _table(plan: Plan) -> dict[str, Any]:
     devices = plan.forecast.devices
     unit, divisor = unit_for(max(device.budget_bytes for device in devices))
     kinds = [kind for kind, _ in kinds_of(devices[0])]
@@ -197,7 +163,7 @@ def _table(plan: Plan) -> _Table:
         sizes += [device.allocated_bytes, device.reserved_bytes, device.budget_bytes]
         rows.append((device.device, [f"{size / divisor:,.2f}" for size in sizes]))
     heads = [*(kinds[place] for place in used), "allocated", "reserved", "budget"]
-    return _Table(unit=unit, heads=heads, rows=rows)
+    return {"unit": unit, "heads": heads, "rows": rows}
 
 
 def _why(plan: Plan, explanation: Explanation | None) -> Iterator[str]:

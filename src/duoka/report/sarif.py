@@ -13,7 +13,6 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -32,55 +31,37 @@ _FINGERPRINT = "duokaFault/v1"
 _Json = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """A kind of result: its identifier, its name, and what it means."""
-
-    id: str
-    name: str
-    short: str
-    full: str
-
-    def to_dict(self) -> _Json:
-        return {
-            "id": self.id,
-            "name": self.name,
-            "shortDescription": {"text": self.short},
-            "fullDescription": {"text": self.full},
-            "help": {"text": self.full},
-        }
-
-
+# A kind of result: its identifier, its name, and what it means, in short and in full.
 _RULES = (
-    _Rule(
+    (
         "mixed-devices",
         "MixedDevices",
         "An operation on tensors of several devices",
         "The tensors of one operation are on several devices, and CUDA refuses that. Move the "
         "smaller one to the other's device: other.to(x.device).",
     ),
-    _Rule(
+    (
         "in-place",
         "InPlaceAcrossDevices",
         "A write into a tensor on another device",
         "What is written is on another device than the tensor that it is written to. Move it "
         "there first: x[i] = value.to(x.device).",
     ),
-    _Rule(
+    (
         "gradient",
         "GradientOnAnotherDevice",
         "A gradient on another device than its tensor",
         "A backward function returns a gradient on another device than the tensor that it is "
         "for. Move it to the tensor's device before it is returned.",
     ),
-    _Rule(
+    (
         "hard-coded-device",
         "HardCodedDevice",
         "A device that the code fixes",
         "Model code names a device itself, and so is right on one placement only. Take the "
         "device from a tensor: device=x.device.",
     ),
-    _Rule(
+    (
         "memory",
         "OutOfMemory",
         "A device that needs more memory than its budget",
@@ -88,7 +69,7 @@ _RULES = (
         "sets the peak.",
     ),
 )
-_INDEX = {rule.id: index for index, rule in enumerate(_RULES)}
+_INDEX = {name: index for index, (name, *_) in enumerate(_RULES)}
 
 
 def dumps(report: Report, root: str | os.PathLike[str] | None = None) -> str:
@@ -234,7 +215,17 @@ class _Log:
 
 def _driver() -> _Json:
     """What made the log (§3.19). It has no page of its own to lead to."""
-    driver: _Json = {"name": "duoka", "rules": [rule.to_dict() for rule in _RULES]}
+    rules = [
+        {
+            "id": identifier,
+            "name": name,
+            "shortDescription": {"text": short},
+            "fullDescription": {"text": full},
+            "help": {"text": full},
+        }
+        for identifier, name, short, full in _RULES
+    ]
+    driver: _Json = {"name": "duoka", "rules": rules}
     with suppress(PackageNotFoundError):  # from a checkout that isn't installed
         driver["version"] = driver["semanticVersion"] = version("duoka")
     return driver

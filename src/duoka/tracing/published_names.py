@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 from duoka.base.text import longest_prefix
-from duoka.forecast.tensor_names import NamedTensor, TensorNames
+from duoka.forecast.tensor_names import NamedTensor
 from duoka.models.conversion import Recipe, plan_tensors, published_tensors
 from duoka.models.quantization import num_bytes
 from duoka.runtime.dispatch.place_tensors import tensor_names
@@ -34,7 +34,9 @@ def name_tensors(model: nn.Module, published: Collection[str] | None) -> list[Na
     return named
 
 
-def by_block(named: Sequence[NamedTensor], blocks: Sequence[Sequence[str]]) -> TensorNames:
+def by_block(
+    named: Sequence[NamedTensor], blocks: Sequence[Sequence[str]]
+) -> tuple[tuple[NamedTensor, ...], ...]:
     """Sort tensors into blocks, which are given by the names of their modules."""
     block_of = {module: number for number, modules in enumerate(blocks) for module in modules}
     numbers: dict[str, int] = {}
@@ -44,7 +46,7 @@ def by_block(named: Sequence[NamedTensor], blocks: Sequence[Sequence[str]]) -> T
         number = _block(tensor.name, block_of)
         numbers[tensor.name] = numbers[tensor.tied_to] if number is None else number
         tensors[numbers[tensor.name]].append(tensor)
-    return TensorNames.of(zip(blocks, tensors, strict=True))
+    return tuple(map(tuple, tensors))
 
 
 def _block(name: str, block_of: Mapping[str, int]) -> int | None:
