@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from duoka import Fleet
 from duoka.base.serialization import from_dict, to_dict
 from duoka.errors import PlacementError
 from duoka.planner.placement import Placement
@@ -93,32 +91,6 @@ def test_an_empty_placement_is_refused() -> None:
 
 def test_round_trip_through_its_json_form() -> None:
     assert from_dict(Placement, to_dict(LAYERS)) == LAYERS
-
-
-def test_a_map_by_hand_becomes_a_placement() -> None:
-    profile = tiny.made_up([10, 20, 30, 0], tied_to={3: 0})
-    placed = Placement.from_device_map({"": 1, "block.0": 0, "block.3": "cuda:0"}, profile)
-    assert placed.device_map == {
-        "block.0": "cuda:0",
-        "block.1": "cuda:1",
-        "block.2": "cuda:1",
-        "block.3": "cuda:0",
-    }
-    assert placed.fingerprint == profile.fingerprint
-    assert Placement.from_device_map(placed.device_map, profile.outline) == placed
-    virtual = Placement.from_device_map(0, profile, Fleet.parse("virtual:1GiB"))
-    assert virtual.devices == ("vgpu:0",)
-    with pytest.raises(PlacementError) as caught:
-        Placement.from_device_map({"block.0": 0, "block.3": 1}, profile)
-    assert caught.value.missing == ("block.1.weight", "block.2.weight")
-    assert caught.value.split == ("block.0", "block.3")
-
-
-def test_a_map_by_hand_for_names_alone() -> None:
-    names = ["embed.weight", "layer.0.weight", "layer.0.bias", "head.weight"]
-    placed = Placement.from_device_map({"layer": 1, "": "cpu"}, iter(names))
-    assert placed.entries == (("embed", "cpu"), ("layer.0", "cuda:1"), ("head", "cpu"))
-    placed.check(names)
 
 
 NAMES = st.lists(

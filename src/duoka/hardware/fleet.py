@@ -139,8 +139,8 @@ class Fleet:
 
         Examples
         --------
-        >>> Fleet.from_max_memory({0: "10GiB", 1: 20 * 2**30, "cpu": "30GiB"}).describe()
-        'cuda:0 10.00 GiB, cuda:1 20.00 GiB, cpu 30.00 GiB'
+        >>> Fleet.from_max_memory({0: "10GiB", 1: 20 * 2**30, "cpu": "30GiB"}).names
+        ('cuda:0', 'cuda:1', 'cpu')
         """
         return cls(devices=parse.read_max_memory(max_memory))
 
@@ -178,8 +178,8 @@ class Fleet:
 
         Examples
         --------
-        >>> Fleet.parse("24GiB,12GiB").reserving({"cuda:1": 2 * 2**30}).describe()
-        'cuda:0 24.00 GiB, cuda:1 10.00 GiB'
+        >>> Fleet.parse("24GiB,12GiB").reserving({"cuda:1": 2 * 2**30}).budget_bytes // 2**30
+        34
         """
         for name, size in sizes.items():
             budget = self.device(name).budget_bytes
@@ -217,16 +217,6 @@ class Fleet:
             if (link.source, link.target) == (source, target):
                 return link
         return None
-
-    def describe(self) -> str:
-        """Write the fleet on one line, for people.
-
-        Examples
-        --------
-        >>> Fleet.parse("24GiB,12GiB").describe()
-        'cuda:0 24.00 GiB, cuda:1 12.00 GiB'
-        """
-        return ", ".join(f"{d.name} {format_bytes(d.budget_bytes)}" for d in self.devices)
 
 
 def _less(device: Device, num_bytes: int) -> Device:

@@ -8,6 +8,7 @@ knows nothing of CUDA: which of these GPUs a process may use, and under which nu
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -33,19 +34,6 @@ _COMPUTE_MODES: dict[int | None, Literal["shared", "exclusive", "prohibited"]] =
     pynvml.NVML_COMPUTEMODE_DEFAULT: "shared",
     pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive",
     pynvml.NVML_COMPUTEMODE_PROHIBITED: "prohibited",
-}
-# Bytes per second of one link in one direction, by NVML's number of the version: NVIDIA's
-# whitepapers on Pascal (1.0), Volta (2.0), Turing (2.2), Ampere (3.0; 3.1 on GA102, from
-# 56.25 GB/s over 4 links), Hopper (4.0) and Blackwell (5.0). Asked only where the driver
-# doesn't give the speed itself.
-_LINK_BYTES_PER_SECOND = {
-    1: 20e9,
-    2: 25e9,
-    3: 25e9,
-    4: 25e9,
-    5: 14.0625e9,
-    6: 25e9,
-    7: 50e9,
 }
 _NO_GPU = (
     'without a GPU, declare some (--gpus "2xRTX4090" or "24GiB,12GiB") to plan for, or try virtual '
@@ -290,8 +278,8 @@ def _instances(handle: Any) -> Iterator[Instance]:
 
 def _peers(handle: Any) -> tuple[Peer, ...]:
     """The other ends of the active links, each once."""
-    common = _link_speed(handle)
-    peers: dict[tuple[Literal["gpu", "switch"], str], list[float | None]] = {}
+    speed = _link_speed(handle)
+    peers: Counter[tuple[Literal["gpu", "switch"], str]] = Counter()
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
         if _ask(pynvml.nvmlDeviceGetNvLinkState, handle, link) not in _LINK_STATES:
             continue
@@ -299,18 +287,11 @@ def _peers(handle: Any) -> tuple[Peer, ...]:
         if kind is None:
             continue
         address = _pci_address(_ask(pynvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link))
-        version = _ask(pynvml.nvmlDeviceGetNvLinkVersion, handle, link)
-        speed = common or _LINK_BYTES_PER_SECOND.get(version)
-        peers.setdefault((kind, address), []).append(speed)
+        peers[kind, address] += 1
     return tuple(
-        Peer(kind=kind, pci_address=address, bytes_per_second=_sum(speeds))
-        for (kind, address), speeds in peers.items()
+        Peer(kind=kind, pci_address=address, bytes_per_second=speed and number * speed)
+        for (kind, address), number in peers.items()
     )
-
-
-def _sum(speeds: list[float | None]) -> float | None:
-    known = [speed for speed in speeds if speed is not None]
-    return sum(known) if len(known) == len(speeds) else None
 
 
 def _link_speed(handle: Any) -> float | None:

@@ -20,7 +20,7 @@ from duoka.hardware.fleet import Fleet
 from duoka.hardware.host import available_bytes
 
 from .constraints import Constraints
-from .device_map import DeviceMap, Names, find_device
+from .device_map import DeviceMap, Spelling, find_device
 from .plan import Plan
 from .request import LARGEST, PlanProblem, PlanRequest
 from .search import Limits
@@ -93,7 +93,7 @@ def limits_for(
 class _Reader:
     def __init__(self, profile: Profile, chain: Sequence[int]) -> None:
         self._profile = profile
-        self._names = Names(profile.outline)
+        self._names = Spelling(profile.outline)
         self._place = {block: place for place, block in enumerate(chain)}
 
     def pins(self, pins: Sequence[tuple[str, str]], fleet: Fleet) -> dict[int, int]:

@@ -7,11 +7,6 @@ from dataclasses import dataclass
 
 from duoka.base.text import is_within, longest_prefix
 from duoka.errors import Faults, PlacementError
-from duoka.forecast.profile import Profile
-from duoka.forecast.tensor_names import Outline
-from duoka.hardware.fleet import Fleet
-
-from .device_map import judge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,49 +48,6 @@ class Placement:
             )
         if not names:
             raise PlacementError("the placement is empty", hint='{"": "cuda:0"} is one device')
-
-    @classmethod
-    def from_device_map(
-        cls,
-        device_map: object,
-        model: Outline | Profile | Iterable[str],
-        fleet: Fleet | None = None,
-    ) -> Placement:
-        """Judge a device map that a person wrote, before anything is loaded.
-
-        What the map's devices can hold isn't looked at here; ``duoka.plan(model, fleet,
-        device_map=…)`` does that as well, and needs no outline.
-
-        Parameters
-        ----------
-        device_map : mapping, or one device
-            From names of modules or tensors to devices: numbers, "cuda:1", "cpu", objects of
-            torch. Names may be the model's own or those of its checkpoint, in any mixture; the
-            longest one that contains a tensor decides.
-        model : Outline, Profile or iterable of str
-            What there is to place. Of names alone (all parameters and buffers) nobody can tell
-            what must stay whole.
-        fleet : Fleet, optional
-            The devices that may be named; without it every device may be, and numbers mean CUDA's.
-
-        Raises
-        ------
-        PlacementError
-            With everything that is missing, unknown, doubled or split, and a completed map.
-        UsageError
-            If it is no map.
-
-        Examples
-        --------
-        >>> names = ["embed.weight", "layers.0.weight", "layers.1.weight"]
-        >>> Placement.from_device_map({"embed": 0, "layers": 1}, names).entries
-        (('embed', 'cuda:0'), ('layers.0', 'cuda:1'), ('layers.1', 'cuda:1'))
-        """
-        if isinstance(model, Profile):
-            model = model.outline
-        outline = model if isinstance(model, Outline) else Outline.of_names(model)
-        placed = judge(device_map, outline, fleet).placed
-        return cls(entries=placed, fingerprint=outline.fingerprint)
 
     @property
     def device_map(self) -> dict[str, str]:

@@ -18,21 +18,10 @@ DECAYS: tuple[Decay, ...] = get_args(Decay)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningRate:
-    """A factor of the learning rate for each step.
+    """A factor of the learning rate for each of the training's `num_steps` steps.
 
-    Parameters
-    ----------
-    decay : {"constant", "linear", "cosine"}
-        How it goes after the warm-up; "linear" and "cosine" would be 0 at step `num_steps`.
-    num_steps : int
-        All steps of the training, from step 0 on.
-    warmup_steps : int
-        So many steps lead up to the whole rate in equal parts; the first one isn't 0.
-
-    Raises
-    ------
-    UsageError
-        If the name is unknown, or the warm-up is longer than the training.
+    So many steps of warm-up lead up to the whole rate in equal parts, the first of which isn't 0.
+    After them "linear" and "cosine" would be 0 at step `num_steps`.
 
     Examples
     --------

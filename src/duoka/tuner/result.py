@@ -60,12 +60,8 @@ _AROUND_ROLES: dict[type, tuple[str, str]] = {
 def claim_directory(directory: Path) -> Path:
     """Where a result will be written, once it is certain that it can be.
 
-    Raises
-    ------
-    UsageError
-        If something lies there already.
-    MachineError
-        If nothing can be written there.
+    UsageError is raised where something lies there already, MachineError where nothing can be
+    written.
     """
     directory = directory.resolve()
     with _refusal_told(directory):
@@ -82,24 +78,11 @@ def claim_directory(directory: Path) -> Path:
 def write_adapter(
     directory: Path, adapter: Adapter, base: Checkpoint, *, names: Names = "native"
 ) -> None:
-    """Write an adapter that peft loads.
+    """Write an adapter that peft loads, in its native form, into a new directory.
 
-    Parameters
-    ----------
-    directory : Path
-        A new one, or an empty one.
-    adapter : Adapter
-        In native form.
-    base : Checkpoint
-        The model that it was trained on.
-    names : {"native", "original"}
-        Of the modules: those of transformers' class, or those of the code that the ChatGLM family
-        was published with, which vLLM has too. They differ for this family only.
-
-    Raises
-    ------
-    MachineError
-        If it can't be written; nothing is left of it then.
+    The names of modules are those of transformers' class, or the original ones: those of the code
+    that the ChatGLM family was published with, which vLLM has too. They differ for this family
+    only. Where it can't be written, MachineError is raised and nothing is left of it.
     """
     choose("names", names, _NAMES)
     ends_suffice = _is_on_all(adapter, base)
@@ -177,30 +160,15 @@ def write_merged(
     parameters: Mapping[str, Tensor] | None = None,
     names: Names = "original",
 ) -> None:
-    """Write a whole checkpoint: the published one, with what was trained in it.
+    """Write a checkpoint into a new directory: the published one, with what was trained in it.
 
-    Parameters
-    ----------
-    directory : Path
-        A new one, or an empty one.
-    base : Checkpoint
-        The published one, with its weights on this machine.
-    adapter : Adapter, optional
-        In native form; it is added to the weights, in float32, and rounded to the type they have.
-    parameters : mapping of str to Tensor, optional
-        What takes the place of parameters, by their names in the model.
-    names : {"original", "native"}
-        Of tensors and settings: as published, with every other file of the checkpoint; or, for the
-        ChatGLM family, those of transformers' own `GlmForCausalLM`, which needs no code then.
+    The adapter, in native form, is added to the weights in float32, and rounded to the type they
+    have; `parameters`, by their names in the model, take the place of others. The names of tensors
+    and settings are as published, with every other file of the checkpoint; or, for the ChatGLM
+    family, those of transformers' own `GlmForCausalLM`, which needs no code then.
 
-    Raises
-    ------
-    UsageError
-        If the checkpoint can't be written so.
-    LoadError
-        If what was trained isn't of this model.
-    MachineError
-        If it can't be written; nothing is left of it then.
+    UsageError is raised for a checkpoint that can't be written so, LoadError for what isn't of this
+    model, MachineError where it can't be written; nothing is left of it then.
     """
     choose("names", names, _NAMES)
     if method_of(base.config) is not None:

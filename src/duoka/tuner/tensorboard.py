@@ -13,12 +13,7 @@ _OF_STEPS = ("loss", "eval_loss", "grad_norm", "learning_rate")
 class TensorBoard:
     """Writes a run's metrics as TensorBoard's events; without tensorboard it does nothing.
 
-    Parameters
-    ----------
-    directory : Path
-        Where the events go.
-    step : int
-        The step that the run goes on after; what is there of later ones is no longer shown.
+    What is there of steps after the one that the run goes on from is no longer shown.
     """
 
     def __init__(self, directory: Path, step: int) -> None:

@@ -91,13 +91,12 @@ def test_another_length_than_was_told(hub: HubServer) -> None:
     assert "tokenizer.model" in open_it().missing
 
 
-@pytest.mark.parametrize("told", ["bytes 5-65535/9", "bytes 5-{size}", "bytes 0-23/*", "x", ""])
+@pytest.mark.parametrize("told", ["bytes 5-65535/9", "bytes 5-{size}", "x", ""])
 def test_another_part_of_a_header_than_was_asked_for(hub: HubServer, told: str) -> None:
     size = len(some_files()[SHARD])
     answer = hub_server.status(206, bytes(99), Content_Range=told.format(size=f"9/{size}"))
     hub.next("storage", answer, answer)
-    message, _ = refused(open_it)
-    assert ("and told of" in message) or ("something else than a Hub does" in message)
+    assert "something else than a Hub does" in refused(open_it)[0]
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,7 @@ class Snapshot:
                 timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
             ) as response:
                 hf_raise_for_status(response)
-                first = self._first_byte(response, file)
+                first = _first_byte(response)
                 if first not in (0, start):
                     raise ValueError("another part than was asked for")
                 for chunk in response.iter_bytes(_FIRST_BYTES):
@@ -275,21 +275,12 @@ class Snapshot:
 
         return ask(self._wanted(file.name), attempt)
 
-    def _first_byte(self, response: Any, file: RemoteFile) -> int:
-        """Where in a file an answer begins: 0 where a server doesn't send parts."""
-        if response.status_code != 206:
-            length = response.headers.get("content-length", str(file.num_bytes))
-            first, size = "0", length
-        else:
-            first, _, size = response.headers["content-range"].removeprefix("bytes ").partition("/")
-            first = first.partition("-")[0]
-        if int(size) != file.num_bytes:
-            raise CheckpointError(
-                f"{endpoint()} sends {self._wanted(file.name)} with {int(size)} bytes, and told "
-                f"of {file.num_bytes}",
-                hint="the repository may have changed, or a proxy is in between: try again",
-            )
-        return int(first)
+
+def _first_byte(response: Any) -> int:
+    """Where in a file an answer begins: 0 where a server doesn't send parts."""
+    if response.status_code != 206:
+        return 0
+    return int(response.headers["content-range"].removeprefix("bytes ").partition("-")[0])
 
 
 def _report(progress: Progress | None, before: int, total: int, now: int) -> None:

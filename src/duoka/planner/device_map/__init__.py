@@ -11,7 +11,7 @@ map. Nothing here needs the model, its weights or torch, nor knows what a device
 - `suggest`: the real names that an unknown one probably means
 """
 
-from .names import Names, find_device, published_names
+from .names import Spelling, find_device, published_names
 from .read import DeviceMap
 from .suggest import meant, runs, shorten
 from .validate import Judgement, judge
@@ -19,7 +19,7 @@ from .validate import Judgement, judge
 __all__ = [
     "DeviceMap",
     "Judgement",
-    "Names",
+    "Spelling",
     "find_device",
     "judge",
     "meant",

@@ -16,37 +16,6 @@ from .read import DeviceMap, Devices, NoDevice
 from .suggest import Finder, Nearest, shown
 
 
-class Names:
-    """The names of an outline, its own and its checkpoint's, and the blocks that they mean."""
-
-    def __init__(self, outline: Outline) -> None:
-        self._outline = outline
-        self._spelling = Spelling(outline)
-
-    def is_known(self, name: str) -> bool:
-        """Whether a name is a module's or tensor's."""
-        return bool(name) and self._spelling.is_known(name)
-
-    def blocks_of(self, name: str) -> list[int]:
-        """The blocks that hold something of a module or tensor, in execution order."""
-        if not self.is_known(name):
-            return []
-        return [
-            index
-            for index, block in enumerate(self._outline.blocks)
-            if any(self._is_of(tensor.name, name) for tensor in block.tensors)
-        ]
-
-    def nearest(self, name: str) -> tuple[str, ...]:
-        """Real names like one that isn't real."""
-        return Finder([*self._spelling.native, *self._spelling.published]).find(name).names
-
-    def _is_of(self, tensor: str, name: str) -> bool:
-        if name in self._spelling.native:
-            return is_within(tensor, name)
-        return tensor in self._spelling.published[name]
-
-
 def find_device(text: str, fleet: Fleet) -> str:
     """The name of the fleet's device that a person means: "cuda:1", or "1" alone."""
     devices = Devices(fleet)
@@ -89,6 +58,23 @@ class Spelling:
     def is_known(self, name: str) -> bool:
         """Whether a name is a module's or tensor's."""
         return name in self.native or name in self.published
+
+    def blocks_of(self, name: str) -> list[int]:
+        """The blocks that hold something of a module or tensor, in execution order."""
+        if not name or not self.is_known(name):
+            return []
+        return [
+            index
+            for index, block in enumerate(self.outline.blocks)
+            if any(self._is_of(tensor.name, name) for tensor in block.tensors)
+        ]
+
+    def _is_of(self, tensor: str, name: str) -> bool:
+        return is_within(tensor, name) if name in self.native else tensor in self.published[name]
+
+    def nearest(self, name: str) -> tuple[str, ...]:
+        """Real names like one that isn't real."""
+        return Finder([*self.native, *self.published]).find(name).names
 
     def module(self, name: str, tensors: tuple[NamedTensor, ...], *, published: bool) -> str:
         """What a module of a block is called; natively where the checkpoint has no name for it."""
