@@ -31,8 +31,7 @@ from duoka.planner.constraints import Constraints, strategy_of
 from duoka.planner.device_map import DeviceMap, judge
 from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
-from duoka.planner.precisions import learning
-from duoka.planner.resolve import native_training, whole_prompt_note, workload_for
+from duoka.planner.resolve import learning, native_training, whole_prompt_note, workload_for
 from duoka.report.check_report import Report, Stop
 from duoka.runtime.dispatch.place_tensors import tensor_names
 from duoka.runtime.image_inputs import image_inputs

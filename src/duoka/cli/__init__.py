@@ -8,8 +8,7 @@ imported inside the commands, so that ``--help`` starts at once.
   command each
 - `options`, `training_options`, `groups`: the options that commands share
 - `images`: pictures in files and at addresses on the web
-- `planning`: from options to a plan; `replicas`, `precisions`,
-  `suggestions`: several plans, other ways
+- `planning`: from options to a plan; `replicas`, `suggestions`: several plans, other ways
 - `terminal`: what is printed and written
 """
 

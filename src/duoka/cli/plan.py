@@ -13,11 +13,10 @@ from duoka.base.serialization import to_dict
 from duoka.errors import InfeasibleError, PlacementError, UsageError
 from duoka.hardware.detect import tell_numbers
 from duoka.planner.plan_profile import map_of
-from duoka.planner.precisions import Precision
 from duoka.planner.replicas import Replicas
 from duoka.report.export import refuse_names, refuse_unknown
 
-from . import planning, precisions, replicas
+from . import planning, replicas
 from .groups import flag, option, with_groups
 from .options import ModelOptions, NamesOption, PlanOptions, given_options, refuse_beside
 from .suggestions import as_json
@@ -48,14 +47,9 @@ class PlanOutput(NamesOption):
         "Print the plan as another tool takes it: accelerate, vllm, sglang, llama.cpp, "
         "torch-pipelining, torchtitan or deepspeed.",
     )
-    dtypes: bool = flag(
-        "--dtypes",
-        "Show the weights in every precision side by side, from 32 to 4 bit, and training: what "
-        "fits, and what is left.",
-    )
     json: bool = flag("--json", "Print the plan as JSON.")
 
-    def check(self, options: PlanOptions, training: TrainingOptions) -> None:
+    def check(self, options: PlanOptions) -> None:
         """Refuse files that can't be written and what doesn't go together, before the work."""
         if self.convention != "model" and self.save_device_map is None and self.export is None:
             raise UsageError(
@@ -69,18 +63,6 @@ class PlanOutput(NamesOption):
         check_file(self.save_device_map, "the device map")
         check_file(self.html, "the page")
         files = ("save_device_map", "html", "explain", "export")
-        if self.dtypes:
-            refuse_beside(
-                [
-                    *given_options(self, "save", *files),
-                    *given_options(options, "dtype", "quantize", "plan_file", "replicas"),
-                    *planning.given_map(options),
-                    *given_options(options, "offload"),
-                    *given_options(training, "train"),
-                ],
-                "--dtypes, which plans for every precision",
-                "plan with the --dtype or --quantize that you choose",
-            )
         if self.export is not None:
             refuse_beside(
                 given_options(self, "json", "explain"),
@@ -108,13 +90,6 @@ class PlanOutput(NamesOption):
             typer.echo(_json(to_dict(copies)))
         else:
             replicas.show_copies(copies)
-
-    def give_precisions(self, rows: list[Precision]) -> None:
-        """Show the weights in every precision."""
-        if self.json:
-            typer.echo(_json([precision.to_dict() for precision in rows]))
-        else:
-            precisions.show_precisions(rows)
 
     def refuse(self, error: PlacementError) -> None:
         """Say what is wrong with a device map, and keep the completed one."""
@@ -165,11 +140,9 @@ def plan(
     [bold]duoka plan[/] ./glm-4-9b-chat --gpus 2x24GiB --train lora --context 2K
     """
     how_to_train = training.read()
-    output.check(options, training)
+    output.check(options)
     try:
-        if output.dtypes:
-            output.give_precisions(precisions.plan_each(model, options))
-        elif options.replicas is None:
+        if options.replicas is None:
             output.give(planning.make_plan(model, options, how_to_train))
         else:
             number = replicas.read_number(options.replicas)

@@ -8,7 +8,7 @@
 - `room`: what is left free on each device, and what is tried in which order
 - `offload`: the weights that may stay in the host's memory
 - `suggestions`, `gpu_upgrades`: what would fit where nothing does
-- `replicas`, `precisions`: several copies of a model on one fleet; one in each precision
+- `replicas`: several copies of a model on one fleet
 - `placement`, `plan`: module → device; the plan as one file
 - `plan_profile`: what is known of a plan's model besides the plan
 - `device_map`: maps that people write

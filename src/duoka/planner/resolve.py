@@ -182,6 +182,18 @@ def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
     return workload.resolved(dtype=checkpoint.default_dtype or "float32")
 
 
+def learning(workload: Workload, training: Training) -> Workload:
+    """Training on sequences as long as the workload's context."""
+    return Workload(
+        batch=workload.batch,
+        prompt_tokens=workload.context_tokens,
+        new_tokens=0,
+        dtype=workload.dtype,
+        gpu_generation=workload.gpu_generation,
+        training=training,
+    )
+
+
 def native_training(checkpoint: Checkpoint, training: Training | None) -> Training | None:
     """The training with its adapters on modules of the class that is built."""
     if training is None:

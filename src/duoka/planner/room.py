@@ -47,11 +47,6 @@ def cache_tokens(forecast: Forecast, workload: Workload) -> int:
     return int(min(grown, default=0) * workload.batch * workload.context_tokens)
 
 
-def least_room_bytes(forecast: Forecast) -> int:
-    """What the device with the least room has left of its budget."""
-    return min(map(_left, forecast.devices))
-
-
 def _left(stage: StageBytes) -> int:
     return stage.budget_bytes - stage.reserved_bytes
 
