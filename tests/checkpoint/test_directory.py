@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import time
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from duoka.checkpoint.checkpoint import Checkpoint
-from duoka.checkpoint.directory import LocalFolder
 from duoka.errors import CheckpointError
 
 WAIT = "wait until the download is done, or start it again"
@@ -218,17 +216,3 @@ def test_pickles_shorter_than_their_index_says(directory: Path) -> None:
     )
     (directory / "pytorch_model-1.bin").write_bytes(bytes(1000))
     assert Checkpoint.open(directory).format == "bin"
-
-
-def test_a_header_that_changes_while_it_is_read(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from duoka.checkpoint import directory as folders
-
-    def read_and_touch(path: Path) -> dict[str, object]:
-        os.utime(path, ns=(time.time_ns(), time.time_ns()))
-        return {}
-
-    monkeypatch.setattr(folders, "read_header", read_and_touch)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is being written"):
-        LocalFolder(directory).headers(["model.safetensors"])

@@ -79,7 +79,7 @@ def test_levels_and_what_has_no_line(tmp_path: Path) -> None:
     [invocation] = run["invocations"]
     assert invocation["executionSuccessful"] is False
     [incomplete] = invocation["toolConfigurationNotifications"]
-    assert "encoder.layers.27.weight" in incomplete["message"]["text"]
+    assert "encoder.layers.0-27.weight" in incomplete["message"]["text"]
     [stopped] = invocation["toolExecutionNotifications"]
     assert "NoneType" in stopped["message"]["text"]
     assert stopped["locations"]
@@ -179,6 +179,6 @@ def test_every_name_at_fault_is_told(tmp_path: Path) -> None:
     run = run_of(Report(model="m", devices=("cuda:0",), completeness=found), tmp_path)
     [told] = run["invocations"][0]["toolConfigurationNotifications"]
     assert told["message"]["text"] == (
-        "The device map is incomplete: no device for a; unknown names b; two devices for c; "
-        "cut in two d; no such device for e."
+        "The device map is incomplete: no device for a; not there b; two devices for c; "
+        "cut in two d; no such device, for e."
     )

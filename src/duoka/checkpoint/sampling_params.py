@@ -16,25 +16,12 @@ GREEDY_TEMPERATURE = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen and when an answer ends.
+    """How tokens are chosen and when an answer ends; UsageError for a value out of its range.
 
-    Parameters
-    ----------
-    temperature : float
-        0, or anything up to 0.0001, takes the most likely token each time.
-    top_p : float
-        Choose among the likeliest tokens that have this much probability together.
-    top_k : int
-        Choose among this many tokens; 0 for no limit.
-    max_new_tokens : int, optional
-        Where an answer is cut; None for as many as were planned.
-    seed : int, optional
-        The same seed gives the same answer.
-
-    Raises
-    ------
-    UsageError
-        If a value is out of its range.
+    A temperature of 0, or anything up to 0.0001, takes the most likely token each time. Chosen is
+    among the likeliest tokens that have the probability `top_p` together, and among `top_k`, where
+    0 is no limit. None of `max_new_tokens` is as many as were planned. The same seed gives the same
+    answer.
 
     Examples
     --------

@@ -6,7 +6,6 @@ import errno
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, requires, version
-from pathlib import Path
 
 from duoka.errors import MachineError
 from duoka.forecast.device_memory import CompiledMemory
@@ -94,8 +93,8 @@ def _missing_library(error: ImportError) -> MachineError | None:
 
 
 def _refusal(error: OSError) -> MachineError | None:
-    if error.errno == errno.ENOENT and error.filename is None and not _is_in_a_directory():
-        return MachineError("the working directory is gone", hint="go to another: cd")
+    if error.errno == errno.ENOENT and error.filename is None:
+        return MachineError("a directory is gone", hint="is it the working one? cd to another")
     hint = _REFUSALS.get(error.errno or 0)
     if hint is None:
         # The loader of shared libraries says what it misses with neither number nor file.
@@ -107,13 +106,6 @@ def _refusal(error: OSError) -> MachineError | None:
         return None
     where = f"{error.filename}: " if error.filename is not None else ""
     return MachineError(f"{where}{error.strerror}", hint=hint)
-
-
-def _is_in_a_directory() -> bool:
-    try:
-        return bool(Path.cwd())
-    except OSError:
-        return False
 
 
 def _is_host_memory(error: BaseException) -> bool:

@@ -267,6 +267,12 @@ class Profile:
         assert self.tensor_names is None or len(self.tensor_names) == len(self.blocks)
         assert all(len(kind.tapes) == len(self.regimes) for kind in self.kinds)
 
+    def root_of(self, block: int) -> int:
+        """The block that one is tied to in the end, or itself."""
+        while (partner := self.blocks[block].tied_to) is not None:
+            block = partner
+        return block
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of all parameters and buffers, ties counted once."""

@@ -33,7 +33,7 @@ class Chain:
         self.attached: dict[int, list[int]] = {index: [] for index in self.blocks}
         for index, block in enumerate(blocks):
             if block.tied_to is not None:
-                self.attached[_root(profile, index)].append(index)
+                self.attached[profile.root_of(index)].append(index)
         self._likes: dict[tuple[int, int], list[int]] = {}
 
     def __len__(self) -> int:
@@ -120,12 +120,6 @@ class Chain:
         for index in self.blocks:
             blocks.setdefault(self.profile.blocks[index].kind, []).append(index)
         return blocks
-
-
-def _root(profile: Profile, index: int) -> int:
-    while (partner := profile.blocks[index].tied_to) is not None:
-        index = partner
-    return index
 
 
 def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:

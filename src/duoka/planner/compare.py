@@ -44,16 +44,9 @@ class Move:
 class Comparison:
     """Two plans side by side.
 
-    Parameters
-    ----------
-    differences : tuple of Difference
-        Model, GPUs, workload, objective: those that differ.
-    devices : tuple of DevicePair
-        Every device that either plan uses, in order of first use.
-    moves : tuple of Move
-        None where the plans are for models of different modules.
-    seconds : tuple of (str, float or None, float or None)
-        What each takes, where speeds are known in either plan.
+    `differences` are of model, GPUs, workload and objective; `devices` all that either plan uses,
+    in order of first use. `moves` is None where the plans are for models of different modules.
+    `seconds` are what each takes, where speeds are known in either plan.
     """
 
     differences: tuple[Difference, ...]

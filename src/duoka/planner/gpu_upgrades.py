@@ -65,27 +65,24 @@ def upgrades(
     )
 
 
+@dataclass(frozen=True, slots=True)
 class _Upgrades:
-    def __init__(
-        self,
-        problem: PlanProblem,
-        devices: Sequence[Device],
-        conceivable: Callable[[PlanProblem], bool],
-        attempt: Callable[[PlanProblem], Plan | None],
-    ) -> None:
-        self._problem = problem
-        self._devices = devices
-        self._conceivable = conceivable
-        self._attempt = attempt
-        self._sizes = list(_sizes())
-        self._most = min(_MOST_GPUS, MAX_DEVICES) - len(devices)
+    problem: PlanProblem
+    devices: Sequence[Device]
+    conceivable: Callable[[PlanProblem], bool]
+    attempt: Callable[[PlanProblem], Plan | None]
+
+    @property
+    def most(self) -> int:
+        """How many GPUs may come to the others."""
+        return min(_MOST_GPUS, MAX_DEVICES) - len(self.devices)
 
     def one_more(self) -> Upgrade | None:
         """The smallest card beside the others."""
-        if self._most < 1:
+        if self.most < 1:
             return None
-        gpus = self._problem.gpus
-        upgrade = self._smallest(self._sizes, lambda name: with_more(gpus, self._devices, name))
+        gpus = self.problem.gpus
+        upgrade = self._smallest([*_sizes()], lambda name: with_more(gpus, self.devices, name))
         return upgrade and replace(upgrade, text=f"one more card with {upgrade.text}")
 
     def replaced(self) -> Upgrade | None:
@@ -94,12 +91,12 @@ class _Upgrades:
         No other exchange does with a smaller one: of two fleets that differ by one device, the
         one with the larger device holds whatever the other holds.
         """
-        index = min(range(len(self._devices)), key=lambda n: self._devices[n].budget_bytes)
-        old = self._devices[index]
-        larger = [size for size in self._sizes if size.budget_bytes > old.budget_bytes]
-        gpus = self._problem.gpus
+        index = min(range(len(self.devices)), key=lambda n: self.devices[n].budget_bytes)
+        old = self.devices[index]
+        larger = [size for size in _sizes() if size.budget_bytes > old.budget_bytes]
+        gpus = self.problem.gpus
         upgrade = self._smallest(
-            larger, lambda name: with_replaced(gpus, self._devices, index, name)
+            larger, lambda name: with_replaced(gpus, self.devices, index, name)
         )
         return upgrade and replace(
             upgrade,
@@ -108,9 +105,9 @@ class _Upgrades:
 
     def more_alike(self) -> Upgrade | None:
         """More GPUs like the largest that is there, two at least."""
-        best = max(self._devices, key=lambda device: device.budget_bytes)
-        for count in range(1, self._most + 1):
-            gpus = with_more(self._problem.gpus, self._devices, _entry(best), count)
+        best = max(self.devices, key=lambda device: device.budget_bytes)
+        for count in range(1, self.most + 1):
+            gpus = with_more(self.problem.gpus, self.devices, _entry(best), count)
             plan = self._plan_on(gpus)
             if plan is None:
                 continue
@@ -134,18 +131,18 @@ class _Upgrades:
 
     def _plan_on(self, gpus: str) -> Plan | None:
         problem = self._problem_on(gpus)
-        if problem is None or not self._conceivable(problem):
+        if problem is None or not self.conceivable(problem):
             return None
-        return self._attempt(problem)
+        return self.attempt(problem)
 
     def _problem_on(self, gpus: str) -> PlanProblem | None:
         """The problem on another fleet, read as the command line would read it."""
         try:
-            fleet = usable(Fleet.parse(gpus), self._problem.constraints)
+            fleet = usable(Fleet.parse(gpus), self.problem.constraints)
         except DuokaError:
             return None
-        workload = replace(self._problem.workload, gpu_generation=fleet.gpu_generation)
-        return replace(self._problem, fleet=fleet, gpus=gpus, limits=None, workload=workload)
+        workload = replace(self.problem.workload, gpu_generation=fleet.gpu_generation)
+        return replace(self.problem, fleet=fleet, gpus=gpus, limits=None, workload=workload)
 
 
 def _sizes() -> Iterator[_Size]:

@@ -105,7 +105,7 @@ class _Reader:
                 device = fleet.names.index(find_device(target, fleet))
                 blocks = self._blocks(name)
             for block in blocks:
-                place = self._place[self._root(block)]
+                place = self._place[self._profile.root_of(block)]
                 if devices.setdefault(place, device) != device:
                     raise UsageError(
                         f"{name} is to be on {fleet.names[device]}, and {said[place]}, which is "
@@ -127,11 +127,6 @@ class _Reader:
                 else "`duoka plan` shows its modules",
             )
         return blocks
-
-    def _root(self, block: int) -> int:
-        while (partner := self._profile.blocks[block].tied_to) is not None:
-            block = partner
-        return block
 
     def _why_same(self, block: int) -> str:
         tied = self._profile.blocks[block].tied_to is not None

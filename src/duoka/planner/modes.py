@@ -18,7 +18,11 @@ def find(profile: Profile, problem: PlanProblem, *, source: str = "") -> Plan:
         return planner.solve(profile, problem, source=source)
     if problem.largest is None:
         return from_device_map.plan(profile, problem, source=source)
-    _refuse_map(problem)
+    if problem.device_map is not None:
+        raise UsageError(
+            f"the largest {problem.largest} is looked for where duoka places the modules",
+            hint="leave out the device map",
+        )
     plan = max_workload.find_largest(profile, problem)
     if plan is None:
         return planner.solve(profile, max_workload.least(profile, problem), source=source)
@@ -41,11 +45,3 @@ def conceivable(profile: Profile, problem: PlanProblem) -> bool:
     if problem.largest is not None:
         problem = max_workload.least(profile, problem)
     return planner.conceivable(profile, problem)
-
-
-def _refuse_map(problem: PlanProblem) -> None:
-    if problem.device_map is not None:
-        raise UsageError(
-            f"the largest {problem.largest} is looked for where duoka places the modules",
-            hint="leave out the device map",
-        )

@@ -42,17 +42,11 @@ _MOST_DEALS = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
-    """One plan for each copy of the model.
+    """One plan for each copy of the model, for a fleet of its group's devices alone.
 
-    Parameters
-    ----------
-    plans : tuple of Plan
-        Each for a fleet of its group's devices alone, in the order of the first of them.
-    idle : tuple of str
-        The devices that no group uses.
-    objective, value : str, float
-        Bytes free on the tightest device of all; seconds of the slowest group; or requests a
-        second of all groups.
+    They are in the order of the first of them; the devices that no group uses are `idle`. `value`
+    is bytes free on the tightest device of all; seconds of the slowest group; or requests a second
+    of all groups.
     """
 
     plans: tuple[Plan, ...]

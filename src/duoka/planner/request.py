@@ -25,21 +25,10 @@ LARGEST: tuple[Largest, ...] = get_args(Largest)
 class PlanRequest:
     """What was asked for, but for the model: enough to ask again.
 
-    Parameters
-    ----------
-    workload : Workload
-        With "auto" where it was said.
-    objective : {"auto", "headroom", "latency", "throughput"}
-    use_all : bool
-        Whether every GPU has to be used.
-    gpus : str
-        The GPUs as they were named (`Fleet.parse`); empty when they were given as an object.
-    constraints : Constraints
-        What is demanded of the placement.
-    largest : {"context", "batch"}, optional
-        What is to be as large as fits, whatever the workload says of it.
-    trust_remote_code : bool
-        Whether model code that comes with the checkpoint may run.
+    The workload has "auto" where it was said. With `use_all` every GPU has to be used. `gpus` are
+    named as in `Fleet.parse`; empty when they were given as an object. `largest` is what is to be
+    as large as fits, whatever the workload says of it. With `trust_remote_code` model code that
+    comes with the checkpoint may run.
     """
 
     workload: Workload

@@ -101,36 +101,15 @@ class Operand:
 class Fault:
     """One place in model code that fails or misbehaves on several devices.
 
-    The same place in forty layers, steps or chunks is one fault.
-
-    Parameters
-    ----------
-    effect : Effect
-        What CUDA does there.
-    op : str
-        The operation as it was called: "torch.cat", "Tensor.__add__",
-        "torch.nn.functional.cross_entropy".
-    operands : tuple of Operand
-        The tensors of the call, in its order.
-    target : str
-        The device that the check let the operation run on, to go on.
-    place : Place
-        The expression that is at fault: innermost in code that is not PyTorch's.
-    message : str
-        What CUDA says, with the placement's devices.
-    path : tuple of Call
-        From the model's top to `place`, which is the last.
-    phase : str
-        In which step it was met first: "forward", "prefill", "decode", "loss" or "backward".
-    modules : tuple of str
-        Where it was met, in the order of their first time.
-    count : int
-        How often it was met in one step, in the one where it was met most often.
-    followups : tuple of Fault
-        Those that this one alone causes.
-    at_hand : tuple of str
-        What a repair can name the target by: local names, and attributes of `self`, that hold a
-        tensor on `target` whenever `place` is reached, such as "hidden_states", "self.weight".
+    The same place in forty layers, steps or chunks is one fault. `op` is the operation as it was
+    called ("torch.cat", "Tensor.__add__"), `operands` its tensors in their order, `target` the
+    device that the check let it run on, to go on. `place` is the expression at fault, innermost in
+    code that is not PyTorch's, and the last of the `path` from the model's top; `message` is what
+    CUDA says, with the placement's devices. `phase` is the step in which it was met first
+    ("forward", "prefill", "decode", "loss" or "backward"), `modules` where, in the order of their
+    first time, and `count` how often in the step where that was most. `followups` are those that
+    this one alone causes. `at_hand` is what a repair can name the target by: local names, and
+    attributes of `self`, that hold a tensor there whenever the place is reached.
     """
 
     kind: FaultKind

@@ -19,9 +19,9 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from duoka.base.units import format_bytes
-from duoka.errors import Faults
 
 from .check_report import Call, Fault, Operand, PeakMemory, Place, Report
+from .terminal.words import map_faults
 
 _SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -99,7 +99,9 @@ class _Log:
         """How the run went (§3.20)."""
         invocation: _Json = {"executionSuccessful": self._report.stop is None}
         if not self._report.complete:
-            text = f"The device map is incomplete: {_names(self._report.completeness)}."
+            faults = map_faults(self._report.completeness)
+            names = "; ".join(f"{what} {', '.join(names)}" for what, names in faults)
+            text = f"The device map is incomplete: {names}."
             invocation["toolConfigurationNotifications"] = [
                 {"level": "error", "message": {"text": text}}
             ]
@@ -266,14 +268,3 @@ def _escape_links(text: str) -> str:
     for sign in "\\[]":
         text = text.replace(sign, f"\\{sign}")
     return text
-
-
-def _names(faults: Faults) -> str:
-    lists = {
-        "no device for": faults.missing,
-        "unknown names": faults.unknown,
-        "two devices for": faults.doubled,
-        "cut in two": faults.split,
-        "no such device for": faults.misplaced,
-    }
-    return "; ".join(f"{what} {', '.join(names)}" for what, names in lists.items() if names)

@@ -15,7 +15,6 @@ from rich.text import Text
 
 from duoka.base.units import format_bytes, format_count, unit_for
 from duoka.errors import Faults
-from duoka.planner.device_map import meant, runs
 
 from ..check_report import Call, Fault, Operand, PeakMemory, Place, Report, Stop
 from . import words
@@ -133,7 +132,7 @@ def _incomplete(report: Report) -> Iterator[RenderableType]:
     if report.complete:
         return
     lines: list[RenderableType] = []
-    for what, names in _names(report.completeness):
+    for what, names in words.map_faults(report.completeness):
         more = len(names) - _MOST_NAMES
         rest = [f"and {more} more, which --json shows"] if more > 0 else []
         lines.append(Text(f"{what}:", style="dim"))
@@ -144,19 +143,6 @@ def _incomplete(report: Report) -> Iterator[RenderableType]:
     elif report.completeness.completed is not None:
         lines.append(Text(_COMPLETED))
     yield Group(heading, Padding(Group(*lines), (0, 0, 0, 2)))
-
-
-def _names(faults: Faults) -> Iterator[tuple[str, list[str]]]:
-    """What is wrong with names, and which; those that differ in a number are one."""
-    for what, names in (
-        ("no device for", runs(faults.missing)),
-        ("not there", meant(faults)),
-        ("two devices for", runs(faults.doubled)),
-        ("cut in two", runs(faults.split)),
-        ("no such device, for", runs(faults.misplaced)),
-    ):
-        if names:
-            yield what, names
 
 
 def _stopped(report: Report) -> Iterator[RenderableType]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.style import Style
@@ -10,8 +10,9 @@ from rich.text import Text
 
 from duoka.base.text import containing
 from duoka.base.units import format_bytes, format_count
+from duoka.errors import Faults
 from duoka.forecast.tensor_names import layer_of, main_list
-from duoka.planner.device_map import runs, shorten
+from duoka.planner.device_map import meant, runs, shorten
 
 from ..check_report import Fault, Operand, Origin, Place
 
@@ -157,3 +158,16 @@ def without_prefix(name: str) -> str:
     for prefix in ("model.", "transformer.", "language_model."):
         name = name.removeprefix(prefix)
     return name or "everything"
+
+
+def map_faults(faults: Faults) -> Iterator[tuple[str, list[str]]]:
+    """What is wrong with names, and which; those that differ in a number are one."""
+    for what, names in (
+        ("no device for", runs(faults.missing)),
+        ("not there", meant(faults)),
+        ("two devices for", runs(faults.doubled)),
+        ("cut in two", runs(faults.split)),
+        ("no such device, for", runs(faults.misplaced)),
+    ):
+        if names:
+            yield what, names
