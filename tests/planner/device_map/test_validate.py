@@ -81,12 +81,11 @@ BUFFERED = replace(
 
 
 def test_buffers_follow_the_parameters_of_their_block() -> None:
-    follow = "buffers go where the parameters of their block are"
     away = judge({**NATIVE, "m.rot": 2, "m.norm.step": 0}, BUFFERED, FLEET)
     assert away.placed == PLACED
     assert away.notes == (
-        f"m.rot.freq, m.rot.kept on vgpu:0 and not on vgpu:2: {follow}",
-        f"m.norm.step on vgpu:1 and not on vgpu:0: {follow}",
+        "m.rot goes to vgpu:0 with m.emb, and not to vgpu:2: it holds no parameters",
+        "m.norm.step goes to vgpu:1 with m.norm, and not to vgpu:0: it holds no parameters",
     )
     several = judge({**NATIVE, "m.rot.freq": 2, "m.rot.kept": 1}, BUFFERED, FLEET)
     assert several.placed == PLACED

@@ -13,7 +13,7 @@ from duoka.hardware.fleet import Fleet
 
 from .names import Entries, Match, Matcher, Spelling
 from .read import DeviceMap, Devices
-from .suggest import listed, meant, runs, shorten
+from .suggest import listed, meant, runs, shorten, shown
 
 _HINT = (
     "`duoka plan --device-map … --save-device-map FILE` writes the completed map; in Python it is "
@@ -164,14 +164,17 @@ class _Judge:
 
     def _followed(self, part: _Part) -> Iterator[str]:
         """What follows the parameters of its block, in a sentence for each device."""
-        away: dict[str, list[str]] = {}
+        owners = {t.name.rpartition(".")[0] for t in part.tensors if not t.is_buffer}
+        away: dict[str, dict[str, None]] = {}
         for name, device in part.following():
-            away.setdefault(device, []).append(name)
+            owner = name.rpartition(".")[0]
+            away.setdefault(device, {})[name if owner in owners else owner] = None
         for device, names in away.items():
-            place = part.devices()[0]
+            goes, it, hold = ("goes", "it", "holds") if len(names) == 1 else ("go", "they", "hold")
+            with_what = next(t.name.rpartition(".")[0] for t in part.tensors if not t.is_buffer)
             yield (
-                f"{shorten(names)} on {place} and not on {device}: buffers go where the parameters "
-                "of their block are"
+                f"{shorten(names)} {goes} to {part.devices()[0]} with {shown(with_what)}, and not "
+                f"to {device}: {it} {hold} no parameters"
             )
 
     # ── completing ──
