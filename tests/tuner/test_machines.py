@@ -51,7 +51,7 @@ def test_each_machine_has_its_own_gpus_first(tmp_path: Path) -> None:
 def test_one_machine_is_none_to_span(tmp_path: Path) -> None:
     model = duoka.Checkpoint.open(tuning.write_model("llama", tmp_path / "model"))
     with pytest.raises(UsageError, match="there is one machine"):
-        plans_for(model, "virtual:64MiB", TuneSettings(), "auto", spans=True)
+        plans_for(model, "virtual:64MiB", TuneSettings(span_machines=True), "auto")
 
 
 # ── torchrun ──
@@ -143,12 +143,14 @@ def test_a_run_goes_on_where_torchrun_starts_it_again(
     path = model.parent
     options = ["--gpus", "virtual:2x64MiB", "--replicas", "1", "--save-every", "1"]
     (agent,) = torchrun(path, *options, processes=2, restarts=1)
-    deadline = time.monotonic() + 300
-    while not (path / "run" / "checkpoints" / "step-000001").exists():
-        assert agent.poll() is None, agent.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
-    os.kill(int(children[-1]), signal.SIGKILL)
-    finish([agent])
+    with agent:
+        deadline = time.monotonic() + 300
+        while not (path / "run" / "checkpoints" / "step-000001").exists():
+            if agent.poll() is not None or time.monotonic() > deadline:
+                agent.kill()
+                raise AssertionError(agent.communicate()[0])
+            time.sleep(0.01)
+        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)
+        finish([agent])
     assert_as_one_process(path, monkeypatch)

@@ -38,10 +38,7 @@ _NOWHERE = Path("not-saved")  # where nothing is run
 _PREVIEW = 3
 # What is said of a run and isn't one of its settings.
 _BESIDE = frozenset(
-    (
-        *("data", "adapter", "gpus", "replicas", "span_machines", "plan"),
-        *("save", "resume", "config", "dry_run"),
-    )
+    ("data", "adapter", "gpus", "replicas", "plan", "save", "resume", "config", "dry_run")
 )
 
 
@@ -175,7 +172,6 @@ def _start(options: TuneOptions, model: ModelOptions) -> TuneResult:
             replicas=replicas.read_number(options.replicas or "auto"),
             plan=None if options.plan is None else Plan.load(options.plan),
             adapter=options.adapter,
-            span_machines=options.span_machines,
             show=partial(_show, goes_on=not options.dry_run),
         )
 

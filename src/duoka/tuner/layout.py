@@ -23,12 +23,12 @@ class Layout:
     """The processes of a run: one for each device of each replica's plan, in this order.
 
     Where a replica spans several `machines`, the devices of the first one come first; the plans are
-    as machine number `here` sees them.
+    as one `machine` of them sees them.
     """
 
     plans: tuple[Plan, ...]
     machines: int = 1
-    here: int = 0
+    machine: int = 0
 
     @property
     def world_size(self) -> int:
@@ -51,10 +51,10 @@ class Layout:
     def _devices(self, plan: Plan) -> list[str]:
         """The devices of a plan, by machine as torchrun numbers its processes."""
 
-        def machine(device: str) -> int:
-            return (machine_of(device, plan.fleet, self.machines) + self.here) % self.machines
+        def machine_number(device: str) -> int:
+            return (machine_of(device, plan.fleet, self.machines) + self.machine) % self.machines
 
-        return sorted(plan.devices, key=machine)
+        return sorted(plan.devices, key=machine_number)
 
     def owners(self, parameter: str) -> tuple[int, ...]:
         """The processes that have a parameter, one in each replica."""

@@ -36,18 +36,20 @@ def over_machines(fleet: Fleet, machines: int) -> Fleet:
     """The GPUs of machines that all have a fleet's; which ones these are there isn't known."""
     stride = _stride(fleet, 1)
 
-    def on(name: str, machine: int) -> str:
+    def renumbered(name: str, machine: int) -> str:
         return _named(name, _index(name) + machine * stride)
 
     numbers = range(machines)
     return Fleet(
         devices=tuple(
-            replace(device, name=on(device.name, number), uuid="", pci_address="")
+            replace(device, name=renumbered(device.name, number), uuid="", pci_address="")
             for number in numbers
             for device in fleet.devices
         ),
         links=tuple(
-            replace(link, source=on(link.source, number), target=on(link.target, number))
+            replace(
+                link, source=renumbered(link.source, number), target=renumbered(link.target, number)
+            )
             for number in numbers
             for link in fleet.links
         ),

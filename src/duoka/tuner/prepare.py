@@ -54,8 +54,6 @@ class TuneRun:
         What is learnt, and what the loss is measured on; the latter may be None.
     adapter : Adapter, optional
         What is learnt starts from it; in native form.
-    machines : int
-        How many each replica spans.
     """
 
     checkpoint: Checkpoint
@@ -64,7 +62,6 @@ class TuneRun:
     samples: Dataset
     eval_samples: Dataset | None = None
     adapter: Adapter | None = None
-    machines: int = 1
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -87,7 +84,7 @@ class TuneRun:
         if self.adapter is not None:
             write_adapter(directory.first_adapter, self.adapter, self.checkpoint)
         trusts = self.checkpoint.trust_remote_code
-        directory.write(self.settings, self.plans, trust_remote_code=trusts, machines=self.machines)
+        directory.write(self.settings, self.plans, trust_remote_code=trusts)
 
 
 def prepare(
@@ -99,7 +96,6 @@ def prepare(
     replicas: NumReplicas = "auto",
     plan: Plan | None = None,
     adapter: Path | None = None,
-    spans: bool = False,
 ) -> TuneRun:
     """Read what is learnt, and plan, unless there is a plan."""
     if checkpoint.config.get("is_encoder_decoder"):
@@ -136,13 +132,8 @@ def prepare(
         settings=settings,
         samples=read(data),
         eval_samples=read(settings.eval_data) if settings.eval_data else None,
-        plans=(
-            plans_for(checkpoint, fleet, settings, replicas, spans=spans)
-            if plan is None
-            else (plan,)
-        ),
+        plans=plans_for(checkpoint, fleet, settings, replicas) if plan is None else (plan,),
         adapter=first,
-        machines=num_machines() if spans else 1,
     )
     if settings.packing:
         refuse_packing(build_model(checkpoint, run.plans[0].workload).config)
@@ -190,12 +181,9 @@ def plans_for(
     settings: TuneSettings,
     replicas: NumReplicas,
     *,
-    spans: bool = False,
     suggest: bool = True,
 ) -> tuple[Plan, ...]:
-    """A plan for each replica, all GPUs in use; of several machines, the same on each.
-
-    One that `spans` them has the GPUs of all.
+    """A plan for each replica, all GPUs in use: the same on each machine, or over all of them.
 
     Raises
     ------
@@ -203,12 +191,12 @@ def plans_for(
         If it doesn't fit; with what would fit instead, where that is to be suggested.
     """
     total = num_machines()
-    if spans and total == 1:
+    if settings.span_machines and total == 1:
         raise UsageError(
             "there is one machine, and no copy of the model can span several",
             hint="start processes on each with torchrun --nnodes, or leave out --span-machines",
         )
-    machines = 1 if spans else total
+    machines = 1 if settings.span_machines else total
 
     def whole(gpus: Fleet | str) -> Fleet:
         one = Fleet.parse(gpus) if isinstance(gpus, str) else gpus

@@ -26,7 +26,7 @@ from duoka.models.lora import Adapter
 from duoka.planner.plan import Plan
 from duoka.runtime.load.adapter import read_adapter
 
-from .machines import of_first_machine
+from .machines import num_machines, of_first_machine
 from .settings import TuneSettings
 
 _FORMAT = "duoka.run"
@@ -122,12 +122,7 @@ class RunDirectory:
             )
 
     def write(
-        self,
-        settings: TuneSettings,
-        plans: tuple[Plan, ...],
-        *,
-        trust_remote_code: bool,
-        machines: int = 1,
+        self, settings: TuneSettings, plans: tuple[Plan, ...], *, trust_remote_code: bool
     ) -> None:
         """Say what the processes are to do."""
         content = {
@@ -135,7 +130,7 @@ class RunDirectory:
             "version": _VERSION,
             "settings": to_dict(settings),
             "trust_remote_code": trust_remote_code,
-            "machines": machines,
+            "machines": num_machines() if settings.span_machines else 1,
             "plans": [json.loads(plan.lasting().to_json()) for plan in plans],
         }
         write_whole(self._run, json.dumps(content, ensure_ascii=False, indent=1) + "\n")

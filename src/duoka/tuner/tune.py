@@ -25,7 +25,6 @@ from duoka.stages.workers import Workers
 
 from .checkpoints import SavedParameters, TrainingCheckpoints
 from .layout import Layout
-from .machines import num_machines
 from .prepare import NumReplicas, TuneRun, plans_for, prepare, prove_plans
 from .report import RunReport, make_report
 from .result import write_adapter, write_merged
@@ -71,7 +70,6 @@ def tune(
     replicas: NumReplicas = "auto",
     plan: Plan | None = None,
     adapter: str | os.PathLike[str] | None = None,
-    span_machines: bool = False,
     show: Callable[[TuneRun], bool] | None = None,
 ) -> TuneResult:
     """Fine-tune a model on every GPU, in a process for each.
@@ -99,9 +97,6 @@ def tune(
     adapter : path, optional
         Directory of a LoRA adapter that is trained on; its rank, scale and modules count, instead
         of those of `settings`.
-    span_machines : bool
-        Cut each copy over the GPUs of all machines that torchrun has started processes on, instead
-        of whole copies on each.
     show : callable, optional
         Called with the run before it starts; it doesn't where this returns False.
 
@@ -122,14 +117,7 @@ def tune(
         paths = [data] if isinstance(data, str) else data
         first = None if adapter is None else Path(adapter)
         run = prepare(
-            checkpoint,
-            paths,
-            gpus,
-            settings,
-            replicas=replicas,
-            plan=plan,
-            adapter=first,
-            spans=span_machines,
+            checkpoint, paths, gpus, settings, replicas=replicas, plan=plan, adapter=first
         )
         goes_on = show is None or show(run)
         if goes_on:
@@ -172,16 +160,9 @@ def move(
     if fleet is None:
         fleet = run.fleet()
     # What is learnt and how can't change: other settings would be no way out.
-    plans = plans_for(
-        checkpoint, fleet, run.settings, replicas, spans=run.machines > 1, suggest=False
-    )
+    plans = plans_for(checkpoint, fleet, run.settings, replicas, suggest=False)
     prove_plans(checkpoint, plans)
-    directory.write(
-        run.settings,
-        plans,
-        trust_remote_code=run.trust_remote_code,
-        machines=num_machines() if run.machines > 1 else 1,
-    )
+    directory.write(run.settings, plans, trust_remote_code=run.trust_remote_code)
 
 
 def resume(directory: RunDirectory) -> TuneResult:

@@ -78,9 +78,9 @@ def _layout_here(run: Run) -> Layout:
     """The layout in the names that GPUs have on this machine."""
     if run.machines == 1:
         return Layout(run.plans)
-    here = this_machine()
-    plans = tuple(seen_from(plan, here, run.machines) for plan in run.plans)
-    return Layout(plans, run.machines, here)
+    machine = this_machine()
+    plans = tuple(seen_from(plan, machine, run.machines) for plan in run.plans)
+    return Layout(plans, run.machines, machine)
 
 
 def _reason(error: Exception) -> DuokaError | None:
