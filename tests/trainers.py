@@ -20,6 +20,7 @@ from duoka.tuner import layout as layout_module
 from duoka.tuner.data import Batches, Dataset
 from duoka.tuner.layout import GradientSum, Layout
 from duoka.tuner.part import ModelPart
+from duoka.tuner.run import RunDirectory
 from duoka.tuner.trainer import PeerError, ProcessReport, StepReport, Trainer
 
 NUM_LAYERS = 4
@@ -95,6 +96,13 @@ def make_batches(settings: TuneSettings, lengths: Sequence[int] = LENGTHS) -> Ba
 
 
 Gradients = dict[str, Tensor | None]
+
+
+def write_run(directory: RunDirectory, settings: TuneSettings, layout: Layout) -> None:
+    """Write down what is to be done, as `TuneRun.write` does, without a proof."""
+    directory.path.mkdir()
+    make_dataset(LENGTHS).save(directory.samples)
+    directory.write(settings, layout.plans, trust_remote_code=False)
 
 
 @dataclass(frozen=True)

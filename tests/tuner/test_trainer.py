@@ -28,6 +28,7 @@ from trainers import (
     make_part,
     train,
     train_all,
+    write_run,
 )
 from transformers import AutoModelForCausalLM
 
@@ -163,9 +164,7 @@ def test_a_resumed_run_goes_on_with_its_scale(
         **SETTINGS, dtype="float16", lora_dropout=0.2, epochs=4, save_every=3, keep=9
     )
     directory = RunDirectory(tmp_path / "run")
-    directory.path.mkdir()
-    make_dataset(LENGTHS).save(directory.samples)
-    directory.write(settings, make_layout(llama, settings).plans, trust_remote_code=False)
+    write_run(directory, settings, make_layout(llama, settings))
 
     def run() -> tuple[list[Any], dict[str, Any]]:
         with tuning.one_process(monkeypatch):

@@ -215,8 +215,11 @@ def _finished(directory: RunDirectory, stopped_by: int | None = None) -> TuneRes
     steps = int(metrics[-1]["step"]) if metrics else 0
     if stopped_by is not None:
         return TuneResult(directory=directory.path, steps=steps, stopped_by=stopped_by)
-    report = make_report(Layout(run.plans, run.machines), metrics)
-    directory.write_report(report.to_dict())
+    # What was noted of the steps may be lost, in a crash of the machine; what was saved isn't.
+    steps = TrainingCheckpoints(directory.checkpoints, {}).steps[-1]
+    report = make_report(Layout(run.plans, run.machines), metrics) if metrics else None
+    if report is not None:
+        directory.write_report(report.to_dict())
     result = _write_result(directory, run, steps)
     return TuneResult(directory=directory.path, steps=steps, result=result, report=report)
 
