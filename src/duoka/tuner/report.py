@@ -212,7 +212,8 @@ def _table(devices: Sequence[DeviceReport]) -> Iterator[RenderableType]:
             Text(device.label),
             f"{device.busy_share:.0%}",
             f"{device.possible_share:.0%}",
-            *(f"{size / unit_bytes:.2f}" for size in row),
+            # A processor's peaks aren't known.
+            *(f"{size / unit_bytes:.2f}" if size else "?" for size in row),
         )
     yield table
     yield Text(_CAPTION.format(unit=unit))
