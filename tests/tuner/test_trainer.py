@@ -75,6 +75,22 @@ def overflow(part: ModelPart) -> Any:
     return next(iter(part.trained.values())).register_hook(lambda gradient: gradient / 0)
 
 
+def test_dropout_is_drawn_by_seed_and_step(make: Make) -> None:
+    """What came before changes nothing."""
+
+    def losses(seed: int, *numbers: int) -> list[float]:
+        trainer, part = make(lora_dropout=0.5, seed=seed, lr=1e-9)
+        for name, parameter in part.trained.items():
+            torch.nn.init.constant_(parameter, 0.1 if "lora_B" in name else 1.0)
+        return [trainer.step(number, step_of()).loss for number in numbers]
+
+    first, second, third = losses(2**32 - 1, 0, 1, 0)
+    assert first == pytest.approx(third)
+    assert losses(2**32 - 1, 1) == pytest.approx([second])
+    assert first != pytest.approx(second)
+    assert losses(7, 0) != pytest.approx([first])
+
+
 # ── float16 ──
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -99,8 +100,10 @@ class Trainer:
     def step(self, number: int, step: Step) -> StepReport:
         """Learn from a step's micro-batches."""
         begin = time.perf_counter()
-        # By the step: a run that is resumed draws the same dropout.
-        torch.manual_seed(self._settings.seed * 2**32 + number)
+        # By the step: a run that is resumed draws the same dropout. Mixed: on the processor torch
+        # takes no more of a seed than 32 bits.
+        mixed = np.random.SeedSequence([self._settings.seed, number, self._replica])
+        torch.manual_seed(int(mixed.generate_state(1, np.uint64)[0]))
         replicas = len(self._layout.plans)
         micro_batches = step.of_replica(self._replica, replicas)
         rate = self._settings.learning_rate * self._rate(number)

@@ -63,7 +63,7 @@ class TuneResult:
 
 def tune(
     model: str | os.PathLike[str] | Checkpoint,
-    data: str | Sequence[str],
+    data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     gpus: Fleet | str = "all",
     *,
     save: str | os.PathLike[str],
@@ -84,7 +84,7 @@ def tune(
     ----------
     model : path, str or Checkpoint
         A directory with a published checkpoint, or a model's name on the Hub.
-    data : str or sequence of str
+    data : str, path, or sequence of these
         Files or directories to learn from.
     gpus : Fleet or str
         As for `plan`; all are used.
@@ -119,7 +119,7 @@ def tune(
     def begin() -> bool:
         directory.refuse_used()
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
-        paths = [data] if isinstance(data, str) else data
+        paths = [os.fspath(p) for p in ([data] if isinstance(data, str | os.PathLike) else data)]
         first = None if adapter is None else Path(adapter)
         run = prepare(
             checkpoint,
