@@ -227,7 +227,7 @@ class Workload:
 
     def _make_size(self) -> None:
         try:
-            size = tuple(_whole("image_size", pixels, 1) for pixels in self.image_size)
+            size = tuple(whole_number("image_size", pixels, 1) for pixels in self.image_size)
         except TypeError:  # nothing that can be gone through
             size = ()
         if len(size) != 2:
@@ -401,10 +401,11 @@ def with_quantization(workload: Workload) -> tuple[Workload, ...]:
 
 def _make_whole(data: Workload | Training, name: str, least: int) -> None:
     """Hold a field to be a whole number, and keep it as Python's own."""
-    object.__setattr__(data, name, _whole(name, getattr(data, name), least))
+    object.__setattr__(data, name, whole_number(name, getattr(data, name), least))
 
 
-def _whole(name: str, value: Any, least: int) -> int:
+def whole_number(name: str, value: Any, least: int) -> int:
+    """Hold a value to be a whole number; UsageError where it isn't, or below the least."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise UsageError(
             f"{name} is {value!r}; it must be a whole number",

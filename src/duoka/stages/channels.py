@@ -102,9 +102,11 @@ class ProcessChannel:
 
     def flush(self) -> None:
         """Wait until all that was sent has come."""
+        begin = time.perf_counter()
         for work, _ in self._pending:
             work.wait()
         self._pending.clear()
+        self.waited_seconds += time.perf_counter() - begin
 
 
 def _tag(message: Message) -> int:

@@ -40,7 +40,7 @@ from duoka.base.serialization import from_dict, to_dict
 from duoka.checkpoint.headers import TensorInfo, is_plain_name, read_header, read_json, reading
 from duoka.errors import CheckpointError, FormatError, MachineError
 
-from .optimizer_states import make_states, optimizer_tensors, set_numbers
+from .optimizer_states import drop_states, make_states, optimizer_tensors, set_numbers
 
 T = TypeVar("T")
 _MANIFEST = "checkpoint.json"
@@ -283,6 +283,7 @@ class TrainingCheckpoints:
     ) -> None:
         path = self.path(step)
         make_states(optimizer)
+        drop_states(parameters, optimizer, stored)
         tensors = {**parameters, **optimizer_tensors(parameters, optimizer)}
         self._refuse_others(path, tensors, stored)
         reader = HuggingFaceStorageReader(str(path))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from duoka.forecast.stage_bytes import StageBytes
 from duoka.models import base_name
 from duoka.planner.plan import Plan
 
@@ -56,6 +57,17 @@ class Layout:
 
         return sorted(plan.devices, key=machine_number)
 
+    def label(self, rank: int) -> str:
+        """What people call the device of a process."""
+        replica, device = self.place(rank)
+        return f"{device} (copy {replica + 1})" if len(self.plans) > 1 else device
+
+    def forecast(self, rank: int) -> StageBytes:
+        """What the plan says of the device of a process."""
+        replica, device = self.place(rank)
+        devices = self.plans[replica].forecast.devices
+        return next(stage for stage in devices if stage.device == device)
+
     def owners(self, parameter: str) -> tuple[int, ...]:
         """The processes that have a parameter, one in each replica."""
         name = base_name(parameter)
@@ -84,7 +96,10 @@ class GradientSum:
                 self._groups[owners] = dist.new_group(list(owners), backend="gloo")
 
     def reduce(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Put the sum into every replica; where one has no gradient, it counts as nothing."""
+        """Put the sum into every replica; where one has no gradient, it counts as nothing.
+
+        What has none in any of them stays without.
+        """
         for owners, group in self._groups.items():
             shared = [p for name, p in parameters.items() if self._owners[name] == owners]
             for bucket in _buckets(shared):
@@ -104,14 +119,18 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]
 
 def _sum(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
     sizes = [parameter.numel() for parameter in parameters]
-    host = torch.zeros(sum(sizes))
-    for part, parameter in zip(host.split(sizes), parameters, strict=True):
+    host = torch.zeros(sum(sizes) + len(sizes))
+    *parts, numbers = host.split([*sizes, len(sizes)])
+    for at, (part, parameter) in enumerate(zip(parts, parameters, strict=True)):
         if parameter.grad is not None:
-            part.copy_(parameter.grad.view(-1))
+            part.copy_(parameter.grad.reshape(-1))
+            numbers[at] = 1
     dist.all_reduce(host, group=group)
-    for part, parameter in zip(host.split(sizes), parameters, strict=True):
-        total: Tensor = part.view(parameter.shape).to(parameter.dtype)
-        if parameter.grad is None:
-            parameter.grad = total.to(parameter.device)
-        else:
-            parameter.grad.copy_(total)
+    for number, part, parameter in zip(numbers.tolist(), parts, parameters, strict=True):
+        # As on one GPU, the optimizer passes over what no micro-batch has a gradient of.
+        if number:
+            total: Tensor = part.view(parameter.shape).to(parameter.dtype)
+            if parameter.grad is None:
+                parameter.grad = total.to(parameter.device)
+            else:
+                parameter.grad.copy_(total)

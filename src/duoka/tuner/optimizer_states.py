@@ -6,7 +6,7 @@ consists of others, as states in 8 bit do, is given as these; a number as a tens
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -60,6 +60,19 @@ def make_states(optimizer: Optimizer | None) -> None:
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+
+
+def drop_states(
+    parameters: Mapping[str, nn.Parameter], optimizer: Optimizer | None, names: Iterable[str]
+) -> None:
+    """Leave states to those parameters that have some among `names`.
+
+    The others' first step is still to come: all so far were skipped, or they had no gradient.
+    """
+    stepped = {name.partition("/")[0] for name in names if "/" in name}
+    for name, parameter in parameters.items():
+        if optimizer is not None and name not in stepped:
+            optimizer.state.pop(parameter, None)
 
 
 def _states(

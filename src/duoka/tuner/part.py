@@ -109,11 +109,13 @@ class ModelPart:
         if form not in self._routes:
             # Without labels: the loss is the last stage's own, and may begin its backward.
             inputs = {name: value for name, value in batch.items() if name != "labels"}
-            self._routes[form] = find_route(
-                self._blueprint,
-                self.plan.placement,
-                lambda model, device: self._call(model, inputs, device),
-            )
+            # With gradients, also in an evaluation: batches of this form may yet be learnt from.
+            with torch.enable_grad():
+                self._routes[form] = find_route(
+                    self._blueprint,
+                    self.plan.placement,
+                    lambda model, device: self._call(model, inputs, device),
+                )
         return self._routes[form]
 
     def _call(self, model: Any, batch: Batch, device: torch.device) -> Any:

@@ -7,7 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from duoka.base.units import GIB, MIB
+from duoka.base.files import why
+from duoka.base.units import unit_for
 from duoka.errors import UsageError
 
 from .layout import Layout
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
 
 # Of the recent past, as far as a speed or a loss is smoothed; so many points stand for a run.
 _SMOOTHING_POINTS = 50
-_INCHES_WIDE, _CURVE_INCHES, _ROW_INCHES = 8.0, 2.6, 0.34
+_INCHES_WIDE, _CURVE_INCHES, _ROW_INCHES, _AXIS_INCHES = 8.0, 2.6, 0.34, 1.0
 _DOTS_PER_INCH = 150
-_BLUE, _ORANGE, _GRAY = "#2f6db5", "#d9822b", "#9aa0a6"
+_BLUE, _ORANGE = "#2f6db5", "#d9822b"
+# Of a row, as far as a bar goes up and down from its middle, and a mark across it.
+_HALF_BAR, _HALF_MARK = 0.25, 0.38
 
 
 def plot_run(directory: RunDirectory, file: Path | None = None) -> Path:
@@ -30,7 +33,7 @@ def plot_run(directory: RunDirectory, file: Path | None = None) -> Path:
     Raises
     ------
     UsageError
-        If matplotlib isn't installed, or the run has no step yet.
+        If matplotlib isn't installed, the run has no step yet, or the file can't be written.
     """
     if find_spec("matplotlib") is None:
         raise UsageError(
@@ -43,19 +46,26 @@ def plot_run(directory: RunDirectory, file: Path | None = None) -> Path:
     layout = Layout(run.plans, run.machines)
     if not any("loss" in entry for entry in metrics):
         raise UsageError(f"{directory.path} has no step yet", hint="look again after its first one")
-    reports = make_report(layout, metrics).devices
-    memory_inches = 1.1 + _ROW_INCHES * len(reports)
-    figure = Figure(figsize=(_INCHES_WIDE, 2 * _CURVE_INCHES + memory_inches), layout="constrained")
-    loss, speed, memory = figure.subplots(
-        3, 1, height_ratios=[_CURVE_INCHES, _CURVE_INCHES, memory_inches]
-    )
+    # There are none for a run that was just moved, and no peaks for a processor.
+    reports = [report for report in make_report(layout, metrics).devices if report.reserved_bytes]
+    inches = [_CURVE_INCHES, _CURVE_INCHES]
+    inches += [_AXIS_INCHES + _ROW_INCHES * len(reports)] if reports else []
+    figure = Figure(figsize=(_INCHES_WIDE, sum(inches)), layout="constrained")
+    loss, speed, *memory = figure.subplots(len(inches), 1, height_ratios=inches)
     _draw_loss(loss, metrics)
     _draw_speed(speed, [entry for entry in metrics if "loss" in entry])
-    _draw_memory(memory, reports, replicas=len(layout.plans))
-    for axes in (loss, speed, memory):
+    for axes in memory:
+        _draw_memory(axes, reports)
+    for axes in (loss, speed, *memory):
         axes.spines[["top", "right"]].set_visible(False)
     file = directory.path / "plot.png" if file is None else file
-    figure.savefig(file, format="png", dpi=_DOTS_PER_INCH)
+    try:
+        figure.savefig(file, format="png", dpi=_DOTS_PER_INCH)
+    except OSError as error:
+        raise UsageError(
+            f"{file} can't be written: {why(error)}",
+            hint="name a file in a directory that is there and that you may write to",
+        ) from error
     return file
 
 
@@ -72,13 +82,13 @@ def _draw_loss(axes: Axes, metrics: Sequence[dict[str, Any]]) -> None:
 
 def _draw_speed(axes: Axes, steps: Sequence[dict[str, Any]]) -> None:
     speeds = [entry["tokens"] / entry["seconds"] for entry in steps]
-    _draw_curve(axes, [entry["step"] for entry in steps], speeds, "tokens/s")
+    _draw_curve(axes, [entry["step"] for entry in steps], speeds, "")
     axes.set(xlabel="step", ylabel="speed (tokens/s)")
     axes.set_ylim(bottom=0)
 
 
 def _draw_curve(axes: Axes, steps: Sequence[int], values: Sequence[float], label: str) -> None:
-    """Each step, and over long runs the mean of the steps before it."""
+    """Each step, and over long runs the mean of the steps before it; a legend where it helps."""
     from matplotlib.ticker import MaxNLocator
 
     window = len(steps) // _SMOOTHING_POINTS
@@ -88,25 +98,35 @@ def _draw_curve(axes: Axes, steps: Sequence[int], values: Sequence[float], label
         axes.plot(steps, values, color=_BLUE, alpha=0.3, linewidth=0.8)
         parts = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
         means = [sum(part) / len(part) for part in parts]
-        axes.plot(steps, means, color=_BLUE, label=f"{label}, mean of {window} steps")
+        name = f"{label}, mean of {window} steps" if label else f"mean of {window} steps"
+        axes.plot(steps, means, color=_BLUE, label=name)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    axes.legend(frameon=False)
+    if len(steps) == 1:
+        axes.set_xlim(steps[0] - 1, steps[0] + 1)  # or there is no whole number to mark
+    if label or window >= 2:
+        axes.legend(frameon=False)
 
 
-def _draw_memory(axes: Axes, reports: Sequence[DeviceReport], *, replicas: int) -> None:
+def _draw_memory(axes: Axes, reports: Sequence[DeviceReport]) -> None:
     """The peak that each GPU has reserved, and a mark where the forecast has it."""
     forecasts = [report.forecast_reserved_bytes for report in reports]
-    unit, name = (GIB, "GiB") if max(forecasts, default=0) >= GIB else (MIB, "MiB")
+    name, unit = unit_for(max(forecasts))
     rows = range(len(reports))
-    labels = [
-        f"{report.device} (copy {report.replica + 1})" if replicas > 1 else report.device
-        for report in reports
-    ]
     measured = [report.reserved_bytes / unit for report in reports]
-    axes.barh(rows, measured, height=0.45, color=_BLUE, label="measured peak")
     marks = [size / unit for size in forecasts]
-    axes.plot(marks, rows, "|", color=_ORANGE, markersize=16, markeredgewidth=3, label="forecast")
-    axes.set_yticks(rows, labels)
-    axes.invert_yaxis()
-    axes.set(xlabel=f"reserved memory ({name})", xlim=(0, 1.1 * max(measured + marks, default=1.0)))
+    axes.barh(rows, measured, height=2 * _HALF_BAR, color=_BLUE, label="measured peak")
+    axes.vlines(
+        marks,
+        [row - _HALF_MARK for row in rows],
+        [row + _HALF_MARK for row in rows],
+        color=_ORANGE,
+        linewidth=3,
+        label="forecast for sequences of full length",
+    )
+    axes.set_yticks(rows, [report.label for report in reports])
+    axes.set(
+        xlabel=f"reserved memory ({name})",
+        xlim=(0, 1.1 * max(measured + marks)),
+        ylim=(len(reports) - 0.5, -0.5),
+    )
     axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)

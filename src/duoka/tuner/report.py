@@ -15,19 +15,27 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from duoka.base.units import format_bytes, format_seconds
+from duoka.base.units import format_count, format_seconds, unit_for
+from duoka.planner.plan import Plan
 from duoka.stages.schedule import busy_shares, order_passes
 
 from .layout import Layout
 
 # What is left idle by design above this is worth a word.
 _LARGE_BUBBLE = 0.2
+# A few steps at the start find the scale of losses in float16; more of them are worth a word.
+_MANY_SKIPPED = 0.1
+_CAPTION = (
+    "in {unit}; busy is what a GPU didn't wait for other stages, possible the most that the "
+    "schedule allows; forecasts are for sequences of full length"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
-    """One device of a run; shares of a step's time, and peaks in bytes."""
+    """One device of a run; shares of a step's time, and peaks in bytes. `label` is for people."""
 
+    label: str
     device: str
     replica: int
     busy_share: float
@@ -40,11 +48,17 @@ class DeviceReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """A run: medians over its steps, in seconds and tokens a second."""
+    """A run: medians over its steps, in seconds and tokens a second.
+
+    What is said of devices and times is of the GPUs that it ended on; there is no forecast, and
+    there are no devices, where it has made no step there.
+    """
 
     steps: int
+    skipped_steps: int
     first_loss: float
     last_loss: float
+    eval_loss: float | None
     step_seconds: float
     forecast_step_seconds: float | None
     tokens_per_second: float
@@ -67,18 +81,20 @@ def make_report(layout: Layout, metrics: Sequence[dict[str, Any]]) -> RunReport:
         if [(process["replica"], process["device"]) for process in entry["processes"]] == places
     ]
     steady = on_these[1:] or on_these or steps[-1:]
-    seconds = median(entry["seconds"] for entry in steady)
     reports = tuple(_device(layout, number, steady) for number in range(len(places)) if on_these)
-    forecast = layout.plans[0].forecast.seconds
+    forecast = layout.plans[0].forecast.seconds if on_these else None
+    skipped = sum(entry["is_skipped"] for entry in steps)
     return RunReport(
         steps=steps[-1]["step"],
+        skipped_steps=skipped,
         first_loss=steps[0]["loss"],
         last_loss=steps[-1]["loss"],
-        step_seconds=seconds,
+        eval_loss=next((e["eval_loss"] for e in reversed(metrics) if "eval_loss" in e), None),
+        step_seconds=median(entry["seconds"] for entry in steady),
         forecast_step_seconds=None if forecast is None else forecast.total_seconds,
         tokens_per_second=median(entry["tokens"] / entry["seconds"] for entry in steady),
         devices=reports,
-        advice=tuple(_advice(layout, reports)),
+        advice=tuple(_advice(layout, reports, skipped / len(steps))),
     )
 
 
@@ -87,9 +103,10 @@ def _device(layout: Layout, number: int, steps: Sequence[dict[str, Any]]) -> Dev
     plan = layout.plans[replica]
     training = plan.workload.training
     assert training is not None, "the plan is for training"
-    forecast = next(stage for stage in plan.forecast.devices if stage.device == device)
+    forecast = layout.forecast(number)
     processes = [entry["processes"][number] for entry in steps]
     return DeviceReport(
+        label=layout.label(number),
         device=device,
         replica=replica,
         busy_share=median(process["busy_share"] for process in processes),
@@ -101,53 +118,102 @@ def _device(layout: Layout, number: int, steps: Sequence[dict[str, Any]]) -> Dev
     )
 
 
-def _advice(layout: Layout, reports: Sequence[DeviceReport]) -> Iterator[str]:
-    plan = layout.plans[0]
+def _advice(layout: Layout, reports: Sequence[DeviceReport], skipped_share: float) -> Iterator[str]:
+    if skipped_share > _MANY_SKIPPED:
+        skipped = (
+            "nothing was learnt: all steps"
+            if skipped_share == 1
+            else f"{skipped_share:.0%} of all steps"
+        )
+        yield (
+            f"{skipped} were skipped, as gradients overflowed float16: --dtype bfloat16 has no "
+            "such limit"
+        )
+    for replica, plan in enumerate(layout.plans):
+        group = [report for report in reports if report.replica == replica]
+        advice = _on_bubble(layout.plans, plan, group) or _on_speeds(plan, group) if group else ""
+        if advice:
+            yield advice
+            return  # the copies are much alike
+
+
+def _on_bubble(plans: Sequence[Plan], plan: Plan, reports: Sequence[DeviceReport]) -> str:
+    """What leaves stages idle by design, if that is much."""
     training = plan.workload.training
     assert training is not None, "the plan is for training"
-    bubble = 1 - min((report.possible_share for report in reports), default=1.0)
-    if bubble > _LARGE_BUBBLE:
-        yield (
-            f"{training.micro_batches} micro-batches leave each of {len(plan.devices)} stages idle "
-            f"for {bubble:.0%} of a step at least: a larger --batch, or a smaller --micro-batch, "
-            "leaves less"
-        )
-    shares = [report.busy_share for report in reports if report.replica == 0]
-    if len(shares) > 1 and max(shares) - min(shares) > _LARGE_BUBBLE:
-        busiest = max(reports[: len(shares)], key=lambda report: report.busy_share)
-        yield (
-            f"{busiest.device} was busy for {busiest.busy_share:.0%} of a step and another stage "
-            f"for {min(shares):.0%}: `duoka bench --calibrate` measures the GPUs, and plans then "
-            "cut by their speed"
-        )
+    bubble = 1 - min(report.possible_share for report in reports)
+    if bubble <= _LARGE_BUBBLE:
+        return ""
+    idle = f"idle for {bubble:.0%} of a step at least"
+    if training.schedule == "sequential":
+        return f"one micro-batch at a time leaves each stage {idle}: --schedule 1f1b leaves less"
+    number, copy = training.micro_batches, " of each copy" if len(plans) > 1 else ""
+    smaller = ", or a smaller --micro-batch," if plan.workload.batch > 1 else ""
+    return (
+        f"with {number} micro-batch{'es' if number > 1 else ''} in a step{copy}, each of "
+        f"{len(reports)} stages is {idle}: a larger --batch{smaller} leaves less"
+    )
+
+
+def _on_speeds(plan: Plan, reports: Sequence[DeviceReport]) -> str:
+    """What lets plans know how fast GPUs are, where one of those that can be measured isn't."""
+    busiest = max(reports, key=lambda report: report.busy_share)
+    least = min(reports, key=lambda report: report.busy_share)
+    devices = [plan.fleet.device(report.device) for report in reports]
+    is_known = all(device.measured or not device.name.startswith("cuda") for device in devices)
+    if is_known or busiest.busy_share - least.busy_share <= _LARGE_BUBBLE:
+        return ""
+    return (
+        f"{busiest.device} was busy for {busiest.busy_share:.0%} of a step and {least.device} for "
+        f"{least.busy_share:.0%}: `duoka bench --calibrate` measures the GPUs, and plans then cut "
+        "by their speed"
+    )
 
 
 def render_report(report: RunReport) -> RenderableType:
     """What rich prints."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("GPU", "busy", "possible", "allocated", "forecast", "reserved", "forecast"):
-        table.add_column(name, justify="left" if name == "GPU" else "right")
-    for device in report.devices:
-        sizes = (
+    lines: list[RenderableType] = [Text("; ".join(_summary(report)))]
+    if report.devices:
+        lines += ["", *_table(report.devices), ""]
+    hints = (Text.assemble(("hint: ", "bold"), advice) for advice in report.advice)
+    return Group(*lines, *hints)
+
+
+def _summary(report: RunReport) -> Iterator[str]:
+    losses = dict.fromkeys(f"{loss:.4f}" for loss in (report.first_loss, report.last_loss))
+    skipped = f" ({report.skipped_steps} skipped)" if report.skipped_steps else ""
+    yield f"{format_count(report.steps, 'step')}{skipped}, loss {' → '.join(losses)}"
+    if report.eval_loss is not None:
+        yield f"evaluation loss {report.eval_loss:.4f}"
+    seconds = f"a step took {format_seconds(report.step_seconds)}"
+    if report.forecast_step_seconds is not None:
+        seconds += f", forecast {format_seconds(report.forecast_step_seconds)}"
+    yield seconds
+    yield f"{report.tokens_per_second:,.0f} tokens/s"
+
+
+def _table(devices: Sequence[DeviceReport]) -> Iterator[RenderableType]:
+    """What each GPU did, with one unit for all sizes."""
+    sizes = [
+        (
             device.allocated_bytes,
             device.forecast_allocated_bytes,
             device.reserved_bytes,
             device.forecast_reserved_bytes,
         )
+        for device in devices
+    ]
+    unit, unit_bytes = unit_for(max(max(row) for row in sizes))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
+    for name in ("GPU", "busy", "possible", "allocated", "forecast", "reserved", "forecast"):
+        table.add_column(name, justify="left" if name == "GPU" else "right", no_wrap=True)
+    for device, row in zip(devices, sizes, strict=True):
         table.add_row(
-            device.device,
+            Text(device.label),
             f"{device.busy_share:.0%}",
             f"{device.possible_share:.0%}",
-            *map(format_bytes, sizes),
+            # A processor's peaks aren't known.
+            *(f"{size / unit_bytes:.2f}" if size else "?" for size in row),
         )
-    seconds = f"a step took {format_seconds(report.step_seconds)}"
-    if report.forecast_step_seconds is not None:
-        seconds += f", forecast {format_seconds(report.forecast_step_seconds)}"
-    return Group(
-        Text(
-            f"{report.steps} steps, loss {report.first_loss:.4f} → {report.last_loss:.4f}; "
-            f"{seconds}; {report.tokens_per_second:,.0f} tokens/s"
-        ),
-        table,
-        *map(Text, report.advice),
-    )
+    yield table
+    yield Text(_CAPTION.format(unit=unit))

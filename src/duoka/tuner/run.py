@@ -12,12 +12,12 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from duoka.base.files import read_text, write_whole
+from duoka.base.files import read_text, why, write_whole
 from duoka.base.serialization import from_dict, parse_json_object, to_dict
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import DuokaError, FormatError, MachineError, UsageError
@@ -32,6 +32,7 @@ from .settings import TuneSettings
 _FORMAT = "duoka.run"
 _VERSION = 1
 _MOST_BYTES = 2**28
+_ANEW = "start the run anew, in another directory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,15 @@ class Run:
         checkpoint = Checkpoint.open(plan.source, trust_remote_code=self.trust_remote_code)
         plan.refuse_other(checkpoint.fingerprint, plan.source)
         return checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why a process failed."""
+
+    message: str
+    hint: str | None
+    exit_code: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +143,7 @@ class RunDirectory:
             "machines": num_machines() if settings.span_machines else 1,
             "plans": [json.loads(plan.lasting().to_json()) for plan in plans],
         }
-        write_whole(self._run, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+        _write(self._run, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
     def remove_unbegun(self) -> None:
         """Remove a run that hasn't made a step, so that the same command can begin it again."""
@@ -149,24 +159,44 @@ class RunDirectory:
                 path.rmdir()
 
     def read(self) -> Run:
-        """What the processes are to do."""
+        """What the processes are to do.
+
+        Raises
+        ------
+        UsageError
+            If this is no directory of a run.
+        FormatError
+            If it is damaged, or of another version.
+        """
         if not self._run.is_file():
             raise UsageError(
                 f"{self.path} is no directory of a run",
                 hint="name the one that `duoka tune --save` made",
             )
-        content = parse_json_object(read_text(self._run, most_bytes=_MOST_BYTES), str(self._run))
-        plans = content.get("plans")
+        try:
+            text = read_text(self._run, most_bytes=_MOST_BYTES)
+        except (OSError, ValueError) as error:
+            raise FormatError(f"{self._run} can't be read: {why(error)}", hint=_ANEW) from error
+        content = parse_json_object(text, str(self._run))
+        plans, machines = content.get("plans"), content.get("machines")
         if content.get("format") != _FORMAT or content.get("version") != _VERSION:
-            raise FormatError(f"{self._run} is of another version of duoka, or damaged")
+            raise FormatError(f"{self._run} is of another version of duoka, or damaged", hint=_ANEW)
         if not isinstance(plans, list) or not plans:
-            raise FormatError(f"{self._run} has no plan")
-        return Run(
-            settings=from_dict(TuneSettings, content.get("settings")),
-            plans=tuple(Plan.from_json(json.dumps(plan)) for plan in plans),
-            trust_remote_code=content.get("trust_remote_code") is True,
-            machines=content["machines"] if isinstance(content.get("machines"), int) else 1,
-        )
+            raise FormatError(f"{self._run} has no plan", hint=_ANEW)
+        if type(machines) is not int or machines < 1:
+            raise FormatError(f"{self._run} is for {str(machines)[:40]} machines", hint=_ANEW)
+        try:
+            run = Run(
+                settings=from_dict(TuneSettings, content.get("settings")),
+                plans=tuple(Plan.from_json(json.dumps(plan)) for plan in plans),
+                trust_remote_code=content.get("trust_remote_code") is True,
+                machines=machines,
+            )
+        except FormatError as error:
+            raise FormatError(f"{self._run}: {error}", hint=_ANEW) from error
+        if any(plan.workload.training is None for plan in run.plans):
+            raise FormatError(f"{self._run} has a plan that isn't for training", hint=_ANEW)
+        return run
 
     def new_result(self, name: str) -> Path:
         """Where the result goes, in the place of one that was made before."""
@@ -176,7 +206,7 @@ class RunDirectory:
 
     def write_report(self, report: Mapping[str, Any]) -> None:
         """Keep what was measured beside what was forecast."""
-        write_whole(self.path / "report.json", json.dumps(report, indent=1) + "\n")
+        _write(self.path / "report.json", json.dumps(report, indent=1) + "\n")
 
     def read_first_adapter(self) -> Adapter | None:
         """What the run starts from, in native form; None where that is no adapter."""
@@ -184,31 +214,33 @@ class RunDirectory:
 
     def note(self, metrics: Mapping[str, Any]) -> None:
         """Add a line to the metrics."""
-        with self.metrics.open("a", encoding="utf-8") as file:
+        with _writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(metrics) + "\n")
 
     def forget_after(self, step: int) -> None:
         """Drop the metrics of later steps: a run that is resumed makes them again."""
         lines = [json.dumps(entry) for entry in self.read_metrics() if entry["step"] <= step]
-        write_whole(self.metrics, "".join(f"{line}\n" for line in lines))
+        _write(self.metrics, "".join(f"{line}\n" for line in lines))
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         """The metrics so far; a line that a killed process left half is none."""
         if self.metrics.is_file():
-            for line in self.metrics.read_text(encoding="utf-8").splitlines():
+            for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
                 with suppress(ValueError):
-                    yield json.loads(line)
+                    entry = json.loads(line)
+                    if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+                        yield entry
 
     def fail(self, error: DuokaError) -> bool:
         """Note why a process failed, unless another one has failed before; whether it did."""
-        content = {"message": str(error), "hint": error.hint, "exit_code": error.exit_code}
+        content = to_dict(_Failure(str(error), error.hint, error.exit_code))
         try:
             descriptor = os.open(self._failure, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
             return False
         except OSError:
             return True  # there is no directory yet, or none that can be written to
-        with os.fdopen(descriptor, "w") as file:
+        with suppress(OSError), os.fdopen(descriptor, "w") as file:  # the disk may be full
             json.dump(content, file)
         return True
 
@@ -218,9 +250,27 @@ class RunDirectory:
 
     def failure(self) -> DuokaError | None:
         """Why the first process failed that could say so."""
-        with suppress(OSError, ValueError):
-            content = json.loads(self._failure.read_text())
-            error = DuokaError(content["message"], hint=content["hint"])
-            error.exit_code = content["exit_code"]
+        with suppress(OSError, ValueError, FormatError):
+            text = read_text(self._failure, most_bytes=_MOST_BYTES)
+            content = from_dict(_Failure, parse_json_object(text, str(self._failure)))
+            error = DuokaError(content.message, hint=content.hint)
+            error.exit_code = content.exit_code
             return error
         return None
+
+
+def _write(path: Path, text: str) -> None:
+    with _writing(path):
+        write_whole(path, text)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn what writing a file raises into an error that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(
+            f"{path} can't be written: {why(error)}",
+            hint="make room, or get the permission; --resume then goes on",
+        ) from error

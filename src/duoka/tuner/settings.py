@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from duoka.base.text import choose
 from duoka.checkpoint.adapters import native_targets
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import UsageError
-from duoka.forecast.workload import Dtype, Optimizer, Quantization, Schedule, Training, Workload
+from duoka.forecast.workload import (
+    Dtype,
+    Optimizer,
+    Quantization,
+    Schedule,
+    Training,
+    Workload,
+    read_dtype,
+    read_quantization,
+    whole_number,
+)
 from duoka.models.lora import Adapter
 
 from .learning_rate import DECAYS, Decay
@@ -21,11 +32,14 @@ KeyNames = Literal["original", "native"]
 _SEQ_LENGTH = 2048
 _RATES: dict[TuneMethod, float] = {"lora": 1e-4, "qlora": 1e-4, "full": 1e-5}
 _WARMUP_SHARE = 0.03
-# The least that makes sense of each number.
+_LARGEST_SEED = 2**32 - 1  # on the processor torch has no more bits of it
+# The least that makes sense of each number, and those that may be None.
 _LEAST = {
     **dict.fromkeys(("seq_length", "batch", "micro_batch", "epochs", "steps", "keep"), 1),
+    **dict.fromkeys(("lora_rank", "lora_alpha"), 1),
     **dict.fromkeys(("warmup", "save_every", "eval_every", "seed"), 0),
 }
+_OPTIONAL = ("seq_length", "steps", "warmup", "lora_alpha")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,20 +134,8 @@ class TuneSettings:
     names: KeyNames = "original"
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            number = getattr(self, name)
-            if number is not None and number < least:
-                raise UsageError(
-                    f"{name} is {number}; it must be at least {least}",
-                    hint="leave it out for the default",
-                )
-        for name in ("lr", "weight_decay", "max_grad_norm"):
-            rate = getattr(self, name)
-            if rate is not None and (not 0 <= rate < inf or (name == "lr" and not rate)):
-                raise UsageError(
-                    f"{name} is {rate}; it must be a positive number",
-                    hint="leave it out for the default",
-                )
+        self._make_plain()
+        self._refuse_rates()
         choose("method", self.method, get_args(TuneMethod))
         choose("train_on", self.train_on, get_args(TrainOn))
         choose("lr_schedule", self.lr_schedule, DECAYS)
@@ -142,6 +144,50 @@ class TuneSettings:
             raise UsageError(
                 f"a batch of {self.batch} can't be cut into micro-batches of {self.micro_batch}",
                 hint=f"take a multiple of {self.micro_batch}",
+            )
+        if self.seed > _LARGEST_SEED:
+            raise UsageError(
+                f"seed is {self.seed}; it must be at most {_LARGEST_SEED}",
+                hint="any smaller number will do",
+            )
+        self._training(self.lora_target)  # refuses what it can't be made of
+
+    def _make_plain(self) -> None:
+        """Hold numbers to be whole, and texts to be several, and keep both as Python's own."""
+        plain: dict[str, Any] = {
+            "dtype": read_dtype(self.dtype),
+            "quantize": read_quantization(self.quantize),
+        }
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                plain[name] = whole_number(name, value, least)
+        for name in ("eval_data", "lora_target"):
+            value = getattr(self, name)
+            if isinstance(value, str | os.PathLike):
+                raise UsageError(
+                    f"{name} is {str(value)!r}; it must be several texts",
+                    hint=f"write ({str(value)!r},)",
+                )
+            plain[name] = tuple(os.fspath(text) for text in value)
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
+
+    def _refuse_rates(self) -> None:
+        for name in ("lr", "weight_decay", "max_grad_norm"):
+            rate = getattr(self, name)
+            if rate is None and name == "lr":
+                continue
+            is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
+            if not is_number or not 0 <= rate < inf or (name == "lr" and not rate):
+                raise UsageError(
+                    f"{name} is {rate}; it must be a positive number",
+                    hint="leave it out for the default",
+                )
+        if self.optimizer == "sgd" and self.weight_decay:
+            raise UsageError(
+                f"weight_decay is {self.weight_decay}, and duoka's SGD has none",
+                hint="leave it out, or take adamw",
             )
 
     @property
@@ -177,20 +223,6 @@ class TuneSettings:
                 f"a sequence of {self.seq_length} tokens is beyond the model's {limit}",
                 hint=f"--seq-length {limit} at most",
             )
-        training = Training(
-            method="full" if self.method == "full" else "lora",
-            optimizer=self.optimizer,
-            lora_rank=self.lora_rank,
-            lora_alpha=self.lora_alpha,
-            lora_dropout=self.lora_dropout,
-            lora_targets=native_targets(checkpoint, self.lora_target),
-            gradient_checkpointing=self.checkpointing,
-            # Adapters, or all weights, and the optimizer's states in 32 bit.
-            master_weights=True,
-            micro_batches=self.batch // self.micro_batch,
-            schedule=self.schedule,
-            rows="packed" if self.packing else "unpadded",
-        )
         is_qlora = self.method == "qlora" and self.quantize == "none"
         return Workload(
             batch=self.micro_batch,
@@ -199,5 +231,21 @@ class TuneSettings:
             dtype=self.dtype,
             prefill_chunk_tokens=None,
             quantize="nf4" if is_qlora else self.quantize,
-            training=training,
+            training=self._training(native_targets(checkpoint, self.lora_target)),
+        )
+
+    def _training(self, lora_targets: tuple[str, ...]) -> Training:
+        return Training(
+            method="full" if self.method == "full" else "lora",
+            optimizer=self.optimizer,
+            lora_rank=self.lora_rank,
+            lora_alpha=self.lora_alpha,
+            lora_dropout=self.lora_dropout,
+            lora_targets=lora_targets,
+            gradient_checkpointing=self.checkpointing,
+            # Adapters, or all weights, and the optimizer's states in 32 bit.
+            master_weights=True,
+            micro_batches=self.batch // self.micro_batch,
+            schedule=self.schedule,
+            rows="packed" if self.packing else "unpadded",
         )

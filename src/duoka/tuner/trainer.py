@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,7 +29,8 @@ from .settings import TuneSettings
 # Loss scaling in 16 bit without an exponent's range: as torch.amp.GradScaler's defaults.
 _FIRST_SCALE = 2.0**16
 _GROWTH_STEPS = 2000
-_LATER = "it is in the last checkpoint; try a lower learning rate, or --max-grad-norm"
+# float16's least number of full precision: what overflows with a loss as small is no number at all.
+_LEAST_SCALE = 2.0**-14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,24 +92,33 @@ class Trainer:
         )
         self._gradients = GradientSum(layout, part.all_trained)
         self.is_asked_to_stop = False
-        in_half = part.plan.workload.dtype == "float16" and part.training.master_weights
-        self.scale = _FIRST_SCALE if in_half else 1.0
+        self._is_in_half = part.plan.workload.dtype == "float16"
+        self._is_scaled = self._is_in_half and part.training.master_weights
+        self.scale = _FIRST_SCALE if self._is_scaled else 1.0
         self.steps_since_scaled = 0
 
     def step(self, number: int, step: Step) -> StepReport:
         """Learn from a step's micro-batches."""
         begin = time.perf_counter()
-        # By the step: a run that is resumed draws the same dropout.
-        torch.manual_seed(self._settings.seed * 2**32 + number)
+        # By the step: a run that is resumed draws the same dropout. Mixed: on the processor torch
+        # takes no more of a seed than 32 bits.
+        mixed = np.random.SeedSequence([self._settings.seed, number, self._replica])
+        torch.manual_seed(int(mixed.generate_state(1, np.uint64)[0]))
         replicas = len(self._layout.plans)
         micro_batches = step.of_replica(self._replica, replicas)
         rate = self._settings.learning_rate * self._rate(number)
-        losses, waited = self._learn(micro_batches, step.trained_tokens)
+        losses, waited = self._run(micro_batches, step.trained_tokens, learns=True)
+        waited += self._wait()
         self._gradients.reduce(self._part.trained)
-        self._refuse_untrained(number)
-        gathered = _gather([sum(losses), self._squares(), waited, *self._peaks(), self._stop()])
-        self._refuse_no_number(number, micro_batches, losses, gathered)
+        untrained = self._untrained(number)
+        stops = self.is_asked_to_stop
+        gathered = _gather(
+            [sum(losses), self._squares(), waited, *self._peaks(), stops, len(untrained)]
+        )
+        _refuse_untrained(untrained, gathered[:, 6])
+        self._refuse_no_loss(number, micro_batches, losses, gathered[:, 0])
         norm = self._norm(gathered)
+        self._refuse_no_norm(number, norm)
         is_skipped = self._advance(norm, rate)
         seconds = time.perf_counter() - begin
         return StepReport(
@@ -141,13 +152,10 @@ class Trainer:
             self._part.model.train()
         return float(_gather([sum(losses)])[:, 0].sum())
 
-    def _learn(self, micro_batches: Sequence[MicroBatch], total: int) -> tuple[list[float], float]:
-        """Run forward and backward; weighted losses, and the seconds spent waiting for others."""
-        return self._run(micro_batches, total, learns=True)
-
     def _run(
         self, micro_batches: Sequence[MicroBatch], total: int, *, learns: bool
     ) -> tuple[list[float], float]:
+        """Run all passes; weighted losses, and the seconds spent waiting for other stages."""
         part = self._part
         batches: list[Batch] = [micro_batch.tensors() for micro_batch in micro_batches]
         if not batches:
@@ -179,9 +187,19 @@ class Trainer:
             return [Pass(stage, batch, False) for batch in range(number) for stage in stages]
         return [timed.step for timed in order_passes(names, self._part.training, number)]
 
+    def _wait(self) -> float:
+        """Let every process end its passes; the seconds for which this one was the earlier."""
+        devices.synchronize(self._part.device)
+        begin = time.perf_counter()
+        dist.barrier()
+        return time.perf_counter() - begin
+
+    def _gradients_here(self) -> list[Tensor]:
+        return [p.grad for p in self._part.trained.values() if p.grad is not None]
+
     def _squares(self) -> float:
         """The square of the norm of this process's gradients."""
-        gradients = [p.grad for p in self._part.trained.values() if p.grad is not None]
+        gradients = self._gradients_here()
         if not gradients:
             return 0.0
         return float(torch.nn.utils.get_total_norm(gradients)) ** 2 / self.scale**2
@@ -189,9 +207,6 @@ class Trainer:
     def _peaks(self) -> tuple[int, int]:
         peak = devices.peak_bytes(self._part.device)
         return (0, 0) if peak is None else (peak.allocated_bytes, peak.reserved_bytes)
-
-    def _stop(self) -> int:
-        return int(self.is_asked_to_stop)
 
     def _norm(self, gathered: Tensor) -> float:
         """The norm of all gradients, which are the same in every replica."""
@@ -204,15 +219,14 @@ class Trainer:
         if not is_skipped:
             limit = self._settings.max_grad_norm
             factor = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
-            if factor != 1.0 or self.scale != 1.0:
-                for parameter in self._part.trained.values():  # none on some GPUs: an embedding's
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(factor / self.scale)
+            gradients = self._gradients_here()  # none on some GPUs: an embedding's
+            if gradients and factor / self.scale != 1.0:
+                torch._foreach_mul_(gradients, factor / self.scale)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             update(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
-        if self.scale != 1.0:
+        if self._is_scaled:
             self.steps_since_scaled += 1
             if is_skipped:
                 self.scale, self.steps_since_scaled = self.scale / 2, 0
@@ -236,41 +250,67 @@ class Trainer:
             )
         return reports
 
-    def _refuse_untrained(self, number: int) -> None:
-        """Refuse parameters that should learn and didn't; an expert may not have been chosen."""
+    def _untrained(self, number: int) -> list[str]:
+        """What should learn and got no gradient in the first step; experts may not be chosen."""
         if number:
-            return
-        silent = [name for name, p in self._part.trained.items() if p.grad is None]
-        silent = [name for name in silent if "expert" not in name]
-        if silent:
-            raise TrainingError(
-                f"{len(silent)} parameters were to be trained and got no gradient: "
-                f"{', '.join(silent[:5])}" + (", …" if len(silent) > 5 else ""),
-                hint="the model's code doesn't use them for these data; name other --lora-target",
-            )
+            return []
+        return [
+            name
+            for name, parameter in self._part.trained.items()
+            if parameter.grad is None and "expert" not in name
+        ]
 
-    def _refuse_no_number(
+    def _refuse_no_loss(
         self,
         number: int,
         micro_batches: Sequence[MicroBatch],
         losses: Sequence[float],
-        gathered: Tensor,
+        all_losses: Tensor,
     ) -> None:
-        """Stop where the loss is no number, or gradients are none outside of float16."""
+        """Stop where the loss is no number; the process that has it names the samples."""
         for micro_batch, loss in zip(micro_batches, losses, strict=False):
             if not math.isfinite(loss):
                 raise TrainingError(
                     f"the loss is {loss} in step {number + 1}, for the samples of "
                     f"{', '.join(micro_batch.places[:5])}",
-                    hint=f"what was learnt before {_LATER}",
+                    hint=self._remedy(number),
                 )
-        if not math.isfinite(float(gathered[:, 0].sum())):
+        if not math.isfinite(float(all_losses.sum())):
             raise PeerError
-        if self.scale == 1.0 and not math.isfinite(self._norm(gathered)):
-            raise TrainingError(
-                f"the norm of the gradients is {self._norm(gathered)} in step {number + 1}",
-                hint=f"what was learnt before {_LATER}",
-            )
+
+    def _refuse_no_norm(self, number: int, norm: float) -> None:
+        """Stop where gradients are no numbers, unless a smaller scale may make them some."""
+        if math.isfinite(norm) or (self._is_scaled and self.scale > _LEAST_SCALE):
+            return
+        scaled = f", with the loss scaled down to {self.scale:g}" if self._is_scaled else ""
+        raise TrainingError(
+            f"the norm of the gradients is {norm} in step {number + 1}{scaled}",
+            hint=self._remedy(number),
+        )
+
+    def _remedy(self, number: int) -> str:
+        """What to do where numbers are none any more."""
+        if self._is_in_half:
+            remedy = "float16 ends at 65504: start a run with --dtype bfloat16, or float32"
+        elif number == 0:
+            remedy = "nothing was learnt before: the fault is in the weights or in these samples"
+        else:
+            remedy = "start a run with a lower --lr, a longer --warmup or a lower --max-grad-norm"
+        every = self._settings.save_every
+        is_saved = bool(every) and number >= every
+        return f"{remedy}; what was learnt is in the last checkpoint" if is_saved else remedy
+
+
+def _refuse_untrained(names: Sequence[str], numbers: Tensor) -> None:
+    """Refuse parameters that should learn and didn't; the process that has them names them."""
+    if names:
+        raise TrainingError(
+            f"{len(names)} parameters were to be trained and got no gradient: "
+            f"{', '.join(names[:5])}" + (", …" if len(names) > 5 else ""),
+            hint="the model's code doesn't use them for these data; name other --lora-target",
+        )
+    if numbers.any():
+        raise PeerError
 
 
 class PeerError(Exception):

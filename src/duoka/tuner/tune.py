@@ -62,7 +62,7 @@ class TuneResult:
 
 def tune(
     model: str | os.PathLike[str] | Checkpoint,
-    data: str | Sequence[str],
+    data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     gpus: Fleet | str = "all",
     *,
     save: str | os.PathLike[str],
@@ -82,7 +82,7 @@ def tune(
     ----------
     model : path, str or Checkpoint
         A directory with a published checkpoint, or a model's name on the Hub.
-    data : str or sequence of str
+    data : str, path, or sequence of these
         Files or directories to learn from.
     gpus : Fleet or str
         As for `plan`; all are used.
@@ -114,7 +114,7 @@ def tune(
     def begin() -> bool:
         directory.refuse_used()
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
-        paths = [data] if isinstance(data, str) else data
+        paths = [os.fspath(p) for p in ([data] if isinstance(data, str | os.PathLike) else data)]
         first = None if adapter is None else Path(adapter)
         run = prepare(
             checkpoint, paths, gpus, settings, replicas=replicas, plan=plan, adapter=first
@@ -196,8 +196,11 @@ def _finished(directory: RunDirectory, stopped_by: int | None = None) -> TuneRes
     steps = int(metrics[-1]["step"]) if metrics else 0
     if stopped_by is not None:
         return TuneResult(directory=directory.path, steps=steps, stopped_by=stopped_by)
-    report = make_report(Layout(run.plans, run.machines), metrics)
-    directory.write_report(report.to_dict())
+    # What was noted of the steps may be lost, in a crash of the machine; what was saved isn't.
+    steps = TrainingCheckpoints(directory.checkpoints, {}).steps[-1]
+    report = make_report(Layout(run.plans, run.machines), metrics) if metrics else None
+    if report is not None:
+        directory.write_report(report.to_dict())
     result = _write_result(directory, run, steps)
     return TuneResult(directory=directory.path, steps=steps, result=result, report=report)
 

@@ -215,11 +215,14 @@ class _Worker:
 def main() -> None:
     """The entry of a process that duoka has started."""
     end_with_parent()
+    directory = RunDirectory(Path(sys.argv[1]))
     code = 0
     try:
-        work(RunDirectory(Path(sys.argv[1])))
+        work(directory)
     except DuokaError as error:
-        code = error.exit_code  # the parent tells why
+        code = error.exit_code
+        if directory.failure() is None:  # it couldn't be noted, and the parent can't tell why
+            sys.stderr.write(f"{error}\n")
     except LostError:
         code = LOST
     except Exception:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from duoka.errors import UsageError
+from duoka.errors import FormatError, UsageError
 from duoka.models.text.prompts import ChatFormat
 from duoka.tuner.data import BadRow, Dataset, read_dataset
 
@@ -128,3 +128,15 @@ def test_saved_samples_are_mapped_into_memory(tmp_path: Path, chat: ChatFormat) 
     assert (loaded.files, loaded.seq_length) == (data.files, 40)
     if (maps := Path("/proc/self/maps")).exists():
         assert str(path) in maps.read_text(), "mapped, not read"
+
+
+def test_what_isnt_samples_is_refused(tmp_path: Path, make_dataset: Any) -> None:
+    path = tmp_path / "samples.safetensors"
+    with pytest.raises(FormatError, match="can't be read, or has no samples: No such file"):
+        Dataset.load(path)
+    make_dataset([5, 9]).save(path)
+    whole = path.read_bytes()
+    for damaged in (b"", b"{}", whole[:-8], whole.replace(b"about", b"other")):
+        path.write_bytes(damaged)
+        with pytest.raises(FormatError, match="can't be read, or has no samples"):
+            Dataset.load(path)

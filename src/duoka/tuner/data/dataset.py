@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import from_numpy
 
 from duoka.base.files import why
 from duoka.base.progress import say
-from duoka.errors import UsageError
+from duoka.errors import FormatError, UsageError
 from duoka.models.text.prompts import ChatFormat, Sample
 
 from ..settings import TrainOn
@@ -108,15 +108,27 @@ class Dataset:
 
     @classmethod
     def load(cls, path: Path) -> Dataset:
-        """Map a file of `save` into memory: however many processes do, its pages are there once."""
-        with safe_open(path, "pt") as file:
-            arrays: dict[str, Any] = {name: file.get_tensor(name).numpy() for name in _ARRAYS}
-            about = json.loads(file.metadata()["about"])
-        return cls(
-            **arrays,
-            files=tuple(about["files"]),
-            seq_length=about["seq_length"],
-        )
+        """Map a file of `save` into memory: however many processes do, its pages are there once.
+
+        Raises
+        ------
+        FormatError
+            If it isn't there, is damaged, or none of these.
+        """
+        try:
+            with safe_open(path, "pt") as file:
+                arrays: dict[str, Any] = {name: file.get_tensor(name).numpy() for name in _ARRAYS}
+                about = json.loads((file.metadata() or {})["about"])
+            return cls(
+                **arrays,
+                files=tuple(about["files"]),
+                seq_length=about["seq_length"],
+            )
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise FormatError(
+                f"{path} can't be read, or has no samples: {error}",
+                hint="start the run anew, in another directory",
+            ) from error
 
 
 def read_dataset(

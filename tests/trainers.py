@@ -1,0 +1,206 @@
+"""Parts of runs without a search or a tracing: plans made by hand, and what processes train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from staged import staged
+from torch import Tensor
+
+from duoka import Checkpoint, TuneSettings
+from duoka.base.units import MIB
+from duoka.errors import TrainingError
+from duoka.planner.plan import Plan
+from duoka.tuner import layout as layout_module
+from duoka.tuner.data import Batches, Dataset
+from duoka.tuner.layout import GradientSum, Layout
+from duoka.tuner.part import ModelPart
+from duoka.tuner.run import RunDirectory
+from duoka.tuner.trainer import PeerError, ProcessReport, StepReport, Trainer
+
+NUM_LAYERS = 4
+NUM_STEPS = 8
+LENGTHS = (12, 7, 16, 9, 14)
+"""Of samples: with batches of four the second step has one."""
+
+
+def make_dataset(lengths: Sequence[int], seq_length: int = 32, vocabulary: int = 90) -> Dataset:
+    """Samples of so many tokens, of whose tokens about half are trained, as `read_dataset` does."""
+    ends = np.cumsum(np.array(lengths, np.int64))
+    generator = np.random.default_rng(0)
+    is_trained = generator.random(ends[-1]) < 0.5
+    is_trained[ends - 1] = True
+    is_trained[ends - np.array(lengths)] = False
+    return Dataset(
+        ids=generator.integers(3, vocabulary, ends[-1]).astype(np.int32),
+        is_trained=is_trained,
+        ends=ends,
+        file_numbers=np.zeros(len(ends), np.int32),
+        lines=np.arange(1, len(ends) + 1),
+        files=("a.jsonl",),
+        seq_length=seq_length,
+    )
+
+
+def make_layout(
+    model: Path, settings: TuneSettings, *, stages: int = 1, replicas: int = 1
+) -> Layout:
+    """Equal stages on virtual GPUs, or all of the model on the processor, which is faster."""
+    checkpoint = Checkpoint.open(model)
+    dtype = "float32" if settings.dtype == "auto" else settings.dtype
+    workload = replace(settings.workload(checkpoint), dtype=dtype)
+    assert workload.training is not None
+    share = -(-workload.training.micro_batches // replicas)
+    workload = replace(workload, training=replace(workload.training, micro_batches=share))
+    plan = staged([NUM_LAYERS // stages] * stages, f"virtual:{stages}x4GiB")
+    plan = replace(
+        plan,
+        source=str(model),
+        fingerprint=checkpoint.fingerprint,
+        placement=replace(plan.placement, fingerprint=checkpoint.fingerprint),
+        workload=workload,
+    )
+    if stages == replicas == 1:
+        return Layout((renamed(plan, {"vgpu:0": "cpu"}),))
+    return Layout(
+        tuple(
+            renamed(plan, {f"vgpu:{n}": f"vgpu:{number * stages + n}" for n in range(stages)})
+            for number in range(replicas)
+        )
+    )
+
+
+def renamed(plan: Plan, devices: dict[str, str]) -> Plan:
+    """The same plan on devices of other names."""
+    text = plan.to_json()
+    for name, other in devices.items():
+        text = text.replace(f'"{name}"', f'"new {other}"')
+    return Plan.from_json(text.replace('"new ', '"'))
+
+
+def make_part(layout: Layout, settings: TuneSettings, rank: int = 0) -> ModelPart:
+    """What a process has of the model."""
+    replica, device = layout.place(rank)
+    plan = layout.plans[replica]
+    return ModelPart(Checkpoint.open(plan.source), plan, device, settings.seed)
+
+
+def make_batches(settings: TuneSettings, lengths: Sequence[int] = LENGTHS) -> Batches:
+    """The steps of a run."""
+    return Batches(make_dataset(lengths), batch=settings.batch, micro_batch=settings.micro_batch)
+
+
+Gradients = dict[str, Tensor | None]
+
+
+def write_run(directory: RunDirectory, settings: TuneSettings, layout: Layout) -> None:
+    """Write down what is to be done, as `TuneRun.write` does, without a proof."""
+    directory.path.mkdir()
+    make_dataset(LENGTHS).save(directory.samples)
+    directory.write(settings, layout.plans, trust_remote_code=False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run in two processes; `damage` is done to a parameter in the last of them."""
+
+    settings: TuneSettings
+    stages: int = 1
+    replicas: int = 1
+    damage: Literal["", "nan", "unused"] = ""
+    lengths: tuple[int, ...] = LENGTHS
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a process has seen and made of its part, and what ended it."""
+
+    eval_loss: float
+    reports: list[StepReport]
+    parameters: dict[str, Tensor]
+    error: str = ""
+
+
+def train(model: Path, case: Case, rank: int = 0) -> Trained:
+    """Evaluate a model, and train it for an epoch, in one of the processes of a layout."""
+    layout = make_layout(model, case.settings, stages=case.stages, replicas=case.replicas)
+    part = make_part(layout, case.settings, rank)
+    if case.damage:
+        _damage(part, case.damage, is_last=rank == layout.world_size - 1)
+    trainer = Trainer(case.settings, layout, rank, part, NUM_STEPS)
+    batches = make_batches(case.settings, case.lengths)
+    steps = [batches[number] for number in range(batches.steps_per_epoch)]
+    eval_loss, reports, error = trainer.evaluate(steps), list[StepReport](), ""
+    try:
+        reports.extend(trainer.step(number, step) for number, step in enumerate(steps))
+    except (TrainingError, PeerError) as stopped:
+        error = f"{type(stopped).__name__}: {stopped}"
+    parameters = {name: value.detach().cpu().clone() for name, value in part.trained.items()}
+    return Trained(eval_loss, reports, parameters, error)
+
+
+def train_all(model: Path, cases: dict[str, Case]) -> dict[str, Trained]:
+    """The same for one case after another."""
+    rank = torch.distributed.get_rank()
+    return {name: train(model, case, rank) for name, case in cases.items()}
+
+
+def sum_gradients(layout: Layout, gradients: Sequence[Gradients], bucket_bytes: int) -> Gradients:
+    """What a process has of gradients after the sum; there are those of each process before it."""
+    own = gradients[torch.distributed.get_rank()]
+    parameters = {name: torch.nn.Parameter(torch.zeros(2, 3)) for name in own}
+    for name, parameter in parameters.items():
+        gradient = own[name]
+        # The memory of what comes from the parent is shared with it.
+        parameter.grad = None if gradient is None else gradient.clone()
+    layout_module._BUCKET_BYTES = bucket_bytes
+    names = sorted({name for process in gradients for name in process})
+    GradientSum(layout, names).reduce(parameters)
+    return {name: parameter.grad for name, parameter in parameters.items()}
+
+
+def _damage(part: ModelPart, damage: str, *, is_last: bool) -> None:
+    """Put a number that is none into the last process's norm, or a parameter that nothing uses."""
+    if damage == "nan" and is_last:
+        part.model.model.norm.weight.data[0] = torch.nan
+    elif damage == "unused":
+        # Every process knows of all parameters; those of other stages are on the meta device.
+        last = part.model.model.layers[NUM_LAYERS - 1]
+        device = next(last.parameters()).device
+        last.unused = torch.nn.Parameter(torch.zeros(2, device=device))
+        if device.type != "meta":
+            part.trained[f"model.layers.{NUM_LAYERS - 1}.unused"] = last.unused
+
+
+def make_report(layout: Layout, step: int, **changes: Any) -> StepReport:
+    """A step of a run, as it is reported: of 100 tokens, in two seconds."""
+    processes = [
+        ProcessReport(
+            device=device,
+            replica=replica,
+            busy_share=0.75,
+            allocated_bytes=layout.forecast(rank).allocated_bytes - MIB,
+            reserved_bytes=layout.forecast(rank).reserved_bytes - MIB,
+        )
+        for rank in range(layout.world_size)
+        for replica, device in [layout.place(rank)]
+    ]
+    report = StepReport(
+        step=step,
+        epoch=0,
+        loss=4.0 / step,
+        grad_norm=1.0,
+        learning_rate=1e-4,
+        tokens=100,
+        trained_tokens=50,
+        seconds=2.0,
+        is_skipped=False,
+        stops=False,
+        processes=tuple(processes),
+    )
+    return replace(report, **changes)

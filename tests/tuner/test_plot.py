@@ -1,0 +1,196 @@
+"""A run as a picture."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image
+from trainers import make_layout, make_report
+
+from duoka import TuneSettings
+from duoka.base.units import GIB
+from duoka.errors import UsageError
+from duoka.tuner import plot as module
+from duoka.tuner.layout import Layout
+from duoka.tuner.plot import plot_run
+from duoka.tuner.run import RunDirectory
+
+SETTINGS = TuneSettings(seq_length=32)
+Write = Callable[..., RunDirectory]
+
+
+@pytest.fixture
+def write(tmp_path: Path, llama: Path) -> Write:
+    """Runs of so many steps; those of the last layout are on the GPUs that the run is on now."""
+
+    def write(*numbers: int, every: int = 0, **options: int) -> RunDirectory:
+        directory, steps = RunDirectory(tmp_path / "run"), itertools.count(1)
+        directory.path.mkdir()
+        for stages, number in zip((options.pop("before", 2), 2), numbers, strict=False):
+            layout = make_layout(llama, SETTINGS, **{"stages": stages, **options})
+            for step in itertools.islice(steps, number):
+                directory.note(make_report(layout, step).to_dict())
+                if every and step % every == 0:
+                    directory.note({"step": step, "eval_loss": 1 / step})
+        directory.write(SETTINGS, layout.plans, trust_remote_code=False)
+        return directory
+
+    return write
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """Those that were saved."""
+    saved: list[Figure] = []
+    save = Figure.savefig
+
+    def savefig(figure: Figure, *args: Any, **kwargs: Any) -> None:
+        saved.append(figure)
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return saved
+
+
+def curves(axes: Axes) -> dict[str, tuple[list[float], list[float]]]:
+    """Steps and values, by what the legend calls them."""
+    return {
+        str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata()))
+        for line in axes.get_lines()
+    }
+
+
+def legend(axes: Axes) -> list[str]:
+    box = axes.get_legend()
+    return [] if box is None else [text.get_text() for text in box.get_texts()]
+
+
+def ticks(axis: Any) -> list[str]:
+    return [label.get_text() for label in axis.get_ticklabels()]
+
+
+def test_loss_speed_and_memory(write: Write, figures: list[Figure]) -> None:
+    directory = write(12, every=4)
+    file = plot_run(directory)
+    assert file == directory.path / "plot.png"
+    with Image.open(file) as image:
+        assert image.format == "PNG"
+        assert image.width == 1200
+        assert len(image.convert("RGB").getcolors(2**16) or ()) > 3
+    loss, speed, memory = figures[0].axes
+    steps = list(range(1, 13))
+    assert curves(loss) == {
+        "training": (steps, [4 / step for step in steps]),
+        "evaluation": ([4, 8, 12], [1 / 4, 1 / 8, 1 / 12]),
+    }
+    assert legend(loss) == ["training", "evaluation"]
+    assert list(curves(speed).values()) == [(steps, [50.0] * 12)]
+    assert legend(speed) == []
+    assert speed.get_ylim()[0] == 0
+    forecast = Layout(directory.read().plans).forecast(1).reserved_bytes
+    assert memory.get_xlabel() == "reserved memory (GiB)"
+    assert ticks(memory.yaxis) == ["vgpu:0", "vgpu:1"]
+    bars: Any = memory.patches
+    assert bars[1].get_width() == pytest.approx((forecast - 2**20) / GIB)
+    marks: Any = memory.collections[0]
+    assert marks.get_segments()[1][0][0] == pytest.approx(forecast / GIB)
+    assert sorted(legend(memory)) == ["forecast for sequences of full length", "measured peak"]
+
+
+def test_without_evaluations(write: Write, figures: list[Figure]) -> None:
+    plot_run(write(3))
+    assert legend(figures[0].axes[0]) == ["training"]
+
+
+def test_long_runs_are_smoothed(write: Write, figures: list[Figure]) -> None:
+    plot_run(write(200))
+    loss, speed, _ = figures[0].axes
+    assert legend(loss) == ["training, mean of 4 steps"]
+    assert legend(speed) == ["mean of 4 steps"]
+    steps, means = curves(loss)["training, mean of 4 steps"]
+    assert steps == list(range(1, 201))
+    assert means[0] == 4
+    assert means[1] == (4 + 2) / 2
+    assert means[199] == pytest.approx(sum(4 / step for step in (197, 198, 199, 200)) / 4)
+
+
+def test_copies_are_told_apart(write: Write, figures: list[Figure]) -> None:
+    plot_run(write(3, replicas=2))
+    memory = figures[0].axes[2]
+    labels = [f"vgpu:{number} (copy {1 + number // 2})" for number in range(4)]
+    assert ticks(memory.yaxis) == labels
+
+
+def test_a_single_step(write: Write, figures: list[Figure]) -> None:
+    plot_run(write(1))
+    for axes in figures[0].axes[:2]:
+        assert ticks(axes.xaxis) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(("numbers", "has_memory"), [((5, 3), True), ((5, 0), False)])
+def test_a_run_that_was_moved(
+    write: Write, figures: list[Figure], numbers: tuple[int, int], has_memory: bool
+) -> None:
+    """Of GPUs that it has made no step on there is nothing to show."""
+    plot_run(write(*numbers, before=4))
+    _, speed, *memory = figures[0].axes
+    assert curves(speed).popitem()[1][0] == list(range(1, sum(numbers) + 1))
+    assert [ticks(axes.yaxis) for axes in memory] == [["vgpu:0", "vgpu:1"]] * has_memory
+
+
+def test_a_processor_has_no_peaks(tmp_path: Path, llama: Path, figures: list[Figure]) -> None:
+    layout = make_layout(llama, SETTINGS)
+    directory = RunDirectory(tmp_path)
+    directory.write(SETTINGS, layout.plans, trust_remote_code=False)
+    entry = make_report(layout, 1).to_dict()
+    entry["processes"][0].update(reserved_bytes=0, allocated_bytes=0)
+    directory.note(entry)
+    plot_run(directory)
+    assert len(figures[0].axes) == 2
+
+
+@pytest.mark.parametrize("name", ["picture.png", "picture"])
+def test_it_goes_where_it_is_to_go(write: Write, tmp_path: Path, name: str) -> None:
+    assert plot_run(write(2), tmp_path / name) == tmp_path / name
+    assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "run" / "plot.png").exists()
+
+
+# ── what can't be drawn ──
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is no directory of a run"):
+        plot_run(RunDirectory(tmp_path / "absent"))
+    with pytest.raises(UsageError, match="is no directory of a run"):
+        plot_run(RunDirectory(tmp_path))
+
+
+def test_a_run_without_a_step_is_refused(write: Write) -> None:
+    with pytest.raises(UsageError, match="has no step yet") as refused:
+        plot_run(write(0))
+    assert refused.value.hint == "look again after its first one"
+
+
+@pytest.mark.parametrize(
+    ("file", "problem"),
+    [("absent/plot.png", "No such file or directory"), ("run", "Is a directory")],
+)
+def test_a_place_that_cant_be_written_is_refused(
+    write: Write, tmp_path: Path, file: str, problem: str
+) -> None:
+    with pytest.raises(UsageError, match=f"{file} can't be written: {problem}"):
+        plot_run(write(2), tmp_path / file)
+
+
+def test_matplotlib_may_be_absent(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="pictures need matplotlib") as refused:
+        plot_run(write(2))
+    assert refused.value.hint == 'pip install "duoka[plot]"'

@@ -1,0 +1,313 @@
+"""The directory of a run: written, believed, taken back, and what of it may be damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tuning
+from saving import files_of_at_most
+from trainers import make_layout, make_report, write_run
+
+from duoka import TuneSettings
+from duoka.errors import DuokaError, FormatError, MachineError, TrainingError, UsageError
+from duoka.tuner.layout import Layout
+from duoka.tuner.run import Run, RunDirectory
+from duoka.tuner.tune import resume
+
+SETTINGS = TuneSettings(seq_length=32, batch=4, lora_target=("q_proj",), eval_data=("é.jsonl",))
+
+
+@pytest.fixture
+def layout(llama: Path) -> Layout:
+    return make_layout(llama, SETTINGS, stages=2, replicas=2)
+
+
+@pytest.fixture
+def directory(tmp_path: Path, layout: Layout) -> RunDirectory:
+    """One that is written."""
+    directory = RunDirectory(tmp_path / "run")
+    write_run(directory, SETTINGS, layout)
+    return directory
+
+
+def names(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())
+
+
+# ── what is to be done ──
+
+
+@pytest.mark.parametrize("trusts", [False, True])
+def test_it_is_read_as_it_was_written(
+    tmp_path: Path, layout: Layout, llama: Path, trusts: bool
+) -> None:
+    directory = RunDirectory(tmp_path)
+    assert not directory.is_written
+    directory.write(SETTINGS, layout.plans, trust_remote_code=trusts)
+    assert directory.is_written
+    run = directory.read()
+    assert run == Run(settings=SETTINGS, plans=layout.plans, trust_remote_code=trusts)
+    assert run.fleet().names == ("vgpu:0", "vgpu:1", "vgpu:2", "vgpu:3")
+    checkpoint = run.checkpoint()
+    assert checkpoint.path == llama
+    assert checkpoint.trust_remote_code == trusts
+
+
+def test_several_machines_have_one_fleet(layout: Layout) -> None:
+    run = Run(settings=SETTINGS, plans=layout.plans * 2)
+    assert run.fleet() == Run(settings=SETTINGS, plans=layout.plans).fleet()
+
+
+def test_the_model_has_to_be_the_one_that_was_planned_for(
+    tmp_path: Path, llama: Path, layout: Layout
+) -> None:
+    copied = shutil.copytree(llama, tmp_path / "model")
+    plans = tuple(replace(plan, source=str(copied)) for plan in layout.plans)
+    run = Run(settings=SETTINGS, plans=plans)
+    assert run.checkpoint().path == copied
+    config = copied / "config.json"
+    config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    with pytest.raises(FormatError, match="the plan was made for another checkpoint than"):
+        run.checkpoint()
+
+
+def with_bytes(content: bytes) -> Callable[[Path], Any]:
+    return lambda file: file.write_bytes(content)
+
+
+def with_change(change: Callable[[Any], Any]) -> Callable[[Path], Any]:
+    def write(file: Path) -> None:
+        content = json.loads(file.read_text())
+        change(content)
+        file.write_text(json.dumps(content))
+
+    return write
+
+
+def cut_off(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def be_a_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (cut_off, "is not valid JSON"),
+        (with_bytes(b""), "is not valid JSON"),
+        (with_bytes(b"[]"), "holds a JSON list; an object is needed"),
+        (with_bytes(b'{"a": 1, "a": 2}'), "the key 'a' stands twice"),
+        (with_bytes(b"{}"), "is of another version of duoka, or damaged"),
+        (with_bytes(b"\xff{}"), "can't be read: it is no text in UTF-8: byte 0 is 0xff"),
+        (lambda file: os.truncate(file, 2**28 + 1), "can't be read: it has more than 268435456"),
+        (with_change(lambda c: c.update(format="duoka.plan")), "is of another version of duoka"),
+        (with_change(lambda c: c.update(version=2)), "is of another version of duoka"),
+        (with_change(lambda c: c.update(plans=[])), "has no plan"),
+        (with_change(lambda c: c.update(plans="all")), "has no plan"),
+        (with_change(lambda c: c.pop("plans")), "has no plan"),
+        (with_change(lambda c: c.update(machines=0)), "is for 0 machines"),
+        (with_change(lambda c: c.pop("machines")), "is for None machines"),
+        (with_change(lambda c: c["plans"].append(7)), "the plan holds a JSON number"),
+        (with_change(lambda c: c["plans"][1].pop("value")), "Plan.value: the field is missing"),
+        (
+            with_change(lambda c: c["plans"][0]["workload"].update(training=None, new_tokens=1)),
+            "has a plan that isn't for training",
+        ),
+        (with_change(lambda c: c.pop("settings")), "TuneSettings: expected an object, got"),
+        (with_change(lambda c: c["settings"].update(batch="8")), "TuneSettings.batch: expected an"),
+        (with_change(lambda c: c["settings"].update(batch=0)), "batch is 0; it must be at least 1"),
+        (with_change(lambda c: c["settings"].update(other=1)), "TuneSettings.other: unknown field"),
+        (be_a_pipe, ""),
+    ],
+)
+def test_what_is_damaged_or_foreign_is_refused(
+    directory: RunDirectory, damage: Callable[[Path], Any], problem: str
+) -> None:
+    file = directory.path / "run.json"
+    damage(file)
+    if not problem:  # as if it weren't there
+        with pytest.raises(UsageError, match="is no directory of a run"):
+            directory.read()
+        return
+    with pytest.raises(FormatError) as refused:
+        directory.read()
+    assert problem in str(refused.value)
+    assert str(file) in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["absent", "file", "empty"])
+def test_what_is_no_run_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=f"{name} is no directory of a run") as refused:
+        RunDirectory(tmp_path / name).read()
+    assert "`duoka tune --save`" in (refused.value.hint or "")
+
+
+# ── a new one ──
+
+
+def test_a_new_one_takes_no_place_that_is_taken(directory: RunDirectory, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    for path in (directory.path, tmp_path / "file"):
+        with pytest.raises(UsageError, match=f"{path} is there already") as refused:
+            RunDirectory(path).refuse_used()
+        assert "--resume" in (refused.value.hint or "")
+    with pytest.raises(MachineError, match=r"inner can't be made: .*file can't be written to"):
+        RunDirectory(tmp_path / "file" / "inner").refuse_used()
+    for path in (tmp_path / "empty", tmp_path / "new" / "run"):
+        RunDirectory(path).refuse_used()
+        assert not (tmp_path / "new").exists()
+
+
+def test_one_that_made_no_step_is_taken_back(directory: RunDirectory) -> None:
+    shutil.copy(directory.samples, directory.eval_samples)
+    directory.metrics.write_text('{"step": 1, "lo')  # which is none
+    directory.checkpoints.mkdir()
+    (directory.tensorboard / "events").mkdir(parents=True)
+    directory.fail(TrainingError("no"))
+    directory.remove_unbegun()
+    assert not directory.path.exists()
+    directory.remove_unbegun()
+
+
+@pytest.mark.parametrize("begun", ["metrics", "checkpoint"])
+def test_one_that_made_a_step_stays(directory: RunDirectory, layout: Layout, begun: str) -> None:
+    if begun == "metrics":
+        directory.note(make_report(layout, 1).to_dict())
+    else:
+        (directory.checkpoints / "step-000001").mkdir(parents=True)
+    before = names(directory.path)
+    directory.remove_unbegun()
+    assert names(directory.path) == before
+
+
+def test_what_others_have_put_there_stays(directory: RunDirectory) -> None:
+    (directory.path / "notes.md").write_text("mine")
+    (directory.path / "model").mkdir()
+    (directory.path / "model" / "config.json").write_text("{}")
+    directory.remove_unbegun()
+    assert names(directory.path) == ["model", "notes.md"]
+    assert names(directory.path / "model") == ["config.json"]
+
+
+def test_a_new_result_takes_the_place_of_the_old(directory: RunDirectory) -> None:
+    path = directory.new_result("adapter")
+    path.mkdir()
+    (path / "old").write_text("")
+    assert directory.new_result("adapter") == path
+    assert not path.exists()
+
+
+# ── metrics ──
+
+
+def test_metrics_are_noted_and_forgotten(directory: RunDirectory, layout: Layout) -> None:
+    assert list(directory.read_metrics()) == []
+    for step in (1, 2, 3):
+        directory.note(make_report(layout, step).to_dict())
+        directory.note({"step": step, "eval_loss": step / 3})
+    entries = list(directory.read_metrics())
+    assert [(entry["step"], "loss" in entry) for entry in entries] == [
+        *((1, True), (1, False), (2, True), (2, False), (3, True), (3, False))
+    ]
+    assert entries[3] == {"step": 2, "eval_loss": 2 / 3}
+    directory.forget_after(2)
+    assert list(directory.read_metrics()) == entries[:4]
+    directory.forget_after(0)
+    assert list(directory.read_metrics()) == []
+
+
+@pytest.mark.parametrize(
+    "line", ['{"step": 2, "loss": 1.', "7", "null", "[1]", "{}", '{"step": "2"}', "\udcff\udcfe"]
+)
+def test_a_line_that_is_none_is_passed_over(directory: RunDirectory, line: str) -> None:
+    """As a process leaves one that is killed, or the machine."""
+    directory.note({"step": 1, "eval_loss": 2.0})
+    with directory.metrics.open("ab") as file:
+        file.write(line.encode(errors="surrogateescape"))
+    assert list(directory.read_metrics()) == [{"step": 1, "eval_loss": 2.0}]
+    directory.forget_after(1)  # begins a new line, before the next one is noted
+    directory.note({"step": 2, "eval_loss": 1.0})
+    assert [entry["step"] for entry in directory.read_metrics()] == [1, 2]
+
+
+def test_a_full_disk_is_told(directory: RunDirectory, layout: Layout) -> None:
+    directory.note({"step": 1})
+    writes: list[Callable[[], object]] = [
+        lambda: directory.note({"step": 2, "text": "x" * 2000}),
+        lambda: directory.write(SETTINGS, layout.plans, trust_remote_code=False),
+        lambda: directory.write_report({"text": "x" * 2000}),
+    ]
+    before = (directory.path / "run.json").read_text()
+    with files_of_at_most(1000):
+        for write in writes:
+            with pytest.raises(MachineError, match=r"run/[a-z.]+ can't be written: File too large"):
+                write()
+    assert (directory.path / "run.json").read_text() == before
+    assert [entry["step"] for entry in directory.read_metrics()] == [1]
+    assert names(directory.path) == ["metrics.jsonl", "run.json", "samples.safetensors"]
+
+
+def test_a_run_whose_metrics_are_lost_has_its_result(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = TuneSettings(seq_length=32, batch=4, epochs=1)
+    directory = RunDirectory(tmp_path / "run")
+    write_run(directory, settings, make_layout(llama, settings))
+    with tuning.one_process(monkeypatch):
+        first = resume(directory)
+    assert first.report is not None
+    directory.metrics.unlink()
+    with tuning.one_process(monkeypatch):
+        again = resume(directory)
+    assert (again.steps, again.result, again.report) == (2, first.result, None)
+
+
+# ── failures ──
+
+
+def test_the_first_failure_is_the_reason(directory: RunDirectory) -> None:
+    assert directory.failure() is None
+    assert directory.fail(TrainingError("the loss is nan", hint="a lower --lr"))
+    assert not directory.fail(MachineError("the connection is gone"))
+    failure = directory.failure()
+    assert type(failure) is DuokaError
+    assert (str(failure), failure.hint) == ("the loss is nan", "a lower --lr")
+    assert failure.exit_code == TrainingError.exit_code
+    directory.forget_failure()
+    directory.forget_failure()
+    assert directory.failure() is None
+    assert directory.fail(MachineError("the disk is full"))
+    failure = directory.failure()
+    assert failure is not None
+    assert (failure.hint, failure.exit_code) == (None, MachineError.exit_code)
+
+
+def test_a_failure_may_have_no_place(tmp_path: Path, directory: RunDirectory) -> None:
+    """The process that has failed says why itself then."""
+    absent = RunDirectory(tmp_path / "absent")
+    assert absent.fail(UsageError("no"))
+    assert absent.failure() is None
+    with files_of_at_most(10):
+        assert directory.fail(MachineError("the disk is full"))
+    assert directory.failure() is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"message": 1, "hint": null, "exit_code": 1}']
+)
+def test_a_damaged_failure_is_none(directory: RunDirectory, text: str) -> None:
+    (directory.path / ".failure.json").write_text(text)
+    assert directory.failure() is None
