@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from duoka import Placement
+from duoka import Placement, virtual
+from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Training
 from duoka.runtime.dispatch.arguments import to_device
 from duoka.runtime.dispatch.dispatch import without_data
+from duoka.runtime.dispatch.place_tensors import parameter_bytes
 from duoka.stages.channels import LocalChannel
 from duoka.stages.execute import Pipeline
 from duoka.stages.interceptor import Interceptor
@@ -25,24 +28,45 @@ from duoka.tracing import TraceSpec, trace_call
 Batch = Mapping[str, Any]
 
 
-def placement_of(model: nn.Module, inputs: Batch, num_devices: int) -> Placement:
+def placement_of(model: nn.Module, batch: Batch, num_devices: int) -> Placement:
     """Duoka's blocks of a model, as many on each device; what is tied together stays so."""
-    profile = trace_call(without_data(model), TraceSpec(fingerprint="test"), dict(inputs))
+
+    def trace(data: str) -> Profile:
+        spec = TraceSpec(fingerprint="test", data=data)
+        return trace_call(without_data(model), spec, _inputs(model, batch))
+
+    profile = virtual.with_values(trace, partial(parameter_bytes, model))
     blocks = [block for block in profile.blocks if block.modules]
-    devices = [index * num_devices // len(blocks) for index in range(len(blocks))]
-    entries = []
-    for index, block in enumerate(blocks):
-        if block.tied_to is not None:
-            devices[index] = devices[block.tied_to]
-        entries += [(module, f"cuda:{devices[index]}") for module in block.modules]
-    return Placement(entries=tuple(entries))
+    untied = [index for index, block in enumerate(blocks) if block.tied_to is None]
+    # The larger shares are the last ones, so that cuts fall between layers.
+    devices = {
+        index: num_devices - 1 - rest * num_devices // len(untied)
+        for rest, index in enumerate(reversed(untied))
+    }
+    entries = tuple(
+        (module, f"cuda:{devices[index if block.tied_to is None else block.tied_to]}")
+        for index, block in enumerate(blocks)
+        for module in block.modules
+    )
+    placement = Placement(entries=entries)
+    assert len(placement.devices) == num_devices, "it is in stages"
+    return placement
+
+
+def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """A batch without its labels, which are the last stage's own affair."""
+    inputs = dict(batch)
+    labels = inputs.pop("labels", None)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        inputs.setdefault("decoder_input_ids", labels)
+    return inputs
 
 
 def route_of(model: nn.Module, placement: Placement, batch: Batch) -> Route:
     """What crosses between the stages of a model when it learns from a batch."""
 
     def run(copied: nn.Module, device: torch.device) -> object:
-        return copied(**to_device(dict(batch), device))
+        return copied(**to_device(_inputs(model, batch), device))
 
     return find_route(model, placement, run)
 

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import families
 import pytest
 import rehearsing
 import tiny
@@ -13,9 +14,11 @@ from tiny import MIB
 from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
+import duoka
 from duoka import Device, Fleet, Placement, Plan, Workload, models, virtual
 from duoka.checker.prove import prove
 from duoka.errors import PlacementError, ProofError
+from duoka.forecast.workload import Training
 from duoka.planner.limits import on_fleet
 from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem, PlanRequest
@@ -170,7 +173,7 @@ def test_a_plan_for_training_is_proved_by_training() -> None:
     profile = trace_training_workload(copy.deepcopy(model), spec, workload)
     fleet = Fleet.parse("virtual:3x48MiB")
     plan = solve(profile, PlanProblem(fleet=fleet, workload=workload, use_all=True))
-    measured = prove(plan, copy.deepcopy(model))
+    measured = prove(plan, model)
     for told, found in zip(plan.forecast.devices, measured, strict=True):
         assert told.device == found.device
         assert told.allocated_bytes == pytest.approx(found.allocated_bytes, rel=2e-3)
@@ -179,6 +182,19 @@ def test_a_plan_for_training_is_proved_by_training() -> None:
     small = tuple(replace(each, budget_bytes=each.budget_bytes // 4) for each in fleet.devices)
     with pytest.raises(ProofError, match="overflows"):
         prove(replace(plan, fleet=Fleet(devices=small)), model)
+
+
+def test_training_where_code_reads_how_many_tokens_experts_got() -> None:
+    model = families.build("jetmoe")
+    workload = Workload(
+        prompt_tokens=64, new_tokens=0, prefill_chunk_tokens=None, training=Training(method="lora")
+    )
+    plan = duoka.plan(model, "virtual:2x64MiB", workload, use_all=True)
+    names = [name for name, _ in model.named_parameters()]
+    measured = prove(plan, model)
+    for told, found in zip(plan.forecast.devices, measured, strict=True):
+        assert told.allocated_bytes == pytest.approx(found.allocated_bytes, rel=0.01)
+    assert [name for name, _ in model.named_parameters()] == names
 
 
 @pytest.mark.parametrize("trains", [False, True])

@@ -31,7 +31,10 @@ from .execute import BETWEEN, decode_phases
 def prove(plan: Plan, model: PreTrainedModel) -> tuple[PeakBytes, ...]:
     """Run a plan on virtual GPUs that have its devices' budgets; the model stays as it is."""
     if plan.workload.training is not None:
-        return virtual.apart(_prove_training, plan, model)
+        return virtual.with_values(
+            lambda data: virtual.apart(_prove_training, plan, model, data),
+            partial(parameter_bytes, model),
+        )
     prompts = prompts_for(model, plan.workload.conditions)
 
     def measured(data: str) -> tuple[PeakBytes, ...]:
@@ -43,10 +46,11 @@ def prove(plan: Plan, model: PreTrainedModel) -> tuple[PeakBytes, ...]:
         return virtual.with_values(measured, partial(parameter_bytes, model))
 
 
-def _prove_training(plan: Plan, model: PreTrainedModel) -> tuple[PeakBytes, ...]:
+def _prove_training(plan: Plan, model: PreTrainedModel, data: str) -> tuple[PeakBytes, ...]:
     """Run steps of training; once for each stage where stages hold different micro-batches."""
     workload, names = plan.workload, plan.devices
     assert workload.training is not None, "the plan is for training"
+    model = copy.deepcopy(model)
     make_trainable(model, workload.training, getattr(torch, workload.dtype))
     flying = [in_flight(workload.training, len(names) - stage) for stage in range(len(names))]
     by_device: dict[str, PeakBytes] = {}
@@ -55,7 +59,7 @@ def _prove_training(plan: Plan, model: PreTrainedModel) -> tuple[PeakBytes, ...]
         stages = [name for name, number in zip(names, flying, strict=True) if number == limit]
         learner = Learner(copied, workload, virtual.virtual_device(0))
         run = partial(learner.run, in_flight=limit)
-        measured = _measured(plan, copied, run, stages)
+        measured = _measured(plan, copied, run, stages, data=data)
         by_device |= {peak.device: peak for peak in measured}
     return tuple(by_device[name] for name in names)
 
