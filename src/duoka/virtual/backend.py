@@ -63,9 +63,9 @@ def set_gpus(
     capacities_bytes : sequence of int or None
         What each GPU may reserve; None for no limit.
     data : str
-        What holds the numbers: "cpu", "meta" (nothing does), "even" (nothing does either, but
+        What holds the numbers: "cpu", "meta" (nothing does), or "even" (nothing does either, but
         choices by unknown scores, of experts above all, are made evenly, so that code can read
-        them), or "cuda:N" for one real GPU.
+        them).
     generation : GpuGeneration, optional
         What differs between generations of GPUs: the workspace that a GPU's first matrix product
         takes for good, and the first one in backward once more, and the kernels of attention. By
@@ -137,9 +137,9 @@ def unnamed_gpus(
 def _world(
     capacities_bytes: Sequence[int | None], data: str, generation: GpuGeneration | None
 ) -> World:
-    if data not in ("cpu", "meta", "even") and torch.device(data).type != "cuda":
+    if data not in ("cpu", "meta", "even"):
         raise VirtualDeviceError(
-            f"virtual GPUs can't keep their data on {data!r}", hint="use cpu, meta, even or cuda:N"
+            f"virtual GPUs can't keep their data on {data!r}", hint="use cpu, meta or even"
         )
     for capacity in capacities_bytes:
         if capacity is not None and capacity <= 0:

@@ -169,30 +169,24 @@ def empty_cache() -> None:
     active_world().empty_cache()
 
 
-# Random numbers come from the generator of what holds the data: the CPU's, so that a seed gives the
-# CPU's numbers, or the real GPU's.
+# Random numbers come from the CPU's generator, so that a seed gives the CPU's numbers.
 def manual_seed(seed: int) -> None:
     """Seed the generator."""
     torch.manual_seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:
-    """Do nothing: `torch.manual_seed`, which calls this, seeds what holds the data."""
+    """Do nothing: `torch.manual_seed`, which calls this, seeds the CPU's."""
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:
     """Return the generator's state."""
-    real = active_world().gpu(_index(device)).data_device
-    return torch.cuda.get_rng_state(real) if real.type == "cuda" else torch.get_rng_state()
+    return torch.get_rng_state()
 
 
 def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
     """Set the generator's state."""
-    real = active_world().gpu(_index(device)).data_device
-    if real.type == "cuda":
-        torch.cuda.set_rng_state(new_state, real)
-    else:
-        torch.set_rng_state(new_state)
+    torch.set_rng_state(new_state)
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:

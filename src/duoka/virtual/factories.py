@@ -18,8 +18,10 @@ from .world import Gpu, thread
 _libraries: list[torch.library.Library] = []
 
 
-def _factory(name: str, keeps: Callable[[torch.dtype, int], bool] = known_values.keeps_values) -> Any:
-    """A factory of torch's for virtual GPUs; `keeps` says what stays known on one with meta data."""
+def _factory(
+    name: str, keeps: Callable[[torch.dtype, int], bool] = known_values.keeps_values
+) -> Any:
+    """A factory of torch's for virtual GPUs; `keeps` says what stays known where data is meta."""
     make = getattr(torch, name)
 
     def factory(size: Sequence[int], *rest: Any, **options: Any) -> VirtualTensor:

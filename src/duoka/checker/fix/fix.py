@@ -15,7 +15,6 @@ from duoka.report.check_report import Report, Stop
 
 from ..run import check_subject
 from ..subject import Subject
-from .buffers import registered
 from .live_code import ClosureError, SwapError, live_functions, swapped
 from .patch import Patch, Repairs, unified_diff
 from .search import Draft, Outcome, search
@@ -63,10 +62,10 @@ def repair(report: Report) -> Repairs:
 
     @contextmanager
     def patched(draft: Draft, model: nn.Module) -> Iterator[None]:
-        before = {file: sources.text(file) for file in draft.texts}
+        before = {file: sources.text(file) for file in draft}
         # A twin is younger than the model, and so may be its closures.
         functions = live if model is subject.model else live_functions()
-        with swapped(functions, before, draft.texts), registered(model, draft.buffers):
+        with swapped(functions, before, draft):
             yield
 
     def check(draft: Draft) -> Report:
@@ -111,7 +110,7 @@ def _assembled(outcome: Outcome, sources: Sources, proof: Proof) -> Repairs:
             proved=proof.holds,
             reason=proof.reason,
         )
-        for file, after in outcome.draft.texts.items()
+        for file, after in outcome.draft.items()
         if (before := sources.text(file)) != after
     )
     return Repairs(patches=patches, uncured=tuple(outcome.uncured()))
