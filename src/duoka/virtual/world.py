@@ -78,8 +78,8 @@ class Gpu:
     """One virtual GPU of a world.
 
     `data` says what holds the numbers: "cpu", "meta" (nothing does) or "even" (nor then, but
-    experts are chosen evenly). If it `refuses`, what doesn't fit is an error. Otherwise `overflowed`
-    is set, and from then on nothing limits the GPU. The first matrix product takes cuBLAS's
+    experts are chosen evenly). If it `refuses`, what doesn't fit is an error. Otherwise it has
+    `overflowed`, and from then on nothing limits the GPU. The first matrix product takes cuBLAS's
     workspace, and the first in backward another.
     """
 

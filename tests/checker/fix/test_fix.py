@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from repairing import Shape, build, changed, check, load, repair_shape, repaired, write
+from repairing import build, check, load, repaired, write
 from torch import nn
 
 import duoka
