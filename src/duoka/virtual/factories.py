@@ -33,8 +33,8 @@ def _factory(
         where = gpu.data_device
         if gpu.meta and keeps(options["dtype"], prod(size)):
             where = torch.device("cpu")
-        given = {option: value for option, value in options.items() if value is not None}
-        return place(make(size, *rest, device=where, **given), gpu)
+        options = {option: value for option, value in options.items() if value is not None}
+        return place(make(size, *rest, device=where, **options), gpu)
 
     return factory
 
