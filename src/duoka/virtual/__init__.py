@@ -8,18 +8,17 @@ Nothing happens on import: the backend is registered with torch on the first `se
 - `tensor`, `factories`, `transfers`: tensors, made and moved
 - `operators`, `op_call`, `autocast`: every operation: what it takes, gives and charges
 - `known_values`: which values and shapes are known on a GPU with meta data
-- `cublas`: which operations are matrix products, and take its workspace
 - `attention`, `attention_numbers`, `cuda_only`: kernels that CUDA has and the CPU lacks
 - `temporaries`: what CUDA's kernels take for their own time
-- `faults`: what CUDA refuses; `threads`: backward's threads
+- `faults`: what CUDA refuses
 """
 
 from .apart import apart
 from .backend import gpus, register, set_gpus, unnamed_gpus
-from .cublas import is_product
 from .faults import MixedDevicesError
 from .known_values import REAL_BYTES, UnknownValueError, unknown_numbers_as, with_values
 from .naming import device_type, is_virtual, spoken, virtual_device
+from .operators import is_product
 from .tensor import VirtualTensor
 from .world import Gpu, Listener, World, active_world, carry_over, observe, settled_by
 

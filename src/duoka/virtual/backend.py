@@ -26,8 +26,7 @@ from . import (
 )
 from .device_module import can_do_backward, give_name
 from .naming import PLACE
-from .threads import arm, armed
-from .world import World, set_process_world, use_world
+from .world import World, arm, armed, set_process_world, use_world
 
 TESTED_TORCH = ("2.11", "2.13")
 _NEEDED = (

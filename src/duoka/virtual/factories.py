@@ -11,9 +11,8 @@ import torch
 from . import known_values
 from .operators import run
 from .tensor import VirtualTensor, place
-from .threads import arm
 from .transfers import gpu_of
-from .world import Gpu, thread
+from .world import Gpu, arm, thread
 
 _libraries: list[torch.library.Library] = []
 

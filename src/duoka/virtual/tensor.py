@@ -11,8 +11,7 @@ import torch
 from duoka.errors import VirtualDeviceError
 
 from .naming import NAME, PLACE
-from .threads import arm
-from .world import Block, Gpu, blocks_by_storage, thread
+from .world import Block, Gpu, arm, blocks_by_storage, thread
 
 _make = torch.Tensor._make_wrapper_subclass
 

@@ -74,6 +74,32 @@ class _ThreadState(threading.local):
 thread = _ThreadState()
 
 
+# Both switches are torch's own and belong to one thread. ``torch.tensor(..., device="vgpu:0")``
+# works only when new data is lifted to a device after it was built on the CPU; and backward must
+# run in the calling thread, because a device guard written in Python knows one device only.
+def arm() -> None:
+    """Set the switches for this thread, unless they are set; they stay, outside of `armed`."""
+    if thread.armed:
+        return
+    torch._C._set_only_lift_cpu_tensors(True)
+    torch._C._set_multithreading_enabled(False)
+    thread.armed = True
+
+
+@contextmanager
+def armed() -> Iterator[None]:
+    """Set the switches for this thread inside the scope: CUDA's backward wants its own threads."""
+    before = torch._C._only_lift_cpu_tensors(), torch._C._is_multithreading_enabled(), thread.armed
+    thread.armed = False
+    arm()
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before[0])
+        torch._C._set_multithreading_enabled(before[1])
+        thread.armed = before[2]
+
+
 class Gpu:
     """One virtual GPU of a world.
 

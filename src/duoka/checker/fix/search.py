@@ -8,7 +8,6 @@ only when others are cured is for the next round, which works on the texts of th
 from __future__ import annotations
 
 import difflib
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -26,7 +25,6 @@ from .syntax import Edit, folded
 
 MAX_ROUNDS = 5
 MAX_CHECKS = 24
-MINIMISE_SECONDS = 10
 _NO_WAY = "no way to cure it is known"
 _IN_VAIN = "it was still there after every change that was tried"
 _NEAR_LINES = 1
@@ -47,7 +45,6 @@ class Choice:
         self._options = options
         self.reason = _NO_WAY
         self.candidate: Candidate | None = None
-        self.is_needed = True
         self.next()
 
     def next(self, *, is_last: bool = False) -> None:
@@ -62,7 +59,7 @@ class Choice:
     @property
     def edits(self) -> tuple[Edit, ...]:
         """What the candidate that is being tried changes."""
-        return self.candidate.edits if self.candidate is not None and self.is_needed else ()
+        return self.candidate.edits if self.candidate is not None else ()
 
 
 def _is_python(candidate: Candidate) -> bool:
@@ -96,28 +93,12 @@ class Round:
             max_checks -= 1
             failed = list(self._failed(draft, report))
             if not failed:
-                return *self._minimised(check, draft, report), max_checks
+                return draft, report, max_checks
             for choice in failed:
                 choice.next(is_last=max_checks <= 0)
             if max_checks <= 0:
                 draft = self.draft()
                 return draft, check(draft), 0
-
-    def _minimised(self, check: Check, draft: Draft, report: Report) -> tuple[Draft, Report]:
-        """Leave out what isn't needed, since something else cures it as well."""
-        trying = [choice for choice in self.choices if choice.candidate is not None]
-        until = time.monotonic() + MINIMISE_SECONDS - len(trying) * report.seconds
-        for choice in trying if len(trying) > 1 else ():
-            if time.monotonic() > until:
-                break
-            choice.is_needed = False
-            smaller = self.draft()
-            again = check(smaller)
-            if len(again.faults) > len(report.faults) or (again.stop and not report.stop):
-                choice.is_needed = True
-            else:
-                draft, report = smaller, again
-        return draft, report
 
     def draft(self) -> Draft:
         """The texts with the candidates that are being tried; colliding ones wait."""
@@ -126,7 +107,7 @@ class Round:
         for choice in self.choices:
             if any(_collide(new, old) for new in choice.edits for old in edits):
                 self.postponed.append(choice)
-            elif choice.candidate is not None and choice.is_needed:
+            elif choice.candidate is not None:
                 edits += choice.edits
         texts = dict(self.base)
         for tree in {edit.tree: None for edit in edits}:
