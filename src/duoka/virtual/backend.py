@@ -113,7 +113,7 @@ def gpus(
     """
     register()
     give_name()
-    with armed(), use_world(_world(capacities_bytes, data, generation)) as world:
+    with unnamed_gpus(capacities_bytes, data=data, generation=generation) as world:
         yield world
 
 
