@@ -20,6 +20,7 @@ from duoka.models.lora import (
     Adapter,
     LowRank,
     adapter_of,
+    fill_adapter,
     native_form,
     published_form,
     put_adapter,
@@ -198,6 +199,39 @@ def adapted(rank: int = 2) -> nn.Module:
     make_trainable(model, training, torch.float32)
     initialize_adapters(model, seed=0)
     return model
+
+
+def test_training_starts_from_an_adapter() -> None:
+    first = adapted()
+    for name, parameter in first.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    adapter = adapter_of(first, dict(first.named_parameters()))
+    assert adapter.common == (2, 2.0)
+    assert adapter.training_settings == {
+        "lora_rank": 2,
+        "lora_alpha": 4,
+        "lora_targets": ("down_proj", "o_proj"),
+    }
+    second = adapted()
+    assert not close(logits(second), logits(first))
+    elsewhere = second.model.layers[1].to("meta")
+    fill_adapter(second, adapter)  # as far as this process has the model
+    assert all(parameter.is_meta for parameter in elsewhere.parameters())
+    third = adapted()
+    fill_adapter(third, adapter)
+    assert close(logits(third), logits(first))
+    assert all(value.requires_grad for name, value in third.named_parameters() if "lora" in name)
+
+
+def test_an_adapter_that_does_not_fit_the_run_is_refused() -> None:
+    adapter = adapter_of(adapted(), dict(adapted().named_parameters()))
+    with pytest.raises(LoadError, match=r"rank 4 on .*, and the one to start from has rank 2"):
+        fill_adapter(adapted(rank=4), adapter)
+    fewer = replace(adapter, layers=dict(list(adapter.layers.items())[1:]))
+    with pytest.raises(LoadError, match=r"on 4 modules, and .* on 3; not on both is") as raised:
+        fill_adapter(adapted(), fewer)
+    assert "targets: down_proj, o_proj" in str(raised.value.hint)
 
 
 def test_missing_tensors_are_told_of() -> None:

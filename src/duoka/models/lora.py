@@ -100,6 +100,16 @@ class Adapter:
         pairs = Counter((layer.rank, layer.scaling) for layer in self.layers.values())
         return pairs.most_common(1)[0][0]
 
+    @property
+    def training_settings(self) -> dict[str, Any]:
+        """The arguments of `Training` for a run whose adapters can begin with these values."""
+        rank, scaling = self.common
+        return {
+            "lora_rank": rank,
+            "lora_alpha": max(1, round(rank * scaling)),
+            "lora_targets": tuple(sorted({name.rpartition(".")[2] for name in self.layers})),
+        }
+
 
 # ── names and layouts ──
 
@@ -240,6 +250,39 @@ def merge_adapter(model: nn.Module, adapter: Adapter) -> None:
         rows = max(1, _MERGED_ELEMENTS // target.shape[1])
         for place, raised in zip(target.split(rows), up.split(rows), strict=True):
             place += (layer.scaling * (raised @ down)).to(place.dtype)
+
+
+def fill_adapter(model: nn.Module, adapter: Adapter) -> None:
+    """Give a model's adapters, as far as they have data, the values of another in native form.
+
+    Raises
+    ------
+    LoadError
+        If the model has adapters on other modules, or of other ranks.
+    """
+    adapted = dict(_adapted(model))
+    unlike = sorted(adapted.keys() ^ adapter.layers.keys())
+    if unlike:
+        raise LoadError(
+            f"the run has adapters on {len(adapted)} modules, and the adapter to start from on "
+            f"{len(adapter.layers)}; not on both is {unlike[0]}",
+            hint="give the run the same targets: "
+            + ", ".join(adapter.training_settings["lora_targets"]),
+        )
+    for name, module in adapted.items():
+        if module.r[_ADAPTER] != adapter.layers[name].rank:
+            raise LoadError(
+                f"the run has an adapter of rank {module.r[_ADAPTER]} on {name}, and the one to "
+                f"start from has rank {adapter.layers[name].rank}",
+                hint="give the run the same rank",
+            )
+    for name, module in adapted.items():
+        module.scaling[_ADAPTER] = adapter.layers[name].scaling
+        for key, value in adapter.layers[name].tensors.items():
+            parameter = module.get_parameter(_in_model(key))
+            if not parameter.is_meta:
+                with torch.no_grad():
+                    parameter.copy_(value)
 
 
 def adapter_of(model: nn.Module, tensors: Mapping[str, Tensor], *, base: str = "") -> Adapter:
