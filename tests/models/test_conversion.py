@@ -88,7 +88,9 @@ def assemble(model: PreTrainedModel, recipe: Recipe, tensors: Mapping[str, Tenso
                 module._parameters[leaf] = places[canonical[id(value)]]
     targets = {**dict(model.named_buffers()), **places}
     for piece in recipe.pieces:
-        piece.copy(tensors[piece.source], targets[piece.target])
+        part = tensors[piece.source][piece.source_slices]
+        with torch.no_grad():
+            piece.place(targets[piece.target]).copy_(piece.orient(part))
     for custom in recipe.customs:
         values = custom.convert({name: tensors[name] for name in custom.sources})
         assert set(values) == set(custom.targets)

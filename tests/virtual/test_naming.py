@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from duoka import virtual
-from duoka.virtual import naming, threads
-from duoka.virtual.world import thread
+from duoka.virtual import naming
+from duoka.virtual.world import armed, thread
 
 
 def test_a_device_is_the_same_under_both_names(world: virtual.World) -> None:
@@ -60,7 +60,7 @@ def test_switches_of_the_thread_are_put_back() -> None:
     torch._C._set_multithreading_enabled(True)
     torch._C._set_only_lift_cpu_tensors(False)
     try:
-        with threads.armed():
+        with armed():
             assert not torch._C._is_multithreading_enabled()
             assert torch._C._only_lift_cpu_tensors()
         assert torch._C._is_multithreading_enabled()

@@ -6,7 +6,6 @@ or terminals; of a plan it takes the placement, and the workload, whose limits i
 - `generate`, `stream`, `conversation`: one answer or several, piece by piece, and in rounds
 - `steps`: a model called as `generate` and a training loop do
 - `optimizers`: what a training step ends with
-- `measure`: when tokens came, and the memory that they took
 - `devices`: what torch knows of real and virtual devices
 - `encode_images`: images to features, some at a time, before their prompt is read
 - `image_inputs`: made-up images, as a model's ``forward`` takes them

@@ -2,7 +2,7 @@
 
 - `get_profile`: from the cache, or traced and kept there
 - `trace`, `trace_training`: a model → its profile, for inference and for training
-- `blocks`, `device_moves`: what must stay whole, and where model code moves tensors by itself
+- `blocks`: what must stay whole, and where model code moves tensors by itself
 - `probe_sizes`: the steps that are recorded
 - `assemble`: blocks and what each costs → a profile
 - `record`, `record_returns`, `record_training`: what one step allocates, frees and passes on

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
+from typing import Any
 
 import numpy as np
+from sympy import QQ
+from sympy.polys.matrices import DomainMatrix
 
 from duoka.forecast.flash_splits import FlashShape, PartBytes
 from duoka.forecast.profile import (
@@ -267,16 +269,18 @@ class _Basis:
     def __init__(self, places: list[int], rows: list[list[int]]) -> None:
         self._places = places
         self._rows = rows
-        self._chosen = _independent(rows)
+        # The first rows that are linearly independent.
+        self._chosen: list[int] = list(_exact(rows).transpose().rref()[1])
         # More samples than coefficients: the others check the rule.
         self.is_checked = len(self._chosen) == len(places) < len(rows)
-        self._inverse: list[list[Fraction]] | None = None
+        self._inverse: Any = None  # fractions, exactly
 
     def solve(self, values: tuple[int, ...]) -> Rule | None:
         """The rule that gives these values at the samples; None when there is none."""
         if self._inverse is None:
-            self._inverse = _invert([self._rows[index] for index in self._chosen])
-        chosen = [values[index] for index in self._chosen]
+            chosen_rows = [self._rows[index] for index in self._chosen]
+            self._inverse = _exact(chosen_rows).inv().to_list()
+        chosen = [int(values[index]) for index in self._chosen]
         solution = [
             sum(weight * value for weight, value in zip(row, chosen, strict=True) if weight)
             for row in self._inverse
@@ -295,7 +299,7 @@ class _Basis:
         close = np.abs(relative @ solution - 1).max() <= _TOLERANCE
         return self._rule(solution) if close else None
 
-    def _rule(self, coefficients: Iterable[Fraction | float]) -> Rule:
+    def _rule(self, coefficients: Iterable[Any]) -> Rule:
         rule = [0.0] * (max(self._places) + 1)
         for place, coefficient in zip(self._places, coefficients, strict=True):
             rule[place] = float(coefficient)
@@ -310,36 +314,6 @@ def _basis(chosen: Sequence[str], names: Sequence[str], values: Sequence[Sequenc
     return _Basis(places, [[row[place] for place in places] for row in values])
 
 
-def _independent(rows: list[list[int]]) -> list[int]:
-    """The first rows that are linearly independent, by elimination over fractions."""
-    chosen: list[int] = []
-    basis: list[tuple[int, list[Fraction]]] = []
-    for index, row in enumerate(rows):
-        reduced = [Fraction(value) for value in row]
-        for pivot, other in basis:
-            factor = reduced[pivot]
-            reduced = [a - factor * b for a, b in zip(reduced, other, strict=True)]
-        pivot = next((place for place, value in enumerate(reduced) if value), -1)
-        if pivot >= 0:
-            basis.append((pivot, [value / reduced[pivot] for value in reduced]))
-            chosen.append(index)
-    return chosen
-
-
-def _invert(rows: list[list[int]]) -> list[list[Fraction]]:
-    """The inverse of a square matrix, exactly: Gauss-Jordan over fractions."""
-    size = len(rows)
-    matrix = [
-        [Fraction(value) for value in row] + [Fraction(int(i == j)) for j in range(size)]
-        for i, row in enumerate(rows)
-    ]
-    for column in range(size):
-        swap = next(r for r in range(column, size) if matrix[r][column])
-        matrix[column], matrix[swap] = matrix[swap], matrix[column]
-        divisor = matrix[column][column]
-        matrix[column] = [value / divisor for value in matrix[column]]
-        for r in range(size):
-            factor = matrix[r][column]
-            if r != column and factor:
-                matrix[r] = [a - factor * b for a, b in zip(matrix[r], matrix[column], strict=True)]
-    return [row[size:] for row in matrix]
+def _exact(rows: Sequence[Sequence[int]]) -> DomainMatrix:
+    """A matrix of fractions."""
+    return DomainMatrix.from_list([[QQ(value) for value in row] for row in rows], QQ)

@@ -10,8 +10,7 @@ from torch import nn
 
 from duoka import virtual
 
-from .blocks import Group
-from .device_moves import Moves
+from .blocks import Group, Moves
 from .record import Pass, Recorder, Skipper
 
 

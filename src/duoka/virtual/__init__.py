@@ -3,23 +3,22 @@
 Nothing happens on import: the backend is registered with torch on the first `set_gpus` or `gpus`.
 
 - `backend`, `naming`, `device_module`: the device as torch knows it
-- `apart`: backward on virtual GPUs, where CUDA is there too
+- `apart`: what runs on virtual GPUs in a process of its own
 - `world`: the GPUs of a world, their memory and what it refuses
 - `tensor`, `factories`, `transfers`: tensors, made and moved
 - `operators`, `op_call`, `autocast`: every operation: what it takes, gives and charges
 - `known_values`: which values and shapes are known on a GPU with meta data
-- `cublas`: which operations are matrix products, and take its workspace
 - `attention`, `attention_numbers`, `cuda_only`: kernels that CUDA has and the CPU lacks
 - `temporaries`: what CUDA's kernels take for their own time
-- `faults`: what CUDA refuses; `threads`: backward's threads
+- `faults`: what CUDA refuses
 """
 
 from .apart import apart
 from .backend import gpus, register, set_gpus, unnamed_gpus
-from .cublas import is_product
 from .faults import MixedDevicesError
 from .known_values import REAL_BYTES, UnknownValueError, unknown_numbers_as, with_values
 from .naming import device_type, is_virtual, spoken, virtual_device
+from .operators import is_product
 from .tensor import VirtualTensor
 from .world import Gpu, Listener, World, active_world, carry_over, observe, settled_by
 

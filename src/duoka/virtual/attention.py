@@ -6,8 +6,7 @@ of compute capability 8.x, or an older one; where kernels differ among those, th
 Hopper's own, of cuDNN, are taken to be flash attention. Their outputs and work memory are those of
 the kernels as PyTorch ships them: the output, a logsumexp per row in fp32, two small random states;
 in backward the gradients, the row sums and fp32 accumulators. The numbers come from
-`attention_numbers`: what the host holds for them is no memory of the GPU. With data on a real GPU
-its own kernels run.
+`attention_numbers`: what the host holds for them is no memory of the GPU.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ def attend(
         enable_gqa=options.enable_gqa,
         before_ampere=query.gpu.world.generation.before_ampere,
     )
-    if query.backing.device.type == "cpu" and (
+    if not query.backing.is_meta and (
         options.dropout_p or (mask is not None and mask.requires_grad)
     ):
         kernel = "math"  # the fused kernel of the CPU can do neither
@@ -198,8 +197,6 @@ def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> 
 def _flash(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plain, gpu = op_call.unwrap(func, args, kwargs)
     query, key = plain.args[0], plain.args[1]
-    if query.is_cuda:
-        return op_call.wrap_results(func(*plain.args, **plain.kwargs), gpu)
     is_causal = len(args) > 4 and bool(args[4])
     inputs = Inputs(query, key, plain.args[2], is_causal=is_causal, scale=kwargs.get("scale"))
     out, rows = attention_numbers.attend(inputs)
@@ -217,8 +214,6 @@ def _flash(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _flash_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plain, gpu = op_call.unwrap(func, args, kwargs)
     grad, query, key, value, out, rows, _, _, _, _, _, is_causal, _, _ = plain.args
-    if query.is_cuda:
-        return op_call.wrap_results(func(*plain.args, **plain.kwargs), gpu)
     inputs = Inputs(query, key, value, is_causal=is_causal, scale=kwargs.get("scale"))
     grads = differentiate(inputs, grad, out, rows)
     results = _placed(grads, (query, key, value), gpu)
@@ -239,8 +234,6 @@ def _flash_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _efficient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plain, gpu = op_call.unwrap(func, args, kwargs)
     query, key, value, bias, needs_rows = plain.args[:5]
-    if query.is_cuda:
-        return op_call.wrap_results(func(*plain.args, **plain.kwargs), gpu)
     inputs = Inputs(
         query, key, value, bias,
         is_causal=len(args) > 6 and bool(args[6]),
@@ -264,8 +257,6 @@ def _efficient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _efficient_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plain, gpu = op_call.unwrap(func, args, kwargs)
     grad, query, key, value, bias, out, rows, _, _, _, needed = plain.args[:11]
-    if query.is_cuda:
-        return op_call.wrap_results(func(*plain.args, **plain.kwargs), gpu)
     inputs = Inputs(
         query, key, value, bias,
         is_causal=len(args) > 11 and bool(args[11]), scale=kwargs.get("scale"),

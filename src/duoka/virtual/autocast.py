@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .naming import PLACE, is_virtual
 
@@ -53,28 +54,13 @@ def _is_castable(value: Any) -> bool:
     )
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_cast(item, dtype) for item in value]
-    return value.to(dtype) if _is_castable(value) else value
-
-
-def _castables(values: Any) -> list[torch.Tensor]:
-    castables = []
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            castables.extend(_castables(value))
-        elif _is_castable(value):
-            castables.append(value)
-    return castables
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    return tree_map(lambda value: value.to(dtype) if _is_castable(value) else value, values)
 
 
 def _widest(args: tuple[Any, ...]) -> torch.dtype:
-    dtype = torch.get_autocast_dtype(PLACE)
-    for tensor in _castables(args):
-        if tensor.dtype == torch.float32:
-            dtype = torch.float32
-    return dtype
+    dtypes = {value.dtype for value in tree_leaves(args) if _is_castable(value)}
+    return torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype(PLACE)
 
 
 def _casting(name: str, policy: str) -> Any:
@@ -92,10 +78,7 @@ def _casting(name: str, policy: str) -> Any:
             if dtype_place is not None and _is_castable(args[0]):
                 # The operator makes its result in fp32 itself, unless the caller says otherwise.
                 return operator(*_with_dtype(args, kwargs, dtype_place, dtype), **kwargs)
-            return operator(
-                *[_cast(value, dtype) for value in args],
-                **{key: _cast(value, dtype) for key, value in kwargs.items()},
-            )
+            return operator(*_cast(args, dtype), **_cast(kwargs, dtype))
 
     return run
 

@@ -24,10 +24,9 @@ from . import (
     tensor,
     transfers,
 )
-from .device_module import give_name
+from .device_module import can_do_backward, give_name
 from .naming import PLACE
-from .threads import arm, armed
-from .world import World, set_process_world, use_world
+from .world import World, arm, armed, set_process_world, use_world
 
 TESTED_TORCH = ("2.11", "2.13")
 _NEEDED = (
@@ -63,9 +62,9 @@ def set_gpus(
     capacities_bytes : sequence of int or None
         What each GPU may reserve; None for no limit.
     data : str
-        What holds the numbers: "cpu", "meta" (nothing does), "even" (nothing does either, but
+        What holds the numbers: "cpu", "meta" (nothing does), or "even" (nothing does either, but
         choices by unknown scores, of experts above all, are made evenly, so that code can read
-        them), or "cuda:N" for one real GPU.
+        them).
     generation : GpuGeneration, optional
         What differs between generations of GPUs: the workspace that a GPU's first matrix product
         takes for good, and the first one in backward once more, and the kernels of attention. By
@@ -114,7 +113,7 @@ def gpus(
     """
     register()
     give_name()
-    with armed(), use_world(_world(capacities_bytes, data, generation)) as world:
+    with unnamed_gpus(capacities_bytes, data=data, generation=generation) as world:
         yield world
 
 
@@ -137,9 +136,9 @@ def unnamed_gpus(
 def _world(
     capacities_bytes: Sequence[int | None], data: str, generation: GpuGeneration | None
 ) -> World:
-    if data not in ("cpu", "meta", "even") and torch.device(data).type != "cuda":
+    if data not in ("cpu", "meta", "even"):
         raise VirtualDeviceError(
-            f"virtual GPUs can't keep their data on {data!r}", hint="use cpu, meta, even or cuda:N"
+            f"virtual GPUs can't keep their data on {data!r}", hint="use cpu, meta or even"
         )
     for capacity in capacities_bytes:
         if capacity is not None and capacity <= 0:
@@ -182,6 +181,10 @@ def _exists(path: str) -> bool:
 
 
 def _register() -> None:
+    if can_do_backward():
+        # The first backward pass starts a thread for each device, and a process with such threads
+        # has no fork that can do backward. Now there is none but the CPU, which needs no thread.
+        torch.ones(1, requires_grad=True).backward()
     backend_registration._setup_privateuseone_for_python_backend(backend_module=device_module)
     tensor.install_operators(operators.run)
     for module in (transfers, tensor, factories, cuda_only, temporaries, attention, autocast):

@@ -32,7 +32,7 @@ def _histc(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bins = args[1] if len(args) > 1 else kwargs.get("bins", 100)
         if counted.is_meta:
             return place(torch.empty(bins, dtype=counted.dtype, device="meta"), gpu)
-    if counted.is_floating_point() or counted.is_cuda:
+    if counted.is_floating_point():
         return place(func(*plain.args, **plain.kwargs), gpu)
     out = func(counted.double(), *plain.args[1:], **plain.kwargs)
     return place(out.to(counted.dtype), gpu)
@@ -48,7 +48,7 @@ def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return result
     plain, gpu = op_call.unwrap(func, args, kwargs)
     backing = plain.args[0]
-    if backing.is_cuda or backing.is_meta:
+    if backing.is_meta:
         return place(func(backing, dim, True), gpu)
     return place(func(backing.float(), dim, False), gpu)
 
@@ -57,7 +57,7 @@ def softmax_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Return the gradient in the dtype of the softmax's input, as on CUDA."""
     plain, gpu = op_call.unwrap(func, args, kwargs)
     grad, output, dim, input_dtype = plain.args
-    if grad.is_cuda or grad.is_meta or grad.dtype == input_dtype:
+    if grad.is_meta or grad.dtype == input_dtype:
         return op_call.wrap_results(op_call.execute(func, plain, gpu), gpu)
     return place(func(grad, output, dim, grad.dtype).to(input_dtype), gpu)
 
@@ -66,8 +66,6 @@ def _pack_int4(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Lay out a weight [rows, columns / 2] of two numbers in a byte."""
     plain, gpu = op_call.unwrap(func, args, kwargs)
     numbers, tiles = plain.args
-    if numbers.is_cuda:
-        return place(func(numbers, tiles), gpu)
     rows, columns = numbers.shape[0], 2 * numbers.shape[1]
     shape = (rows // _ROWS, columns // (_COLUMNS * tiles), _LANES, tiles // 2)
     if gpu.meta:
@@ -79,8 +77,6 @@ def _multiply_int4(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Multiply activations [tokens, columns] with a packed weight."""
     plain, gpu = op_call.unwrap(func, args, kwargs)
     left, packed, group, scale_and_zero = plain.args
-    if packed.is_cuda:
-        return place(func(left, packed, group, scale_and_zero), gpu)
     if gpu.meta:
         # PyTorch's own rule for the shape takes no plain meta tensors.
         shape = (left.shape[0], _ROWS * packed.shape[0])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -134,34 +135,21 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
     return 8, 0
 
 
-def memory_allocated(device: Any = None) -> int:
-    """Bytes in use by tensors."""
-    return active_world().memory_allocated(_index(device))
+def _of_world(name: str) -> Callable[..., Any]:
+    """A question of `World` about one of its GPUs, by its name, asked as torch asks a device."""
+
+    def answer(device: Any = None) -> Any:
+        return getattr(active_world(), name)(_index(device))
+
+    return answer
 
 
-def max_memory_allocated(device: Any = None) -> int:
-    """Peak of the bytes in use."""
-    return active_world().max_memory_allocated(_index(device))
-
-
-def memory_reserved(device: Any = None) -> int:
-    """Bytes that the allocator holds."""
-    return active_world().memory_reserved(_index(device))
-
-
-def max_memory_reserved(device: Any = None) -> int:
-    """Peak of the bytes that the allocator holds."""
-    return active_world().max_memory_reserved(_index(device))
-
-
-def reset_peak_memory_stats(device: Any = None) -> None:
-    """Start the peaks again."""
-    active_world().reset_peak_memory_stats(_index(device))
-
-
-def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """Free and total bytes."""
-    return active_world().mem_get_info(_index(device))
+memory_allocated = _of_world("memory_allocated")
+max_memory_allocated = _of_world("max_memory_allocated")
+memory_reserved = _of_world("memory_reserved")
+max_memory_reserved = _of_world("max_memory_reserved")
+reset_peak_memory_stats = _of_world("reset_peak_memory_stats")
+mem_get_info = _of_world("mem_get_info")
 
 
 def empty_cache() -> None:
@@ -169,30 +157,24 @@ def empty_cache() -> None:
     active_world().empty_cache()
 
 
-# Random numbers come from the generator of what holds the data: the CPU's, so that a seed gives the
-# CPU's numbers, or the real GPU's.
+# Random numbers come from the CPU's generator, so that a seed gives the CPU's numbers.
 def manual_seed(seed: int) -> None:
     """Seed the generator."""
     torch.manual_seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:
-    """Do nothing: `torch.manual_seed`, which calls this, seeds what holds the data."""
+    """Do nothing: `torch.manual_seed`, which calls this, seeds the CPU's."""
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:
     """Return the generator's state."""
-    real = active_world().gpu(_index(device)).data_device
-    return torch.cuda.get_rng_state(real) if real.type == "cuda" else torch.get_rng_state()
+    return torch.get_rng_state()
 
 
 def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
     """Set the generator's state."""
-    real = active_world().gpu(_index(device)).data_device
-    if real.type == "cuda":
-        torch.cuda.set_rng_state(new_state, real)
-    else:
-        torch.set_rng_state(new_state)
+    torch.set_rng_state(new_state)
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:

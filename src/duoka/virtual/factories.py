@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -10,92 +11,31 @@ import torch
 from . import known_values
 from .operators import run
 from .tensor import VirtualTensor, place
-from .threads import arm
 from .transfers import gpu_of
-from .world import Gpu, thread
+from .world import Gpu, arm, thread
 
 _libraries: list[torch.library.Library] = []
 
 
-def _data_device(
-    gpu: Gpu, dtype: torch.dtype, size: Sequence[int], keeps: Any = known_values.keeps_values
-) -> torch.device:
-    if not gpu.meta:
-        return gpu.data_device
-    num_elements = 1
-    for length in size:
-        num_elements *= length
-    return torch.device("cpu" if keeps(dtype, num_elements) else "meta")
-
-
-def empty(
-    size: Sequence[int],
-    dtype: torch.dtype | None = None,
-    layout: torch.layout | None = None,
-    device: torch.device | None = None,
-    pin_memory: bool | None = None,
-    memory_format: torch.memory_format | None = None,
-) -> VirtualTensor:
-    """Implement ``aten::empty.memory_format``."""
-    gpu = _ready(device)
-    dtype = dtype or torch.get_default_dtype()
-    data = torch.empty(
-        size,
-        dtype=dtype,
-        layout=layout or torch.strided,
-        device=_data_device(gpu, dtype, size),
-        memory_format=memory_format or torch.contiguous_format,
-    )
-    return place(data, gpu)
-
-
-def empty_strided(
-    size: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype | None = None,
-    layout: torch.layout | None = None,
-    device: torch.device | None = None,
-    pin_memory: bool | None = None,
-) -> VirtualTensor:
-    """Implement ``aten::empty_strided``."""
-    gpu = _ready(device)
-    dtype = dtype or torch.get_default_dtype()
-    data = torch.empty_strided(size, stride, dtype=dtype, device=_data_device(gpu, dtype, size))
-    return place(data, gpu)
-
-
-def _filled(name: str) -> Any:
-    """Implement ``aten::zeros`` or ``aten::ones``."""
+def _factory(
+    name: str, keeps: Callable[[torch.dtype, int], bool] = known_values.keeps_values
+) -> Any:
+    """A factory of torch's for virtual GPUs; `keeps` says what stays known where data is meta."""
     make = getattr(torch, name)
 
-    def filled(
-        size: Sequence[int],
-        dtype: torch.dtype | None = None,
-        layout: torch.layout | None = None,
-        device: torch.device | None = None,
-        pin_memory: bool | None = None,
-    ) -> VirtualTensor:
-        gpu = _ready(device)
-        dtype = dtype or torch.get_default_dtype()
-        where = _data_device(gpu, dtype, size, known_values.keeps_constant)
-        return place(make(size, dtype=dtype, layout=layout or torch.strided, device=where), gpu)
+    def factory(size: Sequence[int], *rest: Any, **options: Any) -> VirtualTensor:
+        gpu = _ready(options.pop("device", None))
+        options.pop("pin_memory", None)
+        if options.get("dtype") is None:  # without one `full` takes that of its number
+            is_full = name == "full"
+            options["dtype"] = torch.full((), *rest).dtype if is_full else torch.get_default_dtype()
+        where = gpu.data_device
+        if gpu.meta and keeps(options["dtype"], prod(size)):
+            where = torch.device("cpu")
+        options = {option: value for option, value in options.items() if value is not None}
+        return place(make(size, *rest, device=where, **options), gpu)
 
-    return filled
-
-
-def _full(
-    size: Sequence[int],
-    fill_value: Any,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout | None = None,
-    device: torch.device | None = None,
-    pin_memory: bool | None = None,
-) -> VirtualTensor:
-    """Implement ``aten::full``; without a dtype it is that of the number."""
-    gpu = _ready(device)
-    dtype = dtype or torch.full((), fill_value).dtype
-    where = _data_device(gpu, dtype, size, known_values.keeps_constant)
-    return place(torch.full(size, fill_value, dtype=dtype, device=where), gpu)
+    return factory
 
 
 def _ready(device: torch.device | None) -> Gpu:
@@ -145,11 +85,10 @@ def _has_virtual(values_: tuple[Any, ...]) -> bool:
 def install() -> None:
     """Register the factories for the backend's dispatch key, for the life of the process."""
     aten = torch.library.Library("aten", "IMPL")
-    aten.impl("empty.memory_format", empty, "PrivateUse1")
-    aten.impl("empty_strided", empty_strided, "PrivateUse1")
-    aten.impl("zeros", _filled("zeros"), "PrivateUse1")
-    aten.impl("ones", _filled("ones"), "PrivateUse1")
-    aten.impl("full", _full, "PrivateUse1")
+    aten.impl("empty.memory_format", _factory("empty"), "PrivateUse1")
+    aten.impl("empty_strided", _factory("empty_strided"), "PrivateUse1")
+    for name in ("zeros", "ones", "full"):
+        aten.impl(name, _factory(name, known_values.keeps_constant), "PrivateUse1")
     aten.impl("copy_", _copy, "PrivateUse1")
     aten.impl("_local_scalar_dense", _read, "PrivateUse1")
     everything = torch.library.Library("_", "IMPL")

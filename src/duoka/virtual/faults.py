@@ -152,16 +152,8 @@ def _is_cpu_scalar(tensor: torch.Tensor) -> bool:
 def _named_tensors(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        yield from _tensors_in(argument.name, value)
-    for name, value in kwargs.items():
-        yield from _tensors_in(name, value)
-
-
-def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
+    names = (argument.name for argument in func._schema.arguments)
+    for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+        for item in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(item, torch.Tensor):
                 yield name, item

@@ -74,9 +74,10 @@ _INDEXING = _MASKED_WRITES | {"index", "_unsafe_index"}
 class UnknownValueError(VirtualDeviceError):
     """Code read a value that nobody knows, because the GPU holds meta data."""
 
-    def __init__(self, message: str, *, file: str, line: int) -> None:
+    # The defaults are for pickle, which knows the message alone, and sets the rest afterwards.
+    def __init__(self, message: str, *, file: str = "unknown", line: int = 0) -> None:
         super().__init__(
-            f"{message} ({file}:{line})",
+            message,
             hint='run this part on virtual GPUs with data="cpu", which compute real numbers',
         )
         self.file = file
@@ -87,7 +88,7 @@ def unknown_value(what: str) -> UnknownValueError:
     """Build the error for a read that can't be answered, at the line of the code that reads."""
     file, line = caller()
     return UnknownValueError(
-        f"{what} depends on values that a virtual GPU with meta data doesn't have",
+        f"{what} depends on values that a virtual GPU with meta data doesn't have ({file}:{line})",
         file=file,
         line=line,
     )

@@ -61,8 +61,6 @@ def unwrap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Pl
             plain = Plain(args, kwargs)
             gpu = plain.gpu
             assert gpu is not None, "an arbiter settles on a virtual GPU"
-        if gpu.data_device.type != "cpu":
-            _bring_cpu_operands(plain, gpu)
     return plain, gpu
 
 
@@ -81,18 +79,3 @@ def wrap_results(out: Any, gpu: Gpu) -> Any:
     if isinstance(out, (list, tuple)):
         return type(out)([wrap_results(item, gpu) for item in out])
     return out
-
-
-def _bring_cpu_operands(plain: Plain, gpu: Gpu) -> None:
-    """Put admitted CPU operands (scalars, indices) where the data is; real CUDA takes scalars."""
-    if gpu.meta:
-        return
-    plain.args = [_brought(value, gpu) for value in plain.args]
-
-
-def _brought(value: Any, gpu: Gpu) -> Any:
-    if isinstance(value, list):
-        return [_brought(item, gpu) for item in value]
-    if isinstance(value, torch.Tensor) and value.device != gpu.data_device and value.dim() > 0:
-        return value.to(gpu.data_device)
-    return value

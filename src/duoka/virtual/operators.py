@@ -7,6 +7,7 @@ need more bring a handler of their own (`transfers`, `attention`, `kernels`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,18 +15,30 @@ import torch
 
 from duoka.errors import VirtualDeviceError
 
-from . import cublas, known_values, op_call
+from . import known_values, op_call
 from .device_module import can_do_backward, give_name
 from .faults import MixedDevicesError
 from .tensor import VirtualTensor, place, resync, wrap
-from .threads import arm
-from .world import Gpu, thread
+from .world import Gpu, arm, thread
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 handlers: dict[Any, Handler] = {}
 """The handler of every operator seen so far, and of those that have their own."""
 
+_ATEN = torch.ops.aten
+# cuBLAS's, so that the first of them takes its workspace.
+# Not here: `_int_mm`, which gets no workspace, and products with packed weights, of PyTorch's own.
+_PRODUCTS = frozenset(
+    {
+        _ATEN.mm, _ATEN.bmm, _ATEN.mv, _ATEN.dot, _ATEN.vdot,
+        _ATEN.addmm, _ATEN.addmm_, _ATEN._addmm_activation,
+        _ATEN.baddbmm, _ATEN.baddbmm_, _ATEN.addmv, _ATEN.addmv_,
+        _ATEN._scaled_mm, _ATEN._grouped_mm,
+    }
+)  # fmt: skip
+# From torch 2.13 on outer products of batches, as rotary embeddings make them, are Triton's.
+_OUTER_IS_TRITONS = "torch._native.ops.bmm_outer_product" in sys.modules
 _NO_BACKWARD = -1
 _NO_RESULT = object()
 _taken_apart: set[Any] = set()
@@ -41,7 +54,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arm()
     try:
         result = handler(func, args, kwargs)
-        if cublas.is_product(func, args):
+        if is_product(func, args):
             is_backward = torch._C._current_graph_task_id() != _NO_BACKWARD
             result.block.gpu.multiply(in_backward=is_backward)
         listener = state.listener
@@ -60,12 +73,22 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
+def is_product(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operator's call is a matrix product of cuBLAS's: of nothing there is none."""
+    packet = func.overloadpacket
+    if packet not in _PRODUCTS:
+        return False
+    if packet is _ATEN.bmm and _OUTER_IS_TRITONS and args[0].shape[2] == 1:
+        return False
+    return all(arg.numel() for arg in args if isinstance(arg, torch.Tensor))
+
+
 def with_failures(engine: Callable[..., Any]) -> Callable[..., Any]:
     """Give autograd's engine the errors that operations met in it."""
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         if thread.armed:
-            # Scopes of inference mode turn it on again (see `threads`).
+            # Scopes of inference mode turn it on again (see `world.arm`).
             torch._C._set_multithreading_enabled(False)
             if can_do_backward():
                 give_name()

@@ -11,8 +11,7 @@ import torch
 from duoka.errors import VirtualDeviceError
 
 from .naming import NAME, PLACE
-from .threads import arm
-from .world import Block, Gpu, blocks_by_storage, thread
+from .world import Block, Gpu, arm, blocks_by_storage, thread
 
 _make = torch.Tensor._make_wrapper_subclass
 
@@ -37,7 +36,7 @@ class VirtualTensor(torch.Tensor):
     """A tensor on a virtual GPU.
 
     Made by operations and factories (``torch.empty(2, device="vgpu:0")``), never called. `backing`
-    has the numbers (CPU or CUDA), or only the geometry (meta); `block` is the storage, shared with
+    has the numbers, or only the geometry (meta); `block` is the storage, shared with
     views.
     """
 
@@ -347,7 +346,7 @@ def _text_of(tensor: VirtualTensor) -> str:
         notes.append(f"grad_fn=<{type(tensor.grad_fn).__name__}>")
     elif tensor.requires_grad:
         notes.append("requires_grad=True")
-    text = repr(backing.cpu() if backing.is_cuda else backing).replace("device='meta', ", "")
+    text = repr(backing).replace("device='meta', ", "")
     text = f"{text[:-1]}, {', '.join(notes)})"
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     return f"Parameter containing:\n{text}" if is_parameter else text

@@ -74,13 +74,39 @@ class _ThreadState(threading.local):
 thread = _ThreadState()
 
 
+# Both switches are torch's own and belong to one thread. ``torch.tensor(..., device="vgpu:0")``
+# works only when new data is lifted to a device after it was built on the CPU; and backward must
+# run in the calling thread, because a device guard written in Python knows one device only.
+def arm() -> None:
+    """Set the switches for this thread, unless they are set; they stay, outside of `armed`."""
+    if thread.armed:
+        return
+    torch._C._set_only_lift_cpu_tensors(True)
+    torch._C._set_multithreading_enabled(False)
+    thread.armed = True
+
+
+@contextmanager
+def armed() -> Iterator[None]:
+    """Set the switches for this thread inside the scope: CUDA's backward wants its own threads."""
+    before = torch._C._only_lift_cpu_tensors(), torch._C._is_multithreading_enabled(), thread.armed
+    thread.armed = False
+    arm()
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before[0])
+        torch._C._set_multithreading_enabled(before[1])
+        thread.armed = before[2]
+
+
 class Gpu:
     """One virtual GPU of a world.
 
-    `data` says what holds the numbers: "cpu", "meta" (nothing does), "even" (nor then, but experts
-    are chosen evenly) or "cuda:N". If it `refuses`, what doesn't fit is an error. Otherwise
-    `overflowed` is set, and from then on nothing limits the GPU. The first matrix product takes
-    cuBLAS's workspace, and the first in backward another.
+    `data` says what holds the numbers: "cpu", "meta" (nothing does) or "even" (nor then, but
+    experts are chosen evenly). If it `refuses`, what doesn't fit is an error. Otherwise it has
+    `overflowed`, and from then on nothing limits the GPU. The first matrix product takes cuBLAS's
+    workspace, and the first in backward another.
     """
 
     __slots__ = (
@@ -355,36 +381,14 @@ def use_world(world: World) -> Iterator[World]:
         thread.world = previous
 
 
-class _Both:
-    """Two listeners, the outer scope's first."""
-
-    def __init__(self, outer: Listener, inner: Listener) -> None:
-        self._listeners = (outer, inner)
-
-    def allocated(self, gpu: Gpu, storage_id: int, num_bytes: int) -> None:
-        for listener in self._listeners:
-            listener.allocated(gpu, storage_id, num_bytes)
-
-    def freed(self, gpu: Gpu, storage_id: int) -> None:
-        for listener in self._listeners:
-            listener.freed(gpu, storage_id)
-
-    def operation(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
-        for listener in self._listeners:
-            listener.operation(func, args, kwargs, result)
-
-
 @contextmanager
 def observe(listener: Listener) -> Iterator[None]:
     """Let `listener` hear what this thread does on virtual GPUs, inside the scope.
 
-    Scopes nest: the outer listener goes on hearing. A free is heard in the thread in which it
-    happens.
+    Inside of another's scope that one hears nothing meanwhile. A free is heard in the thread in
+    which it happens.
     """
-    outer = thread.listener
-    thread.listener = listener if outer is None else _Both(outer, listener)
+    outer, thread.listener = thread.listener, listener
     try:
         yield
     finally:

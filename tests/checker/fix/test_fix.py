@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from repairing import Shape, build, changed, check, load, repair_shape, repaired, write
+from repairing import build, check, load, repaired, write
 from torch import nn
 
 import duoka
@@ -280,22 +280,3 @@ def test_a_large_weight_stays_and_what_it_meets_is_moved(tmp_path: Path) -> None
     assert "self.norm(self.embed(x)).to(self.embed.weight.device)" in repairs.diff
     (cure,) = repairs[0].cures
     assert cure.step_bytes == 2 * 3 * 32 * 4
-
-
-def test_a_name_that_several_lines_need_is_moved_once(tmp_path: Path) -> None:
-    shape = Shape(
-        name="several lines",
-        body="""
-        h = self.a(x)
-        y = self.b(h)
-        z = y * h
-        z = z - h
-        return z.relu() + h
-        """,
-        lines=["h = h.to(y.device)"],
-    )
-    repairs = repair_shape(shape, tmp_path)
-    assert repairs.proved
-    assert changed(repairs) == shape.lines
-    (cure,) = repairs[0].cures
-    assert (len(cure.faults), cure.step_bytes) == (3, 3 * 4 * 4)

@@ -5,7 +5,7 @@ Which of them does is decided by checking again; nothing here runs any code.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -14,10 +14,9 @@ import libcst as cst
 from duoka.report.check_report import Fault, Operand
 
 from ..subject import Subject
-from .buffers import NewBuffer, as_buffer
 from .containers import container_of, move_contents
 from .device_exprs import is_hidden, lucky_devices, staying_operands, target_devices
-from .edits import insert_before, move, name_first
+from .edits import move, name_first
 from .factories import make_on_target
 from .sources import Site, SourceError, Sources
 from .syntax import Edit, last_name
@@ -28,13 +27,12 @@ _MOST = 12
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Changes that may cure a fault, and the attributes that become buffers with them.
+    """Changes that may cure a fault.
 
     `step_bytes` is what they move each time that the operation runs.
     """
 
     edits: tuple[Edit, ...]
-    buffers: tuple[NewBuffer, ...] = ()
     step_bytes: int = 0
 
 
@@ -67,39 +65,8 @@ def candidates(fault: Fault, sources: Sources, subject: Subject) -> Iterator[Can
         together = [options[min(number, len(options) - 1)] for options in per_operand]
         yield Candidate(
             tuple(dict.fromkeys(chain.from_iterable(one.edits for one in together))),
-            tuple(dict.fromkeys(chain.from_iterable(one.buffers for one in together))),
             sum(one.step_bytes for one in together),
         )
-
-
-def once_for_all(
-    faults: Sequence[Fault], sources: Sources, subject: Subject
-) -> Iterator[tuple[Candidate, list[Fault]]]:
-    """A line that brings a name where several lines of a function need it, and their faults."""
-    by_name: dict[tuple[str, str, str, str], list[Fault]] = {}
-    for fault in faults:
-        for operand in _distinct(fault):
-            if operand.expression.isidentifier() and operand.place is not None:
-                key = (fault.file, fault.function, operand.expression, fault.target)
-                by_name.setdefault(key, []).append(fault)
-    for (file, _, name, _), group in by_name.items():
-        first = min(group, key=lambda fault: fault.line)
-        operand = next(one for one in _distinct(first) if one.expression == name)
-        try:
-            tree = sources.tree(file)
-        except SourceError:
-            continue
-        node, site = tree.find(operand.place), Site(first, tree, sources, subject)
-        statement = None if node is None else tree.statement_of(node)
-        several = len({fault.line for fault in group}) > 1
-        if not several or not isinstance(node, cst.Name) or statement is None:
-            continue
-        best = next(_for_operand(site, operand), None)
-        if best is None or not best.step_bytes:
-            continue  # where it is made it can be made right, and nothing moves
-        for device in target_devices(site, node):
-            line = insert_before(tree, statement, f"{name} = {name}.to({device})")
-            yield Candidate((line,), step_bytes=operand.num_bytes), group
 
 
 def _distinct(fault: Fault) -> list[Operand]:
@@ -112,11 +79,7 @@ def _distinct(fault: Fault) -> list[Operand]:
 
 
 def _for_operand(site: Site, operand: Operand) -> Iterator[Candidate]:
-    """Have a tensor kept, or made, where it is needed, or move it there where it is used."""
-    registration = as_buffer(site, operand)
-    if registration is not None:
-        edit, buffer = registration
-        yield Candidate((edit,), (buffer,))
+    """Have a tensor made where it is needed, or move it there where it is used."""
     yield from map(Candidate, make_on_target(site, operand))
     tree, fault = site.tree, site.fault
     node = None if is_hidden(fault, operand) else tree.find(operand.place)

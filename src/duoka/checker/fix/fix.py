@@ -9,13 +9,11 @@ from functools import partial
 
 from torch import nn
 
-from duoka import virtual
 from duoka.errors import UsageError
 from duoka.report.check_report import Report, Stop
 
 from ..run import check_subject
 from ..subject import Subject
-from .buffers import registered
 from .live_code import ClosureError, SwapError, live_functions, swapped
 from .patch import Patch, Repairs, unified_diff
 from .search import Draft, Outcome, search
@@ -63,10 +61,10 @@ def repair(report: Report) -> Repairs:
 
     @contextmanager
     def patched(draft: Draft, model: nn.Module) -> Iterator[None]:
-        before = {file: sources.text(file) for file in draft.texts}
+        before = {file: sources.text(file) for file in draft}
         # A twin is younger than the model, and so may be its closures.
         functions = live if model is subject.model else live_functions()
-        with swapped(functions, before, draft.texts), registered(model, draft.buffers):
+        with swapped(functions, before, draft):
             yield
 
     def check(draft: Draft) -> Report:
@@ -81,9 +79,7 @@ def repair(report: Report) -> Repairs:
 
     try:
         outcome = search(report, sources, subject, check)
-        proof = _left_over(outcome) or virtual.apart(
-            prove, report, subject, partial(patched, outcome.draft)
-        )
+        proof = _left_over(outcome) or prove(report, subject, partial(patched, outcome.draft))
     except SwapError as error:
         return Repairs(uncured=tuple((fault, str(error)) for fault in report.faults))
     return _assembled(outcome, sources, proof)
@@ -111,7 +107,7 @@ def _assembled(outcome: Outcome, sources: Sources, proof: Proof) -> Repairs:
             proved=proof.holds,
             reason=proof.reason,
         )
-        for file, after in outcome.draft.texts.items()
+        for file, after in outcome.draft.items()
         if (before := sources.text(file)) != after
     )
     return Repairs(patches=patches, uncured=tuple(outcome.uncured()))

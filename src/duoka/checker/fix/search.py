@@ -8,10 +8,9 @@ only when others are cured is for the next round, which works on the texts of th
 from __future__ import annotations
 
 import difflib
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import libcst as cst
 
@@ -19,31 +18,21 @@ from duoka.report.check_report import Fault, Place, Report
 
 from ..source_map import parse_quietly
 from ..subject import Subject
-from .buffers import NewBuffer
-from .candidates import Candidate, candidates, once_for_all
+from .candidates import Candidate, candidates
 from .patch import Cure
 from .sources import SourceError, Sources
 from .syntax import Edit, folded
 
 MAX_ROUNDS = 5
 MAX_CHECKS = 24
-MINIMISE_SECONDS = 10
 _NO_WAY = "no way to cure it is known"
 _IN_VAIN = "it was still there after every change that was tried"
 _NEAR_LINES = 1
-_MOST_TOGETHER = 8
-"""Checks that are spent on faults of one name, cured together."""
 _MOST_TEXTS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """Patched texts by file, and the attributes that became buffers."""
-
-    texts: Mapping[str, str] = field(default_factory=dict)
-    buffers: tuple[NewBuffer, ...] = ()
-
-
+Draft = Mapping[str, str]
+"""Patched texts by file."""
 Check = Callable[[Draft], Report]
 """Checks again with a draft in place of the code."""
 
@@ -56,7 +45,6 @@ class Choice:
         self._options = options
         self.reason = _NO_WAY
         self.candidate: Candidate | None = None
-        self.is_needed = True
         self.next()
 
     def next(self, *, is_last: bool = False) -> None:
@@ -71,7 +59,7 @@ class Choice:
     @property
     def edits(self) -> tuple[Edit, ...]:
         """What the candidate that is being tried changes."""
-        return self.candidate.edits if self.candidate is not None and self.is_needed else ()
+        return self.candidate.edits if self.candidate is not None else ()
 
 
 def _is_python(candidate: Candidate) -> bool:
@@ -105,44 +93,26 @@ class Round:
             max_checks -= 1
             failed = list(self._failed(draft, report))
             if not failed:
-                return *self._minimised(check, draft, report), max_checks
+                return draft, report, max_checks
             for choice in failed:
                 choice.next(is_last=max_checks <= 0)
             if max_checks <= 0:
                 draft = self.draft()
                 return draft, check(draft), 0
 
-    def _minimised(self, check: Check, draft: Draft, report: Report) -> tuple[Draft, Report]:
-        """Leave out what isn't needed, since something else cures it as well."""
-        trying = [choice for choice in self.choices if choice.candidate is not None]
-        until = time.monotonic() + MINIMISE_SECONDS - len(trying) * report.seconds
-        for choice in trying if len(trying) > 1 else ():
-            if time.monotonic() > until:
-                break
-            choice.is_needed = False
-            smaller = self.draft()
-            again = check(smaller)
-            if len(again.faults) > len(report.faults) or (again.stop and not report.stop):
-                choice.is_needed = True
-            else:
-                draft, report = smaller, again
-        return draft, report
-
     def draft(self) -> Draft:
         """The texts with the candidates that are being tried; colliding ones wait."""
         edits: list[Edit] = []
-        buffers = list(self.base.buffers)
         self.postponed = []
         for choice in self.choices:
             if any(_collide(new, old) for new in choice.edits for old in edits):
                 self.postponed.append(choice)
-            elif choice.candidate is not None and choice.is_needed:
+            elif choice.candidate is not None:
                 edits += choice.edits
-                buffers += choice.candidate.buffers
-        texts = dict(self.base.texts)
+        texts = dict(self.base)
         for tree in {edit.tree: None for edit in edits}:
             texts[tree.file] = tree.apply(edits)
-        return Draft(texts, tuple(dict.fromkeys(buffers)))
+        return texts
 
     def is_uncured(self, fault: Fault, draft: Draft) -> bool:
         """Whether a fault of a later check is one of these that nothing has cured."""
@@ -164,7 +134,7 @@ class Round:
 
     def _is_left(self, choice: Choice, faults: Iterable[Fault], draft: Draft) -> bool:
         """Whether a choice's fault is among those of a draft."""
-        line, after = choice.fault.line, draft.texts.get(choice.fault.file)
+        line, after = choice.fault.line, draft.get(choice.fault.file)
         if after is not None:
             line = line_after(self.sources.text(choice.fault.file), after, line)
         return any(is_same(choice.fault, fault, line) for fault in faults)
@@ -249,47 +219,13 @@ class Outcome:
             yield fault, "it came up when others were cured, and was not cured itself"
 
 
-def _key(candidate: Candidate, faults: Sequence[Fault]) -> tuple[str, str]:
-    """What tells one change of a function from others, whatever is done around it."""
-    return faults[0].function, candidate.edits[0].description
-
-
-def _cure_together(outcome: Outcome, sources: Sources, subject: Subject, check: Check) -> int:
-    """Cure faults of one name with one change, where that does; how many checks it took."""
-    checks = 0
-    tried: set[tuple[str, str]] = set()
-    while checks < _MOST_TOGETHER:
-        texts = Sources({**sources.texts, **outcome.draft.texts})
-        ways = once_for_all(outcome.report.faults, texts, subject)
-        ways = (way for way in ways if _key(*way) not in tried)
-        if (way := next(ways, None)) is None:
-            break
-        tried.add(_key(*way))
-        candidate, group = way
-        tree = candidate.edits[0].tree
-        draft = Draft({**outcome.draft.texts, tree.file: tree.apply(candidate.edits)})
-        report, checks = check(draft), checks + 1
-        lines = partial(line_after, texts.text(tree.file), draft.texts[tree.file])
-        cured = [
-            fault
-            for fault in group
-            if not any(is_same(fault, left, lines(fault.line)) for left in report.faults)
-        ]
-        is_better = len(cured) > 1 and len(report.faults) < len(outcome.report.faults)
-        if is_better and report.stop == outcome.report.stop:
-            outcome.draft, outcome.report = draft, report
-            outcome.choices += [Choice(fault, iter([candidate])) for fault in cured]
-    return checks
-
-
 def search(report: Report, sources: Sources, subject: Subject, check: Check) -> Outcome:
     """Find changes that cure the faults of a report, round by round."""
-    outcome = Outcome(Draft(), [], report)
-    max_checks = MAX_CHECKS - _cure_together(outcome, sources, subject, check)
-    report = outcome.report
+    outcome = Outcome({}, [], report)
+    max_checks = MAX_CHECKS
     faults: Sequence[Fault] = report.faults
     for _ in range(MAX_ROUNDS):
-        texts = Sources({**sources.texts, **outcome.draft.texts})
+        texts = Sources({**sources.texts, **outcome.draft})
         choices = [Choice(fault, candidates(fault, texts, subject)) for fault in faults]
         outcome.choices += choices
         if not any(choice.candidate for choice in choices):

@@ -18,7 +18,7 @@ from duoka.models import chatglm
 from duoka.models.text.prompts import chat_format
 from duoka.models.text.tokenizer import load_tokenizer
 
-from .training import Lessons, Pair, Report, load_pairs, train, write_dialogue
+from .training import Pair, Report, load_pairs, train, write_dialogue
 
 _SEED = 20
 _SHARD_SIZE = "2MB"
@@ -115,7 +115,7 @@ def _train(
 ) -> int:
     tokenizer = load_tokenizer(directory, CONFIG)
     chat = chat_format(tokenizer, CONFIG)
-    return train(model, Lessons(pairs, lambda some: write_dialogue(some, tokenizer, chat)), report)
+    return train(model, pairs, lambda some: write_dialogue(some, tokenizer, chat), report)
 
 
 @contextmanager

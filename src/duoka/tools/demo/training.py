@@ -67,38 +67,15 @@ def write_dialogue(
     return Dialogue([*ids, end], [*targets, end])
 
 
-class Lessons:
-    """Which dialogues come next: every pair in turn, and more often what isn't known yet."""
-
-    def __init__(self, pairs: Sequence[Pair], write: Callable[[Sequence[Pair]], Dialogue]) -> None:
-        self._pairs = pairs
-        self._write = write
-        self._weak: list[Pair] = []
-        self._rng = random.Random(_SEED)
-        self.alone = [write([pair]) for pair in pairs]
-
-    def repeat(self, margins: Sequence[float]) -> None:
-        """Take note of how well each pair is known."""
-        known = zip(self._pairs, margins, strict=True)
-        self._weak = [pair for pair, margin in known if margin < _MARGIN]
-
-    def batches(self) -> Iterator[Sequence[Dialogue]]:
-        """Deal the pairs into dialogues of one round, and some of two, without end."""
-        while True:
-            left = [*self._pairs, *self._weak, *self._weak]
-            self._rng.shuffle(left)
-            dialogues = []
-            while left:
-                rounds = self._rng.choice((1, 1, 2))
-                dialogues.append(self._write(left[:rounds]))
-                del left[:rounds]
-            yield from _cut(dialogues)
-
-
-def train(model: nn.Module, lessons: Lessons, report: Report) -> int:
+def train(
+    model: nn.Module,
+    pairs: Sequence[Pair],
+    write: Callable[[Sequence[Pair]], Dialogue],
+    report: Report,
+) -> int:
     """Train until every answer is known."""
-    optimizers = _optimizers(model)
-    for step, dialogues in enumerate(lessons.batches(), start=1):
+    optimizers, alone = _optimizers(model), [write([pair]) for pair in pairs]
+    for step, dialogues in enumerate(_batches(pairs, write), start=1):
         for optimizer, peak in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = peak * _schedule(step)
@@ -111,11 +88,26 @@ def train(model: nn.Module, lessons: Lessons, report: Report) -> int:
             optimizer.zero_grad(set_to_none=True)
         report(step, loss.item())
         if step >= _DECAY_STEPS // 2 and step % _CHECK_EVERY == 0:
-            margins = [margin for some in _cut(lessons.alone) for margin in measure(model, some)]
+            margins = [margin for some in _cut(alone) for margin in measure(model, some)]
             if min(margins) >= _MARGIN or step >= _MAX_STEPS:
                 return step
-            lessons.repeat(margins)
     raise AssertionError("the batches never end")
+
+
+def _batches(
+    pairs: Sequence[Pair], write: Callable[[Sequence[Pair]], Dialogue]
+) -> Iterator[Sequence[Dialogue]]:
+    """Deal the pairs into dialogues of one round, and some of two, without end."""
+    rng = random.Random(_SEED)
+    while True:
+        left = list(pairs)
+        rng.shuffle(left)
+        dialogues = []
+        while left:
+            rounds = rng.choice((1, 1, 2))
+            dialogues.append(write(left[:rounds]))
+            del left[:rounds]
+        yield from _cut(dialogues)
 
 
 def _optimizers(model: nn.Module) -> list[tuple[torch.optim.Optimizer, float]]:
