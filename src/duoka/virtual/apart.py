@@ -7,6 +7,7 @@ either CUDA or virtual GPUs can do backward, and which is decided for good (see 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import pickle
 import signal
@@ -61,6 +62,8 @@ def apart(
 
 def _answer(writer: Connection, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends this
+    # What there was stays: a collection that looked at all of it would copy its memory.
+    gc.freeze()
     # Kernels that wait for the threads of the parent's would wait forever.
     torch.set_num_threads(1)
     give_name()
