@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from staged import staged
+from staged import GIB, forecast, staged
 from torch import Tensor
 
 from duoka import Checkpoint, TuneSettings
 from duoka.base.units import MIB
 from duoka.errors import TrainingError
+from duoka.forecast.forecast import Forecast
 from duoka.planner.plan import Plan
 from duoka.tuner import layout as layout_module
 from duoka.tuner.data import Batches, Dataset
@@ -23,10 +24,10 @@ from duoka.tuner.part import ModelPart
 from duoka.tuner.run import RunDirectory
 from duoka.tuner.trainer import PeerError, ProcessReport, StepReport, Trainer
 
-NUM_LAYERS = 4
+NUM_LAYERS = 2
 NUM_STEPS = 8
-LENGTHS = (12, 7, 16, 9, 14)
-"""Of samples: with batches of four the second step has one."""
+LENGTHS = (12, 9, 16, 10, 14)
+"""Of samples, all of one form; with batches of four the second step has one."""
 
 
 def make_dataset(lengths: Sequence[int], seq_length: int = 32, vocabulary: int = 90) -> Dataset:
@@ -50,20 +51,27 @@ def make_dataset(lengths: Sequence[int], seq_length: int = 32, vocabulary: int =
 def make_layout(
     model: Path, settings: TuneSettings, *, stages: int = 1, replicas: int = 1
 ) -> Layout:
-    """Equal stages on virtual GPUs, or all of the model on the processor, which is faster."""
+    """Equal stages on virtual GPUs, or all of the model on the processor, which is faster.
+
+    With more stages than the model has layers it is for looking at, not for training. The forecast
+    has a GiB for each device.
+    """
     checkpoint = Checkpoint.open(model)
     dtype = "float32" if settings.dtype == "auto" else settings.dtype
     workload = replace(settings.workload(checkpoint), dtype=dtype)
     assert workload.training is not None
     share = -(-workload.training.micro_batches // replicas)
     workload = replace(workload, training=replace(workload.training, micro_batches=share))
-    plan = staged([NUM_LAYERS // stages] * stages, f"virtual:{stages}x4GiB")
+    plan = staged([max(1, NUM_LAYERS // stages)] * stages, f"virtual:{stages}x4GiB")
     plan = replace(
         plan,
         source=str(model),
         fingerprint=checkpoint.fingerprint,
         placement=replace(plan.placement, fingerprint=checkpoint.fingerprint),
         workload=workload,
+        forecast=Forecast(
+            devices=tuple(forecast(device.name, 2, 4 * GIB) for device in plan.fleet.devices)
+        ),
     )
     if stages == replicas == 1:
         return Layout((renamed(plan, {"vgpu:0": "cpu"}),))

@@ -39,6 +39,7 @@ SIZES: dict[str, Any] = {
 }
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**SIZES),
+    "shallow": lambda: LlamaConfig(**{**SIZES, "num_hidden_layers": 2}),
     "tied": lambda: Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
     # large enough for its own memory to be more than rounding
     "large": lambda: LlamaConfig(

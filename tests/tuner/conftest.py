@@ -12,7 +12,7 @@ import tuning
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tuning.write_model("llama", tmp_path_factory.mktemp("llama"))
+    return tuning.write_model("shallow", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from duoka import TuneSettings
 from duoka.tuner.layout import GradientSum, Layout
 
 SETTINGS = TuneSettings(seq_length=32)
-FIRST, LAST = (f"model.layers.{n}.mlp.up_proj.lora_A.default.weight" for n in (1, 2))
+FIRST, LAST = (f"model.layers.{n}.mlp.up_proj.lora_A.default.weight" for n in (0, 1))
 
 
 @pytest.fixture

@@ -126,7 +126,7 @@ def test_the_scale_grows_after_so_many_steps(make: Make, monkeypatch: pytest.Mon
     assert seen == [(256, 1), (256, 2), (512, 0), (512, 1), (256, 0), (256, 1), (256, 2)]
 
 
-@pytest.mark.parametrize("scale", [2.0**-6, 1.0, 2.0**16])
+@pytest.mark.parametrize("scale", [2.0**-6, 2.0**16])
 def test_the_scale_changes_nothing_of_a_step(make: Make, scale: float) -> None:
     reports, trained = [], []
     for other in (scale, 2.0**10):
@@ -335,8 +335,8 @@ CASES = {
     "replicas": Case(SHARED, replicas=2),
     "one sample": Case(SHARED, replicas=2, lengths=(9,)),
     # In one of the processes nothing is trained.
-    "first stage": Case(TuneSettings(**SETTINGS, lora_target=("1.self_attn.v_proj",)), stages=2),
-    "last stage": Case(TuneSettings(**SETTINGS, lora_target=("3.self_attn.v_proj",)), stages=2),
+    "first stage": Case(TuneSettings(**SETTINGS, lora_target=("0.self_attn.v_proj",)), stages=2),
+    "last stage": Case(TuneSettings(**SETTINGS, lora_target=("1.self_attn.v_proj",)), stages=2),
     "nan in a stage": Case(SHARED, stages=2, damage="nan"),
     "nan in a replica": Case(SHARED, replicas=2, damage="nan"),
     "unused in a stage": Case(SHARED, stages=2, damage="unused"),
