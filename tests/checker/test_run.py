@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +19,7 @@ from duoka import Workload, models
 from duoka.checker.prove import prove
 from duoka.errors import ModelError, PlacementError, UsageError
 from duoka.report.check_report import Report
+from duoka.virtual import VirtualTensor
 
 
 class Two(nn.Module):
@@ -247,7 +250,8 @@ def test_the_model_is_left_as_it_was(fails: bool) -> None:
 
     model = Two(run)
     model.history = []
-    model.a.register_forward_hook(lambda *_: None)
+    hooks: list[Any] = []
+    model.a.register_forward_hook(lambda *_: hooks.append(1))
     model.scale.grad = torch.full((4,), 3.0)
     before, names = _state(model), set(vars(model))
     report = duoka.check(model, MAP, inputs=(torch.ones(2, 4),), train=True)
@@ -260,6 +264,7 @@ def test_the_model_is_left_as_it_was(fails: bool) -> None:
     assert model.scale.grad.tolist() == [3.0] * 4
     assert type(model.a) is nn.Linear
     assert len(model.a._forward_hooks) == 1
+    assert hooks  # the model's own hooks ran
 
 
 _TABLES: dict[str, torch.Tensor] = {}
@@ -273,6 +278,21 @@ def test_no_virtual_tensor_stays_in_a_global() -> None:
 
     assert check(run).ok
     assert _TABLES == {}
+
+
+def test_a_check_leaves_no_tensors_alive() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def run(m: Two, x: torch.Tensor) -> torch.Tensor:
+        h = m.b(m.a(x)) * m.scale
+        made.append(weakref.ref(h))
+        return h
+
+    report = check(run, train=True)
+    gc.collect()
+    assert not report.ok
+    assert made
+    assert all(each() is None or not isinstance(each(), VirtualTensor) for each in made)
 
 
 # ── models of transformers ──

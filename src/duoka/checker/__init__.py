@@ -5,7 +5,7 @@
 - `subject`: what is checked, a model where a map puts it; `stage_splits`: maps for what can't be
   planned
 - `execute`: a call, prompt and decode steps, or loss and backward; `entry_hooks`: arguments that
-  come to a placed module; `virtual_placement`: the model's tensors on virtual GPUs
+  come to a placed module; `snapshot`: the model on virtual GPUs, and afterwards as it was
 - `interceptor`: moves what mixes devices, so that the run goes on; `mixed_call`: such a call, and
   its fault; `gradients` and `hardcoded`: faults and warnings of other kinds
 - `observer`: peaks, transfers and waiting

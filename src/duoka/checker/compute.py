@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from duoka.report.check_report import Report, Stop
 from duoka.runtime.dispatch.place_tensors import parameter_bytes
-from duoka.virtual import REAL_BYTES, apart
+from duoka.virtual import REAL_BYTES
 
 from .execute import DECODE_STEPS
-from .run import Run
+from .run import Run, random_state_kept
 from .subject import Subject
 
 _SEED = 20
@@ -43,7 +43,13 @@ def compute(subject: Subject, *, on_one: bool = False) -> Numbers:
 
     Of a workload a few hundred tokens and steps are computed.
     """
-    return apart(_Computation(subject, on_one=on_one).numbers)
+    run = _Computation(subject, on_one=on_one)
+    with random_state_kept():
+        torch.manual_seed(_SEED)
+        random.seed(_SEED)
+        np.random.seed(_SEED)
+        report = run.report()
+    return Numbers(run.tensors, report)
 
 
 class _Computation(Run):
@@ -59,15 +65,6 @@ class _Computation(Run):
             self.subject = replace(
                 self.subject, entries=tuple((name, first) for name, _ in subject.entries)
             )
-
-    def numbers(self) -> Numbers:
-        """Run, and say what was computed."""
-        torch.manual_seed(_SEED)
-        random.seed(_SEED)
-        np.random.seed(_SEED)
-        report = self.report()
-        # Without the marks that the check leaves on tensors.
-        return Numbers({name: tensor.detach() for name, tensor in self.tensors.items()}, report)
 
     def _run(self, first: torch.device) -> Stop | None:
         model = self.subject.model

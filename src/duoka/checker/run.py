@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -25,6 +28,7 @@ from .execute import StepListener, run
 from .interceptor import Interceptor
 from .observer import Observer
 from .report_names import ReportNames
+from .snapshot import globals_restored, on_virtual_gpus
 from .source_map import forget_sources, place_of
 from .subject import (
     Subject,
@@ -34,7 +38,6 @@ from .subject import (
     placed_modules,
     tensor_devices,
 )
-from .virtual_placement import put_on_virtual_gpus
 
 _MOST_NAMED = 5
 _MOST_GPUS = 8
@@ -45,13 +48,19 @@ def check_subject(subject: Subject) -> Report:
     started = time.perf_counter()
     forget_sources()
     _refuse_scripted(subject)
-    report = virtual.apart(Run(subject, "meta").report)
-    # Code that reads values, or an operation without a shape rule, may run with real numbers.
-    if report.stop is not None:
-        is_small = parameter_bytes(subject.model) <= virtual.REAL_BYTES
-        again = Run(subject, "cpu" if is_small else "even")
-        report = _further(report, virtual.apart(again.report), is_small)
+    report = virtual.apart(_run, subject)
     return replace(report, seconds=time.perf_counter() - started, subject=subject)
+
+
+def _run(subject: Subject) -> Report:
+    # Not within a caller's inference mode, whose tensors have no history.
+    with random_state_kept(), torch.inference_mode(False):
+        report = Run(subject, "meta").report()
+        # Code that reads values, or an operation without a shape rule, may run with real numbers.
+        if report.stop is None:
+            return report
+        is_small = parameter_bytes(subject.model) <= virtual.REAL_BYTES
+        return _further(report, Run(subject, "cpu" if is_small else "even").report(), is_small)
 
 
 def _refuse_scripted(subject: Subject) -> None:
@@ -79,15 +88,24 @@ def _further(report: Report, real: Report, is_small: bool) -> Report:
     return replace(real, notes=(*real.notes, f"it was run {how}: {why}"))
 
 
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Leave the random numbers of the process as if none had been drawn in the scope."""
+    plain, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(plain)
+            np.random.set_state(numpy_state)
+
+
 class _FirstFound(BaseException):
     """The first placed module was entered. No code of a model's catches it."""
 
 
 class Run(StepListener):
-    """One run; `data` says what holds the numbers: "meta", "even" or "cpu".
-
-    The model that it ran can't be used afterwards: it runs in a process of its own.
-    """
+    """One run; `data` says what holds the numbers: "meta", "even" or "cpu"."""
 
     def __init__(self, subject: Subject, data: str) -> None:
         self.subject = subject
@@ -104,14 +122,19 @@ class Run(StepListener):
 
     def report(self) -> Report:
         """Run, and say what was found."""
-        first = virtual.apart(self._find_first)
+        first = self._find_first()
         model = self.subject.model
-        # Not within a caller's inference mode, whose tensors have no history.
-        with torch.inference_mode(False), self._gpus(self._capacities) as world:
+        with (
+            globals_restored(model),
+            virtual.unnamed_gpus(
+                self._capacities, data=self.data, generation=self.subject.generation
+            ) as world,
+        ):
+            for gpu in world.gpus:
+                gpu.refuses = False
             names = self._names()
             self.observer = Observer(names)
-            with virtual.observe(self.observer):
-                self._put_on_devices()
+            with virtual.observe(self.observer), self._on_devices():
                 # Now, since buffers are other objects than before.
                 names.learn(named_tensors(model))
                 for tensor in (*model.parameters(), *model.buffers()):
@@ -120,14 +143,6 @@ class Run(StepListener):
                 stop = self._run(first)
                 memory = tuple(self._memory(world))
         return self._assembled(stop, memory)
-
-    @contextmanager
-    def _gpus(self, capacities: Sequence[int | None]) -> Iterator[virtual.World]:
-        generation = self.subject.generation
-        with virtual.unnamed_gpus(capacities, data=self.data, generation=generation) as world:
-            for gpu in world.gpus:
-                gpu.refuses = False
-            yield world
 
     def _assembled(self, stop: Stop | None, memory: tuple[PeakMemory, ...]) -> Report:
         interceptor = self.interceptor
@@ -159,11 +174,12 @@ class Run(StepListener):
     def _device(self, name: str) -> torch.device:
         return torch.device("cpu") if name == "cpu" else virtual.virtual_device(_number(name))
 
-    def _put_on_devices(self) -> None:
-        subject = self.subject
-        put_on_virtual_gpus(
-            subject.model, self._tensor_devices(), self._placed(), subject.offloaded
-        )
+    @contextmanager
+    def _on_devices(self) -> Iterator[None]:
+        devices, placed = self._tensor_devices(), self._placed()
+        model, offloaded = self.subject.model, self.subject.offloaded
+        with on_virtual_gpus(model, devices, placed, offloaded) as self._snapshot:
+            yield
 
     def _placed(self) -> dict[nn.Module, torch.device]:
         subject = self.subject
@@ -188,8 +204,8 @@ class Run(StepListener):
             entered.append(device)
             raise _FirstFound
 
-        with torch.inference_mode(False), self._gpus([None] * self._num_gpus):
-            self._put_on_devices()
+        world = virtual.unnamed_gpus([None] * self._num_gpus, data=self.data)
+        with globals_restored(subject.model), world, self._on_devices():
             placed = self._placed()
             placed.pop(subject.model, None)
             watch_entries(placed, enter, [])
@@ -200,6 +216,7 @@ class Run(StepListener):
 
     def _run(self, first: torch.device) -> Stop | None:
         subject, interceptor = self.subject, self.interceptor
+        # The hooks go with the model's attributes, which are put back.
         watch_entries(self._placed(), self._entered, self.interceptor.running)
         try:
             with interceptor.watching():
@@ -246,14 +263,26 @@ class Run(StepListener):
 
     def _stop(self, error: Exception) -> Stop:
         spot = raised_in(error)
-        return Stop(
+        stop = Stop(
             message=self.interceptor.names.renamed(f"{type(error).__name__}: {error}"),
             place=None if spot is None else place_of(spot),
             phase=self.observer.phase,
             hint=getattr(error, "hint", None) or "",
         )
+        # What the frames of the error hold would keep the run's graphs alive.
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__context__
+        return stop
 
     def _notes(self) -> Iterator[str]:
+        if self._snapshot.num_replaced:
+            yield (
+                "a graph that the model's code left alive holds parameters: "
+                f"{self._snapshot.num_replaced} of the model's are other objects now, with the "
+                "same contents; make its optimizers anew"
+            )
         yield from self.subject.notes
         yield from self._noted
         names = list(_compiled(self.subject.model))

@@ -76,7 +76,7 @@ def _trace(
 ) -> tuple[Profile, bool]:
     """Trace for every workload where rules hold, which the second result says, or for this one."""
     return virtual.with_values(
-        lambda data: virtual.apart(_trace_with, build, replace(spec, data=data), workload),
+        lambda data: _trace_with(build, replace(spec, data=data), workload),
         lambda: parameter_bytes(build()),
     )
 
@@ -85,7 +85,7 @@ def _trace_with(
     build: Callable[[], nn.Module], spec: TraceSpec, workload: Workload
 ) -> tuple[Profile, bool]:
     if workload.training is not None:
-        return profile_training(build, spec, workload)
+        return virtual.apart(profile_training, build, spec, workload)
     with suppress(Irregular):
         profile = trace(build(), spec)
         if profile.answers(workload.batch):

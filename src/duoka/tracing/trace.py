@@ -5,11 +5,13 @@ A model is whole on one virtual GPU. Nothing is known here of several, nor of bu
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, pairwise
+from threading import RLock
 from typing import Any
 
 import torch
@@ -136,6 +138,7 @@ def whole(model: nn.Module, spec: TraceSpec) -> Iterator[torch.device]:
     with (
         virtual.unnamed_gpus([None], data=spec.data, generation=generation),
         torch.no_grad(),
+        _one_thread(),
     ):
         place(model, Placement(entries=(("", str(device)),)))
         if spec.data == "cpu":
@@ -143,6 +146,34 @@ def whole(model: nn.Module, spec: TraceSpec) -> Iterator[torch.device]:
         else:
             _forget_values(model)
         yield device
+
+
+_TRACING = RLock()
+
+
+def _unlock() -> None:
+    """In a fork (`virtual.apart`) nobody is there who could."""
+    global _TRACING
+    _TRACING = RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute on one thread: what masks take is too little for several, which wait for work.
+
+    The number is the process's: traces in several threads take turns, so that it is put back.
+    """
+    with _TRACING:
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(num_threads)
 
 
 def _forget_values(model: nn.Module) -> None:

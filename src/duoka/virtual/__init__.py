@@ -3,7 +3,7 @@
 Nothing happens on import: the backend is registered with torch on the first `set_gpus` or `gpus`.
 
 - `backend`, `naming`, `device_module`: the device as torch knows it
-- `apart`: what runs on virtual GPUs in a process of its own
+- `apart`: backward on virtual GPUs, where CUDA is there too
 - `world`: the GPUs of a world, their memory and what it refuses
 - `tensor`, `factories`, `transfers`: tensors, made and moved
 - `operators`, `op_call`, `autocast`: every operation: what it takes, gives and charges

@@ -1,8 +1,8 @@
-"""What runs on virtual GPUs in a process of its own: a fork of this one, which is thrown away.
+"""What does backward on virtual GPUs, beside CUDA: in a process of its own.
 
-So models, and what their code keeps elsewhere (tables in globals, caches of functions), stay as
-they were. And autograd knows one accelerator in a process and asserts that its tensors are on it:
-either CUDA or virtual GPUs can do backward, and which is decided for good (see `naming`).
+Autograd knows one accelerator in a process and asserts that its tensors are on it: either CUDA or
+virtual GPUs can do backward, and which is decided for good (see `naming`). So where CUDA is there,
+backward on virtual GPUs runs in a fork of this process, which is thrown away.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import gc
 import multiprocessing
 import pickle
 import signal
+import sys
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -21,7 +22,7 @@ import torch
 from duoka.errors import VirtualDeviceError
 
 from .backend import register
-from .device_module import give_name
+from .device_module import can_do_backward, give_name
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
@@ -30,11 +31,15 @@ _Result = TypeVar("_Result")
 def apart(
     function: Callable[_Given, _Result], *args: _Given.args, **kwargs: _Given.kwargs
 ) -> _Result:
-    """Call a function in which virtual GPUs can do backward, and leave this process as it is.
+    """Call a function in which virtual GPUs can do backward, and leave CUDA's backward as it is.
 
-    What it returns or raises must be picklable; all else that it changes stays as it was.
+    What it returns or raises must be picklable; all else that it changes may stay as it was.
     """
     register()
+    # Elsewhere there is no fork, or none that is safe: it is virtual GPUs or others in a process.
+    if can_do_backward() or sys.platform != "linux":
+        give_name()
+        return function(*args, **kwargs)
     context: Any = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
     child = context.Process(target=_answer, args=(writer, function, args, kwargs))

@@ -24,7 +24,7 @@ from . import (
     tensor,
     transfers,
 )
-from .device_module import can_do_backward, give_name
+from .device_module import give_name
 from .naming import PLACE
 from .world import World, arm, armed, set_process_world, use_world
 
@@ -181,10 +181,6 @@ def _exists(path: str) -> bool:
 
 
 def _register() -> None:
-    if can_do_backward():
-        # The first backward pass starts a thread for each device, and a process with such threads
-        # has no fork that can do backward. Now there is none but the CPU, which needs no thread.
-        torch.ones(1, requires_grad=True).backward()
     backend_registration._setup_privateuseone_for_python_backend(backend_module=device_module)
     tensor.install_operators(operators.run)
     for module in (transfers, tensor, factories, cuda_only, temporaries, attention, autocast):

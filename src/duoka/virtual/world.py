@@ -375,10 +375,11 @@ def num_gpus() -> int:
 def use_world(world: World) -> Iterator[World]:
     """Let factories in this thread use `world` inside the scope."""
     previous, thread.world = thread.world, world
+    index, thread.current_index = thread.current_index, 0
     try:
         yield world
     finally:
-        thread.world = previous
+        thread.world, thread.current_index = previous, index
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from functools import partial
 
 from torch import nn
 
+from duoka import virtual
 from duoka.errors import UsageError
 from duoka.report.check_report import Report, Stop
 
@@ -79,7 +80,9 @@ def repair(report: Report) -> Repairs:
 
     try:
         outcome = search(report, sources, subject, check)
-        proof = _left_over(outcome) or prove(report, subject, partial(patched, outcome.draft))
+        proof = _left_over(outcome) or virtual.apart(
+            prove, report, subject, partial(patched, outcome.draft)
+        )
     except SwapError as error:
         return Repairs(uncured=tuple((fault, str(error)) for fault in report.faults))
     return _assembled(outcome, sources, proof)

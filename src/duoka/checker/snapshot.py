@@ -1,0 +1,334 @@
+"""A model, for a while on virtual GPUs: the same objects, and afterwards as it was.
+
+Copying a model would tear it from what its own code refers to: a closure over the module, a hook
+that is another module's method. So the model itself is run. Its parameters stay the very objects
+that they are, and take the contents of virtual ones for the time of a check. What the code keeps
+elsewhere is put back where it came to hold a virtual tensor, which means nothing after a check:
+attributes and containers at any depth, globals, class attributes; caches of functions are emptied.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from functools import cache
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from duoka.base.model_code import is_installed
+from duoka.models.quantization import empty_weight, is_composed, moved, parts
+from duoka.runtime.dispatch.dispatch import stream
+from duoka.runtime.dispatch.install_movers import install_on
+from duoka.runtime.dispatch.place_tensors import fill, on_host, tensor_names
+from duoka.virtual import VirtualTensor
+
+_LruCache = type(cache(len))
+
+_MOST_DEPTH = 6
+"""How far down containers are followed."""
+_DEPTH_IN_LIBRARIES = 1
+"""As far in a library's: its registries are deep, and hold no tensors of a model's."""
+_MOST_ITEMS = 10_000
+_CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
+"""Those that are copied and filled again; others may do more than hold."""
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.dtype)
+_NO_HOLDERS = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module, Enum)
+
+
+# ── a model's tensors and attributes ──
+
+
+@contextmanager
+def on_virtual_gpus(
+    model: nn.Module,
+    devices: Mapping[str, torch.device],
+    placed: Mapping[nn.Module, torch.device],
+    offloaded: Sequence[str] = (),
+) -> Iterator[Snapshot]:
+    """Put a model on virtual GPUs inside the scope."""
+    snapshot = Snapshot(model)
+    hosts = on_host(model, devices, offloaded)
+    try:
+        snapshot.move({name: device for name, device in devices.items() if name not in hosts})
+        installed = install_on(model, placed)
+        streamers = stream(model, offloaded, devices)
+        try:
+            yield snapshot
+        finally:
+            for streamer in streamers:
+                streamer.remove()
+            installed.remove(model)
+    finally:
+        snapshot.restore()
+
+
+class Snapshot:
+    """What a model holds: its parameters' contents, and every module's attributes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors = dict(tensor_names(model))
+        self._attributes = [(module, _copied(vars(module))) for module in model.modules()]
+        # Not what modules hold themselves, which is put back in any case.
+        self._containers = ContainerSnapshot()
+        for _, attributes in self._attributes:
+            for value, content in attributes.values():
+                for item in (value,) if content is None else _items(content):
+                    self._containers.add(item)
+        self._swapped: list[tuple[Tensor, Tensor]] = []
+        self._slots: list[tuple[dict[str, Any], str, Tensor]] = [
+            (table, key, tensor)
+            for module in model.modules()
+            for table in (module._parameters, module._buffers)
+            for key, tensor in table.items()
+            if tensor is not None
+        ]
+
+    def move(self, devices: Mapping[str, torch.device]) -> None:
+        """Put every parameter and buffer on its device."""
+        moved_by_id: dict[int, Tensor] = {}
+        for name, device in devices.items():
+            tensor = self._tensors[name]
+            if id(tensor) not in moved_by_id and tensor.device != device:
+                moved_by_id[id(tensor)] = self._moved(tensor, device)
+        for table, key, tensor in self._slots:
+            if id(tensor) in moved_by_id:
+                table[key] = moved_by_id[id(tensor)]
+
+    def _moved(self, tensor: Tensor, device: torch.device) -> Tensor:
+        with torch.no_grad():
+            data = _data_on(tensor, device)
+        if not isinstance(tensor, nn.Parameter):
+            return data
+        parameter = nn.Parameter(data, requires_grad=tensor.requires_grad)
+        if type(tensor) is not nn.Parameter:
+            return parameter
+        # The model's own object takes the contents: closures and ties refer to it. That fails
+        # where somebody holds a weak reference to it or a graph that it is a leaf of.
+        try:
+            torch.utils.swap_tensors(tensor, parameter)
+        except RuntimeError:
+            return parameter
+        self._swapped.append((tensor, parameter))
+        return tensor
+
+    def restore(self) -> None:
+        """Make the model what it was."""
+        self._containers.restore()
+        for module, attributes in self._attributes:
+            _restore_attributes(vars(module), attributes)
+        for tensor, _ in self._swapped:
+            tensor.grad = None
+        self._swap_back()
+        if self._swapped:
+            gc.collect()  # what the run left behind refers to a parameter
+            self._swap_back()
+        for tensor, parameter in self._swapped:
+            # A graph of the run's lives on: the contents are safe in another object.
+            for table, key, original in self._slots:
+                if original is tensor:
+                    table[key] = parameter
+
+    def _swap_back(self) -> None:
+        left = []
+        for pair in self._swapped:
+            try:
+                torch.utils.swap_tensors(*pair)
+            except RuntimeError:
+                left.append(pair)
+        self._swapped = left
+
+    @property
+    def num_replaced(self) -> int:
+        """How many parameters are other objects than before."""
+        return len(self._swapped)
+
+
+def _data_on(tensor: Tensor, device: torch.device) -> Tensor:
+    if is_composed(tensor) and tensor.is_meta:
+        empty = empty_weight(tensor, device)
+        for part in parts(empty).values():
+            _fill(part)
+        return empty
+    if is_composed(tensor):
+        return moved(tensor.detach(), device)
+    if not tensor.is_meta:
+        # Of a subclass the contents are taken: what it does by itself isn't for this.
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.detach().as_subclass(torch.Tensor).to(device)
+    return _fill(torch.empty_like(tensor, device=device))
+
+
+def _fill(data: Tensor) -> Tensor:
+    """Where numbers are computed they should be some: what was never written may be NaN."""
+    if isinstance(data, VirtualTensor) and data.gpu.meta:
+        return data
+    return fill(data)
+
+
+def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Attributes, with the content of their containers as it is now."""
+    return {
+        name: (value, value.copy() if type(value) in _CONTAINERS else None)
+        for name, value in attributes.items()
+    }
+
+
+def _restore_attributes(attributes: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in attributes.keys() - before.keys():
+        del attributes[name]
+    for name, (value, content) in before.items():
+        attributes[name] = value
+        if content is not None:
+            _refill(value, content)
+
+
+# ── containers ──
+
+
+class ContainerSnapshot:
+    """The containers that can be reached from some values, with what they hold now."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[Any, Any]] = {}
+        self._seen: set[int] = set()
+
+    def add(self, value: Any, depth: int = _MOST_DEPTH) -> None:
+        """Take down what a value holds, and what that holds."""
+        for item in _reached(value, depth - 1, self._seen):
+            container = _container(item)
+            if container is not None and len(container) <= _MOST_ITEMS:
+                self._copies.setdefault(id(container), (container, container.copy()))
+
+    def restore(self) -> None:
+        """Let every container that holds a virtual tensor now hold what it held."""
+        for container, copy in self._copies.values():
+            if any(_is_virtual(item) for item in _items(container)):
+                _refill(container, copy)
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Let a list, dict or set hold what it held; it stays the same object."""
+    if isinstance(container, list):
+        container[:] = content
+    else:
+        container.clear()
+        container.update(content)
+
+
+def _container(value: Any) -> Any:
+    """What can be put back: the value itself, or the attributes of a plain object."""
+    if type(value) in _CONTAINERS:
+        return value
+    if isinstance(value, (*_NO_HOLDERS, dict, list, set)):
+        return None
+    return getattr(value, "__dict__", None)
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(dict.values(value))
+    return list(value) if isinstance(value, (list, tuple, set, frozenset)) else []
+
+
+def _is_virtual(value: Any) -> bool:
+    """A virtual tensor, or a tuple with one: tuples can't be put back themselves."""
+    if isinstance(value, (tuple, frozenset)):
+        return any(_is_virtual(item) for item in value)
+    return isinstance(value, VirtualTensor)
+
+
+def _reached(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
+    """A value, and what it holds so far down; modules have an order of their own."""
+    yield value
+    if isinstance(value, _PLAIN) or depth <= 0 or id(value) in seen:
+        return
+    seen.add(id(value))
+    container = _container(value)
+    items = _items(value if container is None else container)
+    if len(items) <= _MOST_ITEMS:
+        for item in items:
+            yield from _reached(item, depth - 1, seen)
+
+
+# ── globals and class attributes ──
+
+
+@contextmanager
+def globals_restored(model: nn.Module) -> Iterator[None]:
+    """Put back what the code of a model keeps outside of its modules when the scope ends.
+
+    A table that is made on first use and kept in a global would be one of a virtual GPU's after a
+    check. So what the model's own files and classes keep is put back, and their caches are emptied.
+    """
+    namespaces: list[Any] = [*_own_modules(model), *_own_classes(model)]
+    before = [(namespace, dict(vars(namespace))) for namespace in namespaces]
+    containers = ContainerSnapshot()
+    for namespace, attributes in before:
+        for value in attributes.values():
+            containers.add(value, _depth(namespace))
+    try:
+        yield
+    finally:
+        containers.restore()
+        for namespace, attributes in before:
+            _restore_namespace(namespace, attributes)
+        for namespace in namespaces:
+            for value in list(vars(namespace).values()):
+                function = getattr(value, "__func__", value)  # of a static method
+                if isinstance(function, _LruCache):
+                    function.cache_clear()
+
+
+def _restore_namespace(namespace: Any, before: dict[str, Any]) -> None:
+    """Put back what holds tensors of virtual GPUs now; the rest is the code's own affair."""
+    for name, value in list(vars(namespace).items()):
+        if not any(map(_is_virtual, _reached(value, _depth(namespace), set()))):
+            continue
+        if name not in before:
+            delattr(namespace, name)
+        elif before[name] is not value:
+            setattr(namespace, name, before[name])
+
+
+def _depth(namespace: Any) -> int:
+    module = sys.modules.get(getattr(namespace, "__module__", namespace.__name__))
+    is_library = is_installed(getattr(module, "__file__", None))
+    return _DEPTH_IN_LIBRARIES if is_library else _MOST_DEPTH
+
+
+def _own_classes(model: nn.Module) -> list[type]:
+    """The classes of a model's modules, but for PyTorch's."""
+    classes: dict[type, None] = {}
+    for module in model.modules():
+        classes.update(dict.fromkeys(type(module).__mro__))
+    foreign = ("torch.", "builtins", "abc", "typing")
+    return [cls for cls in classes if not cls.__module__.startswith(foreign)]
+
+
+def _own_modules(model: nn.Module) -> Iterator[ModuleType]:
+    """The files of these classes, and the files of the same people that they import."""
+    names = {cls.__module__ for cls in _own_classes(model)}
+    modules = {name: sys.modules[name] for name in names if name in sys.modules}
+    for module in list(modules.values()):
+        for value in list(vars(module).values()):
+            other = _home(value)
+            if other is not None and not is_installed(vars(other).get("__file__")):
+                modules[other.__name__] = other
+    yield from modules.values()
+
+
+def _home(value: Any) -> ModuleType | None:
+    """The module that a global is, or was defined in; nothing else is asked, for it may answer."""
+    if isinstance(value, ModuleType):
+        return value
+    if isinstance(value, (FunctionType, type)):
+        return sys.modules.get(value.__module__)
+    return None
