@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .api.plan import plan, plan_replicas
     from .checker.fix.fix import repair
     from .checkpoint.checkpoint import Checkpoint
+    from .engine import Engine, SamplingParams
     from .forecast.forecast import Forecast
     from .forecast.workload import Training, Workload
     from .hardware.device import Device, Link
@@ -38,11 +39,13 @@ __all__ = [
     "Checkpoint",
     "Constraints",
     "Device",
+    "Engine",
     "Fleet",
     "Forecast",
     "Link",
     "Placement",
     "Plan",
+    "SamplingParams",
     "Training",
     "TuneSettings",
     "Workload",
@@ -65,11 +68,13 @@ _MODULES = {
     "Checkpoint": "checkpoint.checkpoint",
     "Constraints": "planner.constraints",
     "Device": "hardware.device",
+    "Engine": "engine",
     "Fleet": "hardware.fleet",
     "Forecast": "forecast.forecast",
     "Link": "hardware.device",
     "Placement": "planner.placement",
     "Plan": "api.plan",
+    "SamplingParams": "engine",
     "Training": "forecast.workload",
     "TuneSettings": "tuner.settings",
     "Workload": "forecast.workload",

@@ -150,6 +150,8 @@ def _write_tuning() -> None:
     row = json.dumps({"messages": chat})
     for name, content in (
         ("chats.jsonl", f"{row}\n"),
+        ("prompts.jsonl", '{"prompt": "hi"}\n'),
+        ("empty.jsonl", ""),
         ("broken.jsonl", f'{row}\n{{"messages": [\n{{"question": "Hello?"}}\n'),
         ("silent.jsonl", json.dumps({"messages": chat[:1]}) + "\n"),
         ("key.toml", "learning-rate = 1e-4\n"),

@@ -7,7 +7,7 @@ imported inside the commands, so that ``--help`` starts at once.
 - `plan`, `check`, `generate`, `chat`, `tune`, `plot`, `compare`, `gpus`, `bench`, `demo`: a
   command each
 - `options`, `training_options`, `groups`: the options that commands share
-- `images`: pictures in files and at addresses on the web
+- `images`: pictures in files and at addresses on the web; `batch_file`: prompts in files
 - `planning`: from options to a plan; `replicas`, `suggestions`: several plans, other ways
 - `terminal`: what is printed and written
 """

@@ -17,9 +17,18 @@ from duoka.base.files import why
 from duoka.errors import UsageError
 
 from . import planning
+from .batch_file import answer_file
 from .groups import flag, option, with_groups
 from .images import ImageOptions, with_images
-from .options import AnswerOptions, ModelOptions, RunnablePlan, read_stdin, refuse_damaged
+from .options import (
+    AnswerOptions,
+    ModelOptions,
+    RunnablePlan,
+    given_options,
+    read_stdin,
+    refuse_beside,
+    refuse_damaged,
+)
 from .terminal import answer, working
 
 if TYPE_CHECKING:
@@ -37,6 +46,12 @@ class PromptOptions:
         names=("--prompt", "-p"),
     )
     prompt_file: list[Path] | None = option("FILE", "A file whose text is a question.")
+    file: Path | None = option(
+        "FILE", "JSON lines with prompts, which are answered many at a time into --out."
+    )
+    out: Path | None = option(
+        "FILE", "Where the answers to --file go; a run goes on after those that are there."
+    )
     raw: bool = flag("--raw", "Continue the text, instead of answering a question.")
     json: bool = flag("--json", "Print the answers as JSON.")
 
@@ -81,8 +96,14 @@ def generate(
 
     [bold]duoka generate[/] ./glm-4v-9b --image cat.jpg -p "What is this?" --gpus "2x24GiB"
 
+    [bold]duoka generate[/] ./chatglm3-6b --file prompts.jsonl --out answers.jsonl --gpus 2x8GiB
+
     cat question.txt | [bold]duoka generate[/] ./chatglm3-6b --prompt - --temperature 0.8
     """
+    if prompts.file is not None or prompts.out is not None:
+        file, out = _files(prompts, pictures)
+        answer_file(file, out, model, options, answering)
+        return
     chosen = answering.chosen()
     questions = prompts.questions()
     if options.batch is None and options.plan_file is None:
@@ -116,6 +137,18 @@ def generate(
         texts = [reply.text for reply in _answer(generator, tokens, sampling)]
         answer("\n\n".join(texts) + "\n")
     planning.tell_measured(plan, generator)
+
+
+def _files(prompts: PromptOptions, pictures: ImageOptions) -> tuple[Path, Path]:
+    """The files of prompts and answers, beside which nothing else is asked."""
+    if prompts.file is None or prompts.out is None:
+        raise UsageError(
+            "--file and --out belong together: the prompts, and where their answers go",
+            hint="--file prompts.jsonl --out answers.jsonl",
+        )
+    beside = given_options(prompts, "prompt", "prompt_file", "raw", "json")
+    refuse_beside([*beside, *given_options(pictures, "image")], "--file", "leave either out")
+    return prompts.file, prompts.out
 
 
 def _answer(

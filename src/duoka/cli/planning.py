@@ -403,4 +403,9 @@ def tell_measured(plan: duoka.Plan, generator: Generator) -> None:
 
 def sampling(plan: duoka.Plan, chosen: dict[str, Any]) -> Sampling:
     """How tokens are chosen: as the person said, else as the checkpoint recommends."""
-    return Sampling.recommended(duoka.Checkpoint.open(plan.source).generation_config, **chosen)
+    return Sampling.recommended(generation_config(plan), **chosen)
+
+
+def generation_config(plan: duoka.Plan) -> Mapping[str, Any] | None:
+    """What a plan's checkpoint recommends for answering."""
+    return duoka.Checkpoint.open(plan.source).generation_config

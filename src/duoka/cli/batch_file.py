@@ -1,0 +1,106 @@
+"""``duoka generate --file``: every prompt of a file answered, many at a time, into another file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from duoka.base.progress import heard_by, say_import
+from duoka.base.units import format_count, format_seconds
+from duoka.errors import DuokaError
+
+from . import planning
+from .options import AnswerOptions, ModelOptions, PlanOptions
+from .terminal import stderr
+
+if TYPE_CHECKING:
+    from duoka.engine import Engine
+    from duoka.engine.batch import AnswerFile, BatchPrompt
+
+# At most so many are on their way at a time, where nobody says how many.
+_MOST_AT_ONCE = 16
+_FAILED = 1
+
+
+def answer_file(
+    path: Path, out: Path, model: ModelOptions, options: PlanOptions, answering: AnswerOptions
+) -> None:
+    """Answer the prompts of a file that have no answer yet."""
+    chosen = answering.chosen()
+    say_import("torch")
+    from duoka.engine import Engine, SamplingParams
+    from duoka.engine.batch import AnswerFile, read_prompts, unanswered
+
+    prompts = read_prompts(path, answering.system)
+    if options.batch is None and options.plan_file is None:
+        options = replace(options, batch=min(_MOST_AT_ONCE, len(prompts)))
+    texts = [prompt.messages[-1].content for prompt in prompts]
+    plan = planning.make_plan(model, options, texts=texts).on_this_machine()
+    params = SamplingParams.recommended(planning.generation_config(plan), **chosen)
+    with AnswerFile(out, prompts) as answers:
+        left = list(unanswered(prompts, answers))
+        _say(
+            f"{format_count(len(prompts) - len(left), 'prompt')} of {len(prompts)} answered before"
+        )
+        if left:
+            with heard_by(_say):
+                engine = Engine(
+                    plan, trust_remote_code=model.trust_remote_code, adapter=answering.adapter
+                )
+            with engine:
+                failed = _answer(engine, left, answers, params)
+            if failed:
+                _say(f"{failed} of {format_count(len(left), 'prompt')} have no answer")
+                raise typer.Exit(_FAILED)
+
+
+def _answer(engine: Engine, prompts: list[BatchPrompt], answers: AnswerFile, params: Any) -> int:
+    """Answer prompts, and write each answer when it has ended; how many have none."""
+    begin, tokens, failed = time.monotonic(), 0, 0
+    requests = ((prompt, prompt.messages) for prompt in prompts)
+    with _bar(len(prompts)) as advance:
+        for prompt, outcome in engine.as_completed(requests, params):
+            if isinstance(outcome, Exception):
+                if not isinstance(outcome, DuokaError):
+                    raise outcome
+                failed += 1
+                name = prompt.number if prompt.name is None else prompt.name
+                _say(f"prompt {name} has no answer: {outcome}")
+            else:
+                answers.add(prompt, outcome)
+                tokens += len(outcome.tokens)
+            speed = tokens / (time.monotonic() - begin)
+            advance(f"{speed:,.0f} tokens/s")
+    seconds = time.monotonic() - begin
+    _say(
+        f"{format_count(len(prompts) - failed, 'answer')} with {tokens:,} tokens in "
+        f"{format_seconds(seconds)}: {tokens / seconds:,.0f} tokens/s"
+    )
+    return failed
+
+
+class _Advance(Protocol):
+    def __call__(self, text: str) -> None: ...
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[_Advance]:
+    """A progress bar on a terminal; elsewhere nothing."""
+    columns = (
+        *(TextColumn("answering"), BarColumn(), MofNCompleteColumn()),
+        *(TextColumn("{task.description}"), TimeRemainingColumn()),
+    )
+    with Progress(*columns, console=stderr(), disable=not stderr().is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda text: bar.update(task, advance=1, description=text)
+
+
+def _say(text: str) -> None:
+    stderr().print(text, markup=False, soft_wrap=True)

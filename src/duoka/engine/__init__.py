@@ -1,0 +1,15 @@
+"""Engine: many requests at once on one model, every step a mix of answers and prompts.
+
+- `engine`: `Engine`, asked from any thread; a thread of its own runs steps
+- `request`: what is asked, and what comes of it; `sequence`: an answer on its way
+- `scheduler`, `step`: which tokens a step computes; `pages`: whose pages are whose
+- `inline`, `paged_attention`: a step on a model, with a paged cache on the devices of its layers
+- `cached`: a step on a model whose layers can't read from pages
+- `batch`: files of prompts and answers
+- `sampler`: a token from each row of logits
+"""
+
+from .engine import Engine, Stream
+from .request import Completion, SamplingParams, TokenChoice
+
+__all__ = ["Completion", "Engine", "SamplingParams", "Stream", "TokenChoice"]

@@ -1,0 +1,211 @@
+"""Prompts of a file, answered to another: each once, whenever a run was killed.
+
+Both are JSON lines. A prompt's line is a text, or an object with "prompt" or "messages", and an
+"id" if it likes. An answer's line has the prompt's number, its id, and the answer; it is written
+when the answer has ended, and a run goes on after what is there. A line that a killed run left half
+is removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from duoka.base.files import why
+from duoka.base.serialization import parse_json_object
+from duoka.errors import DuokaError, FormatError, MachineError, UsageError
+from duoka.models.text.messages import Message
+
+from .request import Completion
+
+_KEYS = frozenset({"prompt", "messages", "id"})
+_MOST_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPrompt:
+    """A prompt of a file: its number from 0 on, what it is called, and what is asked."""
+
+    number: int
+    name: str | int | None
+    messages: tuple[Message, ...]
+
+    @property
+    def digest(self) -> str:
+        """What tells it from another prompt with its number."""
+        said = [(m.role, m.content) for m in self.messages]
+        return hashlib.sha256(json.dumps([self.name, said]).encode()).hexdigest()[:16]
+
+
+def read_prompts(path: Path, system: str | None = None) -> list[BatchPrompt]:
+    """Read a file's prompts.
+
+    Raises
+    ------
+    UsageError
+        If it can't be read, or lines can't be used: with each of them and why.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"the prompts {path} can't be read: {why(error)}", hint="name a file of JSON lines"
+        ) from error
+    prompts: list[BatchPrompt] = []
+    problems: list[str] = []
+    before = [Message(role="system", content=system)] if system else []
+    for line, text in enumerate(lines, 1):
+        if text.strip():
+            try:
+                name, messages = _read(text)
+                prompts.append(BatchPrompt(len(prompts), name, (*before, *messages)))
+            except DuokaError as error:
+                problems.append(f"{path}:{line}: {error}")
+    if problems:
+        more = len(problems) - _MOST_SHOWN
+        raise UsageError(
+            "\n".join(
+                [f"{len(problems)} lines can't be used", *problems[:_MOST_SHOWN]]
+                + ([f"and {more} more"] if more > 0 else [])
+            ),
+            hint='a line is {"prompt": "…"}, or {"messages": [{"role": "user", "content": "…"}]}',
+        )
+    if not prompts:
+        raise UsageError(f"{path} has no prompts")
+    return prompts
+
+
+def _read(text: str) -> tuple[str | int | None, list[Message]]:
+    if text.lstrip().startswith('"'):
+        return None, [Message(role="user", content=_text(_json(text)))]
+    row = parse_json_object(text, "the line")
+    unknown = sorted(row.keys() - _KEYS)
+    if unknown:
+        raise UsageError(f"{unknown[0]!r} is unknown; known are prompt, messages, id")
+    if ("prompt" in row) == ("messages" in row):
+        raise UsageError("it needs either a prompt or messages")
+    name = row.get("id")
+    if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
+        raise UsageError("its id is neither a text nor a number")
+    if "prompt" in row:
+        return name, [Message(role="user", content=_text(row["prompt"]))]
+    messages = row["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise UsageError("its messages are no list of some")
+    return name, [_message(message) for message in messages]
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise FormatError(f"the line is not valid JSON: {error}") from error
+
+
+def _message(value: Any) -> Message:
+    if not isinstance(value, Mapping) or value.keys() != {"role", "content"}:
+        raise UsageError("a message has a role and a content, and nothing else")
+    return Message(role=value["role"], content=_text(value["content"]))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise UsageError("a prompt is no text, or an empty one")
+    return value
+
+
+class AnswerFile:
+    """Answers to a file's prompts, to which a run adds.
+
+    Parameters
+    ----------
+    path : Path
+        A new file, or one that an earlier run for the same prompts has left.
+    prompts : sequence of BatchPrompt
+
+    Raises
+    ------
+    UsageError
+        If it holds something else.
+    MachineError
+        If it can't be written.
+    """
+
+    def __init__(self, path: Path, prompts: Sequence[BatchPrompt]) -> None:
+        self._path = path
+        self.answered: set[int] = set()
+        try:
+            self._file = path.open("a+b")
+        except OSError as error:
+            raise self._unwritten(error) from error
+        try:
+            self._go_on(prompts)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> AnswerFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def add(self, prompt: BatchPrompt, completion: Completion) -> None:
+        """Write an answer; when this returns, it stays."""
+        content = {
+            "number": prompt.number,
+            **({} if prompt.name is None else {"id": prompt.name}),
+            "answer": completion.text,
+            "finish": completion.finish,
+            "prompt_tokens": completion.prompt_tokens,
+            "new_tokens": len(completion.tokens),
+            "prompt_digest": prompt.digest,
+        }
+        try:
+            self._file.write(f"{json.dumps(content, ensure_ascii=False)}\n".encode())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._unwritten(error) from error
+        self.answered.add(prompt.number)
+
+    def _go_on(self, prompts: Sequence[BatchPrompt]) -> None:
+        self._file.seek(0)
+        end = 0
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                break  # of a run that was killed
+            self.answered.add(self._number(line, prompts))
+            end += len(line)
+        self._file.truncate(end)
+
+    def _number(self, line: bytes, prompts: Sequence[BatchPrompt]) -> int:
+        """The number of the prompt that a line answers."""
+        try:
+            row = parse_json_object(line.decode(), "a line")
+        except (DuokaError, ValueError):
+            row = {}
+        number = row.get("number")
+        at = number if isinstance(number, int) and 0 <= number < len(prompts) else None
+        if at is not None and prompts[at].digest == row.get("prompt_digest"):
+            return at
+        raise UsageError(
+            f"{self._path} holds something else than answers to these prompts",
+            hint="name a new file",
+        )
+
+    def _unwritten(self, error: OSError) -> MachineError:
+        return MachineError(
+            f"the answers can't be written to {self._path}: {why(error)}",
+            hint="what is there stays; the same command goes on with it",
+        )
+
+
+def unanswered(prompts: Sequence[BatchPrompt], answers: AnswerFile) -> Iterator[BatchPrompt]:
+    """The prompts that a run has to answer."""
+    return (prompt for prompt in prompts if prompt.number not in answers.answered)

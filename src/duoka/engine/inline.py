@@ -1,0 +1,103 @@
+"""The executor of one process: a model that is spread over its devices, called as a whole."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from duoka.errors import ModelError
+
+from . import paged_attention
+from .paged_attention import PagedCache, PagedStep
+from .step import Chunk
+
+_SERVED = frozenset({"full_attention", "sliding_attention"})
+
+
+class InlineExecutor:
+    """Runs steps of a model with a paged cache; a step can be run again.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        On one device, or dispatched over several.
+    num_pages, page_tokens : int
+        Of the cache.
+
+    Raises
+    ------
+    ModelError
+        If the model's attention can't read from pages.
+    """
+
+    is_paged = True
+
+    def __init__(self, model: PreTrainedModel, num_pages: int, page_tokens: int) -> None:
+        refuse_unpaged(model)
+        self._model: Any = model
+        self._cache = PagedCache(num_pages, page_tokens)
+        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._before = model.config._attn_implementation
+        paged_attention.register()
+        self._model.set_attn_implementation(paged_attention.NAME)
+        try:
+            # The pages are made; and what the model's code asks of attention is known.
+            self.run([Chunk(-1, [0], 0, [self._cache.scratch_page], True)])
+        except ModelError:
+            self.close()
+            raise
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Run a step; the logits after the chunks that want them, [chunks, vocabulary]."""
+        step = PagedStep(chunks, self._cache)
+        device = self._model.device
+        ids = [token for chunk in chunks for token in chunk.tokens]
+        places = [place for chunk in chunks for place in range(chunk.start, chunk.end)]
+        ends = zip(step.offsets[1:], chunks, strict=True)
+        last_rows = [end - 1 for end, chunk in ends if chunk.wants_logits]
+        rows = torch.tensor(last_rows, dtype=torch.long)
+        choice = {"logits_to_keep": rows} if self._keeps else {}
+        logits: Tensor = self._model(
+            input_ids=torch.tensor([ids], device=device),
+            position_ids=torch.tensor([places], device=device),
+            use_cache=False,
+            step=step,
+            **choice,
+        ).logits
+        return logits[0] if self._keeps else logits[0, rows]
+
+    def forget(self, sequence: int) -> None:
+        """A sequence has ended; its pages are others' now."""
+
+    def close(self) -> None:
+        """Give the model back as it was; the cache is gone."""
+        self._model.set_attn_implementation(self._before)
+        del self._cache
+
+
+def refuse_unpaged(model: PreTrainedModel) -> None:
+    """Raise ModelError for a model whose layers can't read keys and values from pages."""
+    config = model.config.get_text_config(decoder=True)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    reasons = (
+        (model.config.is_encoder_decoder, "it is an encoder with a decoder"),
+        (
+            not getattr(model, "_supports_attention_backend", False),
+            "its code has an attention of its own",
+        ),
+        (not kinds <= _SERVED, f"it has layers of {', '.join(sorted(kinds - _SERVED))}"),
+        (bool(getattr(config, "num_kv_shared_layers", 0)), "its layers share keys and values"),
+        (getattr(model, "_is_stateful", False), "it keeps a state instead of keys and values"),
+    )
+    for applies, reason in reasons:
+        if applies:
+            raise ModelError(
+                f"{type(model).__name__} can't answer many requests at once: {reason}",
+                hint="duoka generate and duoka chat answer one at a time",
+            )

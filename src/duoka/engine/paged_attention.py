@@ -1,0 +1,266 @@
+"""Attention over pages: a layer's keys and values lie in pages, on the layer's device.
+
+All tokens of a step are one packed row, [1, tokens]; which sequence a token is of, and where its
+earlier tokens are, the step says, that comes to the attention function as one of its arguments. The
+model's own code isn't changed: it calls this function by transformers' `AttentionInterface`.
+
+Sequences with one new token each are computed together, padded to the longest of those that are
+about as long; others one by one. Scores of a whole context are never there at once: where no fused
+kernel serves (sinks, soft caps), queries are taken in pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from duoka.errors import ModelError
+
+from .step import Chunk
+
+NAME = "duoka_paged"
+# Sequences are padded together as long as the pages of the longest are at most this much more.
+_PADDING = 1.25
+# Where scores have to be there, so many at a time.
+_MOST_SCORES = 2**24
+
+
+class PagedCache:
+    """Keys and values in pages, for each layer where its first keys come from.
+
+    Parameters
+    ----------
+    num_pages : int
+        One more is made, which nobody has.
+    page_tokens : int
+    """
+
+    def __init__(self, num_pages: int, page_tokens: int) -> None:
+        self.num_pages = num_pages
+        self.page_tokens = page_tokens
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values: [pages * page_tokens, heads, head_dim]."""
+        if index not in self._layers:
+            rows = (self.num_pages + 1) * self.page_tokens
+            self._layers[index] = (
+                key.new_zeros(rows, key.shape[1], key.shape[3]),
+                value.new_zeros(rows, value.shape[1], value.shape[3]),
+            )
+        return self._layers[index]
+
+    @property
+    def scratch_page(self) -> int:
+        """A page that is nobody's."""
+        return self.num_pages
+
+
+class PagedStep:
+    """The sequences of one step, as attention needs them; index tensors once for each device."""
+
+    def __init__(self, chunks: Sequence[Chunk], cache: PagedCache) -> None:
+        self.chunks = chunks
+        self.cache = cache
+        self._slots: dict[torch.device, Tensor] = {}
+        self._tables: dict[tuple[torch.device, int, int, tuple[int, ...]], Tensor] = {}
+        self._masks: dict[Any, Tensor] = {}
+        self.offsets = [0]
+        for chunk in chunks:
+            self.offsets.append(self.offsets[-1] + len(chunk.tokens))
+
+    def slots(self, device: torch.device) -> Tensor:
+        """Where each token's keys and values go: [tokens]."""
+        if device not in self._slots:
+            size = self.cache.page_tokens
+            places = [
+                chunk.pages[place // size] * size + place % size
+                for chunk in self.chunks
+                for place in range(chunk.start, chunk.end)
+            ]
+            self._slots[device] = torch.tensor(places, device=device)
+        return self._slots[device]
+
+    def table(
+        self, device: torch.device, members: tuple[int, ...], first: int, last: int
+    ) -> Tensor:
+        """Pages from the first to before the last of some sequences: [sequences, pages]."""
+        key = device, first, last, members
+        if key not in self._tables:
+            rows = [list(self.chunks[index].pages[first:last]) for index in members]
+            padding = [self.cache.scratch_page]
+            padded = [row + padding * (last - first - len(row)) for row in rows]
+            self._tables[key] = torch.tensor(padded, device=device)
+        return self._tables[key]
+
+    def mask(
+        self, device: torch.device, members: tuple[int, ...], first: int, keys: int, window: int
+    ) -> Tensor:
+        """Which keys queries see: [sequences, 1, queries, keys], the first one at place `first`."""
+        key = device, members, first, keys, window
+        if key not in self._masks:
+            chunks = [self.chunks[index] for index in members]
+            queries = torch.tensor([list(range(c.start, c.end)) for c in chunks], device=device)
+            places = torch.arange(first, first + keys, device=device)
+            seen = places <= queries[..., None]
+            if window:
+                seen &= places > queries[..., None] - window
+            self._masks[key] = seen[:, None]
+        return self._masks[key]
+
+    def is_beginning(self, members: Sequence[int], window: int) -> bool:
+        """Whether this is a sequence from its beginning, no longer than the window."""
+        chunk = self.chunks[members[0]]
+        return not chunk.start and len(members) == 1 and (not window or chunk.end <= window)
+
+    def groups(self, window: int) -> Iterator[tuple[tuple[int, ...], int, int]]:
+        """Sequences that are computed together, with the first of their pages and the end."""
+        size = self.cache.page_tokens
+        singles: list[tuple[int, int, int]] = []
+        for index, chunk in enumerate(self.chunks):
+            first = max(0, chunk.start - window + 1) // size if window else 0
+            last = -(-chunk.end // size)
+            if len(chunk.tokens) == 1 and not window:
+                singles.append((last, first, index))
+            else:
+                yield (index,), first, last
+        singles.sort()
+        start = 0
+        for end in range(1, len(singles) + 1):
+            is_last = end == len(singles)
+            if is_last or singles[end][0] > max(
+                _PADDING * singles[start][0], singles[start][0] + 1
+            ):
+                members = tuple(index for _, _, index in singles[start:end])
+                yield members, 0, singles[end - 1][0]
+                start = end
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    step: PagedStep | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Store a step's keys and values, and attend to those of each sequence.
+
+    `query` is [1, heads, tokens, head_dim], `key` and `value` have their own numbers of heads; the
+    result is [1, tokens, heads, head_dim]. Of transformers' `options` count `scaling`, `softcap`,
+    `sliding_window`, and `s_aux`: sinks.
+    """
+    is_plain = attention_mask is None or not attention_mask.numel()
+    if step is None or not is_plain or options.get("position_bias") is not None:
+        raise ModelError(
+            f"the attention of {type(module).__name__} has a mask or a bias of its own"
+        )
+    keys, values = step.cache.layer(module.layer_idx, key, value)  # type: ignore[arg-type]
+    slots = step.slots(key.device)
+    keys.index_copy_(0, slots, key[0].transpose(0, 1))
+    values.index_copy_(0, slots, value[0].transpose(0, 1))
+    scaling, softcap, sinks = (options.get(name) for name in ("scaling", "softcap", "s_aux"))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window = _window_of(attention_mask, options.get("sliding_window"))
+    output = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])
+    size = step.cache.page_tokens
+    for members, first, last in step.groups(window):
+        table = step.table(key.device, members, first, last)
+        places = (table[:, :, None] * size + torch.arange(size, device=key.device)).flatten(1)
+        rows = _rows(step, members, key.device)
+        # [sequences, heads, queries or keys, head_dim]
+        queries = query[0, :, rows].transpose(0, 1).unflatten(0, (len(members), -1)).transpose(1, 2)
+        seen_keys, seen_values = (states[places].transpose(1, 2) for states in (keys, values))
+        mask = None
+        if step.is_beginning(members, window):
+            # The kernels know causal attention without a mask.
+            number = queries.shape[2]
+            seen_keys, seen_values = seen_keys[:, :, :number], seen_values[:, :, :number]
+        else:
+            mask = step.mask(key.device, members, first * size, places.shape[1], window)
+        if softcap is not None or sinks is not None:
+            attended = _in_pieces(queries, seen_keys, seen_values, mask, scale, softcap, sinks)
+        else:
+            attended = _fused(queries, seen_keys, seen_values, mask, scale)
+        output[rows] = attended.transpose(1, 2).flatten(0, 1)
+    return output[None], None
+
+
+def _rows(step: PagedStep, members: Sequence[int], device: torch.device) -> Any:
+    """Where some sequences' tokens are in the packed row."""
+    if len(members) == 1:
+        (index,) = members
+        return slice(step.offsets[index], step.offsets[index + 1])
+    return torch.tensor([step.offsets[index] for index in members], device=device)
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention by a fused kernel, causal where there is no mask; heads of queries share keys'."""
+    groups = query.shape[1] // key.shape[1]
+    if query.shape[2] == 1 and groups > 1:  # they become queries of the head that they share
+        packed = query.reshape(query.shape[0], key.shape[1], groups, query.shape[3])
+        attended = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)
+        return attended.reshape(query.shape[0], query.shape[1], 1, value.shape[3])
+    if groups > 1:
+        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale
+    )
+
+
+def _in_pieces(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention with scores that are there, of so many queries at a time.
+
+    A soft cap bounds scores (Gemma 2); sinks are one more score of each head, to which nothing
+    belongs (GPT-OSS).
+    """
+    if mask is None:
+        places = torch.arange(query.shape[2], device=query.device)
+        mask = (places[None] <= places[:, None])[None, None]
+    groups = query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    per_query = query.shape[0] * query.shape[1] * key.shape[2]
+    size = max(1, _MOST_SCORES // per_query)
+    parts = []
+    for queries, seen in zip(query.split(size, dim=2), mask.split(size, dim=2), strict=True):
+        scores = queries @ key.transpose(2, 3) * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+        if sinks is not None:
+            column = sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
+            scores = torch.cat([scores, column], dim=-1)
+        shares = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        parts.append(shares[..., : key.shape[2]] @ value)
+    return torch.cat(parts, dim=2)
+
+
+def _window_alone(*_: Any, local_size: int | None = None, device: Any = "cpu", **__: Any) -> Tensor:
+    """In the place of a mask, which is made from the step: the window, as a size of nothing."""
+    return torch.empty(local_size or 0, 0, device=device)
+
+
+def _window_of(mask: Tensor | None, sliding_window: int | None) -> int:
+    """How many tokens a layer looks back; 0 for all. Some say so in their mask alone."""
+    return (sliding_window or 0) if mask is None else mask.shape[0]
+
+
+def register() -> None:
+    """Let models have this attention by its name."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, _window_alone)

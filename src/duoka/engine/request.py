@@ -1,0 +1,127 @@
+"""Requests: what is asked of the engine, and what it tells of an answer as it comes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from duoka.checkpoint.sampling_params import Sampling
+from duoka.errors import UsageError
+
+Finish = Literal["stop", "length", "cancelled"]
+_LARGEST_BIAS = 100.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams(Sampling):
+    """How an answer's tokens are chosen, and when it ends.
+
+    Parameters
+    ----------
+    temperature, top_p, top_k, max_new_tokens, seed
+        See `Sampling`. An answer with a seed doesn't depend on others that are made at the same
+        time; without one it gets a seed of its own.
+    min_p : float
+        Leave tokens out that are less likely than this share of the likeliest one.
+    repetition_penalty : float
+        Logits of tokens that are in the prompt or the answer are divided by it where they are
+        positive, and multiplied where not (Keskar et al., 2019).
+    presence_penalty, frequency_penalty : float
+        What is subtracted from a token's logit once it is in the answer, and for each time it is
+        there.
+    logit_bias : mapping of int to float
+        What is added to logits, by token.
+    stop : tuple of str
+        Texts that end the answer, which doesn't have them.
+    min_new_tokens : int
+        Tokens before which no stop token is chosen.
+    logprobs : int, optional
+        Tell the log-probability of each token, and of so many of the likeliest ones, before any of
+        the above.
+    """
+
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    min_new_tokens: int = 0
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        Sampling.__post_init__(self)
+        biases = all(abs(bias) <= _LARGEST_BIAS for bias in self.logit_bias.values())
+        for name, fits, limits in (
+            ("min_p", 0 <= self.min_p <= 1, "it must be from 0 to 1"),
+            (
+                "repetition_penalty",
+                0 < self.repetition_penalty < math.inf,
+                "it must be above 0, and 1 is none",
+            ),
+            ("presence_penalty", abs(self.presence_penalty) <= 2, "it must be from -2 to 2"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= 2, "it must be from -2 to 2"),
+            ("logit_bias", biases, f"each must be from -{_LARGEST_BIAS} to {_LARGEST_BIAS}"),
+            ("stop", all(self.stop), "a text to stop at can't be empty"),
+            ("min_new_tokens", self.min_new_tokens >= 0, "it must be 0 or more"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "0 to 20 can be told"),
+        ):
+            if not fits:
+                raise UsageError(
+                    f"{name} is {getattr(self, name)}; {limits}", hint="leave it out for none"
+                )
+
+    @classmethod
+    def recommended(
+        cls, generation_config: Mapping[str, Any] | None, **chosen: Any
+    ) -> SamplingParams:
+        """See `Sampling.recommended`; a repetition penalty counts without sampling, too."""
+        penalty = (generation_config or {}).get("repetition_penalty")
+        if isinstance(penalty, int | float) and not isinstance(penalty, bool) and penalty > 0:
+            chosen = {"repetition_penalty": float(penalty), **chosen}
+        return cls(**{**asdict(Sampling.recommended(generation_config)), **chosen})
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits depend on what has been said, or are biased."""
+        return bool(
+            self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.min_new_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChoice:
+    """A token of an answer, with its log-probability and the likeliest tokens' if they are told."""
+
+    token: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """An answer that has ended.
+
+    Parameters
+    ----------
+    text : str
+        As it is shown to people.
+    tokens : tuple of TokenChoice
+        All of it; the token that ended it isn't there.
+    prompt_tokens, shared_tokens : int
+        Of the prompt, and those of them that were in the cache already.
+    finish : {"stop", "length", "cancelled"}
+        Whether the model ended it, a limit, or who asked.
+    """
+
+    text: str
+    tokens: tuple[TokenChoice, ...]
+    prompt_tokens: int
+    shared_tokens: int
+    finish: Finish

@@ -1,0 +1,132 @@
+"""Sampling: one token for each row of logits, each row by its own parameters.
+
+The random number of a row follows from its seed and its place in the answer alone, so that an
+answer is the same in any company. A token is chosen where that number falls among the probabilities
+in falling order.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .request import SamplingParams, TokenChoice
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a row of logits is sampled by.
+
+    Parameters
+    ----------
+    params : SamplingParams
+    seed : int
+    prompt, answer : sequence of int
+        The tokens so far.
+    stop_ids : sequence of int
+        Tokens that end an answer.
+    """
+
+    params: SamplingParams
+    seed: int
+    prompt: Sequence[int]
+    answer: Sequence[int]
+    stop_ids: Sequence[int]
+
+
+def sample(logits: Tensor, rows: Sequence[Row]) -> list[TokenChoice]:
+    """Choose a token for each row of logits, [rows, vocabulary]."""
+    raw = logits.float()
+    changed = raw
+    if any(row.params.changes_logits for row in rows):
+        changed = raw.clone()
+        for values, row in zip(changed, rows, strict=True):
+            if row.params.changes_logits:
+                _change(values, row)
+    tokens = changed.argmax(dim=-1)
+    drawn = [index for index, row in enumerate(rows) if not row.params.is_greedy]
+    if drawn:
+        places = torch.tensor(drawn, device=raw.device)
+        tokens[places] = _draw(changed[places], [rows[index] for index in drawn])
+    return _choices(raw, tokens, rows)
+
+
+def _change(logits: Tensor, row: Row) -> None:
+    """Apply penalties and biases to a row of logits, in place."""
+    params, vocabulary = row.params, len(logits)
+    if params.repetition_penalty != 1:
+        seen = torch.tensor(sorted({*row.prompt, *row.answer}), device=logits.device)
+        values = logits[seen]
+        penalty = params.repetition_penalty
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    counts = Counter(row.answer)
+    if counts and (params.presence_penalty or params.frequency_penalty):
+        ids = torch.tensor(list(counts), device=logits.device)
+        times = torch.tensor(list(counts.values()), device=logits.device, dtype=logits.dtype)
+        logits[ids] -= params.presence_penalty + params.frequency_penalty * times
+    for token, bias in params.logit_bias.items():
+        if 0 <= token < vocabulary:
+            logits[token] += bias
+    if len(row.answer) < params.min_new_tokens:
+        for token in row.stop_ids:
+            logits[token] = -torch.inf
+
+
+def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """A token of each row at random, by its probability among those that are left."""
+    device = logits.device
+
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, device=device, dtype=torch.float32)[:, None]
+
+    temperatures = column([row.params.temperature for row in rows])
+    ordered, tokens = logits.sort(dim=-1, descending=True)
+    # The largest one becomes 0: what follows stays in range at any temperature.
+    probabilities = torch.softmax((ordered - ordered[:, :1]) / temperatures, dim=-1)
+    ranks = torch.arange(logits.shape[-1], device=device)
+    top_k = column([row.params.top_k or logits.shape[-1] for row in rows])
+    probabilities = probabilities.masked_fill(ranks >= top_k, 0.0)
+    probabilities /= probabilities.sum(dim=-1, keepdim=True)
+    # A token is left out when those before it have the share already; the first one stays.
+    before = probabilities.cumsum(dim=-1) - probabilities
+    top_p = column([row.params.top_p for row in rows])
+    least = column([row.params.min_p for row in rows]) * probabilities[:, :1]
+    dropped = ((before >= top_p) | (probabilities < least)) & (ranks > 0)
+    sums = probabilities.masked_fill(dropped, 0.0).cumsum(dim=-1)
+    numbers = column([_uniform(row.seed, len(row.answer)) for row in rows]) * sums[:, -1:]
+    places = torch.searchsorted(sums, numbers, right=True)
+    # Rounding may put a number at the very end.
+    last = (sums < sums[:, -1:]).sum(dim=-1, keepdim=True)
+    return tokens.gather(-1, torch.minimum(places, last))[:, 0]
+
+
+def _uniform(seed: int, place: int) -> float:
+    """A number from 0 to below 1, which follows from the two alone."""
+    return random.Random(f"{seed}/{place}").random()
+
+
+def _choices(raw: Tensor, tokens: Tensor, rows: Sequence[Row]) -> list[TokenChoice]:
+    """The tokens, with log-probabilities where somebody wants them."""
+    ids: list[int] = tokens.tolist()
+    wanted = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
+    choices = [TokenChoice(token=token) for token in ids]
+    if not wanted:
+        return choices
+    places = torch.tensor(wanted, device=raw.device)
+    logprobs = torch.log_softmax(raw[places], dim=-1)
+    most = max(rows[index].params.logprobs or 0 for index in wanted)
+    best = logprobs.topk(most, dim=-1)
+    chosen: list[list[float]] = logprobs.gather(-1, tokens[places][:, None]).tolist()
+    best_ids, best_values = best.indices.tolist(), best.values.tolist()
+    for at, index in enumerate(wanted):
+        number = rows[index].params.logprobs or 0
+        pairs = zip(best_ids[at][:number], best_values[at][:number], strict=True)
+        choices[index] = TokenChoice(
+            token=ids[index], logprob=chosen[at][0], top_logprobs=tuple(pairs)
+        )
+    return choices

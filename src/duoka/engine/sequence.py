@@ -1,0 +1,134 @@
+"""A sequence: one answer on its way, from the queue to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Tokens
+from itertools import count
+from queue import SimpleQueue
+
+from duoka.runtime.stream import Detokenizer
+
+from .request import Completion, Finish, SamplingParams, TokenChoice
+from .sampler import Row
+
+Event = str | Completion | BaseException
+"""What is told of an answer: more of its text, all of it at the end, or why there is none."""
+
+
+_numbers = count()
+
+
+class Sequence:
+    """One answer on its way.
+
+    `computed` counts the tokens whose keys and values are in `pages`.
+    """
+
+    def __init__(
+        self,
+        prompt: Tokens[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        max_new_tokens: int,
+        stop_ids: Tokens[int],
+        detokenizer: Detokenizer,
+        on_end: Callable[[Completion | Exception], None] | None = None,
+    ) -> None:
+        self.number = next(_numbers)
+        self.prompt = list(prompt)
+        self.params = params
+        self.max_new_tokens = max_new_tokens
+        self.pages: list[int] = []
+        self.computed = 0
+        self.shared_tokens = 0
+        self.is_cancelled = False
+        self.events: SimpleQueue[Event] = SimpleQueue()
+        self._seed = seed
+        self._stop_ids = stop_ids
+        self._choices: list[TokenChoice] = []
+        self._answer: list[int] = []
+        self._detokenizer = detokenizer
+        self._on_end = on_end
+        self._text = ""
+        self._num_sent = 0
+
+    @property
+    def most_tokens(self) -> int:
+        """The tokens that it may come to have, whose keys and values are kept."""
+        return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and answer so far."""
+        return self.prompt + self._answer
+
+    @property
+    def num_tokens(self) -> int:
+        """How many they are."""
+        return len(self.prompt) + len(self._answer)
+
+    @property
+    def row(self) -> Row:
+        """What its next token is sampled by."""
+        return Row(self.params, self._seed, self.prompt, self._answer, self._stop_ids)
+
+    def add(self, choice: TokenChoice) -> Finish | None:
+        """Take the next token; whether, and why, it is the last one."""
+        if choice.token in self._stop_ids and len(self._answer) >= self.params.min_new_tokens:
+            return "stop"
+        self._choices.append(choice)
+        self._answer.append(choice.token)
+        self._text += self._detokenizer.add(choice.token)
+        if self._is_at_stop_text():
+            return "stop"
+        is_last = len(self._answer) == self.max_new_tokens
+        self._tell(self._num_safe())
+        return "length" if is_last else None
+
+    def finish(self, reason: Finish) -> None:
+        """Tell the end of the answer."""
+        self._text += self._detokenizer.finish()
+        self._is_at_stop_text()
+        self._tell(len(self._text))
+        self._end(
+            Completion(
+                text=self._text.strip(),
+                tokens=tuple(self._choices),
+                prompt_tokens=len(self.prompt),
+                shared_tokens=self.shared_tokens,
+                finish=reason,
+            )
+        )
+
+    def fail(self, error: Exception) -> None:
+        """Tell why there is no answer."""
+        self._end(error)
+
+    def _end(self, event: Completion | Exception) -> None:
+        self.events.put(event)
+        if self._on_end is not None:
+            self._on_end(event)
+
+    def _is_at_stop_text(self) -> bool:
+        """Whether the answer has come to a text that ends it, which is then cut off."""
+        places = [place for text in self.params.stop if (place := self._text.find(text)) >= 0]
+        if places:
+            self._text = self._text[: min(places)]
+        return bool(places)
+
+    def _num_safe(self) -> int:
+        """The characters of the text that can't be the beginning of one that ends it."""
+        num_held = 0
+        for stop in self.params.stop:
+            for size in range(min(len(stop) - 1, len(self._text)), num_held, -1):
+                if self._text.endswith(stop[:size]):
+                    num_held = size
+                    break
+        return len(self._text) - num_held
+
+    def _tell(self, end: int) -> None:
+        if end > self._num_sent:
+            self.events.put(self._text[self._num_sent : end])
+            self._num_sent = end

@@ -1,0 +1,97 @@
+"""Files of prompts: each answered once, whenever a run was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tuning
+
+from .conftest import PROGRAM, Program
+
+SIZES = ["--gpus", "virtual:2x64MiB", "--context", "96", "--new-tokens", "24", "--batch", "4"]
+PROMPTS = [f"{number}+{number}?" for number in range(24)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tuning.write_model("llama", tmp_path_factory.mktemp("model") / "llama")
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_every_prompt_is_answered_as_by_itself(
+    model: Path, program: Program, tmp_path: Path
+) -> None:
+    rows = [
+        PROMPTS[0],
+        {"prompt": PROMPTS[1], "id": "second"},
+        {"id": 3, "messages": [{"role": "user", "content": PROMPTS[2]}]},
+    ]
+    file, out = write(tmp_path / "prompts.jsonl", rows), tmp_path / "answers.jsonl"
+    done = program("generate", model, *SIZES, "--file", file, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    answers = {answer["number"]: answer for answer in read(out)}
+    assert [answers[number].get("id") for number in range(3)] == [None, "second", 3]
+    given = [part for question in PROMPTS[:3] for part in ("-p", question)]
+    alone = program("generate", model, *SIZES, *given, "--json")
+    expected = json.loads(alone.stdout)["answers"]
+    for number, answer in enumerate(expected):
+        assert answers[number]["answer"] == answer["text"]
+        assert answers[number]["finish"] == answer["finish"]
+        assert answers[number]["new_tokens"] == answer["new_tokens"]
+
+
+def test_a_prompt_that_is_too_long_fails_alone(
+    model: Path, program: Program, tmp_path: Path
+) -> None:
+    rows = [PROMPTS[0], "long " * 15, PROMPTS[1]]
+    file, out = write(tmp_path / "prompts.jsonl", rows), tmp_path / "answers.jsonl"
+    sizes = ["--gpus", "virtual:64MiB", "--context", "128", "--new-tokens", "120", "--batch", "2"]
+    done = program("generate", model, *sizes, "--file", file, "--out", out)
+    assert done.returncode == 2
+    assert "the plan has memory for" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_run_goes_on_wherever_it_was_killed(
+    model: Path, program: Program, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "prompts.jsonl", PROMPTS)
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "answers.jsonl"
+    assert program("generate", model, *SIZES, "--file", file, "--out", whole).returncode == 0
+    expected = sorted(read(whole), key=lambda answer: answer["number"])
+    rng = random.Random(0)
+    command = [*PROGRAM, "generate", str(model), *SIZES, "--file", str(file), "--out", str(out)]
+    kills = 0
+    while kills < 3:
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        before = out.stat().st_size if out.exists() else 0
+        while process.poll() is None and (not out.exists() or out.stat().st_size == before):
+            time.sleep(0.005)
+        time.sleep(rng.random() * 0.05)
+        if process.poll() is not None:
+            break
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        kills += 1
+    assert kills
+    done = program("generate", model, *SIZES, "--file", file, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert sorted(read(out), key=lambda answer: answer["number"]) == expected

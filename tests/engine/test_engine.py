@@ -1,0 +1,185 @@
+"""The engine on the GPUs of a plan: requests in any company, cancelled, failed, refused."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import tuning
+
+import duoka
+from duoka.engine import Completion, Engine, SamplingParams
+from duoka.errors import DuokaError, UsageError
+from duoka.runtime import Generator
+
+WORK = duoka.Workload(batch=4, prompt_tokens=64, new_tokens=16, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tuning.write_model("llama", tmp_path_factory.mktemp("model") / "llama")
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def plan(request: pytest.FixtureRequest, model: Path) -> Any:
+    return duoka.plan(model, f"virtual:{request.param}x256MiB", WORK, use_all=True)
+
+
+@pytest.fixture
+def engine(plan: Any) -> Iterator[Engine]:
+    with Engine(plan) as engine:
+        yield engine
+
+
+def prompts(number: int) -> list[list[int]]:
+    rng = random.Random(1)
+    return [[rng.randrange(256) for _ in range(rng.randrange(1, 64))] for _ in range(number)]
+
+
+def ids(completion: Completion) -> list[int]:
+    return [choice.token for choice in completion.tokens]
+
+
+def test_many_are_answered_as_one_by_one(plan: Any, engine: Engine) -> None:
+    texts = prompts(12)
+    generator = Generator.of(duoka.load(plan), duoka.Checkpoint.open(plan.source), plan.workload)
+    expected = [generator.answer([text])[0] for text in texts]
+    found = engine.generate(texts)
+    assert [completion.text for completion in found] == [answer.text for answer in expected]
+    assert [completion.finish for completion in found] == [answer.finish for answer in expected]
+
+
+def test_an_answer_with_a_seed_is_the_same_in_any_company(engine: Engine) -> None:
+    params = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_new_tokens=12)
+    text, *others = prompts(8)
+    alone = engine.submit(text, params).result()
+    crowd = [engine.submit(other, SamplingParams(temperature=2.0)) for other in others]
+    again = engine.submit(text, params).result()
+    assert ids(alone) == ids(again)
+    assert len({tuple(ids(stream.result())) for stream in crowd}) > 1
+
+
+def test_log_probabilities_are_those_of_the_model(plan: Any, engine: Engine) -> None:
+    (text,) = prompts(1)
+    completion = engine.submit(text, SamplingParams(logprobs=3, max_new_tokens=6)).result()
+    whole: Any = duoka.load(plan)
+    with torch.no_grad():
+        tokens = torch.tensor([text + ids(completion)], device=whole.device)
+        logits = whole(input_ids=tokens).logits[0, len(text) - 1 : -1].float().cpu()
+    expected = torch.log_softmax(logits, dim=-1)
+    for row, choice in zip(expected, completion.tokens, strict=True):
+        assert choice.logprob == pytest.approx(float(row[choice.token]), abs=1e-4)
+        best = row.topk(3)
+        assert [token for token, _ in choice.top_logprobs] == best.indices.tolist()
+
+
+def test_text_comes_piece_by_piece_and_async(engine: Engine) -> None:
+    params = SamplingParams(max_new_tokens=8)
+    stream = engine.submit("How are you?", params)
+    pieces = list(stream)
+    assert "".join(pieces).strip() == stream.result().text
+
+    async def listen() -> str:
+        return "".join([piece async for piece in engine.submit("How are you?", params)])
+
+    assert asyncio.run(listen()).strip() == stream.result().text
+
+
+def test_a_text_ends_the_answer_and_nothing_of_it_is_told(engine: Engine) -> None:
+    whole = engine.submit("2+2?", SamplingParams(max_new_tokens=16)).result().text
+    assert len(whole) > 4
+    stop = whole[3:5]
+    stream = engine.submit("2+2?", SamplingParams(max_new_tokens=16, stop=(stop,)))
+    pieces = list(stream)
+    assert stream.result().finish == "stop"
+    assert "".join(pieces).strip() == whole[: whole.index(stop)].strip()
+
+
+def test_prompts_that_begin_alike_share_pages(engine: Engine) -> None:
+    text = prompts(1)[0] * 2
+    text = (text * 64)[:60]
+    first = engine.submit(text, SamplingParams(max_new_tokens=4)).result()
+    again = engine.submit(text, SamplingParams(max_new_tokens=4)).result()
+    assert first.shared_tokens == 0
+    assert again.shared_tokens == 48
+    assert ids(first) == ids(again)
+
+
+def test_what_can_never_fit_is_refused_with_numbers(engine: Engine) -> None:
+    with pytest.raises(UsageError, match=r"70 tokens of prompt and 16 new ones are 86; .* 80"):
+        engine.submit([1] * 70, SamplingParams(max_new_tokens=16))
+    with pytest.raises(UsageError, match="empty"):
+        engine.submit([])
+    assert engine.submit([1] * 64, SamplingParams(max_new_tokens=16)).result().prompt_tokens == 64
+
+
+def test_who_cancels_frees_pages_for_those_who_wait(engine: Engine) -> None:
+    streams = [engine.submit(text) for text in prompts(9)]
+    for stream in streams[:4]:
+        stream.cancel()
+    assert [stream.result().finish for stream in streams[:4]].count("cancelled") > 0
+    assert all(stream.result().finish != "cancelled" for stream in streams[4:])
+    assert engine.num_free_pages == engine.capacity.pages
+
+
+# ── failures ──
+
+
+def test_one_that_fails_ends_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, poison = engine._executor.run, 13
+
+    def failing(chunks: Any) -> Any:
+        if any(poison in chunk.tokens for chunk in chunks):
+            raise RuntimeError("a kernel failed")
+        return run(chunks)
+
+    monkeypatch.setattr(engine._executor, "run", failing)
+    good = [[token for token in text if token != poison] + [1] for text in prompts(6)]
+    streams = [engine.submit(text, SamplingParams(logit_bias={poison: -100})) for text in good]
+    bad = engine.submit([1, poison, 2])
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        bad.result()
+    assert all(stream.result().tokens for stream in streams)
+    assert engine.num_free_pages == engine.capacity.pages
+
+
+def test_memory_that_is_short_for_a_step_is_enough_for_smaller_ones(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = prompts(5)
+    expected = [ids(completion) for completion in engine.generate(texts)]
+    run, sizes = engine._executor.run, []
+
+    def short(chunks: Any) -> Any:
+        size = sum(len(chunk.tokens) for chunk in chunks)
+        if size > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        sizes.append(size)
+        return run(chunks)
+
+    monkeypatch.setattr(engine._executor, "run", short)
+    assert [ids(completion) for completion in engine.generate(texts)] == expected
+    assert max(sizes) <= 3
+
+
+def test_close_ends_what_is_on_its_way(plan: Any) -> None:
+    engine = Engine(plan)
+    streams = [engine.submit(text) for text in prompts(9)]
+    engine.close()
+    assert {stream.result().finish for stream in streams} <= {"cancelled", "length", "stop"}
+    assert streams[-1].result().finish == "cancelled"
+    with pytest.raises(UsageError, match="has been closed"):
+        engine.submit([1])
+    assert "duoka-engine" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_plan_with_another_cache_is_refused(model: Path) -> None:
+    work = duoka.Workload(batch=2, prompt_tokens=32, new_tokens=8, cache="int8")
+    with pytest.raises(DuokaError, match="a cache of its own"):
+        Engine(duoka.plan(model, "virtual:256MiB", work))

@@ -1,0 +1,128 @@
+"""Steps of many sequences give the tokens that `generate` gives one by one."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import families
+import pytest
+import torch
+
+from duoka.engine.engine import make_executor
+from duoka.engine.request import SamplingParams
+from duoka.engine.sampler import sample
+from duoka.engine.scheduler import Capacity, Scheduler
+from duoka.engine.sequence import Sequence
+
+NEW_TOKENS = 10
+PAGED = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "phi",
+    "phi3", "gpt2", "gpt_neox", "gpt_bigcode", "opt", "cohere", "cohere2", "olmo", "olmo2",
+    "starcoder2", "persimmon", "granite", "helium", "smollm3", "apertus", "arcee", "exaone4",
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "granitemoe", "gpt_oss", "phimoe",
+)  # fmt: skip
+
+
+class NoText:
+    """In the place of a detokenizer."""
+
+    def add(self, token: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+def prompts(rng: random.Random) -> list[list[int]]:
+    """Prompts of different lengths, some of which begin alike."""
+    common = [rng.randrange(3, families.VOCABULARY) for _ in range(9)]
+    texts = [[rng.randrange(3, families.VOCABULARY) for _ in range(n)] for n in (1, 30, 7, 12, 3)]
+    return [*texts, [*common, 5], [*common, 7, 8]]
+
+
+def one_by_one(model: Any, prompt: list[int]) -> list[int]:
+    start = 1 if model.config.is_encoder_decoder else len(prompt)
+    with torch.no_grad():
+        output = model.generate(
+            input_ids=torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            forced_bos_token_id=None,
+            forced_eos_token_id=None,
+        )
+    answer: list[int] = output[0, start:].tolist()
+    return answer
+
+
+def at_once(model: Any, texts: list[list[int]], capacity: Capacity, rng: random.Random) -> Any:
+    executor, capacity = make_executor(model, capacity)
+    scheduler = Scheduler(capacity)
+    sequences = [
+        Sequence(
+            text,
+            SamplingParams(),
+            seed=0,
+            max_new_tokens=NEW_TOKENS,
+            stop_ids=(),
+            detokenizer=NoText(),  # type: ignore[arg-type]
+        )
+        for text in texts
+    ]
+    coming = list(sequences)
+    while coming or scheduler.has_work:
+        if coming and (rng.random() < 0.5 or not scheduler.has_work):
+            scheduler.add(coming.pop(0))
+        pieces = scheduler.next_step()
+        if not pieces:
+            continue
+        assert sum(piece.num_tokens for piece in pieces) <= max(capacity.step_tokens, len(pieces))
+        logits = executor.run([piece.chunk for piece in pieces])
+        rows = [piece.sequence.row for piece in pieces if piece.wants_logits]
+        choices = iter(sample(logits, rows))
+        for piece in pieces:
+            scheduler.computed(piece, next(choices) if piece.wants_logits else None)
+    assert scheduler.pool.num_free == capacity.pages
+    executor.close()
+    return [sequence.tokens[len(sequence.prompt) :] for sequence in sequences], executor.is_paged
+
+
+CAPACITY = Capacity(
+    sequences=4, context_tokens=48, pages=40, page_tokens=4, step_tokens=16, whole_prompts=False
+)
+
+
+def compare(name: str) -> bool:
+    rng = random.Random(name)
+    model = families.build(name).eval()
+    texts = prompts(rng)
+    expected = [one_by_one(model, text) for text in texts]
+    before = model.config._attn_implementation
+    capacity = CAPACITY
+    if name not in PAGED:
+        capacity = replace(CAPACITY, step_tokens=4 * 38, whole_prompts=True)
+    answers, is_paged = at_once(model, texts, capacity, rng)
+    assert answers == expected
+    assert model.config._attn_implementation == before
+    return is_paged
+
+
+@pytest.mark.parametrize("name", families.sample(families.FAST))
+def test_family(name: str) -> None:
+    assert compare(name) == (name in PAGED)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.sweep)
+        for n in families.all_names()
+        if n not in families.FAST
+    ],
+)
+def test_other_family(name: str) -> None:
+    compare(name)
