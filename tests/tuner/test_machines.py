@@ -86,7 +86,13 @@ def torchrun(
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+                # A store of its own for each start: in torchrun's the last one's addresses stay.
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            },
         )
         for _ in range(nodes)
     ]
