@@ -54,6 +54,11 @@ class Piece:
         """Return the view of the parameter or buffer that the piece fills."""
         return target[tuple(slice(start, stop) for start, stop in self.target_box)]
 
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy the piece from the whole checkpoint tensor into the whole target."""
+        with torch.no_grad():
+            self.place(target).copy_(self.orient(source[self.source_slices]))
+
     def cut(self, dim: int, start: int, stop: int) -> Piece | None:
         """Return what lies in [start, stop) of the target's `dim`, counted from `start`."""
         low, high = max(self.target_box[dim][0], start), min(self.target_box[dim][1], stop)
