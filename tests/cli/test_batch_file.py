@@ -57,7 +57,7 @@ def test_every_prompt_is_answered_as_by_itself(
         assert answers[number]["new_tokens"] == answer["new_tokens"]
 
 
-def test_a_prompt_that_is_too_long_fails_alone(
+def test_a_prompt_that_is_too_long_is_told_before_anything_is_loaded(
     model: Path, program: Program, tmp_path: Path
 ) -> None:
     rows = [PROMPTS[0], "long " * 15, PROMPTS[1]]
@@ -66,6 +66,7 @@ def test_a_prompt_that_is_too_long_fails_alone(
     done = program("generate", model, *sizes, "--file", file, "--out", out)
     assert done.returncode == 2
     assert "the plan has memory for" in done.stderr
+    assert not out.exists()
 
 
 @pytest.mark.slow

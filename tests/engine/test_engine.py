@@ -17,6 +17,7 @@ import duoka
 from duoka.engine import Completion, Engine, SamplingParams
 from duoka.errors import DuokaError, UsageError
 from duoka.runtime import Generator
+from duoka.runtime.stream import Detokenizer
 
 WORK = duoka.Workload(batch=4, prompt_tokens=64, new_tokens=16, dtype="float32")
 
@@ -116,6 +117,8 @@ def test_what_can_never_fit_is_refused_with_numbers(engine: Engine) -> None:
         engine.submit([1] * 70, SamplingParams(max_new_tokens=16))
     with pytest.raises(UsageError, match="empty"):
         engine.submit([])
+    with pytest.raises(DuokaError, match="has a token 9999"):
+        engine.submit([1, 9999])
     assert engine.submit([1] * 64, SamplingParams(max_new_tokens=16)).result().prompt_tokens == 64
 
 
@@ -146,6 +149,23 @@ def test_one_that_fails_ends_alone(engine: Engine, monkeypatch: pytest.MonkeyPat
     with pytest.raises(RuntimeError, match="a kernel failed"):
         bad.result()
     assert all(stream.result().tokens for stream in streams)
+    assert engine.num_free_pages == engine.capacity.pages
+
+
+def test_one_whose_text_fails_ends_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    add, first = Detokenizer.add, []
+
+    def failing(self: Detokenizer, token: int) -> str:
+        first.append(self)
+        if self is first[0]:
+            raise ValueError("no such character")
+        return add(self, token)
+
+    monkeypatch.setattr(Detokenizer, "add", failing)
+    outcomes = [outcome for _, outcome in engine.as_completed(enumerate(prompts(5)))]
+    failed = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    assert [str(error) for error in failed] == ["no such character"]
+    assert len(outcomes) == 5
     assert engine.num_free_pages == engine.capacity.pages
 
 

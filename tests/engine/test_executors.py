@@ -61,7 +61,8 @@ def one_by_one(model: Any, prompt: list[int]) -> list[int]:
 
 def at_once(model: Any, texts: list[list[int]], capacity: Capacity, rng: random.Random) -> Any:
     executor, capacity = make_executor(model, capacity)
-    scheduler = Scheduler(capacity)
+    ended: list[int] = []
+    scheduler = Scheduler(capacity, ended.append)
     sequences = [
         Sequence(
             text,
@@ -87,6 +88,7 @@ def at_once(model: Any, texts: list[list[int]], capacity: Capacity, rng: random.
         for piece in pieces:
             scheduler.computed(piece, next(choices) if piece.wants_logits else None)
     assert scheduler.pool.num_free == capacity.pages
+    assert sorted(ended) == [sequence.number for sequence in sequences]
     executor.close()
     return [sequence.tokens[len(sequence.prompt) :] for sequence in sequences], executor.is_paged
 

@@ -7,11 +7,11 @@ import os
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -23,11 +23,11 @@ from duoka.errors import DuokaError, MachineError, ModelError, UsageError
 from duoka.models.text.messages import Message
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
-from duoka.runtime.generate import PromptReader
+from duoka.runtime.generate import PromptReader, num_embeddings, refuse_beyond
 from duoka.runtime.stream import Detokenizer
 
 from .cached import CachedExecutor
-from .inline import InlineExecutor
+from .inline import InlineExecutor, reads_pages
 from .request import Completion, SamplingParams
 from .sampler import sample
 from .scheduler import Capacity, Outcome, Piece, Scheduler
@@ -97,8 +97,8 @@ class Engine:
 
     Raises
     ------
-    ModelError
-        If the model's attention can't read from pages.
+    UsageError
+        If the plan is for a cache of another kind.
     DuokaError
         As `load` does.
     """
@@ -115,7 +115,8 @@ class Engine:
         model = load(plan, trust_remote_code=trust_remote_code, adapter=adapter)
         self._reader = PromptReader.open(checkpoint, plan.workload)
         self._executor, self.capacity = make_executor(model, capacity)
-        self._scheduler = Scheduler(self.capacity)
+        self._scheduler = Scheduler(self.capacity, self._executor.forget)
+        self._num_embeddings = num_embeddings(model)
         # Guards the scheduler, and wakes the thread when there is something to do.
         self._changed = threading.Condition()
         self._is_closed = False
@@ -125,12 +126,7 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -167,6 +163,7 @@ class Engine:
         tokens = self._tokens(prompt)
         if not tokens:
             raise UsageError("there is nothing to answer: the prompt is empty")
+        refuse_beyond(tokens, self._num_embeddings)
         limit = self.capacity.context_tokens - len(tokens)
         most = self._reader.workload.new_tokens
         number = params.max_new_tokens or max(1, min(most, limit))
@@ -246,9 +243,10 @@ class Engine:
             outcomes = self._run(pieces)
             with self._changed:
                 for piece, outcome in zip(pieces, outcomes, strict=True):
-                    self._scheduler.computed(piece, outcome)
-                    if not piece.sequence.pages:
-                        self._executor.forget(piece.sequence.number)
+                    try:
+                        self._scheduler.computed(piece, outcome)
+                    except Exception as error:  # of its tokenizer, say: others aren't concerned
+                        self._scheduler.computed(piece, error)
 
     def _run(self, pieces: Sequence[Piece]) -> list[Outcome]:
         """Compute pieces; what each comes to.
@@ -303,16 +301,16 @@ def make_executor(
     model: PreTrainedModel, capacity: Capacity
 ) -> tuple[InlineExecutor | CachedExecutor, Capacity]:
     """What runs a model's steps, and what there is memory for then."""
-    try:
-        paged = InlineExecutor(model, capacity.pages, capacity.page_tokens)
-        return paged, replace(capacity, whole_prompts=False)
-    except ModelError:
-        cached = CachedExecutor(model)
-        # A sequence has one page, which is all of its cache.
-        sequences = 1 if cached.keeps_state_in_modules else capacity.sequences
-        return cached, replace(
-            capacity, sequences=sequences, pages=sequences, page_tokens=capacity.context_tokens
-        )
+    if reads_pages(model):
+        with suppress(ModelError):  # code that wants more of attention than it is known to
+            paged = InlineExecutor(model, capacity.pages, capacity.page_tokens)
+            return paged, replace(capacity, whole_prompts=False)
+    cached = CachedExecutor(model)
+    # A sequence has one page, which is all of its cache.
+    sequences = 1 if cached.keeps_state_in_modules else capacity.sequences
+    return cached, replace(
+        capacity, sequences=sequences, pages=sequences, page_tokens=capacity.context_tokens
+    )
 
 
 def _put(queue: SimpleQueue[tuple[K, Completion | Exception]], key: K, outcome: Any) -> None:

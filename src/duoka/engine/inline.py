@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from duoka.errors import ModelError
-
 from . import paged_attention
 from .paged_attention import PagedCache, PagedStep
 from .step import Chunk
@@ -25,20 +23,19 @@ class InlineExecutor:
     Parameters
     ----------
     model : PreTrainedModel
-        On one device, or dispatched over several.
+        One that `reads_pages`, on one device or dispatched over several.
     num_pages, page_tokens : int
         Of the cache.
 
     Raises
     ------
     ModelError
-        If the model's attention can't read from pages.
+        If the model's code has a mask or a bias of its own.
     """
 
     is_paged = True
 
     def __init__(self, model: PreTrainedModel, num_pages: int, page_tokens: int) -> None:
-        refuse_unpaged(model)
         self._model: Any = model
         self._cache = PagedCache(num_pages, page_tokens)
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -48,7 +45,7 @@ class InlineExecutor:
         try:
             # The pages are made; and what the model's code asks of attention is known.
             self.run([Chunk(-1, [0], 0, [self._cache.scratch_page], True)])
-        except ModelError:
+        except BaseException:
             self.close()
             raise
 
@@ -81,23 +78,13 @@ class InlineExecutor:
         del self._cache
 
 
-def refuse_unpaged(model: PreTrainedModel) -> None:
-    """Raise ModelError for a model whose layers can't read keys and values from pages."""
+def reads_pages(model: PreTrainedModel) -> bool:
+    """Whether all layers keep keys and values, and call attention by transformers' interface."""
     config = model.config.get_text_config(decoder=True)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    reasons = (
-        (model.config.is_encoder_decoder, "it is an encoder with a decoder"),
-        (
-            not getattr(model, "_supports_attention_backend", False),
-            "its code has an attention of its own",
-        ),
-        (not kinds <= _SERVED, f"it has layers of {', '.join(sorted(kinds - _SERVED))}"),
-        (bool(getattr(config, "num_kv_shared_layers", 0)), "its layers share keys and values"),
-        (getattr(model, "_is_stateful", False), "it keeps a state instead of keys and values"),
+    return (
+        getattr(model, "_supports_attention_backend", False)
+        and not model.config.is_encoder_decoder
+        and not getattr(model, "_is_stateful", False)
+        and not getattr(config, "num_kv_shared_layers", 0)
+        and set(getattr(config, "layer_types", None) or ()) <= _SERVED
     )
-    for applies, reason in reasons:
-        if applies:
-            raise ModelError(
-                f"{type(model).__name__} can't answer many requests at once: {reason}",
-                hint="duoka generate and duoka chat answer one at a time",
-            )

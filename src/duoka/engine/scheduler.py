@@ -8,6 +8,7 @@ all that it may come to have: none is ever stopped again to make room. It knows 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from duoka.errors import UsageError
@@ -77,10 +78,14 @@ class Piece:
 
 
 class Scheduler:
-    """Sequences that wait and those that are on their way, with their pages."""
+    """Sequences that wait and those that are on their way, with their pages.
 
-    def __init__(self, capacity: Capacity) -> None:
+    Who has more of a sequence than that is told to `forget` it, by its number, when it has ended.
+    """
+
+    def __init__(self, capacity: Capacity, forget: Callable[[int], None] | None = None) -> None:
         self.capacity = capacity
+        self._forget = forget
         self.pool = PagePool(capacity.pages, capacity.page_tokens)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -124,7 +129,8 @@ class Scheduler:
         """A piece has been computed; its sequence takes the next token, and may end with it."""
         sequence = piece.sequence
         if isinstance(outcome, Exception):
-            self.end(sequence)
+            if sequence in self.running:
+                self.end(sequence)
             sequence.fail(outcome)
             return
         size, before = self.capacity.page_tokens, sequence.computed
@@ -147,6 +153,8 @@ class Scheduler:
         self.running.remove(sequence)
         self.pool.give_back(sequence.pages)
         sequence.pages = []
+        if self._forget is not None:
+            self._forget(sequence.number)
 
     def _admit(self) -> None:
         """Let sequences begin whose turn it is, first come, first served."""

@@ -52,6 +52,8 @@ class Sequence:
         self._detokenizer = detokenizer
         self._on_end = on_end
         self._text = ""
+        self._is_cut = False
+        self._has_ended = False
         self._num_sent = 0
 
     @property
@@ -89,8 +91,9 @@ class Sequence:
 
     def finish(self, reason: Finish) -> None:
         """Tell the end of the answer."""
-        self._text += self._detokenizer.finish()
-        self._is_at_stop_text()
+        if not self._is_cut:
+            self._text += self._detokenizer.finish()
+            self._is_at_stop_text()
         self._tell(len(self._text))
         self._end(
             Completion(
@@ -107,6 +110,9 @@ class Sequence:
         self._end(error)
 
     def _end(self, event: Completion | Exception) -> None:
+        if self._has_ended:  # what failed was to tell of it
+            return
+        self._has_ended = True
         self.events.put(event)
         if self._on_end is not None:
             self._on_end(event)
@@ -116,7 +122,8 @@ class Sequence:
         places = [place for text in self.params.stop if (place := self._text.find(text)) >= 0]
         if places:
             self._text = self._text[: min(places)]
-        return bool(places)
+            self._is_cut = True
+        return self._is_cut
 
     def _num_safe(self) -> int:
         """The characters of the text that can't be the beginning of one that ends it."""

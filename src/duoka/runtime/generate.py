@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -235,11 +236,7 @@ class Generator(PromptReader):
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         self.check(prompts, sampling.max_new_tokens)
-        # Not its weight's: that may be in the host's memory.
-        rows = getattr(self.model.get_input_embeddings(), "num_embeddings", None)
-        largest = max(map(max, prompts))
-        if rows is not None and largest >= rows:
-            raise beyond_embedding(largest, rows)
+        refuse_beyond(chain.from_iterable(prompts), num_embeddings(self.model))
 
     def _generate(
         self,
@@ -337,6 +334,19 @@ class Generator(PromptReader):
             new_tokens=len(ids),
             finish="length" if end is None else "stop",
         )
+
+
+def num_embeddings(model: PreTrainedModel) -> int | None:
+    """The rows of a model's embedding; None where it doesn't tell them."""
+    # Not its weight's: that may be in the host's memory.
+    return getattr(model.get_input_embeddings(), "num_embeddings", None)
+
+
+def refuse_beyond(tokens: Iterable[int], rows: int | None) -> None:
+    """Refuse tokens that an embedding has no rows for."""
+    largest = max(tokens)
+    if rows is not None and largest >= rows:
+        raise beyond_embedding(largest, rows)
 
 
 @contextmanager
