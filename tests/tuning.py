@@ -16,6 +16,7 @@ from transformers import (
     LlamaConfig,
     MixtralConfig,
     PreTrainedTokenizerFast,
+    Qwen2Config,
     Qwen3Config,
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
@@ -41,6 +42,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**SIZES),
     "shallow": lambda: LlamaConfig(**{**SIZES, "num_hidden_layers": 2}),
     "tied": lambda: Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
+    "biases": lambda: Qwen2Config(**SIZES),
     # large enough for its own memory to be more than rounding
     "large": lambda: LlamaConfig(
         **{

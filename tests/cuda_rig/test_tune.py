@@ -4,43 +4,83 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import tuning
 
 import duoka
 from duoka import TuneSettings
+from duoka.errors import DuokaError, TrainingError
+from duoka.tuner import worker
+from duoka.tuner.run import RunDirectory
+from duoka.tuner.tune import TuneResult, resume
 
 pytestmark = pytest.mark.cuda_rig(gpus="1GiB,1GiB")
 
 
-@pytest.mark.parametrize(
-    ("options", "replicas"),
-    [({}, 1), ({"method": "full", "checkpointing": True}, 1), ({"micro_batch": 2}, 2)],
-    ids=["lora", "full", "replicas"],
-)
-def test_memory(
-    options: Any, replicas: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # In the processes too, code that looks at masks and positions sees them.
+@pytest.fixture(autouse=True)
+def _processes_have_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the processes too, code that looks at masks and positions sees them."""
     (tmp_path / "sitecustomize.py").write_text("import values; values.values().__enter__()")
     paths = [str(tmp_path), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    model = tuning.write_model("large", tmp_path / "model")
-    data = tmp_path / "text.jsonl"
+
+
+def run(path: Path, family: str, replicas: int = 1, **settings: Any) -> TuneResult:
+    model = tuning.write_model(family, path / "model")
+    data = path / "text.jsonl"
     data.write_text(f"{json.dumps({'text': 'duoka ' * 1500})}\n")
-    result = duoka.tune(
+    return duoka.tune(
         model,
         str(data),
         "0,1",
-        save=tmp_path / "run",
+        save=path / "run",
         replicas=replicas,
-        settings=TuneSettings(seq_length=256, steps=3, **options),
+        settings=TuneSettings(**{"steps": 3, **settings}),
     )
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "replicas"),
+    [
+        ("large", {}, 1),
+        ("large", {"method": "full", "checkpointing": True}, 1),
+        ("large", {"micro_batch": 2}, 2),
+        ("biases", {"seq_length": 64}, 1),
+    ],
+    ids=["lora", "full", "replicas", "biases"],
+)
+def test_memory(family: str, options: Any, replicas: int, tmp_path: Path) -> None:
+    result = run(tmp_path, family, replicas, **{"seq_length": 256, **options})
     assert result.report is not None
     assert {device.device for device in result.report.devices} == {"cuda:0", "cuda:1"}
     for device in result.report.devices:
         assert device.allocated_bytes == pytest.approx(device.forecast_allocated_bytes, rel=0.005)
         assert device.reserved_bytes == pytest.approx(device.forecast_reserved_bytes, rel=0.05)
+
+
+def test_memory_that_others_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = run(tmp_path, "large", seq_length=256, save_every=1)
+    shutil.rmtree(result.directory / "checkpoints" / "step-000003")
+    capfd.readouterr()
+    monkeypatch.setenv("RIG_GPUS", "1GiB,40MiB")
+    with pytest.raises(
+        DuokaError, match=r"^cuda:1: CUDA out of memory\. .*unallocated\.$"
+    ) as refused:
+        resume(RunDirectory(result.directory))
+    assert refused.value.exit_code == TrainingError.exit_code
+    assert "--resume goes on" in str(refused.value.hint)
+    assert "CUDACachingAllocator" not in capfd.readouterr().err
+
+
+def test_an_error_of_the_driver_names_the_gpu() -> None:
+    with pytest.raises(torch.AcceleratorError) as failed:
+        torch.cuda.set_device(7)
+    reason = worker._reason(failed.value, "cuda:1")
+    assert str(reason) == "cuda:1 failed: CUDA error: invalid device ordinal"

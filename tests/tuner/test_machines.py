@@ -142,21 +142,41 @@ def test_two_machines(
     assert_as_one_process(path, monkeypatch)
 
 
+def wait_for_a_checkpoint(agent: subprocess.Popen[str], path: Path) -> None:
+    deadline = time.monotonic() + 300
+    while not (path / "run" / "checkpoints" / "step-000001").exists():
+        if agent.poll() is not None or time.monotonic() > deadline:
+            agent.kill()
+            raise AssertionError(agent.communicate()[0])
+        time.sleep(0.01)
+
+
+ON_ONE = ["--gpus", "virtual:2x64MiB", "--replicas", "1", "--save-every", "1"]
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_where_torchrun_starts_it_again(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = model.parent
-    options = ["--gpus", "virtual:2x64MiB", "--replicas", "1", "--save-every", "1"]
-    (agent,) = torchrun(path, *options, processes=2, restarts=1)
+    (agent,) = torchrun(path, *ON_ONE, processes=2, restarts=1)
     with agent:
-        deadline = time.monotonic() + 300
-        while not (path / "run" / "checkpoints" / "step-000001").exists():
-            if agent.poll() is not None or time.monotonic() > deadline:
-                agent.kill()
-                raise AssertionError(agent.communicate()[0])
-            time.sleep(0.01)
+        wait_for_a_checkpoint(agent, path)
         children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
         os.kill(int(children[-1]), signal.SIGKILL)
         finish([agent])
     assert_as_one_process(path, monkeypatch)
+
+
+@pytest.mark.slow
+def test_a_run_that_torchrun_stops_has_no_result_yet(model: Path) -> None:
+    path = model.parent
+    (agent,) = torchrun(path, *ON_ONE, "--epochs", "400", processes=2)
+    with agent:
+        wait_for_a_checkpoint(agent, path)
+        agent.send_signal(signal.SIGTERM)
+        said, _ = agent.communicate(timeout=120)
+    steps = len(tuning.losses(path / "run"))
+    assert f"stopped after step {steps}; to go on" in said
+    assert (path / "run" / "checkpoints" / f"step-{steps:06d}").is_dir()
+    assert not (path / "run" / "adapter").exists()

@@ -236,6 +236,20 @@ def test_ctrl_c_saves_and_leaves(
     assert (path / "checkpoints" / f"step-{steps:06d}").is_dir()
 
 
+@pytest.mark.slow
+def test_ctrl_c_twice_says_what_was_saved(tmp_path: Path, chats: Path, models: Any) -> None:
+    path = tmp_path / "stopped"
+    process = start(path, models("llama"), chats, "virtual:2x64MiB", "--save-every", "1000")
+    wait_for(path / "metrics.jsonl", process)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGINT
+    saved = [int(step.name.removeprefix("step-")) for step in path.glob("checkpoints/step-*")]
+    assert f"stopped after step {max(saved, default=0)};" in said
+
+
 # ── what goes wrong ──
 
 

@@ -19,6 +19,13 @@ from types import TracebackType
 _POLL_SECONDS = 0.1
 # After one has failed the others notice by themselves, or they are ended.
 _GRACE_SECONDS = 10.0
+_SETTINGS = {
+    # As PyTorch 2.13 has it and 2.11 hasn't: products with a bias take no workspace of their own,
+    # which no forecast knows of.
+    "TORCH_CUBLASLT_UNIFIED_WORKSPACE": "1",
+    # PyTorch logs that memory ran out beside raising it.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
 
 
 class Workers:
@@ -37,6 +44,7 @@ class Workers:
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
             # All are on this machine, whatever its name resolves to.
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback()),
+            **{name: os.environ.get(name, value) for name, value in _SETTINGS.items()},
         }
         command = [sys.executable, "-m", module, *arguments]
         self._processes = [

@@ -29,6 +29,10 @@ _SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--train": ("method", str),
     "--quantize": ("quantize", str),
 }
+_SHARDED = (
+    "; to share the optimizer's states among GPUs, export a plan to torchtitan or DeepSpeed "
+    "(duoka plan --train full --export)"
+)
 
 
 def with_suggestions(
@@ -36,7 +40,7 @@ def with_suggestions(
 ) -> InfeasibleError:
     """The error with ways out that have the options of `duoka tune`."""
     plain = InfeasibleError(
-        str(error),
+        f"{error}{_SHARDED if settings.method == 'full' else ''}",
         hint="use more or larger GPUs, or a smaller model",
         shortfall_bytes=error.shortfall_bytes,
     )

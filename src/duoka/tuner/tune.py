@@ -145,10 +145,11 @@ def _in_ranks(directory: RunDirectory, begin: Callable[[], bool]) -> TuneResult:
         directory.forget_failure()
 
     is_first = os.environ["RANK"] == "0"
-    work(directory, begin_once if is_first else None)
+    is_complete = work(directory, begin_once if is_first else None)
     if not is_first:
         return TuneResult(directory=directory.path, steps=0)
-    return _finished(directory)
+    # torchrun hands on SIGTERM, whatever it was sent itself.
+    return _finished(directory, None if is_complete else signal.SIGTERM)
 
 
 def move(
@@ -191,13 +192,13 @@ def resume(directory: RunDirectory) -> TuneResult:
 
 def _finished(directory: RunDirectory, stopped_by: int | None = None) -> TuneResult:
     """What a run has come to; its result is made when it was not stopped."""
-    run = directory.read()
-    metrics = [entry for entry in directory.read_metrics() if "loss" in entry]
-    steps = int(metrics[-1]["step"]) if metrics else 0
+    # What was noted may be of more steps than were saved, where a run was ended at once, or of
+    # fewer, after a crash of the machine.
+    steps = max(TrainingCheckpoints(directory.checkpoints, {}).steps, default=0)
     if stopped_by is not None:
         return TuneResult(directory=directory.path, steps=steps, stopped_by=stopped_by)
-    # What was noted of the steps may be lost, in a crash of the machine; what was saved isn't.
-    steps = TrainingCheckpoints(directory.checkpoints, {}).steps[-1]
+    run = directory.read()
+    metrics = [entry for entry in directory.read_metrics() if "loss" in entry]
     report = make_report(Layout(run.plans, run.machines), metrics) if metrics else None
     if report is not None:
         directory.write_report(report.to_dict())

@@ -31,10 +31,13 @@ from .trainer import PeerError, StepReport, Trainer
 LOST = 75
 """The exit code of a process that ends because another one did."""
 _DEFECT = 70
+_MOST_CHARACTERS = 300
 
 
-def work(directory: RunDirectory, prepare: Callable[[], None] | None = None) -> None:
+def work(directory: RunDirectory, prepare: Callable[[], None] | None = None) -> bool:
     """Do this process's part of a run, which the first one may have to `prepare`.
+
+    Returns whether it came to its last step, and wasn't asked to stop before.
 
     Raises
     ------
@@ -44,6 +47,7 @@ def work(directory: RunDirectory, prepare: Callable[[], None] | None = None) -> 
         Where another process failed.
     """
     rank = int(os.environ["RANK"])
+    device = ""
     dist.init_process_group("gloo")
     try:
         if prepare is not None and rank == 0:
@@ -51,14 +55,16 @@ def work(directory: RunDirectory, prepare: Callable[[], None] | None = None) -> 
         dist.barrier()
         run = directory.read()
         _refuse_size(Layout(run.plans))
-        _Worker(directory, run, rank).train()
+        _, device = _layout_here(run).place(rank)
+        is_complete = _Worker(directory, run, rank).train()
     except Exception as error:
-        reason = _reason(error)
+        reason = _reason(error, device)
         if reason is None or not directory.fail(reason):
             raise LostError from error
         raise reason from error
     # Not in a `finally`: after a failure others may wait for what never comes.
     dist.destroy_process_group()
+    return is_complete
 
 
 class LostError(Exception):
@@ -83,15 +89,25 @@ def _layout_here(run: Run) -> Layout:
     return Layout(plans, run.machines, machine)
 
 
-def _reason(error: Exception) -> DuokaError | None:
+def _reason(error: Exception, device: str) -> DuokaError | None:
     """Why a run failed, as the user is to see it; None where another process knows."""
     if isinstance(error, DuokaError):
         return error
     if isinstance(error, torch.OutOfMemoryError):
+        text = str(error)
+        if len(text) > _MOST_CHARACTERS:  # what follows is advice on PyTorch's allocator
+            text = text[: text.rfind(". ", 0, _MOST_CHARACTERS) + 1]
         return TrainingError(
-            f"out of memory: {str(error)[:300]}",
+            f"{device}: {text or 'out of memory'}",
             hint="something else uses the memory that the plan counted on; the last checkpoint is "
             "whole: --resume goes on from it",
+        )
+    if isinstance(error, torch.AcceleratorError):
+        # The driver's, not the allocator's: no room for a context, an index that is out of bounds.
+        return TrainingError(
+            f"{device} failed: {str(error).splitlines()[0]}",
+            hint="see what else uses it, and whether it is well: `nvidia-smi`; the last checkpoint "
+            "is whole: --resume goes on from it",
         )
     if isinstance(error, PeerError) or _is_lost_connection(error):
         return None
@@ -145,8 +161,8 @@ class _Worker:
         self._progress = Progress(layout, self._num_steps) if self._is_first else None
         self._board: TensorBoard | None = None
 
-    def train(self) -> None:
-        """Train, from the newest checkpoint on."""
+    def train(self) -> bool:
+        """Train, from the newest checkpoint on; whether the last step was made."""
         signals = (signal.SIGTERM, signal.SIGINT)
         before = {signum: signal.signal(signum, self._stop) for signum in signals}
         try:
@@ -155,10 +171,11 @@ class _Worker:
                 self._note(report)
                 if report.stops or self._is_due(step, self._settings.save_every):
                     self._save(step)
-                if report.stops:
-                    break
+                if report.stops and step < self._num_steps:
+                    return False
                 if self._eval_steps and self._is_due(step, self._settings.eval_every):
                     self._evaluate(step)
+            return True
         finally:
             for signum, handler in before.items():
                 signal.signal(signum, handler)
