@@ -55,7 +55,7 @@ class InlineExecutor:
         step = PagedStep(chunks, self._cache)
         device = self._model.device
         ids = [token for chunk in chunks for token in chunk.tokens]
-        places = [place for chunk in chunks for place in range(chunk.start, chunk.end)]
+        places = [place for chunk in chunks for place in chunk.places]
         ends = zip(step.offsets[1:], chunks, strict=True)
         last_rows = [end - 1 for end, chunk in ends if chunk.wants_logits]
         rows = torch.tensor(last_rows, dtype=torch.long)

@@ -12,7 +12,8 @@ kernel serves (sinks, soft caps), queries are taken in pieces.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from duoka.errors import ModelError
 from .step import Chunk
 
 NAME = "duoka_paged"
-# Sequences are padded together as long as the pages of the longest are at most this much more.
+# Sequences are padded together where the longest is at most so many times as long as the shortest.
 _PADDING = 1.25
 # Where scores have to be there, so many at a time.
 _MOST_SCORES = 2**24
@@ -61,84 +62,88 @@ class PagedCache:
         return self.num_pages
 
 
+class Group(NamedTuple):
+    """Sequences that are computed together.
+
+    `rows` are those of their tokens in the packed row, as many of each sequence; `slots`,
+    [sequences, keys], where the keys that may be seen lie in the cache; `mask`, [sequences, 1,
+    queries, keys], which are. Without one it is a sequence from its beginning.
+    """
+
+    rows: slice | Tensor
+    slots: Tensor
+    mask: Tensor | None
+
+
 class PagedStep:
-    """The sequences of one step, as attention needs them; index tensors once for each device."""
+    """The sequences of one step, as attention needs them.
+
+    Index tensors are made once for all layers that are on a device and look back as far.
+    """
 
     def __init__(self, chunks: Sequence[Chunk], cache: PagedCache) -> None:
-        self.chunks = chunks
         self.cache = cache
+        self.offsets = [0, *accumulate(len(chunk.tokens) for chunk in chunks)]
+        self._chunks = chunks
         self._slots: dict[torch.device, Tensor] = {}
-        self._tables: dict[tuple[torch.device, int, int, tuple[int, ...]], Tensor] = {}
-        self._masks: dict[Any, Tensor] = {}
-        self.offsets = [0]
-        for chunk in chunks:
-            self.offsets.append(self.offsets[-1] + len(chunk.tokens))
+        self._groups: dict[tuple[torch.device, int], list[Group]] = {}
 
     def slots(self, device: torch.device) -> Tensor:
         """Where each token's keys and values go: [tokens]."""
         if device not in self._slots:
-            size = self.cache.page_tokens
-            places = [
-                chunk.pages[place // size] * size + place % size
-                for chunk in self.chunks
-                for place in range(chunk.start, chunk.end)
-            ]
-            self._slots[device] = torch.tensor(places, device=device)
+            slots = [self._slot(chunk, at) for chunk in self._chunks for at in chunk.places]
+            self._slots[device] = torch.tensor(slots, device=device)
         return self._slots[device]
 
-    def table(
-        self, device: torch.device, members: tuple[int, ...], first: int, last: int
-    ) -> Tensor:
-        """Pages from the first to before the last of some sequences: [sequences, pages]."""
-        key = device, first, last, members
-        if key not in self._tables:
-            rows = [list(self.chunks[index].pages[first:last]) for index in members]
-            padding = [self.cache.scratch_page]
-            padded = [row + padding * (last - first - len(row)) for row in rows]
-            self._tables[key] = torch.tensor(padded, device=device)
-        return self._tables[key]
+    def groups(self, device: torch.device, window: int) -> list[Group]:
+        """The groups of all sequences; layers look back over `window` tokens, or with 0 over all."""
+        key = device, window
+        if key not in self._groups:
+            self._groups[key] = [
+                self._group(members, device, window) for members in self._together(window)
+            ]
+        return self._groups[key]
 
-    def mask(
-        self, device: torch.device, members: tuple[int, ...], first: int, keys: int, window: int
-    ) -> Tensor:
-        """Which keys queries see: [sequences, 1, queries, keys], the first one at place `first`."""
-        key = device, members, first, keys, window
-        if key not in self._masks:
-            chunks = [self.chunks[index] for index in members]
-            queries = torch.tensor([list(range(c.start, c.end)) for c in chunks], device=device)
-            places = torch.arange(first, first + keys, device=device)
-            seen = places <= queries[..., None]
-            if window:
-                seen &= places > queries[..., None] - window
-            self._masks[key] = seen[:, None]
-        return self._masks[key]
-
-    def is_beginning(self, members: Sequence[int], window: int) -> bool:
-        """Whether this is a sequence from its beginning, no longer than the window."""
-        chunk = self.chunks[members[0]]
-        return not chunk.start and len(members) == 1 and (not window or chunk.end <= window)
-
-    def groups(self, window: int) -> Iterator[tuple[tuple[int, ...], int, int]]:
-        """Sequences that are computed together, with the first of their pages and the end."""
+    def _slot(self, chunk: Chunk, place: int) -> int:
         size = self.cache.page_tokens
-        singles: list[tuple[int, int, int]] = []
-        for index, chunk in enumerate(self.chunks):
-            first = max(0, chunk.start - window + 1) // size if window else 0
-            last = -(-chunk.end // size)
-            if len(chunk.tokens) == 1 and not window:
-                singles.append((last, first, index))
-            else:
-                yield (index,), first, last
-        singles.sort()
-        start = 0
-        for end in range(1, len(singles) + 1):
-            is_last = end == len(singles)
-            if is_last or singles[end][0] > max(
-                _PADDING * singles[start][0], singles[start][0] + 1
-            ):
-                members = tuple(index for _, _, index in singles[start:end])
-                yield members, 0, singles[end - 1][0]
-                start = end
+        return chunk.pages[place // size] * size + place % size
+
+    def _together(self, window: int) -> Iterator[list[int]]:
+        """Those that are computed together: with one new token each, and about as long."""
+        chunks = self._chunks
+        singles = [i for i, chunk in enumerate(chunks) if len(chunk.tokens) == 1 and not window]
+        yield from ([index] for index in range(len(chunks)) if index not in singles)
+        singles.sort(key=lambda index: chunks[index].end)
+        members: list[int] = []
+        for index in singles:
+            if members and chunks[index].end > _PADDING * chunks[members[0]].end:
+                yield members
+                members = []
+            members.append(index)
+        if members:
+            yield members
+
+    def _group(self, members: Sequence[int], device: torch.device, window: int) -> Group:
+        chunks = [self._chunks[index] for index in members]
+        rows: slice | Tensor = slice(self.offsets[members[0]], self.offsets[members[0] + 1])
+        if len(members) > 1:
+            rows = torch.tensor([self.offsets[index] for index in members], device=device)
+        first = max(0, chunks[0].start - window + 1) if window else 0
+        end = max(chunk.end for chunk in chunks)
+        nobodys = self.cache.scratch_page * self.cache.page_tokens
+        slots = [
+            [self._slot(chunk, at) if at < chunk.end else nobodys for at in range(first, end)]
+            for chunk in chunks
+        ]
+        mask = None
+        if len(members) > 1 or chunks[0].start or (window and end > window):
+            queries = torch.tensor([list(chunk.places) for chunk in chunks], device=device)
+            keys = torch.arange(first, end, device=device)
+            mask = keys <= queries[..., None]
+            if window:
+                mask &= keys > queries[..., None] - window
+            mask = mask[:, None]
+        return Group(rows, torch.tensor(slots, device=device), mask)
 
 
 def attend(
@@ -170,35 +175,16 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = _window_of(attention_mask, options.get("sliding_window"))
     output = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])
-    size = step.cache.page_tokens
-    for members, first, last in step.groups(window):
-        table = step.table(key.device, members, first, last)
-        places = (table[:, :, None] * size + torch.arange(size, device=key.device)).flatten(1)
-        rows = _rows(step, members, key.device)
+    for rows, places, mask in step.groups(key.device, window):
         # [sequences, heads, queries or keys, head_dim]
-        queries = query[0, :, rows].transpose(0, 1).unflatten(0, (len(members), -1)).transpose(1, 2)
+        queries = query[0, :, rows].transpose(0, 1).unflatten(0, (len(places), -1)).transpose(1, 2)
         seen_keys, seen_values = (states[places].transpose(1, 2) for states in (keys, values))
-        mask = None
-        if step.is_beginning(members, window):
-            # The kernels know causal attention without a mask.
-            number = queries.shape[2]
-            seen_keys, seen_values = seen_keys[:, :, :number], seen_values[:, :, :number]
-        else:
-            mask = step.mask(key.device, members, first * size, places.shape[1], window)
         if softcap is not None or sinks is not None:
             attended = _in_pieces(queries, seen_keys, seen_values, mask, scale, softcap, sinks)
         else:
             attended = _fused(queries, seen_keys, seen_values, mask, scale)
         output[rows] = attended.transpose(1, 2).flatten(0, 1)
     return output[None], None
-
-
-def _rows(step: PagedStep, members: Sequence[int], device: torch.device) -> Any:
-    """Where some sequences' tokens are in the packed row."""
-    if len(members) == 1:
-        (index,) = members
-        return slice(step.offsets[index], step.offsets[index + 1])
-    return torch.tensor([step.offsets[index] for index in members], device=device)
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:

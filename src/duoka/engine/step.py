@@ -20,3 +20,8 @@ class Chunk:
     def end(self) -> int:
         """The tokens of the sequence up to here."""
         return self.start + len(self.tokens)
+
+    @property
+    def places(self) -> range:
+        """Those of the new tokens in their sequence."""
+        return range(self.start, self.end)
