@@ -96,7 +96,7 @@ class PagedStep:
         return self._slots[device]
 
     def groups(self, device: torch.device, window: int) -> list[Group]:
-        """The groups of all sequences; layers look back over `window` tokens, or with 0 over all."""
+        """The groups of all sequences, where layers look back over `window` tokens; 0: over all."""
         key = device, window
         if key not in self._groups:
             self._groups[key] = [
