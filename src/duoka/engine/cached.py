@@ -35,7 +35,10 @@ class CachedExecutor:
         self._arguments: dict[int, dict[str, Any]] = {}
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted and not model.config.is_encoder_decoder
-        self._start_token = model.generation_config.decoder_start_token_id
+        settings = model.generation_config
+        self._start_token = settings.decoder_start_token_id
+        if self._start_token is None:
+            self._start_token = settings.bos_token_id
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> Tensor:

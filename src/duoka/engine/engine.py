@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from operator import index
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -227,7 +228,7 @@ class Engine:
         messages = [part for part in prompt if isinstance(part, Message)]
         if messages:
             return self._reader.chat.prompt(messages)
-        return [int(token) for token in prompt]  # type: ignore[arg-type]
+        return [index(token) for token in prompt if not isinstance(token, Message)]
 
     # ── the engine's thread ──
 

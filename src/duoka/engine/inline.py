@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from duoka.errors import ModelError
+from duoka.models.kv_cache import new_cache
 
 from . import paged_attention
 from .paged_attention import PagedCache, PagedStep
@@ -30,7 +33,7 @@ class InlineExecutor:
     Raises
     ------
     ModelError
-        If the model's code has a mask or a bias of its own.
+        If the model's code does more than causal attention, once in each layer.
     """
 
     is_paged = True
@@ -44,16 +47,23 @@ class InlineExecutor:
         self._model.set_attn_implementation(paged_attention.NAME)
         try:
             # The pages are made; and what the model's code asks of attention is known.
-            self.run([Chunk(-1, [0], 0, [self._cache.scratch_page], True)])
-        except BaseException:
+            chunk = Chunk(-1, [0], 0, [self._cache.scratch_page], wants_logits=True)
+            step = PagedStep([chunk], self._cache)
+            self._forward(step)
+            _refuse_other_windows(model, step.windows)
+        except Exception as error:  # whatever code raises that reads the mask, which is none
             self.close()
-            raise
+            if isinstance(error, (ModelError, torch.OutOfMemoryError)):
+                raise
+            raise ModelError(f"{type(model).__name__} can't read from pages") from error
 
-    @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Run a step; the logits after the chunks that want them, [chunks, vocabulary]."""
-        step = PagedStep(chunks, self._cache)
-        device = self._model.device
+        return self._forward(PagedStep(chunks, self._cache))
+
+    @torch.inference_mode()
+    def _forward(self, step: PagedStep) -> Tensor:
+        chunks, device = step.chunks, self._model.device
         ids = [token for chunk in chunks for token in chunk.tokens]
         places = [place for chunk in chunks for place in chunk.places]
         ends = zip(step.offsets[1:], chunks, strict=True)
@@ -88,3 +98,12 @@ def reads_pages(model: PreTrainedModel) -> bool:
         and not getattr(config, "num_kv_shared_layers", 0)
         and set(getattr(config, "layer_types", None) or ()) <= _SERVED
     )
+
+
+def _refuse_other_windows(model: PreTrainedModel, windows: Mapping[int, int]) -> None:
+    """Raise ModelError where a layer's own cache would forget tokens that it sees here."""
+    layers = getattr(new_cache(model), "layers", [])
+    for number, layer in enumerate(layers):
+        window = layer.sliding_window if layer.is_sliding else 0
+        if windows.get(number, window) != window:
+            raise ModelError(f"layer {number} has a window that its attention doesn't know")

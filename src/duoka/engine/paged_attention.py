@@ -11,13 +11,13 @@ kernel serves (sinks, soft caps), queries are taken in pieces.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from duoka.errors import ModelError
@@ -84,14 +84,21 @@ class PagedStep:
     def __init__(self, chunks: Sequence[Chunk], cache: PagedCache) -> None:
         self.cache = cache
         self.offsets = [0, *accumulate(len(chunk.tokens) for chunk in chunks)]
-        self._chunks = chunks
+        self.chunks = chunks
+        self.windows: dict[int, int] = {}  # of the layers that have been called
         self._slots: dict[torch.device, Tensor] = {}
         self._groups: dict[tuple[torch.device, int], list[Group]] = {}
+
+    def enter(self, layer: int, window: int) -> None:
+        """Note a layer's call; ModelError for a second one, whose keys would replace these."""
+        if layer in self.windows:
+            raise ModelError(f"layer {layer} calls attention more than once")
+        self.windows[layer] = window
 
     def slots(self, device: torch.device) -> Tensor:
         """Where each token's keys and values go: [tokens]."""
         if device not in self._slots:
-            slots = [self._slot(chunk, at) for chunk in self._chunks for at in chunk.places]
+            slots = [self._slot(chunk, at) for chunk in self.chunks for at in chunk.places]
             self._slots[device] = torch.tensor(slots, device=device)
         return self._slots[device]
 
@@ -110,7 +117,7 @@ class PagedStep:
 
     def _together(self, window: int) -> Iterator[list[int]]:
         """Those that are computed together: with one new token each, and about as long."""
-        chunks = self._chunks
+        chunks = self.chunks
         singles = [i for i, chunk in enumerate(chunks) if len(chunk.tokens) == 1 and not window]
         yield from ([index] for index in range(len(chunks)) if index not in singles)
         singles.sort(key=lambda index: chunks[index].end)
@@ -124,7 +131,7 @@ class PagedStep:
             yield members
 
     def _group(self, members: Sequence[int], device: torch.device, window: int) -> Group:
-        chunks = [self._chunks[index] for index in members]
+        chunks = [self.chunks[index] for index in members]
         rows: slice | Tensor = slice(self.offsets[members[0]], self.offsets[members[0] + 1])
         if len(members) > 1:
             rows = torch.tensor([self.offsets[index] for index in members], device=device)
@@ -147,7 +154,7 @@ class PagedStep:
 
 
 def attend(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -162,18 +169,16 @@ def attend(
     result is [1, tokens, heads, head_dim]. Of transformers' `options` count `scaling`, `softcap`,
     `sliding_window`, and `s_aux`: sinks.
     """
-    is_plain = attention_mask is None or not attention_mask.numel()
-    if step is None or not is_plain or options.get("position_bias") is not None:
-        raise ModelError(
-            f"the attention of {type(module).__name__} has a mask or a bias of its own"
-        )
-    keys, values = step.cache.layer(module.layer_idx, key, value)  # type: ignore[arg-type]
+    if step is None or not _is_plain(module, attention_mask, options):
+        raise ModelError(f"{type(module).__name__} has a mask or a bias of its own, or looks ahead")
+    window = _window_of(attention_mask, options.get("sliding_window"))
+    step.enter(module.layer_idx, window)
+    keys, values = step.cache.layer(module.layer_idx, key, value)
     slots = step.slots(key.device)
     keys.index_copy_(0, slots, key[0].transpose(0, 1))
     values.index_copy_(0, slots, value[0].transpose(0, 1))
     scaling, softcap, sinks = (options.get(name) for name in ("scaling", "softcap", "s_aux"))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = _window_of(attention_mask, options.get("sliding_window"))
     output = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])
     for rows, places, mask in step.groups(key.device, window):
         # [sequences, heads, queries or keys, head_dim]
@@ -239,6 +244,13 @@ def _in_pieces(
 def _window_alone(*_: Any, local_size: int | None = None, device: Any = "cpu", **__: Any) -> Tensor:
     """In the place of a mask, which is made from the step: the window, as a size of nothing."""
     return torch.empty(local_size or 0, 0, device=device)
+
+
+def _is_plain(module: Any, mask: Tensor | None, options: Mapping[str, Any]) -> bool:
+    """Whether each token sees those before it, and nothing else is added to scores."""
+    is_masked = mask is not None and mask.numel() > 0
+    is_causal = getattr(module, "is_causal", True)
+    return is_causal and not is_masked and options.get("position_bias") is None
 
 
 def _window_of(mask: Tensor | None, sliding_window: int | None) -> int:

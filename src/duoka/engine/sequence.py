@@ -49,6 +49,7 @@ class Sequence:
         self._stop_ids = stop_ids
         self._choices: list[TokenChoice] = []
         self._answer: list[int] = []
+        self.tokens = list(prompt)  # and the answer so far
         self._detokenizer = detokenizer
         self._on_end = on_end
         self._text = ""
@@ -62,14 +63,9 @@ class Sequence:
         return len(self.prompt) + self.max_new_tokens
 
     @property
-    def tokens(self) -> list[int]:
-        """Prompt and answer so far."""
-        return self.prompt + self._answer
-
-    @property
     def num_tokens(self) -> int:
-        """How many they are."""
-        return len(self.prompt) + len(self._answer)
+        """How many tokens there are: prompt and answer so far."""
+        return len(self.tokens)
 
     @property
     def row(self) -> Row:
@@ -82,6 +78,7 @@ class Sequence:
             return "stop"
         self._choices.append(choice)
         self._answer.append(choice.token)
+        self.tokens.append(choice.token)
         self._text += self._detokenizer.add(choice.token)
         if self._is_at_stop_text():
             return "stop"
