@@ -76,6 +76,18 @@ def test_one_that_a_library_swallowed_is_sent_again() -> None:
     assert (done.stdout, done.stderr, done.returncode) == ("taken\n", "", 0)
 
 
+def test_torch_is_imported_to_its_end_first(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("press(); time.sleep(0.3); say('whole')\n")
+    done = run(
+        f"import builtins; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "builtins.press, builtins.time, builtins.say = press, time, say\n"
+        "try:\n"
+        "    import torch; time.sleep(30)\n"
+        "except KeyboardInterrupt: say('stopped', signals.stopped_by() == signal.SIGINT)\n"
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("whole\nstopped True\n", "", 0)
+
+
 def test_signals_that_the_parent_ignored_stay_ignored() -> None:
     code = FRAME.replace("default_int_handler", "SIG_IGN") + "press(); time.sleep(0.2); say('on')"
     ignoring = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{code}\n"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
 from types import FrameType
 
 # For so long after a signal another one is taken for the same wish, and can't stop the clean-up.
 _PATIENCE_SECONDS = 2.0
+_AGAIN_SECONDS = 0.05
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -27,10 +30,23 @@ class _Handler:
         self._raised_at = 0.0
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
+        if _imports_torch(frame):
+            threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), signum)).start()
+            return
         is_late = time.monotonic() - self._raised_at > _PATIENCE_SECONDS
         if self.stopped_by is None or is_late:
             self.stopped_by, self._raised_at = signum, time.monotonic()
             raise KeyboardInterrupt if signum == signal.SIGINT else Terminated(signum)
+
+
+def _imports_torch(frame: FrameType | None) -> bool:
+    """Whether torch is being imported: its C++ code there ends the process if Python raises."""
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if frame.f_code.co_name == "<module>" and name.partition(".")[0] == "torch":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def install() -> None:
