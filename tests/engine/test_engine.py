@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,9 @@ def plan(request: pytest.FixtureRequest, model: Path) -> Any:
     return duoka.plan(model, f"virtual:{request.param}x256MiB", WORK, use_all=True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine(plan: Any) -> Iterator[Engine]:
-    with Engine(plan) as engine:
+    with Engine(plan, processes=False) as engine:
         yield engine
 
 
@@ -189,14 +188,14 @@ def test_memory_that_is_short_for_a_step_is_enough_for_smaller_ones(
 
 
 def test_close_ends_what_is_on_its_way(plan: Any) -> None:
-    engine = Engine(plan)
+    engine = Engine(plan, processes=False)
     streams = [engine.submit(text) for text in prompts(9)]
     engine.close()
     assert {stream.result().finish for stream in streams} <= {"cancelled", "length", "stop"}
     assert streams[-1].result().finish == "cancelled"
     with pytest.raises(UsageError, match="has been closed"):
         engine.submit([1])
-    assert "duoka-engine" not in {thread.name for thread in threading.enumerate()}
+    assert not engine._thread.is_alive()
 
 
 def test_a_plan_with_another_cache_is_refused(model: Path) -> None:

@@ -10,11 +10,11 @@ import families
 import pytest
 import torch
 
-from duoka.engine.engine import make_executor
+from duoka.engine.executor import InlineExecutor, Result
 from duoka.engine.request import SamplingParams
-from duoka.engine.sampler import sample
 from duoka.engine.scheduler import Capacity, Scheduler
 from duoka.engine.sequence import Sequence
+from duoka.engine.step import Step
 
 NEW_TOKENS = 10
 PAGED = (
@@ -63,9 +63,10 @@ def one_by_one(model: Any, prompt: list[int]) -> list[int]:
 
 
 def at_once(model: Any, texts: list[list[int]], capacity: Capacity, rng: random.Random) -> Any:
-    executor, capacity = make_executor(model, capacity)
+    executor = InlineExecutor(model, capacity)
+    capacity = executor.capacity
     ended: list[int] = []
-    scheduler = Scheduler(capacity, ended.append)
+    scheduler = Scheduler(capacity, executor.num_steps, ended.append)
     sequences = [
         Sequence(
             text,
@@ -85,11 +86,12 @@ def at_once(model: Any, texts: list[list[int]], capacity: Capacity, rng: random.
         if not pieces:
             continue
         assert sum(piece.num_tokens for piece in pieces) <= max(capacity.step_tokens, len(pieces))
-        logits = executor.run([piece.chunk for piece in pieces])
-        rows = [piece.sequence.row for piece in pieces if piece.wants_logits]
-        choices = iter(sample(logits, rows))
-        for piece in pieces:
-            scheduler.computed(piece, next(choices) if piece.wants_logits else None)
+        executor.submit(Step(0, [piece.chunk for piece in pieces]))
+        result = executor.wait()
+        assert isinstance(result, Result)
+        assert not isinstance(result.outcomes, Exception)
+        for piece, outcome in zip(pieces, result.outcomes, strict=True):
+            scheduler.computed(piece, outcome)
     assert scheduler.pool.num_free == capacity.pages
     assert sorted(ended) == [sequence.number for sequence in sequences]
     executor.close()

@@ -83,9 +83,30 @@ def load(
     LoadError
         If what is in the files isn't what the model expects; nothing stays loaded then.
     """
-    _refuse_unloadable(plan)
     outputs_stay = _stay(outputs)
-    lora = None if adapter is None else _read_adapter(Path(adapter), plan)
+    lora = None if adapter is None else read_adapter_for(plan, adapter)
+    plan, checkpoint = prove_here(
+        plan, trust_remote_code=trust_remote_code, download_progress=download_progress
+    )
+    devices.materialise(plan.fleet)
+    say("reading the weights")
+    model = _filled(plan, checkpoint, progress)
+    if lora is not None:
+        merge_adapter(model, native_form(lora, checkpoint.config))
+    return _spread(model, plan, outputs_stay)
+
+
+def prove_here(
+    plan: Plan, *, trust_remote_code: bool = False, download_progress: Progress | None = None
+) -> tuple[Plan, Checkpoint]:
+    """Prove a plan on the GPUs that are here now, and have its weights on this machine.
+
+    Raises
+    ------
+    DuokaError
+        As `load` does, before a weight is read.
+    """
+    _refuse_unloadable(plan)
     checkpoint = Checkpoint.open(plan.source, trust_remote_code=trust_remote_code)
     if not checkpoint.has_weights:
         raise CheckpointError(
@@ -98,16 +119,11 @@ def load(
     devices.give_back()
     plan = plan.on_this_machine()
     refuse_more(plan.forecast.host_bytes)
-    devices.materialise(plan.fleet)
     say("proving the plan on virtual GPUs")
     prove(plan, build_model(checkpoint, plan.workload))
     checkpoint = checkpoint.fetch(download_progress)
     plan.refuse_other(checkpoint.fingerprint, plan.source)
-    say("reading the weights")
-    model = _filled(plan, checkpoint, progress)
-    if lora is not None:
-        merge_adapter(model, native_form(lora, checkpoint.config))
-    return _spread(model, plan, outputs_stay)
+    return plan, checkpoint
 
 
 def _filled(plan: Plan, checkpoint: Checkpoint, progress: Progress | None) -> PreTrainedModel:
@@ -128,13 +144,14 @@ def _filled(plan: Plan, checkpoint: Checkpoint, progress: Progress | None) -> Pr
     return model
 
 
-def _read_adapter(directory: Path, plan: Plan) -> Adapter:
+def read_adapter_for(plan: Plan, adapter: str | os.PathLike[str]) -> Adapter:
+    """Read an adapter that is to be added to the weights of a plan."""
     if plan.workload.quantize != "none" or plan.offloaded:
         raise UsageError(
             "an adapter is added to weights in full, and the plan quantizes or offloads them",
             hint="merge it into a checkpoint (duoka tune --merge), and plan for that",
         )
-    return read_adapter(directory)
+    return read_adapter(Path(adapter))
 
 
 def _refuse_unloadable(plan: Plan) -> None:

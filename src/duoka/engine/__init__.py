@@ -9,7 +9,10 @@
 - `sampler`: a token from each row of logits
 """
 
-from .engine import Engine, Stream
-from .request import Completion, SamplingParams, TokenChoice
+from duoka.base.quiet import quiet_libraries
+
+with quiet_libraries():
+    from .engine import Engine, Stream
+    from .request import Completion, SamplingParams, TokenChoice
 
 __all__ = ["Completion", "Engine", "SamplingParams", "Stream", "TokenChoice"]

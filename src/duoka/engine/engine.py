@@ -6,33 +6,28 @@ import asyncio
 import os
 import random
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from operator import index
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
-from transformers import PreTrainedModel
 
-from duoka.api.load import load
-from duoka.checkpoint.checkpoint import Checkpoint
-from duoka.errors import DuokaError, MachineError, ModelError, UsageError
+from duoka.errors import DuokaError, MachineError, UsageError
 from duoka.models.text.messages import Message
 from duoka.planner.plan import Plan
-from duoka.runtime import devices
-from duoka.runtime.generate import PromptReader, num_embeddings, refuse_beyond
+from duoka.runtime.generate import refuse_beyond
 from duoka.runtime.stream import Detokenizer
 
-from .cached import CachedExecutor
-from .inline import InlineExecutor, reads_pages
+from .executor import Lost, Result
+from .open_executor import open_executor
 from .request import Completion, SamplingParams
-from .sampler import sample
-from .scheduler import Capacity, Outcome, Piece, Scheduler
+from .scheduler import Capacity, Piece, Scheduler
 from .sequence import Sequence as EngineSequence
+from .step import Outcome, Step
 
 K = TypeVar("K")
 PAGE_TOKENS = 16
@@ -93,6 +88,9 @@ class Engine:
     plan : Plan
         For generating. Its batch is how many requests are answered at the same time, and its
         context how long one may be; the cache has pages for all of them.
+    processes : bool, optional
+        Whether each GPU has a process of its own, so that all work at the same time, each on other
+        requests; by default wherever the plan has several GPUs and the model can run so.
     trust_remote_code, adapter
         As for `load`.
 
@@ -108,19 +106,24 @@ class Engine:
         self,
         plan: Plan,
         *,
+        processes: bool | None = None,
         trust_remote_code: bool = False,
         adapter: str | os.PathLike[str] | None = None,
     ) -> None:
-        checkpoint = Checkpoint.open(plan.source, trust_remote_code=trust_remote_code)
-        capacity = capacity_of(plan)
-        model = load(plan, trust_remote_code=trust_remote_code, adapter=adapter)
-        self._reader = PromptReader.open(checkpoint, plan.workload)
-        self._executor, self.capacity = make_executor(model, capacity)
-        self._scheduler = Scheduler(self.capacity, self._executor.forget)
-        self._num_embeddings = num_embeddings(model)
+        opened = open_executor(
+            plan, capacity_of(plan), processes, trust_remote_code=trust_remote_code, adapter=adapter
+        )
+        self._executor, self._num_embeddings, self._reader = opened
+        self.capacity = self._executor.capacity
+        self._scheduler = Scheduler(self.capacity, self._executor.num_steps, self._executor.forget)
+        self._numbers = count()
+        # Steps on their way, and pieces that are to be computed again before anything else.
+        self._steps: dict[int, list[Piece]] = {}
+        self._again: deque[list[Piece]] = deque()
         # Guards the scheduler, and wakes the thread when there is something to do.
         self._changed = threading.Condition()
         self._is_closed = False
+        self._failure: DuokaError | None = None
         self._thread = threading.Thread(target=self._work, name="duoka-engine", daemon=True)
         self._thread.start()
 
@@ -135,6 +138,7 @@ class Engine:
         with self._changed:
             self._is_closed = True
             self._changed.notify()
+        self._executor.wake()
         self._thread.join()
         self._executor.close()
 
@@ -179,10 +183,13 @@ class Engine:
             on_end=on_end,
         )
         with self._changed:
+            if self._failure is not None:
+                raise self._failure
             if self._is_closed:
                 raise UsageError("the engine has been closed", hint="make another one")
             self._scheduler.add(sequence)
             self._changed.notify()
+        self._executor.wake()
         return Stream(sequence)
 
     def as_completed(
@@ -233,48 +240,87 @@ class Engine:
     # ── the engine's thread ──
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not (self._is_closed or self._scheduler.has_work):
-                    self._changed.wait()
-                if self._is_closed:
-                    self._scheduler.cancel_all()
-                    return
-                pieces = self._scheduler.next_step()
-            outcomes = self._run(pieces)
-            with self._changed:
-                for piece, outcome in zip(pieces, outcomes, strict=True):
-                    try:
-                        self._scheduler.computed(piece, outcome)
-                    except Exception as error:  # of its tokenizer, say: others aren't concerned
-                        self._scheduler.computed(piece, error)
-
-    def _run(self, pieces: Sequence[Piece]) -> list[Outcome]:
-        """Compute pieces; what each comes to.
-
-        Where that fails each half is run alone, as often as need be: so one that can't be computed
-        ends by itself, and what doesn't fit at once, since something else has taken memory, goes on
-        with less. Keys and values in pages that were stored already are stored again.
-        """
-        if len(pieces) > 1 and not self._executor.is_paged:
-            return [outcome for piece in pieces for outcome in self._run([piece])]
         try:
-            logits = self._executor.run([piece.chunk for piece in pieces])
-            rows = [piece.sequence.row for piece in pieces if piece.wants_logits]
-            choices = iter(sample(logits, rows))
-            return [next(choices) if piece.wants_logits else None for piece in pieces]
-        except Exception as error:
-            is_memory = isinstance(error, torch.OutOfMemoryError)
-            if is_memory:
-                devices.give_back()
-            if len(pieces) > 1:
-                middle = len(pieces) // 2
-                return [*self._run(pieces[:middle]), *self._run(pieces[middle:])]
-            if is_memory and self._executor.is_paged and pieces[0].num_tokens > 1:
-                first, second = pieces[0].halves()
-                (outcome,) = self._run([first])
-                return [outcome] if isinstance(outcome, Exception) else self._run([second])
-            return [_for_asker(error)]
+            while self._waits_for_work():
+                self._submit_steps()
+                if self._steps:
+                    self._take(self._executor.wait())
+        except DuokaError as error:  # what was lost can't be started again
+            self._fail(error)
+
+    def _waits_for_work(self) -> bool:
+        """Wait until there is something to do; False when the engine is closed."""
+        with self._changed:
+            while not (self._is_closed or self._steps or self._scheduler.has_work):
+                self._changed.wait()
+            if self._is_closed:
+                self._scheduler.cancel_all()
+            return not self._is_closed
+
+    def _submit_steps(self) -> None:
+        """Let as many steps be on their way as are worth it."""
+        while len(self._steps) < self._executor.num_steps:
+            with self._changed:
+                pieces = self._next_again() or self._scheduler.next_step()
+            if not pieces:
+                return
+            number = next(self._numbers)
+            self._steps[number] = pieces
+            self._executor.submit(Step(number, [piece.chunk for piece in pieces]))
+
+    def _next_again(self) -> list[Piece]:
+        """Pieces of a step that has failed; what is wanted of them."""
+        while self._again:
+            pieces = [piece for piece in self._again.popleft() if piece.is_current]
+            if pieces:
+                for piece in pieces:  # those that came after it have failed with it
+                    piece.sequence.scheduled = piece.start + piece.num_tokens
+                return pieces
+        return []
+
+    def _take(self, result: Result | Lost | None) -> None:
+        """Take what a step came to."""
+        with self._changed:
+            if isinstance(result, Lost):
+                self._steps.clear()
+                self._again.clear()
+                self._scheduler.fail_running(result.error)
+            elif result is not None:
+                pieces = self._steps.pop(result.number)
+                if isinstance(result.outcomes, Exception):
+                    self._retry(pieces, result.outcomes)
+                    return
+                for piece, outcome in zip(pieces, result.outcomes, strict=True):
+                    self._computed(piece, outcome)
+
+    def _computed(self, piece: Piece, outcome: Outcome) -> None:
+        try:
+            self._scheduler.computed(piece, outcome)
+        except Exception as error:  # of its tokenizer, say: others aren't concerned
+            self._scheduler.fail(piece.sequence, error)
+
+    def _retry(self, pieces: Sequence[Piece], error: Exception) -> None:
+        """Compute each half of a failed step alone, as often as need be.
+
+        So one that can't be computed ends by itself, and what doesn't fit at once, since something
+        else has taken memory, goes on with less. Keys and values in pages that were stored already
+        are stored again.
+        """
+        if len(pieces) > 1:
+            middle = len(pieces) // 2
+            self._again.extend([list(pieces[:middle]), list(pieces[middle:])])
+            return
+        (piece,) = pieces
+        if isinstance(error, torch.OutOfMemoryError) and piece.num_tokens > 1:
+            self._again.append([piece.half])
+        else:
+            self._scheduler.computed(piece, _for_asker(error))
+
+    def _fail(self, error: DuokaError) -> None:
+        """Nothing can be computed any more."""
+        with self._changed:
+            self._failure = error
+            self._scheduler.fail_all(error)
 
 
 def capacity_of(plan: Plan) -> Capacity:
@@ -295,22 +341,6 @@ def capacity_of(plan: Plan) -> Capacity:
         page_tokens=PAGE_TOKENS,
         step_tokens=workload.batch * min(chunk or workload.prompt_tokens, workload.prompt_tokens),
         whole_prompts=chunk is None,
-    )
-
-
-def make_executor(
-    model: PreTrainedModel, capacity: Capacity
-) -> tuple[InlineExecutor | CachedExecutor, Capacity]:
-    """What runs a model's steps, and what there is memory for then."""
-    if reads_pages(model):
-        with suppress(ModelError):  # code that wants more of attention than it is known to
-            paged = InlineExecutor(model, capacity.pages, capacity.page_tokens)
-            return paged, replace(capacity, whole_prompts=False)
-    cached = CachedExecutor(model)
-    # A sequence has one page, which is all of its cache.
-    sequences = 1 if cached.keeps_state_in_modules else capacity.sequences
-    return cached, replace(
-        capacity, sequences=sequences, pages=sequences, page_tokens=capacity.context_tokens
     )
 
 

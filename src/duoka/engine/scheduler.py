@@ -1,8 +1,10 @@
 """The scheduler: which tokens of which sequences a step computes.
 
-Every sequence that answers gets its next token in each step; what the step can hold beside goes to
-prompts, in pieces, in the order in which they came. A sequence is admitted when there are pages for
-all that it may come to have: none is ever stopped again to make room. It knows nothing of tensors.
+Several steps may be on their way at once, each in another stage. A sequence that answers is in one
+of them at a time: each takes its share of those that answer. What a step can hold beside goes to
+prompts, in pieces, in the order in which they came; pieces of one prompt follow one another through
+the stages. A sequence is admitted when there are pages for all that it may come to have: none is
+ever stopped again to make room. It knows nothing of tensors.
 """
 
 from __future__ import annotations
@@ -14,12 +16,11 @@ from dataclasses import dataclass
 from duoka.errors import UsageError
 
 from .pages import PagePool
-from .request import TokenChoice
 from .sequence import Sequence
-from .step import Chunk
+from .step import Chunk, Outcome
 
-Outcome = TokenChoice | Exception | None
-"""What a piece comes to: a token, nothing yet, or why it can't be computed."""
+# A step has at least so many tokens of a prompt, if there are as many.
+_LEAST_PROMPT_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,34 +58,49 @@ class Piece:
     num_tokens: int
 
     @property
-    def wants_logits(self) -> bool:
-        """Whether the next token can be chosen after it."""
-        return self.start + self.num_tokens == self.sequence.num_tokens
-
-    @property
     def chunk(self) -> Chunk:
         """The same for the executor."""
-        end = self.start + self.num_tokens
-        tokens = self.sequence.tokens[self.start : end]
+        sequence, end = self.sequence, self.start + self.num_tokens
+        is_last = end == sequence.num_tokens
         return Chunk(
-            self.sequence.number, tokens, self.start, self.sequence.pages, self.wants_logits
+            sequence.number,
+            sequence.tokens[self.start : end],
+            self.start,
+            sequence.pages,
+            sequence.row if is_last else None,
         )
 
-    def halves(self) -> list[Piece]:
-        """The same in two."""
-        first = self.num_tokens // 2
-        second = Piece(self.sequence, self.start + first, self.num_tokens - first)
-        return [Piece(self.sequence, self.start, first), second]
+    @property
+    def is_current(self) -> bool:
+        """Whether what it comes to is still wanted, and all before it has been computed."""
+        return self.sequence.is_running and self.start == self.sequence.computed
+
+    @property
+    def half(self) -> Piece:
+        """The first half of it."""
+        return Piece(self.sequence, self.start, self.num_tokens // 2)
 
 
 class Scheduler:
     """Sequences that wait and those that are on their way, with their pages.
 
-    Who has more of a sequence than that is told to `forget` it, by its number, when it has ended.
+    Parameters
+    ----------
+    capacity : Capacity
+    num_steps : int
+        Steps that are on their way at the same time.
+    forget : callable, optional
+        Told the number of each sequence that has ended: for who has more of it.
     """
 
-    def __init__(self, capacity: Capacity, forget: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        capacity: Capacity,
+        num_steps: int = 1,
+        forget: Callable[[int], None] | None = None,
+    ) -> None:
         self.capacity = capacity
+        self._num_steps = num_steps
         self._forget = forget
         self.pool = PagePool(capacity.pages, capacity.page_tokens)
         self.waiting: deque[Sequence] = deque()
@@ -106,19 +122,33 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def next_step(self) -> list[Piece]:
-        """What is to be computed next; nothing where nobody waits."""
+        """What is to be computed next, beside what is on its way; nothing where nobody waits."""
         self._end_cancelled()
         self._admit()
-        running = self.running
-        pieces = [Piece(s, s.computed, 1) for s in running if s.num_tokens - s.computed == 1]
-        left = self.capacity.step_tokens - len(pieces)
-        for sequence in running:
-            number = sequence.num_tokens - sequence.computed
+        wanted = [sequence for sequence in self.running if not sequence.is_cancelled]
+        answering = [sequence for sequence in wanted if sequence.is_answering]
+        ready = [sequence for sequence in answering if sequence.num_left]
+        share = -(-len(answering) // self._num_steps)
+        pieces = [Piece(sequence, sequence.scheduled, 1) for sequence in ready[:share]]
+        left = self._prompt_tokens(len(pieces))
+        for sequence in wanted:
+            number = 0 if sequence.is_answering else sequence.num_left
             is_cut = number > left and self.capacity.whole_prompts
-            if number > 1 and left > 0 and not (is_cut and pieces):
-                pieces.append(Piece(sequence, sequence.computed, min(left, number)))
+            if number and left > 0 and not (is_cut and pieces):
+                pieces.append(Piece(sequence, sequence.scheduled, min(left, number)))
                 left -= pieces[-1].num_tokens
+        for piece in pieces:
+            piece.sequence.scheduled = piece.start + piece.num_tokens
         return pieces
+
+    def _prompt_tokens(self, num_answering: int) -> int:
+        """How many tokens of prompts a step takes beside those that answer."""
+        most = self.capacity.step_tokens - num_answering
+        if self._num_steps == 1 or self.capacity.whole_prompts:
+            return most
+        # Where all of them fit into one step other stages would have nothing to do.
+        left = sum(sequence.num_left for sequence in self.running if not sequence.is_answering)
+        return min(most, max(_LEAST_PROMPT_TOKENS, -(-left // self._num_steps)))
 
     @property
     def has_work(self) -> bool:
@@ -128,29 +158,50 @@ class Scheduler:
     def computed(self, piece: Piece, outcome: Outcome) -> None:
         """A piece has been computed; its sequence takes the next token, and may end with it."""
         sequence = piece.sequence
+        if not piece.is_current:  # it has ended, or what was before this has failed
+            return
         if isinstance(outcome, Exception):
-            if sequence in self.running:
-                self.end(sequence)
-            sequence.fail(outcome)
+            self.fail(sequence, outcome)
             return
         size, before = self.capacity.page_tokens, sequence.computed
         sequence.computed = piece.start + piece.num_tokens
         if sequence.computed // size > before // size:
             self.pool.share(sequence.pages, sequence.tokens[: sequence.computed])
-        finish = None if outcome is None else sequence.add(outcome)
+        finish = None
+        if outcome is not None and not sequence.is_cancelled:
+            finish = sequence.add(outcome)
         if finish is not None:
-            self.end(sequence)
+            self._end(sequence)
             sequence.finish(finish)
 
+    def fail(self, sequence: Sequence, error: Exception) -> None:
+        """End a sequence that can't be computed."""
+        self._end(sequence)
+        sequence.fail(error)
+
+    def fail_running(self, error: Exception) -> None:
+        """End those that are on the way: what had been computed for them is lost."""
+        for sequence in list(self.running):
+            self.fail(sequence, error)
+        self.pool = PagePool(self.capacity.pages, self.capacity.page_tokens)
+
+    def fail_all(self, error: Exception) -> None:
+        """End those that wait as well."""
+        self.fail_running(error)
+        while self.waiting:
+            self.waiting.popleft().fail(error)
+
     def cancel_all(self) -> None:
-        """End all that wait or are on the way."""
+        """End all that wait or are on the way; no step is any more."""
         for sequence in (*self.running, *self.waiting):
             sequence.is_cancelled = True
+            sequence.scheduled = sequence.computed
         self._end_cancelled()
 
-    def end(self, sequence: Sequence) -> None:
+    def _end(self, sequence: Sequence) -> None:
         """A sequence is no longer on its way, and others can have its pages."""
         self.running.remove(sequence)
+        sequence.is_running = False
         self.pool.give_back(sequence.pages)
         sequence.pages = []
         if self._forget is not None:
@@ -165,12 +216,14 @@ class Scheduler:
                 return
             self.waiting.popleft()
             sequence.pages, sequence.computed = taken
-            sequence.shared_tokens = sequence.computed
+            sequence.shared_tokens = sequence.scheduled = sequence.computed
+            sequence.is_running = True
             self.running.append(sequence)
 
     def _end_cancelled(self) -> None:
-        for sequence in [s for s in self.running if s.is_cancelled]:
-            self.end(sequence)
+        # Others can have the pages when nothing is written to them any more.
+        for sequence in [s for s in self.running if s.is_cancelled and not s.is_in_step]:
+            self._end(sequence)
             sequence.finish("cancelled")
         for sequence in [s for s in self.waiting if s.is_cancelled]:
             self.waiting.remove(sequence)

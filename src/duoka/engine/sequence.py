@@ -22,7 +22,8 @@ _numbers = count()
 class Sequence:
     """One answer on its way.
 
-    `computed` counts the tokens whose keys and values are in `pages`.
+    `computed` counts the tokens whose keys and values are in `pages`, `scheduled` those that have
+    been given to steps.
     """
 
     def __init__(
@@ -42,6 +43,8 @@ class Sequence:
         self.max_new_tokens = max_new_tokens
         self.pages: list[int] = []
         self.computed = 0
+        self.scheduled = 0
+        self.is_running = False
         self.shared_tokens = 0
         self.is_cancelled = False
         self.events: SimpleQueue[Event] = SimpleQueue()
@@ -66,6 +69,21 @@ class Sequence:
     def num_tokens(self) -> int:
         """How many tokens there are: prompt and answer so far."""
         return len(self.tokens)
+
+    @property
+    def num_left(self) -> int:
+        """The tokens that have been given to no step yet."""
+        return self.num_tokens - self.scheduled
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether all but the last token have been computed: each step brings another one."""
+        return self.num_tokens - self.computed == 1
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether some of its tokens are being computed."""
+        return self.scheduled > self.computed
 
     @property
     def row(self) -> Row:

@@ -1,20 +1,29 @@
-"""What the scheduler asks of an executor in one step."""
+"""What is computed at once: new tokens of some sequences, and what each of them comes to."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .request import TokenChoice
+from .sampler import Row
+
+Outcome = TokenChoice | Exception | None
+"""What a chunk comes to: a token, nothing yet, or why it can't be computed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """New tokens of a sequence, from the place `start` on; `pages` are those of all its tokens."""
+    """New tokens of a sequence, from the place `start` on; `pages` are those of all its tokens.
+
+    `row` says how the next token is chosen, if it can be chosen after these.
+    """
 
     sequence: int
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
-    wants_logits: bool
+    row: Row | None
 
     @property
     def end(self) -> int:
@@ -25,3 +34,21 @@ class Chunk:
     def places(self) -> range:
         """Those of the new tokens in their sequence."""
         return range(self.start, self.end)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Chunks of different sequences that are computed at once; `number` is this step's alone."""
+
+    number: int
+    chunks: Sequence[Chunk]
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all chunks."""
+        return sum(len(chunk.tokens) for chunk in self.chunks)
+
+    @property
+    def rows(self) -> list[Row]:
+        """How the tokens are chosen of which there are logits."""
+        return [chunk.row for chunk in self.chunks if chunk.row is not None]

@@ -8,6 +8,8 @@ come back. Of what was sent only its place in the graph is kept, not the tensor.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -49,6 +51,7 @@ class MicroBatch:
         # By transfer: what has come, where the gradients of what was sent arrive in the graph, and
         # the gradients of what has come.
         self._received: dict[int, Tensor] = {}
+        self._taken: set[int] = set()
         self._sent: dict[int, GradientEdge | None] = {}
         self._gradients: dict[int, Tensor] = {}
         self._around = AroundBlocks()
@@ -63,6 +66,16 @@ class MicroBatch:
         finally:
             self._received.clear()
         return result if self._stage == self._route.num_stages - 1 else None
+
+    def abandon(self) -> None:
+        """After a failure: take what comes, and send zeros, so that no other stage waits."""
+        for number, transfer in enumerate(self._route.transfers):
+            if transfer.target == self._stage and number not in self._taken:
+                with suppress(torch.OutOfMemoryError):  # it has come then
+                    self._receive(number)
+            if transfer.source == self._stage and number not in self._sent:
+                zeros = torch.zeros(transfer.shape.sizes, dtype=transfer.shape.dtype)
+                self._channel.send(self._message(number), zeros)
 
     def backward(self, loss: Tensor | None = None) -> None:
         """Run this stage's part of backward, and send gradients to where they belong."""
@@ -131,9 +144,15 @@ class MicroBatch:
             return tensor
         transfer = self._route.transfers[number]
         if transfer.source == self._stage and number not in self._sent:
+            if tuple(tensor.shape) != transfer.shape.sizes:
+                raise ModelError(
+                    f"a tensor of {tuple(tensor.shape)} goes to another stage, which expects "
+                    f"{transfer.shape.sizes}",
+                    hint="this model can't run in stages; put it on one GPU",
+                )
             keeps = self._learns and transfer.requires_grad and tensor.requires_grad
-            self._sent[number] = get_gradient_edge(tensor) if keeps else None
             self._channel.send(self._message(number), tensor.detach())
+            self._sent[number] = get_gradient_edge(tensor) if keeps else None
         if transfer.target != self._stage:
             return tensor
         if number not in self._received:
@@ -152,6 +171,8 @@ class MicroBatch:
 
     def _receive(self, number: int, *, is_gradient: bool = False) -> Tensor:
         shape = self._route.transfers[number].shape
+        if not is_gradient:
+            self._taken.add(number)
         return self._channel.receive(
             self._message(number, is_gradient=is_gradient), shape.sizes, shape.dtype
         )
@@ -163,8 +184,7 @@ class MicroBatch:
     def _placeholder(self, value: Any) -> Any:
         if not isinstance(value, Shape):
             return value
-        bare = torch.empty(value.sizes, dtype=value.dtype, device="meta")
-        return Placeholder.of(bare, self._device)
+        return Placeholder.of(_bare(value), self._device)
 
 
 def _other_course(block: Block) -> ModelError:
@@ -190,6 +210,13 @@ class _Arrival(torch.autograd.Function):
 
 class _Left(BaseException):  # model code must not catch it
     """All that this stage has to do is done."""
+
+
+@lru_cache(2**12)
+def _bare(shape: Shape) -> Tensor:
+    """A tensor without data, which nobody changes: made while no mode looks at what is made."""
+    with torch.inference_mode(False):
+        return torch.empty(shape.sizes, dtype=shape.dtype, device="meta")
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from duoka.errors import ModelError
+from duoka.runtime.dispatch.arguments import tensors_in
 
 
 class Placeholder(Tensor):
@@ -64,7 +65,7 @@ class AroundBlocks(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(map(is_elsewhere, tree_flatten((args, kwargs))[0])):
+        if any(map(is_elsewhere, tensors_in([args, kwargs]))):
             return _without_values(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -89,8 +90,8 @@ def _without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     operands = tree_flatten((args, kwargs))[0]
     devices = (value.device for value in operands if isinstance(value, Placeholder))
     device = torch.device(kwargs.get("device") or next(devices, "meta"))
-    if func is torch.ops.aten._local_scalar_dense.default:
-        raise _unknown("item")
+    if func is torch.ops.aten._local_scalar_dense.default or torch.Tag.inplace_view in func.tags:
+        raise _unknown(str(func))
     try:
         result = func(*tree_map(_bare, args), **tree_map(_bare, kwargs))
     except NotImplementedError as error:  # what depends on values

@@ -9,8 +9,8 @@ process computes it for itself.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,8 @@ from duoka.runtime.dispatch.place_tensors import (
 )
 
 from .interceptor import Block, Interceptor
+
+_MOST_ROUTES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,36 @@ class Route:
         """How many stages there are."""
         return len(self.devices)
 
+    def course(self) -> tuple[Any, ...]:
+        """All but the sizes: which blocks are called, where, and what crosses."""
+        calls = [(call.block, call.stage, call.arrivals) for call in self.calls]
+        crossing = [(transfer.source, transfer.target) for transfer in self.transfers]
+        ranks = [(len(shape.sizes), shape.dtype) for shape in self.shapes()]
+        return calls, self.devices, crossing, ranks
+
+    def shapes(self) -> list[Shape]:
+        """Those of all that crosses, and of what blocks return."""
+        shapes: list[Shape] = []
+
+        def note(shape: Shape) -> Shape:
+            shapes.append(shape)
+            return shape
+
+        self.with_shapes(note)
+        return shapes
+
+    def with_shapes(self, change: Callable[[Shape], Shape]) -> Route:
+        """The same with other shapes, which are asked for one after another."""
+
+        def of(value: Any) -> Any:
+            return change(value) if isinstance(value, Shape) else value
+
+        return Route(
+            transfers=tuple(replace(t, shape=change(t.shape)) for t in self.transfers),
+            calls=tuple(replace(c, outputs=mapped(c.outputs, _same, of)) for c in self.calls),
+            devices=self.devices,
+        )
+
     def last_calls(self) -> list[int]:
         """For each stage the last call that it runs or sends something to."""
         last = [0] * self.num_stages
@@ -88,6 +120,65 @@ class Route:
                 if arrival is not None:
                     last[self.transfers[arrival].source] = index
         return last
+
+
+class Routes:
+    """The routes of calls that differ in sizes alone, each linear in the same few numbers.
+
+    Parameters
+    ----------
+    found : mapping of numbers to Route
+        The first one, and for each number one more, in which that alone is larger.
+
+    Raises
+    ------
+    ModelError
+        If more than sizes differ.
+    """
+
+    def __init__(self, found: Mapping[tuple[int, ...], Route]) -> None:
+        (self._numbers, self._first), *others = found.items()
+        shapes = self._first.shapes()
+        # For each shape, and each number, how much each size grows with it.
+        self._slopes: list[list[list[int]]] = [[] for _ in shapes]
+        for index, (numbers, route) in enumerate(others):
+            step = numbers[index] - self._numbers[index]
+            if route.course() != self._first.course():
+                raise ModelError(
+                    "what crosses between the model's blocks depends on how many tokens there are",
+                    hint="this model can't run in stages; put it on one GPU",
+                )
+            for slopes, before, after in zip(self._slopes, shapes, route.shapes(), strict=True):
+                sizes = zip(before.sizes, after.sizes, strict=True)
+                slopes.append([(to - at) // step for at, to in sizes])
+        self._known: dict[tuple[int, ...], Route] = {}
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """That of each stage."""
+        return self._first.devices
+
+    def at(self, *numbers: int) -> Route:
+        """The route for other numbers."""
+        if numbers not in self._known:
+            if len(self._known) >= _MOST_ROUTES:
+                self._known.clear()
+            self._known[numbers] = self._resized(numbers)
+        return self._known[numbers]
+
+    def _resized(self, numbers: tuple[int, ...]) -> Route:
+        steps = [to - at for to, at in zip(numbers, self._numbers, strict=True)]
+        slopes = iter(self._slopes)
+
+        def resized(shape: Shape) -> Shape:
+            columns = zip(shape.sizes, *next(slopes), strict=True)
+            sizes = [
+                size + sum(step * slope for step, slope in zip(steps, of_size, strict=True))
+                for size, *of_size in columns
+            ]
+            return Shape(tuple(sizes), shape.dtype)
+
+        return self._first.with_shapes(resized)
 
 
 def find_route(
@@ -242,3 +333,7 @@ def _operands(args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 def _shape_of(tensor: Tensor) -> Any:
     return Shape(tuple(tensor.shape), tensor.dtype)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 
 _POLL_SECONDS = 0.1
@@ -29,10 +30,20 @@ _SETTINGS = {
 
 
 class Workers:
-    """Processes that run a Python module, one for each rank."""
+    """Processes that run a Python module, one for each rank.
+
+    `descriptors` are files that each of them has open as well; the number of the first one is its
+    last argument.
+    """
 
     def __init__(
-        self, module: str, arguments: Sequence[str], number: int, *, threads: int | None = None
+        self,
+        module: str,
+        arguments: Sequence[str],
+        number: int,
+        *,
+        threads: int | None = None,
+        descriptors: Sequence[Sequence[int]] | None = None,
     ) -> None:
         threads = threads or max(1, len(os.sched_getaffinity(0)) // number)
         shared = {
@@ -48,7 +59,11 @@ class Workers:
         }
         command = [sys.executable, "-m", module, *arguments]
         self._processes = [
-            _start(command, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            _start(
+                command,
+                {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                descriptors[rank] if descriptors else (),
+            )
             for rank in range(number)
         ]
 
@@ -83,6 +98,15 @@ class Workers:
                 return {}
             time.sleep(_POLL_SECONDS)
 
+    def codes(self, grace_seconds: float) -> dict[int, int]:
+        """The exit codes, by rank, of those that have ended or do so within so many seconds."""
+        deadline = time.monotonic() + grace_seconds
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        codes = {rank: process.poll() for rank, process in enumerate(self._processes)}
+        return {rank: code for rank, code in codes.items() if code is not None}
+
     def ask_to_stop(self) -> None:
         """Send SIGTERM to all: they save what they have, and leave."""
         for process in self._processes:
@@ -113,9 +137,18 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(
+    command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    numbers = [str(descriptors[0])] if descriptors else []
     # In a session of its own: Ctrl-C reaches the parent alone, which tells the workers.
-    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
+    return subprocess.Popen(
+        [*command, *numbers],
+        env=environment,
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+        pass_fds=descriptors,
+    )
 
 
 def _free_port() -> int:

@@ -1,4 +1,4 @@
-"""The executor for models whose layers can't read from pages: a cache of its own for each sequence.
+"""Models whose layers can't read from pages: a cache of its own for each sequence.
 
 State spaces, linear attention, encoders with a decoder, and code with an attention of its own:
 these run as transformers' `generate` runs them, one sequence after another. Their steps are those
@@ -20,13 +20,11 @@ from duoka.models.kv_cache import cache_name, new_cache
 from .step import Chunk
 
 
-class CachedExecutor:
-    """Runs steps of any model that generates; see `InlineExecutor`.
+class CachedModel:
+    """Computes the logits of steps of any model that generates; see `PagedModel`.
 
     Nothing is computed twice: a chunk that has failed is lost, and its sequence with it.
     """
-
-    is_paged = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model: Any = model

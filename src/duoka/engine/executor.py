@@ -1,0 +1,140 @@
+"""Executors: what computes steps, and how many of them at the same time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from duoka.errors import ModelError
+from duoka.runtime import devices
+
+from .cached_model import CachedModel
+from .paged_model import PagedModel, reads_pages
+from .sampler import sample
+from .scheduler import Capacity
+from .step import Chunk, Outcome, Step
+
+
+class Result(NamedTuple):
+    """What a step came to: an outcome for each chunk, or why it failed, which is all chunks'."""
+
+    number: int
+    outcomes: Sequence[Outcome] | Exception
+
+
+class Lost(NamedTuple):
+    """All steps on their way are lost, and what was computed before; the next one begins anew."""
+
+    error: Exception
+
+
+class Executor(Protocol):
+    """Computes steps, in the order in which they are submitted."""
+
+    capacity: Capacity
+    is_paged: bool
+    num_steps: int
+    """Steps that are worth submitting before the first one has ended."""
+
+    def submit(self, step: Step) -> None:
+        """Let a step be computed."""
+
+    def wait(self) -> Result | Lost | None:
+        """Wait for the next step to end; None where `wake` was called."""
+
+    def wake(self) -> None:
+        """Let who waits look around. From any thread."""
+
+    def forget(self, sequence: int) -> None:
+        """A sequence has ended."""
+
+    def close(self) -> None:
+        """End; give back all that was taken."""
+
+
+class InlineExecutor:
+    """Computes steps in this process, one after another, when they are waited for.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        On one device, or dispatched over several.
+    capacity : Capacity
+        What memory is there for. A model that can't read from pages has a page for each sequence.
+    """
+
+    num_steps = 1
+
+    def __init__(self, model: PreTrainedModel, capacity: Capacity) -> None:
+        self._model = _paged(model, capacity) or CachedModel(model)
+        self.is_paged = isinstance(self._model, PagedModel)
+        self.capacity = replace(capacity, whole_prompts=False)
+        if isinstance(self._model, CachedModel):
+            sequences = 1 if self._model.keeps_state_in_modules else capacity.sequences
+            self.capacity = replace(
+                capacity, sequences=sequences, pages=sequences, page_tokens=capacity.context_tokens
+            )
+        self._steps: deque[Step] = deque()
+
+    def submit(self, step: Step) -> None:
+        """See `Executor`."""
+        self._steps.append(step)
+
+    def wait(self) -> Result | None:
+        """See `Executor`."""
+        step = self._steps.popleft()
+        try:
+            if self.is_paged:
+                return Result(step.number, outcomes_of(step, self.run(step.chunks)))
+        except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                devices.give_back()
+            return Result(step.number, error)
+        return Result(step.number, [self._alone(chunk) for chunk in step.chunks])
+
+    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Compute chunks; the logits of those that have a row, [rows, vocabulary]."""
+        return self._model.run(chunks)
+
+    def wake(self) -> None:
+        """See `Executor`: nobody waits long."""
+
+    def forget(self, sequence: int) -> None:
+        """See `Executor`."""
+        if isinstance(self._model, CachedModel):
+            self._model.forget(sequence)
+
+    def close(self) -> None:
+        """See `Executor`."""
+        self._model.close()
+
+    def _alone(self, chunk: Chunk) -> Outcome:
+        """What a chunk comes to that isn't computed with others, nor again."""
+        try:
+            (outcome,) = outcomes_of(Step(0, [chunk]), self.run([chunk]))
+        except Exception as error:
+            return error
+        return outcome
+
+
+def outcomes_of(step: Step, logits: Tensor) -> list[Outcome]:
+    """Choose the next tokens of a step's sequences."""
+    choices = iter(sample(logits, step.rows))
+    return [None if chunk.row is None else next(choices) for chunk in step.chunks]
+
+
+def _paged(model: PreTrainedModel, capacity: Capacity) -> PagedModel | None:
+    if not reads_pages(model):
+        return None
+    paged = PagedModel(model, capacity.pages, capacity.page_tokens)
+    try:
+        paged.try_out()
+    except ModelError:  # its code wants more of attention than it is known to
+        return None
+    return paged

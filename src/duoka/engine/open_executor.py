@@ -1,0 +1,86 @@
+"""What computes the steps of a plan: one process, or one for each of its GPUs."""
+
+from __future__ import annotations
+
+import os
+
+from duoka.api.load import load, prove_here, read_adapter_for
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.checkpoint.quantized import method_of
+from duoka.errors import DuokaError, ModelError, UsageError
+from duoka.models.from_checkpoint import build_model
+from duoka.models.lora import native_form
+from duoka.planner.plan import Plan
+from duoka.runtime import devices
+from duoka.runtime.generate import PromptReader, num_embeddings
+from duoka.stages.route import Routes
+
+from .executor import Executor, InlineExecutor
+from .paged_model import find_routes, reads_pages
+from .scheduler import Capacity
+from .staged_executor import StagedExecutor
+
+
+def open_executor(
+    plan: Plan,
+    capacity: Capacity,
+    processes: bool | None,
+    *,
+    trust_remote_code: bool = False,
+    adapter: str | os.PathLike[str] | None = None,
+) -> tuple[Executor, int | None, PromptReader]:
+    """Load a model for a plan; besides what computes, the rows of its embedding, and its reader.
+
+    See `Engine` for what is given and raised.
+    """
+    checkpoint = Checkpoint.open(plan.source, trust_remote_code=trust_remote_code)
+    routes = None
+    if processes or (processes is None and len(plan.devices) > 1):
+        try:
+            routes = _routes(plan, checkpoint)
+        except DuokaError:
+            if processes:
+                raise
+    if routes is None:
+        model = load(plan, trust_remote_code=trust_remote_code, adapter=adapter)
+        reader = PromptReader.open(checkpoint, plan.workload)
+        return InlineExecutor(model, capacity), num_embeddings(model), reader
+    lora = None if adapter is None else read_adapter_for(plan, adapter)
+    plan, checkpoint = prove_here(plan, trust_remote_code=trust_remote_code)
+    executor = StagedExecutor(
+        plan,
+        capacity,
+        routes,
+        trust_remote_code=trust_remote_code,
+        adapter=None if lora is None else native_form(lora, checkpoint.config),
+    )
+    embeddings = num_embeddings(build_model(checkpoint, plan.workload))
+    return executor, embeddings, PromptReader.open(checkpoint, plan.workload)
+
+
+def _routes(plan: Plan, checkpoint: Checkpoint) -> Routes:
+    """What crosses between a plan's stages; refused where each can't have its own process."""
+    if len(plan.devices) == 1:
+        raise UsageError(
+            "a process for each GPU is wanted, and the plan has one GPU",
+            hint="plan for several, with --use-all if one is enough, or leave processes out",
+        )
+    if plan.offloaded:
+        raise UsageError(
+            "weights that are in the host's memory are brought to GPUs by one process",
+            hint="leave processes out, or plan without --offload",
+        )
+    if method_of(checkpoint.config) is not None:
+        raise ModelError(
+            "a checkpoint that was published quantized is read whole by one process",
+            hint="leave processes out, or take the original with --quantize",
+        )
+    model = build_model(checkpoint, plan.workload)
+    if not reads_pages(model):
+        raise ModelError(
+            f"{type(model).__name__} keeps more than keys and values, or calls attention itself",
+            hint="leave processes out",
+        )
+    if any(name.startswith("vgpu") for name in plan.devices):  # torch has to know their names
+        devices.materialise(plan.fleet)
+    return find_routes(model, plan.placement)

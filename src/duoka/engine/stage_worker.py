@@ -1,0 +1,162 @@
+"""A process that has the stages of a device: ``python -m duoka.engine``."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import torch
+
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.hardware.fleet import Fleet
+from duoka.models.from_checkpoint import build_model
+from duoka.models.lora import Adapter, merge_adapter
+from duoka.planner.plan import Plan
+from duoka.runtime import devices
+from duoka.runtime.load import load_weights
+from duoka.stages.interceptor import Interceptor
+from duoka.stages.micro_batch import MicroBatch
+from duoka.stages.route import Routes
+from duoka.stages.shared_memory import SharedMemory, SharedMemoryChannel
+from duoka.stages.workers import end_with_parent
+
+from .executor import outcomes_of
+from .paged_attention import PagedStep
+from .paged_model import PagedModel
+from .scheduler import Capacity
+from .step import Outcome, Step
+
+LOST, DEFECT = 75, 70
+"""The exit codes of a process that ends because another one did, and of one with a defect."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a process is to have: the stages of a plan that are on a device.
+
+    `memory` and `sockets` are how tensors reach the others, and `rank` is the number that it has
+    among them (`stages.shared_memory`); `adapter`, in native form, is added to the weights.
+    """
+
+    plan: Plan
+    device: str
+    trust_remote_code: bool
+    adapter: Adapter | None
+    capacity: Capacity
+    routes: Routes
+    memory: SharedMemory
+    rank: int
+    sockets: tuple[int, ...]
+
+
+class Report(NamedTuple):
+    """What a process tells of a step: that it has failed, or what came of it in the last stage."""
+
+    number: int
+    outcome: list[Outcome] | Exception
+    is_last: bool
+
+
+class _StageWorker:
+    """The stages of one process."""
+
+    def __init__(self, part: Part) -> None:
+        plan, names = part.plan, part.routes.devices
+        devices.materialise(Fleet(devices=(plan.fleet.device(part.device),)))
+        self._device = torch.device(part.device)
+        devices.make_current(self._device)
+        checkpoint = Checkpoint.open(plan.source, trust_remote_code=part.trust_remote_code)
+        model = build_model(checkpoint, plan.workload)
+        load_weights(model, checkpoint, plan.placement, only=self._device)
+        if part.adapter is not None:
+            merge_adapter(model, part.adapter)
+        self._interceptor = Interceptor(model, plan.placement)
+        self._paged = PagedModel(model, part.capacity.pages, part.capacity.page_tokens)
+        self._routes = part.routes
+        ranks = [plan.devices.index(name) for name in names]
+        self._channel = SharedMemoryChannel(part.memory, part.sockets, ranks, self._device)
+        self._stages = [stage for stage, name in enumerate(names) if name == part.device]
+        self._memory, self._rank = part.memory, part.rank
+        self._busy_seconds = 0.0
+        # Visits of steps to this process's later stages.
+        self._later: deque[tuple[Step, PagedStep, int]] = deque()
+
+    def serve(self, driver: Connection) -> None:
+        """Compute steps until there are no more."""
+        first, *others = self._stages
+        while True:
+            while self._later and not driver.poll():
+                self._visit(driver, *self._later.popleft())
+            step: Step | None = driver.recv()
+            if step is None:
+                return
+            paged = self._paged.step(step.chunks)
+            self._later.extend((step, paged, stage) for stage in others)
+            self._visit(driver, step, paged, first)
+
+    @torch.inference_mode()
+    def _visit(self, driver: Connection, step: Step, paged: PagedStep, stage: int) -> None:
+        """Compute what a stage has to do for a step, and tell of it."""
+        route = self._routes.at(step.num_tokens, len(step.rows))
+        part = MicroBatch(route, stage, step.number, self._channel, self._device, learns=False)
+        begin, waited = time.perf_counter(), self._channel.waited_seconds
+        is_last = stage == len(self._routes.devices) - 1
+        failure = None
+        try:
+            logits = part.forward(self._interceptor, self._paged.call(paged, self._device))
+            if logits is not None:
+                driver.send(Report(step.number, outcomes_of(step, logits), is_last))
+        except (EOFError, OSError):  # another process is gone
+            raise
+        except Exception as error:
+            failure = portable(error)
+        seconds = time.perf_counter() - begin - (self._channel.waited_seconds - waited)
+        self._busy_seconds += seconds
+        self._memory.note_busy(self._rank, self._busy_seconds)
+        if failure is not None:  # which the driver knows before anything more comes of the step
+            driver.send(Report(step.number, failure, is_last))
+            if isinstance(failure, torch.OutOfMemoryError):
+                devices.give_back()
+            part.abandon()
+
+
+def portable(error: Exception) -> Exception:
+    """An error as another process can have it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever its class does with what it is made of
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def main() -> None:
+    """The entry of a process: the socket of its driver is its last argument."""
+    end_with_parent()
+    driver: Connection = Connection(int(sys.argv[-1]))
+    code = 0
+    try:
+        _serve(driver)
+    except (EOFError, OSError):  # the driver or another process is gone
+        code = LOST
+    except Exception:
+        traceback.print_exc()
+        code = DEFECT
+    sys.stderr.flush()
+    os._exit(code)  # whatever threads there may be
+
+
+def _serve(driver: Connection) -> None:
+    try:
+        worker = _StageWorker(driver.recv())
+    except Exception as error:
+        driver.send(portable(error))
+        return
+    driver.send(None)
+    worker.serve(driver)

@@ -1,0 +1,145 @@
+"""How tensors reach stages of other processes of one machine: through memory that all of them see.
+
+A tensor is copied into its place there, and a few bytes on a socket tell the receiver. (Over gloo a
+small tensor takes some ten times as long: its threads have to wake first.)
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+from multiprocessing.connection import Connection
+
+import torch
+from torch import Tensor
+
+from .channels import LocalChannel, Message
+from .route import Route
+
+_ALIGNMENT = 64
+_FLOAT = struct.Struct("d")
+
+
+class SharedMemory:
+    """Memory for what crosses between processes in steps that are on their way at the same time.
+
+    Each transfer has its place, once for each of `num_steps`; a step has those of its number,
+    modulo this. It can be sent to a process that has the file open, too, and goes when all of them
+    are gone.
+    """
+
+    def __init__(self, largest: Route, num_steps: int, num_processes: int) -> None:
+        sizes = (
+            prod(transfer.shape.sizes) * transfer.shape.dtype.itemsize
+            for transfer in largest.transfers
+        )
+        rounded = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+        # At its beginning each process notes for how long it has computed.
+        first = -(-num_processes * _FLOAT.size // _ALIGNMENT) * _ALIGNMENT
+        self._num_processes = num_processes
+        self._num_steps = num_steps
+        self._offsets = list(accumulate(rounded, initial=first))
+        self.descriptor = os.memfd_create("duoka-stages")
+        os.ftruncate(self.descriptor, first + num_steps * (self._offsets[-1] - first))
+        self._bytes = mmap.mmap(self.descriptor, 0)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_bytes"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._bytes = mmap.mmap(self.descriptor, 0)
+
+    def place(self, message: Message, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A message's place, as a tensor."""
+        begin, end = self._offsets[message.transfer], self._offsets[message.transfer + 1]
+        assert prod(sizes) * dtype.itemsize <= end - begin, "larger than the largest step's"
+        part = message.micro_batch % self._num_steps * (self._offsets[-1] - self._offsets[0])
+        flat = torch.frombuffer(self._bytes, dtype=dtype, count=prod(sizes), offset=begin + part)
+        return flat.view(sizes)
+
+    def note_busy(self, rank: int, seconds: float) -> None:
+        """Note for how long a process has computed."""
+        _FLOAT.pack_into(self._bytes, rank * _FLOAT.size, seconds)
+
+    def busy_seconds(self) -> list[float]:
+        """For how long each process has computed, by rank."""
+        places = (rank * _FLOAT.size for rank in range(self._num_processes))
+        return [_FLOAT.unpack_from(self._bytes, place)[0] for place in places]
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self.descriptor)
+
+
+def connect(number: int) -> list[list[int]]:
+    """Sockets between processes: for each one its ends, by rank; its own place has -1."""
+    ends = [[-1] * number for _ in range(number)]
+    for rank in range(number):
+        for other in range(rank):
+            pair = socket.socketpair()
+            ends[rank][other], ends[other][rank] = (end.detach() for end in pair)
+    return ends
+
+
+class SharedMemoryChannel:
+    """Between processes of one machine; see `channels.Channel`.
+
+    `waited_seconds` adds up how long this process has waited for others.
+
+    Parameters
+    ----------
+    memory : SharedMemory
+    sockets : sequence of int
+        This process's of `connect`.
+    ranks : sequence of int
+        The process that has each stage.
+    device : torch.device
+        This process's.
+    """
+
+    def __init__(
+        self,
+        memory: SharedMemory,
+        sockets: Sequence[int],
+        ranks: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self.waited_seconds = 0.0
+        self._memory = memory
+        self._peers = [Connection(end) if end >= 0 else None for end in sockets]
+        self._ranks = ranks
+        self._device = device
+        self._local = LocalChannel([device] * len(ranks))
+        self._arrived: set[Message] = set()
+
+    def send(self, message: Message, tensor: Tensor) -> None:
+        """See `Channel`."""
+        peer = self._peers[self._ranks[message.receiver]]
+        if peer is None:
+            self._local.send(message, tensor)
+            return
+        if tensor.numel():
+            self._memory.place(message, tuple(tensor.shape), tensor.dtype).copy_(tensor)
+        peer.send(tuple(message))
+
+    def receive(self, message: Message, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """See `Channel`; EOFError or OSError is raised where the other process is gone."""
+        peer = self._peers[self._ranks[message.sender]]
+        if peer is None:
+            return self._local.receive(message, sizes, dtype)
+        begin = time.perf_counter()
+        while message not in self._arrived:
+            self._arrived.add(Message(*peer.recv()))
+        self.waited_seconds += time.perf_counter() - begin
+        self._arrived.remove(message)
+        if not prod(sizes):
+            return torch.empty(sizes, dtype=dtype, device=self._device)
+        # Never the place itself, which the sender will write to again.
+        return self._memory.place(message, sizes, dtype).to(self._device, copy=True)

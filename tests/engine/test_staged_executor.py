@@ -1,0 +1,178 @@
+"""The engine with a process for each GPU: the same answers, and what others see of a failure."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tuning
+from faulty_worker import HANG, HARMFUL, KILL, MEMORY, RAISE
+
+import duoka
+from duoka.engine import Completion, Engine, SamplingParams, Stream
+from duoka.engine.staged_executor import WorkerError
+from duoka.errors import UsageError
+
+pytestmark = pytest.mark.process
+
+WORK = duoka.Workload(
+    batch=4, prompt_tokens=64, new_tokens=16, dtype="float32", prefill_chunk_tokens=16
+)
+CAREFUL = SamplingParams(logit_bias=dict.fromkeys(HARMFUL, -100))
+
+
+def make_plan(family: str, directory: Path, number: int) -> Any:
+    path = tuning.write_model(family, directory / family)
+    return duoka.plan(path, f"virtual:{number}x256MiB", WORK, use_all=True)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_plan("llama", tmp_path_factory.mktemp("model"), 2)
+
+
+@pytest.fixture(scope="module")
+def staged(plan: Any) -> Iterator[Engine]:
+    with Engine(plan, processes=True) as engine:
+        yield engine
+
+
+def prompts(number: int) -> list[list[int]]:
+    """Without the tokens that do harm where they are meant to."""
+    rng = random.Random(1)
+    tokens = [token for token in range(256) if token not in HARMFUL]
+    return [[rng.choice(tokens) for _ in range(rng.randrange(1, 64))] for _ in range(number)]
+
+
+def ids(completion: Completion | BaseException) -> list[int]:
+    assert isinstance(completion, Completion), completion
+    return [choice.token for choice in completion.tokens]
+
+
+def outcome_of(stream: Stream) -> list[int] | None:
+    """The tokens of an answer; None where its process had been killed."""
+    try:
+        return ids(stream.result())
+    except WorkerError as error:
+        if "the process of vgpu:1 has ended: signal 9" not in str(error):
+            raise
+        return None
+
+
+def alike(one: Any, other: Any) -> None:
+    """All answers of two engines are the same."""
+    texts = prompts(12)
+    drawn = SamplingParams(temperature=1.0, seed=3, logprobs=2)
+    for params in (SamplingParams(), drawn):
+        expected = one.generate(texts, params)
+        found = other.generate(texts, params)
+        assert [ids(completion) for completion in found] == [ids(c) for c in expected]
+        for completion, reference in zip(found, expected, strict=True):
+            logprobs = [choice.logprob for choice in reference.tokens]
+            assert [c.logprob for c in completion.tokens] == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_processes_answer_as_one_does(plan: Any, staged: Engine) -> None:
+    with Engine(plan, processes=False) as inline:
+        alike(inline, staged)
+    assert staged.num_free_pages == staged.capacity.pages
+    busy = staged._executor.busy_seconds()  # type: ignore[attr-defined]
+    assert set(busy) == set(plan.devices)
+    assert all(seconds > 0 for seconds in busy.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "number"), [("tied", 2), ("llama", 3), ("experts", 3)])
+def test_more_processes_and_stages_answer_as_one_does(
+    family: str, number: int, tmp_path: Path
+) -> None:
+    plan = make_plan(family, tmp_path, number)
+    with Engine(plan, processes=False) as inline, Engine(plan, processes=True) as staged:
+        alike(inline, staged)
+
+
+def test_who_cancels_frees_pages(staged: Engine) -> None:
+    streams = [staged.submit(text) for text in prompts(9)]
+    for stream in streams[:4]:
+        stream.cancel()
+    assert all(stream.result().finish != "cancelled" for stream in streams[4:])
+    assert [stream.result().finish for stream in streams[:4]].count("cancelled") > 0
+    assert staged.num_free_pages == staged.capacity.pages
+
+
+def test_a_process_that_is_killed_is_started_again(staged: Engine) -> None:
+    texts = prompts(12)
+    expected = [ids(completion) for completion in staged.generate(texts)]
+    executor: Any = staged._executor
+    streams = [staged.submit(text, SamplingParams(max_new_tokens=16)) for text in texts]
+    next(iter(streams[0]))
+    os.kill(executor._workers.process_ids[1], signal.SIGKILL)
+    outcomes = [outcome_of(stream) for stream in streams]
+    # Those on their way failed, those that waited were answered, after a new start.
+    assert None in outcomes
+    assert outcomes[-1] == expected[-1]
+    assert all(found in (None, ids) for found, ids in zip(outcomes, expected, strict=True))
+    assert [ids(completion) for completion in staged.generate(texts)] == expected
+
+
+def test_one_gpu_has_no_processes(plan: Any, tmp_path: Path) -> None:
+    path = tuning.write_model("llama", tmp_path / "llama")
+    alone = duoka.plan(path, "virtual:256MiB", WORK)
+    with pytest.raises(UsageError, match="the plan has one GPU"):
+        Engine(alone, processes=True)
+
+
+# ── failures inside a process ──
+
+
+@pytest.fixture(scope="module")
+def faulty(plan: Any) -> Iterator[Engine]:
+    """An engine in which tokens do harm: see faulty_worker.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+        patch.setattr("duoka.engine.staged_executor._MODULE", "faulty_worker")
+        patch.setattr("duoka.engine.staged_executor._UNKNOWN_SECONDS", 10.0)
+        with Engine(plan) as engine:
+            yield engine
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_that_fails_ends_alone(faulty: Engine, staged: Engine, rank: int) -> None:
+    texts = prompts(6)
+    expected = [ids(completion) for completion in staged.generate(texts, CAREFUL)]
+    bad = faulty.submit([1, RAISE[rank], 2], CAREFUL)
+    streams = [faulty.submit(text, CAREFUL) for text in texts]
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        bad.result()
+    assert [ids(stream.result()) for stream in streams] == expected
+    assert faulty.num_free_pages == faulty.capacity.pages
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_memory_that_is_short_is_enough_for_smaller_steps(
+    faulty: Engine, staged: Engine, rank: int
+) -> None:
+    texts = [[*text, MEMORY[rank], *text[:9]] for text in prompts(5)]
+    texts = [text[-60:] for text in texts]
+    expected = [ids(completion) for completion in staged.generate(texts, CAREFUL)]
+    assert [ids(completion) for completion in faulty.generate(texts, CAREFUL)] == expected
+
+
+@pytest.mark.slow
+def test_processes_that_are_lost_again_and_again_are_given_up(faulty: Engine) -> None:
+    with pytest.raises(WorkerError, match="nothing has come of a step for 10 seconds"):
+        faulty.submit([1, HANG]).result()
+    with pytest.raises(WorkerError, match="vgpu:0 has ended: signal 9"):
+        faulty.submit([1, KILL]).result()
+    assert ids(faulty.submit([1, 2]).result())
+    with pytest.raises(WorkerError, match="vgpu:0 has ended: signal 9"):
+        faulty.submit([1, KILL]).result()
+    with pytest.raises(WorkerError, match="signal 9"):
+        faulty.submit([1, 2])

@@ -1,0 +1,44 @@
+"""A process of an engine in which some tokens do harm."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+
+from duoka.engine import stage_worker
+from duoka.engine.paged_model import PagedModel
+
+# By the process in which they do.
+RAISE = (11, 12)
+MEMORY = (13, 14)
+KILL, HANG = 15, 16
+HARMFUL = (*RAISE, *MEMORY, KILL, HANG)
+_MOST_TOKENS = 3
+
+call = PagedModel.call
+
+
+def harm(self: PagedModel, step: Any, device: torch.device) -> Any:
+    """Call the model, unless such a token is there."""
+    rank = int(os.environ["RANK"])
+    tokens = [token for chunk in step.chunks for token in chunk.tokens]
+    if MEMORY[rank] in tokens and len(tokens) > _MOST_TOKENS:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    if KILL in tokens and rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if HANG in tokens and rank == 1:
+        time.sleep(600)
+    return _raise if RAISE[rank] in tokens else call(self, step, device)
+
+
+def _raise() -> Any:
+    raise RuntimeError("a kernel failed")
+
+
+if __name__ == "__main__":
+    PagedModel.call = harm  # type: ignore[method-assign]
+    stage_worker.main()
