@@ -36,6 +36,14 @@ FAST = (
 )  # fmt: skip
 """The tier that runs on every commit: dense, mixture of experts, state space, encoder-decoder."""
 
+PAGED = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "phi",
+    "phi3", "gpt2", "gpt_neox", "gpt_bigcode", "opt", "cohere", "cohere2", "olmo", "olmo2",
+    "starcoder2", "persimmon", "granite", "helium", "smollm3", "apertus", "arcee", "exaone4",
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "granitemoe", "gpt_oss", "phimoe",
+)  # fmt: skip
+"""Those of them that can keep keys and values in pages."""
+
 _SAMPLED = 8
 
 

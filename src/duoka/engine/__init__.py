@@ -1,10 +1,12 @@
 """Engine: many requests at once on one model, every step a mix of answers and prompts.
 
-- `engine`: `Engine`, asked from any thread; a thread of its own runs steps
+- `engine`: `Engine`, asked from any thread; a thread of its own submits steps
 - `request`: what is asked, and what comes of it; `sequence`: an answer on its way
 - `scheduler`, `step`: which tokens a step computes; `pages`: whose pages are whose
-- `inline`, `paged_attention`: a step on a model, with a paged cache on the devices of its layers
-- `cached`: a step on a model whose layers can't read from pages
+- `executor`: what computes steps, in this process; `open_executor`: which one a plan gets
+- `staged_executor`, `stage_worker`, `__main__`: a process for each GPU, with its stages
+- `paged_model`, `paged_attention`: a model with a paged cache on the devices of its layers
+- `cached_model`: a model whose layers can't read from pages
 - `batch`: files of prompts and answers
 - `sampler`: a token from each row of logits
 """

@@ -90,7 +90,7 @@ class _StageWorker:
 
     def serve(self, driver: Connection) -> None:
         """Compute steps until there are no more."""
-        first, *others = self._stages
+        first, *later_stages = self._stages
         while True:
             while self._later and not driver.poll():
                 self._visit(driver, *self._later.popleft())
@@ -98,7 +98,7 @@ class _StageWorker:
             if step is None:
                 return
             paged = self._paged.step(step.chunks)
-            self._later.extend((step, paged, stage) for stage in others)
+            self._later.extend((step, paged, stage) for stage in later_stages)
             self._visit(driver, step, paged, first)
 
     @torch.inference_mode()

@@ -96,16 +96,16 @@ class StagedExecutor:
         self._memory = SharedMemory(largest, self.num_steps, len(names))
         sockets = connect(len(names))
         pipes = [Pipe() for _ in names]
-        self._drivers = [here for here, _ in pipes]
+        self._drivers = [driver_end for driver_end, _ in pipes]
         descriptors = [
-            [there.fileno(), self._memory.descriptor, *(end for end in ends if end >= 0)]
-            for (_, there), ends in zip(pipes, sockets, strict=True)
+            [worker_end.fileno(), self._memory.descriptor, *(end for end in ends if end >= 0)]
+            for (_, worker_end), ends in zip(pipes, sockets, strict=True)
         ]
         try:
             self._workers = Workers(_MODULE, (), len(names), descriptors=descriptors)
         finally:
-            for _, there in pipes:
-                there.close()
+            for _, worker_end in pipes:
+                worker_end.close()
             for end in chain(*sockets):
                 if end >= 0:
                     os.close(end)

@@ -13,7 +13,8 @@ wherever it needs only the inputs and the process's own blocks.
 - `interceptor`: the calls of blocks, and who decides what they do
 - `micro_batch`: forward and backward of one micro-batch through one stage
 - `schedule`: in which order devices take forward and backward passes: 1F1B, GPipe, sequential
-- `channels`: how tensors reach other stages: within a process, or by torch.distributed
+- `channels`: how tensors reach other stages: within a process, or by torch.distributed;
+  `shared_memory`: through memory that the processes of one machine see
 - `workers`: a process for each rank, started, watched and ended together
 - `execute`: all stages in one process, or those of this one
 """

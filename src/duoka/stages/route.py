@@ -127,7 +127,7 @@ class Routes:
 
     Parameters
     ----------
-    found : mapping of numbers to Route
+    routes : mapping of numbers to Route
         The first one, and for each number one more, in which that alone is larger.
 
     Raises
@@ -136,12 +136,12 @@ class Routes:
         If more than sizes differ.
     """
 
-    def __init__(self, found: Mapping[tuple[int, ...], Route]) -> None:
-        (self._numbers, self._first), *others = found.items()
+    def __init__(self, routes: Mapping[tuple[int, ...], Route]) -> None:
+        (self._numbers, self._first), *larger = routes.items()
         shapes = self._first.shapes()
         # For each shape, and each number, how much each size grows with it.
         self._slopes: list[list[list[int]]] = [[] for _ in shapes]
-        for index, (numbers, route) in enumerate(others):
+        for index, (numbers, route) in enumerate(larger):
             step = numbers[index] - self._numbers[index]
             if route.course() != self._first.course():
                 raise ModelError(

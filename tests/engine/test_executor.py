@@ -17,13 +17,6 @@ from duoka.engine.sequence import Sequence
 from duoka.engine.step import Step
 
 NEW_TOKENS = 10
-PAGED = (
-    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "phi",
-    "phi3", "gpt2", "gpt_neox", "gpt_bigcode", "opt", "cohere", "cohere2", "olmo", "olmo2",
-    "starcoder2", "persimmon", "granite", "helium", "smollm3", "apertus", "arcee", "exaone4",
-    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "granitemoe", "gpt_oss", "phimoe",
-)  # fmt: skip
-
 UNBUILT = {name for names in families.UNBUILT.values() for name in names}
 OTHERS = sorted(set(families.all_names()) - set(families.FAST) - UNBUILT)
 
@@ -110,7 +103,7 @@ def compare(name: str) -> bool:
     expected = [one_by_one(model, text) for text in texts]
     before = model.config._attn_implementation
     capacity = CAPACITY
-    if name not in PAGED:
+    if name not in families.PAGED:
         capacity = replace(CAPACITY, step_tokens=4 * 38, whole_prompts=True)
     answers, is_paged = at_once(model, texts, capacity, rng)
     assert answers == expected
@@ -120,7 +113,7 @@ def compare(name: str) -> bool:
 
 @pytest.mark.parametrize("name", families.sample(families.FAST))
 def test_family(name: str) -> None:
-    assert compare(name) == (name in PAGED)
+    assert compare(name) == (name in families.PAGED)
 
 
 @pytest.mark.sweep
