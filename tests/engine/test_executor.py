@@ -59,7 +59,7 @@ def at_once(model: Any, texts: list[list[int]], capacity: Capacity, rng: random.
     executor = InlineExecutor(model, capacity)
     capacity = executor.capacity
     ended: list[int] = []
-    scheduler = Scheduler(capacity, executor.num_steps, ended.append)
+    scheduler = Scheduler(capacity, executor.num_steps, forget=ended.append)
     sequences = [
         Sequence(
             text,

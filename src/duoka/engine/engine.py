@@ -12,10 +12,11 @@ from functools import partial
 from itertools import count, islice
 from operator import index
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 
+from duoka.base.text import choose
 from duoka.errors import DuokaError, MachineError, UsageError
 from duoka.models.text.messages import Message
 from duoka.planner.plan import Plan
@@ -25,7 +26,7 @@ from duoka.runtime.stream import Detokenizer
 from .executor import Lost, Result
 from .open_executor import open_executor
 from .request import Completion, SamplingParams
-from .scheduler import Capacity, Piece, Scheduler
+from .scheduler import Admission, Capacity, Piece, Scheduler
 from .sequence import Sequence as EngineSequence
 from .step import Outcome, Step
 
@@ -91,6 +92,10 @@ class Engine:
     processes : bool, optional
         Whether each GPU has a process of its own, so that all work at the same time, each on other
         requests; by default wherever the plan has several GPUs and the model can run so.
+    admission : {"reserve", "optimistic"}
+        Whether a request begins when there is memory for the longest answer that it may have, or
+        already for its prompt: then more begin, and where memory runs out the youngest one is put
+        back, and computed again later.
     trust_remote_code, adapter
         As for `load`.
 
@@ -107,6 +112,7 @@ class Engine:
         plan: Plan,
         *,
         processes: bool | None = None,
+        admission: Admission = "reserve",
         trust_remote_code: bool = False,
         adapter: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -115,7 +121,12 @@ class Engine:
         )
         self._executor, self._num_embeddings, self._reader = opened
         self.capacity = self._executor.capacity
-        self._scheduler = Scheduler(self.capacity, self._executor.num_steps, self._executor.forget)
+        self._scheduler = Scheduler(
+            self.capacity,
+            self._executor.num_steps,
+            choose("admission", admission, get_args(Admission)),
+            self._executor.forget,
+        )
         self._numbers = count()
         # Steps on their way, and pieces that are to be computed again before anything else.
         self._steps: dict[int, list[Piece]] = {}

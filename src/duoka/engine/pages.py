@@ -66,6 +66,10 @@ class PagePool:
         fresh = [self._fresh() for _ in range(needed)]
         return shared + fresh, len(shared) * self.page_tokens
 
+    def more(self, number: int) -> list[int]:
+        """More pages for a sequence; there must be so many."""
+        return [self._fresh() for _ in range(number)]
+
     def give_back(self, pages: Iterable[int]) -> None:
         """A sequence has ended."""
         for page in reversed(list(pages)):  # the first ones are the likeliest to be shared again

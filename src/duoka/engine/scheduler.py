@@ -3,8 +3,11 @@
 Several steps may be on their way at once, each in another stage. A sequence that answers is in one
 of them at a time: each takes its share of those that answer. What a step can hold beside goes to
 prompts, in pieces, in the order in which they came; pieces of one prompt follow one another through
-the stages. A sequence is admitted when there are pages for all that it may come to have: none is
-ever stopped again to make room. It knows nothing of tensors.
+the stages. It knows nothing of tensors.
+
+A sequence is admitted when there are pages for all that it may come to have, so that none is ever
+stopped to make room (`reserve`); or when there are some for what it has now (`optimistic`): where
+pages run out, the youngest one is computed again later.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from duoka.errors import UsageError
 
@@ -19,7 +23,9 @@ from .pages import PagePool
 from .sequence import Sequence
 from .step import Chunk, Outcome
 
-# A step has at least so many tokens of a prompt, if there are as many.
+Admission = Literal["reserve", "optimistic"]
+# Prompts are read in so many pieces for each stage, of at least so many tokens.
+_PIECES_PER_STAGE = 2
 _LEAST_PROMPT_TOKENS = 32
 
 
@@ -89,6 +95,7 @@ class Scheduler:
     capacity : Capacity
     num_steps : int
         Steps that are on their way at the same time.
+    admission : {"reserve", "optimistic"}
     forget : callable, optional
         Told the number of each sequence that has ended: for who has more of it.
     """
@@ -97,10 +104,13 @@ class Scheduler:
         self,
         capacity: Capacity,
         num_steps: int = 1,
+        admission: Admission = "reserve",
         forget: Callable[[int], None] | None = None,
     ) -> None:
         self.capacity = capacity
         self._num_steps = num_steps
+        self._is_optimistic = admission == "optimistic"
+        self.num_preempted = 0
         self._forget = forget
         self.pool = PagePool(capacity.pages, capacity.page_tokens)
         self.waiting: deque[Sequence] = deque()
@@ -129,9 +139,12 @@ class Scheduler:
         answering = [sequence for sequence in wanted if sequence.is_answering]
         ready = [sequence for sequence in answering if sequence.num_left]
         share = -(-len(answering) // self._num_steps)
-        pieces = [Piece(sequence, sequence.scheduled, 1) for sequence in ready[:share]]
+        if self._is_optimistic:  # the oldest first; the youngest may have to make room for it
+            ready = [sequence for sequence in ready[:share] if self._has_room(sequence)]
+        ready = [sequence for sequence in ready[:share] if sequence.is_running]
+        pieces = [Piece(sequence, sequence.scheduled, 1) for sequence in ready]
         left = self._prompt_tokens(len(pieces))
-        for sequence in wanted:
+        for sequence in [sequence for sequence in wanted if sequence.is_running]:
             number = 0 if sequence.is_answering else sequence.num_left
             is_cut = number > left and self.capacity.whole_prompts
             if number and left > 0 and not (is_cut and pieces):
@@ -146,9 +159,10 @@ class Scheduler:
         most = self.capacity.step_tokens - num_answering
         if self._num_steps == 1 or self.capacity.whole_prompts:
             return most
-        # Where all of them fit into one step other stages would have nothing to do.
-        left = sum(sequence.num_left for sequence in self.running if not sequence.is_answering)
-        return min(most, max(_LEAST_PROMPT_TOKENS, -(-left // self._num_steps)))
+        # In pieces, each stage can read another one: of M pieces S stages make M + S - 1 steps.
+        unread = [s.num_tokens - s.computed for s in self.running if not s.is_answering]
+        piece = -(-sum(unread) // (_PIECES_PER_STAGE * self._num_steps))
+        return min(most, max(_LEAST_PROMPT_TOKENS, piece))
 
     @property
     def has_work(self) -> bool:
@@ -211,14 +225,40 @@ class Scheduler:
         """Let sequences begin whose turn it is, first come, first served."""
         while self.waiting and len(self.running) < self.capacity.sequences:
             sequence = self.waiting[0]
-            taken = self.pool.take(sequence.prompt, sequence.most_tokens)
+            tokens = sequence.most_tokens
+            if self._is_optimistic:
+                # Each of those on their way may soon need one more.
+                if self.running and self.pool.num_free < self._pages_now(sequence):
+                    return
+                tokens = sequence.num_tokens
+            taken = self.pool.take(sequence.tokens, tokens)
             if taken is None:
                 return
             self.waiting.popleft()
             sequence.pages, sequence.computed = taken
-            sequence.shared_tokens = sequence.scheduled = sequence.computed
+            sequence.scheduled = sequence.computed
+            sequence.shared_tokens = max(sequence.shared_tokens, sequence.computed)
             sequence.is_running = True
             self.running.append(sequence)
+
+    def _pages_now(self, sequence: Sequence) -> int:
+        """The pages that should be free for a sequence to begin."""
+        return self.pool.pages_for(sequence.num_tokens) + len(self.running)
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Whether a sequence has pages for its next token; the youngest ones give up theirs."""
+        missing = self.pool.pages_for(sequence.num_tokens) - len(sequence.pages)
+        while sequence.is_running and self.pool.num_free < missing:
+            youngest = next((s for s in reversed(self.running) if not s.is_in_step), None)
+            if youngest is None:
+                return False  # what is being computed can't be given up
+            self._end(youngest)
+            youngest.computed = youngest.scheduled = 0
+            self.waiting.appendleft(youngest)
+            self.num_preempted += 1
+        if sequence.is_running:
+            sequence.pages += self.pool.more(missing)
+        return sequence.is_running
 
     def _end_cancelled(self) -> None:
         # Others can have the pages when nothing is written to them any more.

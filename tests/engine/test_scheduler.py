@@ -1,0 +1,148 @@
+"""The scheduler beside a memory of tokens in the place of keys and values, in any order."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import deque
+
+import pytest
+
+from duoka.engine.request import Completion, SamplingParams, TokenChoice
+from duoka.engine.scheduler import Admission, Capacity, Piece, Scheduler
+from duoka.engine.sequence import Sequence
+from duoka.engine.step import Chunk
+from duoka.errors import UsageError
+
+REQUESTS = int(os.environ.get("DUOKA_FUZZ_EXAMPLES", "300"))
+CAPACITY = Capacity(sequences=6, context_tokens=64, pages=24, page_tokens=4, step_tokens=24)
+
+
+class NoText:
+    """In the place of a detokenizer."""
+
+    def add(self, token: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+def request(rng: random.Random, common: list[int]) -> Sequence:
+    prompt = [rng.randrange(1000) for _ in range(rng.randrange(1, 30))]
+    if rng.random() < 0.3:
+        prompt = common[: rng.randrange(1, len(common))] + prompt[:8]
+    new_tokens = rng.randrange(1, 30)
+    return Sequence(
+        prompt,
+        SamplingParams(),
+        seed=0,
+        max_new_tokens=new_tokens,
+        stop_ids=(),
+        detokenizer=NoText(),  # type: ignore[arg-type]
+    )
+
+
+class Memory:
+    """Pages that hold tokens: what is read there is what was written there last."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, int] = {}
+
+    def compute(self, chunk: Chunk) -> TokenChoice | None:
+        """Store a chunk; the next token, made from all that are in the sequence's pages."""
+        for place, token in zip(chunk.places, chunk.tokens, strict=True):
+            self._slots[self._slot(chunk, place)] = token
+        if chunk.row is None:
+            return None
+        return TokenChoice(
+            token=next_token([self._slots[self._slot(chunk, at)] for at in range(chunk.end)])
+        )
+
+    def _slot(self, chunk: Chunk, place: int) -> int:
+        size = CAPACITY.page_tokens
+        return chunk.pages[place // size] * size + place % size
+
+
+def next_token(tokens: list[int]) -> int:
+    return hash(tuple(tokens)) % 1000
+
+
+def expected(sequence: Sequence) -> list[int]:
+    tokens = list(sequence.prompt)
+    for _ in range(sequence.max_new_tokens):
+        tokens.append(next_token(tokens))
+    return tokens
+
+
+def play(rng: random.Random, num_steps: int, admission: Admission, number: int) -> Scheduler:
+    """Many requests, of which some are cancelled and some fail; each ends as it should."""
+    scheduler = Scheduler(CAPACITY, num_steps, admission)
+    memory = Memory()
+    common = [rng.randrange(1000) for _ in range(20)]
+    coming = [request(rng, common) for _ in range(number)]
+    sequences = list(coming)
+    failing = set(rng.sample(sequences, number // 20))
+    flying: deque[tuple[list[Piece], list[TokenChoice | None]]] = deque()
+    while coming or scheduler.has_work or flying:
+        if coming and (rng.random() < 0.4 or not scheduler.has_work):
+            scheduler.add(coming.pop())
+        if rng.random() < 0.02:
+            rng.choice(sequences).is_cancelled = True
+        if len(flying) < num_steps and (pieces := scheduler.next_step()):
+            assert sum(piece.num_tokens for piece in pieces) <= CAPACITY.step_tokens
+            answering = [piece for piece in pieces if piece.sequence.is_answering]
+            total = sum(sequence.is_answering for sequence in scheduler.running)
+            assert len(answering) <= -(-total // num_steps)
+            flying.append((pieces, [memory.compute(piece.chunk) for piece in pieces]))
+        elif flying:
+            pieces, outcomes = flying.popleft()
+            for piece, outcome in zip(pieces, outcomes, strict=True):
+                is_bad = piece.sequence in failing and outcome is not None
+                scheduler.computed(piece, ValueError("bad") if is_bad else outcome)
+    assert scheduler.pool.num_free == CAPACITY.pages
+    for sequence in sequences:
+        check_end(sequence, sequence in failing)
+    return scheduler
+
+
+def check_end(sequence: Sequence, is_failing: bool) -> None:
+    """A sequence has ended once, and with what it should."""
+    event = sequence.events.get_nowait()
+    assert sequence.events.empty()
+    if isinstance(event, ValueError):
+        assert is_failing
+        return
+    assert isinstance(event, Completion)
+    if event.finish == "length":
+        assert not is_failing
+        assert sequence.tokens == expected(sequence)
+    else:
+        assert event.finish == "cancelled"
+        assert sequence.is_cancelled
+        assert sequence.tokens == expected(sequence)[: len(sequence.tokens)]
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("admission", ["reserve", "optimistic"])
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_each_ends_as_it_should(num_steps: int, admission: Admission) -> None:
+    scheduler = play(random.Random(num_steps), num_steps, admission, REQUESTS)
+    assert (scheduler.num_preempted > 0) == (admission == "optimistic")
+
+
+def test_prompts_are_read_in_pieces_so_that_no_stage_waits() -> None:
+    scheduler = Scheduler(
+        Capacity(sequences=2, context_tokens=400, pages=100, page_tokens=4, step_tokens=300), 2
+    )
+    scheduler.add(request(random.Random(0), [1, 2]))
+    scheduler.waiting[0].tokens[:] = scheduler.waiting[0].prompt[:] = range(200)
+    first, second = scheduler.next_step(), scheduler.next_step()
+    assert [(piece.start, piece.num_tokens) for piece in (*first, *second)] == [(0, 50), (50, 50)]
+
+
+def test_what_can_never_fit_is_refused() -> None:
+    scheduler = Scheduler(CAPACITY)
+    scheduler.refuse_unfit(60, 4)
+    with pytest.raises(UsageError, match=r"60 tokens of prompt and 5 new ones are 65; .* 64"):
+        scheduler.refuse_unfit(60, 5)
