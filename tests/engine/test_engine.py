@@ -130,6 +130,29 @@ def test_who_cancels_frees_pages_for_those_who_wait(engine: Engine) -> None:
     assert engine.num_free_pages == engine.capacity.pages
 
 
+def test_weights_in_the_hosts_memory_answer_alike(tmp_path: Path) -> None:
+    path = tuning.write_model("large", tmp_path / "large")
+    whole = duoka.plan(path, "virtual:256MiB", WORK)
+    constraints = duoka.Constraints(offload=True)
+    budget = whole.forecast.devices[0].reserved_bytes * 3 // 4 >> 20
+    plan = duoka.plan(path, f"virtual:{budget}MiB", WORK, constraints=constraints)
+    assert plan.offloaded
+    answers = []
+    for each in (whole, plan):
+        with Engine(each) as engine:
+            answers.append([ids(completion) for completion in engine.generate(prompts(5))])
+    assert answers[0] == answers[1]
+
+
+def test_optimistic_admission_answers_alike(plan: Any, engine: Engine) -> None:
+    texts = prompts(12)
+    expected = [ids(completion) for completion in engine.generate(texts)]
+    with Engine(plan, processes=False, admission="optimistic") as optimistic:
+        assert [ids(completion) for completion in optimistic.generate(texts)] == expected
+    with pytest.raises(UsageError, match="admission 'hope' is unknown"):
+        Engine(plan, admission="hope")  # type: ignore[arg-type]
+
+
 # ── failures ──
 
 

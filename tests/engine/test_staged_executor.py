@@ -6,12 +6,15 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tuning
 from faulty_worker import HANG, HARMFUL, KILL, MEMORY, RAISE
+from peft import LoraConfig, get_peft_model
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 import duoka
 from duoka.engine import Completion, Engine, SamplingParams, Stream
@@ -26,9 +29,10 @@ WORK = duoka.Workload(
 CAREFUL = SamplingParams(logit_bias=dict.fromkeys(HARMFUL, -100))
 
 
-def make_plan(family: str, directory: Path, number: int) -> Any:
+def make_plan(family: str, directory: Path, number: int, *, quantize: Any = "none") -> Any:
     path = tuning.write_model(family, directory / family)
-    return duoka.plan(path, f"virtual:{number}x256MiB", WORK, use_all=True)
+    work = replace(WORK, quantize=quantize)
+    return duoka.plan(path, f"virtual:{number}x256MiB", work, use_all=True)
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +91,28 @@ def test_processes_answer_as_one_does(plan: Any, staged: Engine) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "number"), [("tied", 2), ("llama", 3), ("experts", 3)])
+@pytest.mark.parametrize(
+    ("family", "number", "quantize"),
+    [("tied", 2, "none"), ("llama", 3, "int8"), ("experts", 3, "nf4")],
+)
 def test_more_processes_and_stages_answer_as_one_does(
-    family: str, number: int, tmp_path: Path
+    family: str, number: int, quantize: Any, tmp_path: Path
 ) -> None:
-    plan = make_plan(family, tmp_path, number)
+    plan = make_plan(family, tmp_path, number, quantize=quantize)
     with Engine(plan, processes=False) as inline, Engine(plan, processes=True) as staged:
+        alike(inline, staged)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's
+def test_an_adapter_is_added_in_each_process(plan: Any, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(plan.source)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    get_peft_model(model, lora).save_pretrained(tmp_path)
+    with (
+        Engine(plan, processes=False, adapter=tmp_path) as inline,
+        Engine(plan, processes=True, adapter=tmp_path) as staged,
+    ):
         alike(inline, staged)
 
 

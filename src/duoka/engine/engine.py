@@ -116,6 +116,7 @@ class Engine:
         trust_remote_code: bool = False,
         adapter: str | os.PathLike[str] | None = None,
     ) -> None:
+        admission = choose("admission", admission, get_args(Admission))
         opened = open_executor(
             plan, capacity_of(plan), processes, trust_remote_code=trust_remote_code, adapter=adapter
         )
@@ -124,7 +125,7 @@ class Engine:
         self._scheduler = Scheduler(
             self.capacity,
             self._executor.num_steps,
-            choose("admission", admission, get_args(Admission)),
+            admission,
             self._executor.forget,
         )
         self._numbers = count()

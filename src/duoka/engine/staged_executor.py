@@ -8,6 +8,7 @@ the others with it; they can be started again.
 from __future__ import annotations
 
 import os
+import pickle
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,6 @@ from dataclasses import replace
 from itertools import chain
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
-from multiprocessing.reduction import ForkingPickler
 
 from duoka.errors import MachineError
 from duoka.models.lora import Adapter
@@ -128,7 +128,7 @@ class StagedExecutor:
         """
         if not self._is_started:
             self._start()
-        message = ForkingPickler.dumps(step)
+        message = pickle.dumps(step)
         with suppress(OSError):  # a process is gone, which `wait` tells
             for driver in self._drivers:
                 driver.send_bytes(message)
@@ -214,7 +214,7 @@ class StagedExecutor:
                 sockets=tuple(sockets[rank]),
             )
             with self._watched(rank):
-                driver.send(part)
+                driver.send_bytes(pickle.dumps(part))
         for rank, driver in enumerate(self._drivers):
             with self._watched(rank):
                 error: Exception | None = driver.recv()
