@@ -134,7 +134,7 @@ def test_weights_in_the_hosts_memory_answer_alike(tmp_path: Path) -> None:
     path = tuning.write_model("large", tmp_path / "large")
     whole = duoka.plan(path, "virtual:256MiB", WORK)
     constraints = duoka.Constraints(offload=True)
-    budget = whole.forecast.devices[0].reserved_bytes * 3 // 4 >> 20
+    budget = (whole.forecast.devices[0].reserved_bytes >> 20) - 2
     plan = duoka.plan(path, f"virtual:{budget}MiB", WORK, constraints=constraints)
     assert plan.offloaded
     answers = []
