@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +64,7 @@ def answer_file(
 def _answer(engine: Engine, prompts: list[BatchPrompt], answers: AnswerFile, params: Any) -> int:
     """Answer prompts, and write each answer when it has ended; how many have none."""
     begin, tokens, failed = time.monotonic(), 0, 0
+    busy = engine.busy_seconds()
     requests = ((prompt, prompt.messages) for prompt in prompts)
     with _bar(len(prompts)) as advance:
         for prompt, outcome in engine.as_completed(requests, params):
@@ -76,14 +77,24 @@ def _answer(engine: Engine, prompts: list[BatchPrompt], answers: AnswerFile, par
             else:
                 answers.add(prompt, outcome)
                 tokens += len(outcome.tokens)
-            speed = tokens / (time.monotonic() - begin)
-            advance(f"{speed:,.0f} tokens/s")
+            seconds = time.monotonic() - begin
+            advance(f"{tokens / seconds:,.0f} tokens/s{_busy(engine, busy, seconds)}")
     seconds = time.monotonic() - begin
     _say(
         f"{format_count(len(prompts) - failed, 'answer')} with {tokens:,} tokens in "
-        f"{format_seconds(seconds)}: {tokens / seconds:,.0f} tokens/s"
+        f"{format_seconds(seconds)}: {tokens / seconds:,.0f} tokens/s{_busy(engine, busy, seconds)}"
     )
     return failed
+
+
+def _busy(engine: Engine, before: Mapping[str, float], seconds: float) -> str:
+    """In which share of the time each GPU has computed."""
+    shares = (
+        f"{device} {(total - before[device]) / seconds:.0%}"
+        for device, total in engine.busy_seconds().items()
+    )
+    text = ", ".join(shares)
+    return f"; busy: {text}" if text else ""
 
 
 class _Advance(Protocol):

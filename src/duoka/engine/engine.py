@@ -240,6 +240,10 @@ class Engine:
         with self._changed:
             return self._scheduler.pool.num_free
 
+    def busy_seconds(self) -> dict[str, float]:
+        """For how long each GPU has computed since the start, as far as that is known."""
+        return self._executor.busy_seconds()
+
     def _tokens(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt."""
         if isinstance(prompt, str):

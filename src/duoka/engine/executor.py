@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -54,6 +55,9 @@ class Executor(Protocol):
     def forget(self, sequence: int) -> None:
         """A sequence has ended."""
 
+    def busy_seconds(self) -> dict[str, float]:
+        """For how long each device has computed, as far as that is known."""
+
     def close(self) -> None:
         """End; give back all that was taken."""
 
@@ -73,6 +77,7 @@ class InlineExecutor:
 
     def __init__(self, model: PreTrainedModel, capacity: Capacity) -> None:
         self._model = _paged(model, capacity) or CachedModel(model)
+        self._devices = {str(parameter.device) for parameter in model.parameters()}
         self.is_paged = isinstance(self._model, PagedModel)
         self.capacity = replace(capacity, whole_prompts=False)
         if isinstance(self._model, CachedModel):
@@ -81,6 +86,7 @@ class InlineExecutor:
                 capacity, sequences=sequences, pages=sequences, page_tokens=capacity.context_tokens
             )
         self._steps: deque[Step] = deque()
+        self._busy_seconds = 0.0
 
     def submit(self, step: Step) -> None:
         """See `Executor`."""
@@ -89,6 +95,13 @@ class InlineExecutor:
     def wait(self) -> Result | None:
         """See `Executor`."""
         step = self._steps.popleft()
+        begin = time.perf_counter()
+        try:
+            return self._result(step)
+        finally:
+            self._busy_seconds += time.perf_counter() - begin
+
+    def _result(self, step: Step) -> Result:
         try:
             if self.is_paged:
                 return Result(step.number, outcomes_of(step, self.run(step.chunks)))
@@ -104,6 +117,12 @@ class InlineExecutor:
 
     def wake(self) -> None:
         """See `Executor`: nobody waits long."""
+
+    def busy_seconds(self) -> dict[str, float]:
+        """See `Executor`: of several devices only one works at a time, and nobody asks which."""
+        if len(self._devices) > 1:
+            return {}
+        return dict.fromkeys(self._devices, self._busy_seconds)
 
     def forget(self, sequence: int) -> None:
         """See `Executor`."""

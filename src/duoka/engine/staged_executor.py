@@ -176,7 +176,7 @@ class StagedExecutor:
         """See `Executor`: nothing is kept of a sequence but its pages."""
 
     def busy_seconds(self) -> dict[str, float]:
-        """For how long each device's process has computed since it was started."""
+        """See `Executor`: since the processes were started."""
         return dict(zip(self._plan.devices, self._memory.busy_seconds(), strict=True))
 
     def _stop(self) -> None:
