@@ -116,6 +116,15 @@ def test_an_adapter_is_added_in_each_process(plan: Any, tmp_path: Path) -> None:
         alike(inline, staged)
 
 
+def test_processes_take_what_one_does(plan: Any) -> None:
+    peaks = []
+    for processes in (False, True):
+        with Engine(plan, processes=processes) as engine:
+            engine.generate(prompts(8))
+        peaks.append({each.device: each.allocated_bytes for each in engine.peaks()})
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.05)
+
+
 def test_who_cancels_frees_pages(staged: Engine) -> None:
     streams = [staged.submit(text) for text in prompts(9)]
     for stream in streams[:4]:

@@ -20,6 +20,7 @@ from duoka.base.text import choose
 from duoka.errors import DuokaError, MachineError, UsageError
 from duoka.models.text.messages import Message
 from duoka.planner.plan import Plan
+from duoka.report.measured import PeakBytes
 from duoka.runtime.generate import refuse_beyond
 from duoka.runtime.stream import Detokenizer
 
@@ -243,6 +244,10 @@ class Engine:
     def busy_seconds(self) -> dict[str, float]:
         """For how long each GPU has computed since the start, as far as that is known."""
         return self._executor.busy_seconds()
+
+    def peaks(self) -> list[PeakBytes]:
+        """The peaks of the GPUs' memory, when the engine has been closed."""
+        return self._executor.peaks()
 
     def _tokens(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from duoka.errors import ModelError
+from duoka.report.measured import PeakBytes
 from duoka.runtime import devices
 
 from .cached_model import CachedModel
@@ -57,6 +58,9 @@ class Executor(Protocol):
 
     def busy_seconds(self) -> dict[str, float]:
         """For how long each device has computed, as far as that is known."""
+
+    def peaks(self) -> list[PeakBytes]:
+        """The peaks of the devices' memory, known when the executor is closed."""
 
     def close(self) -> None:
         """End; give back all that was taken."""
@@ -123,6 +127,11 @@ class InlineExecutor:
         if len(self._devices) > 1:
             return {}
         return dict.fromkeys(self._devices, self._busy_seconds)
+
+    def peaks(self) -> list[PeakBytes]:
+        """See `Executor`."""
+        peaks = map(devices.peak_bytes, sorted(self._devices))
+        return [each for each in peaks if each is not None]
 
     def forget(self, sequence: int) -> None:
         """See `Executor`."""

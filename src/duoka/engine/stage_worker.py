@@ -24,7 +24,7 @@ from duoka.runtime.load import load_weights
 from duoka.stages.interceptor import Interceptor
 from duoka.stages.micro_batch import MicroBatch
 from duoka.stages.route import Routes
-from duoka.stages.shared_memory import SharedMemory, SharedMemoryChannel
+from duoka.stages.shared_memory import Notes, SharedMemory, SharedMemoryChannel
 from duoka.stages.workers import end_with_parent
 
 from .executor import outcomes_of
@@ -96,10 +96,17 @@ class _StageWorker:
                 self._visit(driver, *self._later.popleft())
             step: Step | None = driver.recv()
             if step is None:
+                self._note_peaks()
                 return
             paged = self._paged.step(step.chunks)
             self._later.extend((step, paged, stage) for stage in later_stages)
             self._visit(driver, step, paged, first)
+
+    def _note_peaks(self) -> None:
+        peaks = devices.peak_bytes(self._device)
+        if peaks is not None:
+            notes = Notes(self._busy_seconds, peaks.allocated_bytes, peaks.reserved_bytes)
+            self._memory.note(self._rank, notes)
 
     @torch.inference_mode()
     def _visit(self, driver: Connection, step: Step, paged: PagedStep, stage: int) -> None:
@@ -119,7 +126,7 @@ class _StageWorker:
             failure = portable(error)
         seconds = time.perf_counter() - begin - (self._channel.waited_seconds - waited)
         self._busy_seconds += seconds
-        self._memory.note_busy(self._rank, self._busy_seconds)
+        self._memory.note(self._rank, Notes(self._busy_seconds))
         if failure is not None:  # which the driver knows before anything more comes of the step
             driver.send(Report(step.number, failure, is_last))
             if isinstance(failure, torch.OutOfMemoryError):

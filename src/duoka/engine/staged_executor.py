@@ -21,6 +21,7 @@ from multiprocessing.connection import wait
 from duoka.errors import MachineError
 from duoka.models.lora import Adapter
 from duoka.planner.plan import Plan
+from duoka.report.measured import PeakBytes
 from duoka.stages.route import Routes
 from duoka.stages.shared_memory import SharedMemory, connect
 from duoka.stages.workers import Workers
@@ -177,7 +178,21 @@ class StagedExecutor:
 
     def busy_seconds(self) -> dict[str, float]:
         """See `Executor`: since the processes were started."""
-        return dict(zip(self._plan.devices, self._memory.busy_seconds(), strict=True))
+        notes = zip(self._plan.devices, self._memory.notes(), strict=True)
+        return {device: each.busy_seconds for device, each in notes}
+
+    def peaks(self) -> list[PeakBytes]:
+        """See `Executor`."""
+        notes = zip(self._plan.devices, self._memory.notes(), strict=True)
+        return [
+            PeakBytes(
+                device=device,
+                allocated_bytes=each.allocated_bytes,
+                reserved_bytes=each.reserved_bytes,
+            )
+            for device, each in notes
+            if each.reserved_bytes
+        ]
 
     def _stop(self) -> None:
         """End the processes."""
@@ -185,6 +200,8 @@ class StagedExecutor:
             return
         self._is_started = False
         for driver in self._drivers:
+            with suppress(OSError):
+                driver.send(None)
             driver.close()  # they end by themselves, or they are ended
         self._workers.end(_GRACE_SECONDS)
         self._memory.close()

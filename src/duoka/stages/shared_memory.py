@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
 from multiprocessing.connection import Connection
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,15 @@ from .channels import LocalChannel, Message
 from .route import Route
 
 _ALIGNMENT = 64
-_FLOAT = struct.Struct("d")
+_NOTES = struct.Struct("dqq")
+
+
+class Notes(NamedTuple):
+    """For how long a process has computed, and the peaks of its device's memory at its end."""
+
+    busy_seconds: float = 0.0
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
 
 
 class SharedMemory:
@@ -40,8 +49,8 @@ class SharedMemory:
             for transfer in largest.transfers
         )
         rounded = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
-        # At its beginning each process notes for how long it has computed.
-        first = -(-num_processes * _FLOAT.size // _ALIGNMENT) * _ALIGNMENT
+        # At its beginning each process has a line for what it notes of itself.
+        first = -(-num_processes * _NOTES.size // _ALIGNMENT) * _ALIGNMENT
         self._num_processes = num_processes
         self._num_steps = num_steps
         self._offsets = list(accumulate(rounded, initial=first))
@@ -64,14 +73,14 @@ class SharedMemory:
         flat = torch.frombuffer(self._bytes, dtype=dtype, count=prod(sizes), offset=begin + part)
         return flat.view(sizes)
 
-    def note_busy(self, rank: int, seconds: float) -> None:
-        """Note for how long a process has computed."""
-        _FLOAT.pack_into(self._bytes, rank * _FLOAT.size, seconds)
+    def note(self, rank: int, notes: Notes) -> None:
+        """Note what others may want to know of a process."""
+        _NOTES.pack_into(self._bytes, rank * _NOTES.size, *notes)
 
-    def busy_seconds(self) -> list[float]:
-        """For how long each process has computed, by rank."""
-        places = (rank * _FLOAT.size for rank in range(self._num_processes))
-        return [_FLOAT.unpack_from(self._bytes, place)[0] for place in places]
+    def notes(self) -> list[Notes]:
+        """What processes have noted, by rank."""
+        places = (rank * _NOTES.size for rank in range(self._num_processes))
+        return [Notes(*_NOTES.unpack_from(self._bytes, place)) for place in places]
 
     def close(self) -> None:
         """Let go of it."""
