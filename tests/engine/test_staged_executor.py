@@ -122,7 +122,8 @@ def test_processes_take_what_one_does(plan: Any) -> None:
         with Engine(plan, processes=processes) as engine:
             engine.generate(prompts(8))
         peaks.append({each.device: each.allocated_bytes for each in engine.peaks()})
-    assert peaks[1] == pytest.approx(peaks[0], rel=0.05)
+    # Steps have fewer sequences, since others have the rest.
+    assert all(0.8 < peaks[1][device] / peak < 1.05 for device, peak in peaks[0].items())
 
 
 def test_who_cancels_frees_pages(staged: Engine) -> None:
