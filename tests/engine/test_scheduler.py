@@ -35,9 +35,7 @@ def request(rng: random.Random, common: list[int]) -> Sequence:
     new_tokens = rng.randrange(1, 30)
     return Sequence(
         prompt,
-        SamplingParams(),
-        seed=0,
-        max_new_tokens=new_tokens,
+        SamplingParams(seed=0, max_new_tokens=new_tokens),
         stop_ids=(),
         detokenizer=NoText(),  # type: ignore[arg-type]
     )
