@@ -243,6 +243,23 @@ def test_a_grammar_that_takes_too_much_ends_its_answer_alone(engine: Engine) -> 
         engine.submit("What?", SamplingParams(grammar=Grammar.lark('start: <|user|> "a"')))
 
 
+# ── several answers to one prompt ──
+
+
+def test_answers_to_one_prompt_share_its_pages_and_no_seed(engine: Engine) -> None:
+    text = [5 + number for number in range(60)]
+    params = SamplingParams(temperature=1.0, seed=4, max_new_tokens=8)
+    answers = engine.generate([text, [1, 2]], params, n=3)
+    assert [answer.shared_tokens for answer in answers] == [0, 48, 48, 0, 0, 0]
+    assert len({tuple(ids(answer)) for answer in answers[:3]}) == 3
+    # Each is what it is by itself, and the first one what it is without the others.
+    again = [engine.submit(text, each).result() for each in params.split(3)]
+    assert [*map(ids, again)] == [*map(ids, answers[:3])]
+    assert ids(engine.submit(text, params).result()) == ids(answers[0])
+    with pytest.raises(UsageError, match="n is 0"):
+        engine.generate([text], n=0)
+
+
 # ── failures ──
 
 

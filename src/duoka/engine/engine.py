@@ -245,10 +245,13 @@ class Engine:
             num_asked -= 1
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams = _GREEDY
+        self, prompts: Sequence[Prompt], params: SamplingParams = _GREEDY, *, n: int = 1
     ) -> list[Completion]:
-        """Answer all prompts; the answers in their order."""
-        streams = [self.submit(prompt, params) for prompt in prompts]
+        """Answer all prompts, each `n` times; the answers in the order of the prompts.
+
+        Those to one prompt share its pages, and have seeds as `SamplingParams.split` says.
+        """
+        streams = [self.submit(prompt, chosen) for prompt in prompts for chosen in params.split(n)]
         return [stream.result() for stream in streams]
 
     @property

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from duoka.checkpoint.sampling_params import Sampling
@@ -95,6 +96,18 @@ class SamplingParams(Sampling):
     def has_penalties(self) -> bool:
         """Whether logits depend on what has been said."""
         return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
+    def split(self, n: int) -> list[SamplingParams]:
+        """Parameters of n answers to one prompt; the seed of each follows from this one's.
+
+        The first has this one's seed. Without a seed they have none, and differ all the same.
+        """
+        if n < 1:
+            raise UsageError(f"n is {n}; it must be at least 1", hint="1 is one answer")
+        if self.seed is None:
+            return [self] * n
+        seeds = [random.Random(f"{self.seed}/{number}").getrandbits(63) for number in range(1, n)]
+        return [self, *(replace(self, seed=seed) for seed in seeds)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
